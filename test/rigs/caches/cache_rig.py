@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.session_hints import Session
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 RIG_DEVICE = detect_device()
@@ -61,6 +62,10 @@ class HiCacheSettings:
     served_model_name: str | None = "rig"
 
 
+SESSION_TTL: Final = 60.0
+"""Seconds for which rigs keep a session's prefix."""
+
+
 @dataclass(eq=False)
 class RigRequest:
     """A `CacheableRequest`."""
@@ -73,6 +78,7 @@ class RigRequest:
     req_pool_idx: int | None = None
     cache_protected_len: int = 0
     priority: int = 0
+    session: Session | None = None
 
     @property
     def kv_committed_len(self) -> int:
@@ -104,6 +110,7 @@ class CacheRig:
     dtype: torch.dtype = torch.float32
     group: RankGroup = field(default_factory=SingleRank)
     kv_events: bool = False
+    session_share: float = 0.0
     radix_cache_backend: str | None = None
     tree: RadixCache = field(init=False)
 
@@ -130,6 +137,8 @@ class CacheRig:
             mamba_snapshot_alignment=self.snapshot_alignment(),
             tp_cache_group=self.group,
             enable_kv_cache_events=self.kv_events,
+            session_share=self.session_share,
+            session_ttl=SESSION_TTL,
         )
         self.tree = create_tree_cache(
             TreeCacheBuildContext(
@@ -165,9 +174,12 @@ class CacheRig:
 
     # ---- one request ------------------------------------------------------------------------
 
-    def run(self, tokens: Sequence[int], extra_key: str | None = None) -> Reused:
+    def run(
+        self, tokens: Sequence[int], extra_key: str | None = None, session: str | None = None
+    ) -> Reused:
         """Run a whole request: check its reused prefix, and insert its pages into the tree."""
         request, reused = self.start(tokens, extra_key)
+        request.session = None if session is None else (extra_key, session)
         self.finish(request)
         return reused
 

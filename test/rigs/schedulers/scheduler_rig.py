@@ -147,6 +147,8 @@ class SchedulerRig:
                     metrics_registry=metrics.registry,
                     model_pools=self.model_pools,
                     mamba_snapshot_alignment=snapshot_alignment,
+                    session_share=self.server_args.session_share,
+                    session_ttl=self.server_args.session_ttl,
                 ),
                 enable_hierarchical_cache=self.server_args.enable_hierarchical_cache,
             )

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from sglang.srt.hardware_backend.device_kinds import DeviceKind
 
 
+_LONGEST_SESSION_S = 86400.0
+"""Longest `--session-ttl`, a day: hints are for agents that come back soon."""
+
+
 def check_device(args: ServerArgs, kind: DeviceKind) -> Iterator[str]:
     """Refuse settings that this kind of device does not support, or that have no effect there."""
     if args.kv_cache_dtype not in kind.kv_cache_dtypes:
@@ -85,6 +89,8 @@ def _ranges(args: ServerArgs) -> Iterator[tuple[str, bool, str]]:
     ):
         value = getattr(args, field)
         yield field, value is None or (math.isfinite(value) and value > 0), "a number above 0"
+    yield "session_share", 0 <= args.session_share <= 1, "from 0 to 1"
+    yield "session_ttl", 0 <= args.session_ttl <= _LONGEST_SESSION_S, "from 0 to 86400"
     drain = args.drain_seconds
     yield "drain_seconds", math.isfinite(drain) and drain >= 0, "0 or more"
     yield "hicache_size", math.isfinite(args.hicache_size) and args.hicache_size >= 0, "0 or more"

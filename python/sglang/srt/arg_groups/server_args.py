@@ -307,6 +307,14 @@ class ServerArgs(ObservabilityArgs):
         "Let a decode server write what it computes and reads to --hicache-storage-backend.",
     )
 
+    session_share: float = flag(
+        0.25,
+        "Part of L1 and of L2 that requests with a session_id may keep; 0: none.",
+    )
+    session_ttl: float = flag(
+        600.0, "Seconds for which the prefix of a session_id is kept after its last request."
+    )
+
     # HiCache
     enable_hierarchical_cache: bool = flag(False, "Keep evicted prefixes in host memory.")
     hicache_ratio: float = flag(2.0, "Tokens (and recurrent states) of L2 per one of L1.")

@@ -148,6 +148,7 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
                 bootstrap=rooms[index],
                 extra_key=columns["extra_key"][index],
                 cache_salt=columns["cache_salt"][index],
+                session_id=body.session_id,
                 priority=body.priority or 0,
             )
         )

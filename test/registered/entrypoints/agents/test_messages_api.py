@@ -123,7 +123,7 @@ def test_a_stream_gathers_to_the_same_message(client: anthropic.Anthropic) -> No
     whole = client.messages.create(**said(FULL, tools=[F, G]))
     with client.messages.stream(**said(FULL, tools=[F, G])) as stream:
         kinds = [event.type for event in stream]
-        message = stream.get_final_message()
+        message: Any = stream.get_final_message()
     starts = [kind for kind in kinds if kind in ("content_block_start", "content_block_stop")]
     assert starts == ["content_block_start", "content_block_stop"] * 4
     assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])

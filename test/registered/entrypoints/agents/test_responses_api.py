@@ -204,9 +204,9 @@ def test_stream_of_the_client_gathers_what_was_sent(client: openai.OpenAI) -> No
     """The client's own bookkeeping follows the events."""
     with client.responses.stream(model="echo", input='{"x": 5}', text_format=Point) as stream:
         texts = [e.delta for e in stream if e.type == "response.output_text.delta"]
-        final = stream.get_final_response()
+        point = stream.get_final_response()
     assert "".join(texts) == '{"x": 5}'
-    assert (final.output_parsed, final.status) == (Point(x=5), "completed")
+    assert (point.output_parsed, point.status) == (Point(x=5), "completed")
     with client.responses.stream(model="echo", input=CALLS, tools=[F, G]) as stream:
         final = stream.get_final_response()
     calls = [item for item in final.output if item.type == "function_call"]

@@ -119,6 +119,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     top_k: int | None = None
     stream: bool | None = None
     priority: int | None = None
+    session_id: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
 
@@ -214,7 +215,7 @@ def chat_body(body: CountTokensBody) -> ChatBody:
         for name in ("max_tokens", "temperature", "top_p", "top_k", "stream", "priority"):
             setattr(chat, name, getattr(body, name))
         chat.stop, chat.extra_key = body.stop_sequences, body.extra_key
-        chat.cache_salt = body.cache_salt
+        chat.cache_salt, chat.session_id = body.cache_salt, body.session_id
     return chat
 
 

@@ -263,6 +263,8 @@ class SharedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of `/generate` and of OpenAI's completions. `null` means absent."""
 
     priority: int | None = None
+    session_id: str | None = None
+    """The cache keeps the prefix for a while: this session will come back to it."""
     stream: bool | None = None
     no_stop_trim: bool | None = None
     return_cache_report: bool | None = None

@@ -120,6 +120,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     refused."""
     include: list[str] | None = None
     priority: int | None = None
+    session_id: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
 
@@ -235,6 +236,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         response_format=None if text.format is None else _response_format(text.format),
         reasoning_effort=reasoning.effort,
         priority=body.priority,
+        session_id=body.session_id,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
     )

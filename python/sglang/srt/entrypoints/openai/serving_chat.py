@@ -203,6 +203,7 @@ def to_requests(
         bootstrap=rooms[0],
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
+        session_id=body.session_id,
         priority=body.priority or 0,
     )
     return expand_samples([request], rooms), tools

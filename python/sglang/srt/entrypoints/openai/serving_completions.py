@@ -78,6 +78,7 @@ def to_requests(body: CompletionBody) -> list[GenerateRequest]:
             bootstrap=rooms[index],
             extra_key=body.extra_key,
             cache_salt=body.cache_salt,
+            session_id=body.session_id,
             priority=body.priority or 0,
         )
         for index, prompt in enumerate(prompts)

@@ -65,6 +65,8 @@ class TokenizedGenerateReqInput(Message):
     """First prompt token of the prompt logprobs, which itself has none; -1: no prompt logprobs."""
     extra_key: str | None = None
     """`extra_key` and `cache_salt` in one unambiguous string, or None."""
+    session_id: str | None = None
+    """Session that will come back to this prefix."""
     priority: int = 0
     sample_of: str | None = None
     """Id of the request with the same prompt that has to be computed first."""

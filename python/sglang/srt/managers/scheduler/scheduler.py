@@ -168,6 +168,7 @@ class Scheduler:
         state = self.state
         state.now = tick.now
         state.counters.ticks += 1
+        state.tree.begin_tick(tick.now)
         for message in tick.messages:
             self._input.handle(message)
         state.tree.check_hicache_events()

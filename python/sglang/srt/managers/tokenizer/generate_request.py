@@ -96,6 +96,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Bootstrap info of a prefill or decode server; None: the server does both."""
     extra_key: str | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
     priority: int = 0
     num_outputs: int = 1
     """Requests of the same body, this one included: they share the limits of a body."""

@@ -130,6 +130,10 @@ def _check_fields(request: GenerateRequest) -> None:
                 "send a digest of it",
                 field=name,
             )
+    if request.session_id is not None and not 1 <= len(request.session_id) <= MAX_RID_CHARS:
+        raise InvalidRequest(
+            f"session_id must have 1 to {MAX_RID_CHARS} characters", field="session_id"
+        )
     if not 0 <= request.top_logprobs_num <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(
             f"top_logprobs_num={request.top_logprobs_num} must be from 0 to {MAX_TOP_LOGPROBS}",
@@ -296,6 +300,7 @@ def tokenized(
         # The prefill server computes the logprobs of the prompt.
         logprob_start_len=-1 if decodes_only else request.logprob_start_len,
         extra_key=combine_extra_key(request.extra_key, request.cache_salt),
+        session_id=request.session_id,
         priority=request.priority,
         sample_of=request.sample_of,
         return_cache_report=request.return_cache_report,

@@ -109,7 +109,7 @@ class HostBackup:
             return
         wanted = 1 if self.write_policy == "write_through" else _SELECTIVE_HITS
         for node in path:
-            is_due = wanted == 1 or node.hit_count >= wanted
+            is_due = wanted == 1 or node.hit_count >= wanted or node.kept_on_host > 0
             if node.backuped:
                 if is_due and node.states:
                     self._save_states(node)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.device.pool_registry import ModelPools
     from sglang.srt.mem_cache.tree.digest import ReplicatedState
     from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
+    from sglang.srt.mem_cache.tree.session_hints import Session
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -51,6 +52,10 @@ class CacheInitParams:
     mamba_snapshot_alignment: int | None = None
     """Snapshots are taken at multiples of so many tokens, so that a page and a chunk of the
     kernel end there; None: the end of any page."""
+    session_share: float = 0.0
+    """Part of each tier that hints of sessions may keep."""
+    session_ttl: float = 0.0
+    """Seconds for which they keep it."""
     enable_kv_cache_events: bool = False
     """True if `take_events` answers; somebody must call it then."""
 
@@ -103,6 +108,10 @@ class CacheableRequest(Protocol):
 
     @property
     def priority(self) -> int: ...
+
+    @property
+    def session(self) -> Session | None:
+        """The session that will come back to this request's prefix; None: none will."""
 
     @property
     def kv_committed_len(self) -> int:

@@ -36,17 +36,20 @@ class EvictionStrategy(ABC):
 
     recency: Callable[[TreeNode], int] = attrgetter("last_access_time")
     """Time of a node's last use, by the tree's counter."""
+    kept: Callable[[TreeNode], int] = attrgetter("kept_on_device")
+    """Number of sessions that keep a node on the tier."""
 
     @abstractmethod
     def get_priority(self, node: TreeNode) -> Priority:
         """Priority of `node`; the smallest is evicted first."""
 
     def eviction_order(self, node: TreeNode) -> EvictionOrder:
-        """`get_priority`, except that nodes which waiting requests will use are evicted after all
-        others, the one needed last first. See `LookAhead`."""
+        """`get_priority`, except that nodes which sessions keep are evicted after others
+        (`SessionHints`); and after them those that waiting requests will use, the one needed last
+        first (`LookAhead`)."""
         if node.wanted_by:
-            return 1, (-node.wanted_by[0],)
-        return 0, self.get_priority(node)
+            return 2, (-node.wanted_by[0],)
+        return int(self.kept(node) > 0), self.get_priority(node)
 
 
 class LRUStrategy(EvictionStrategy):
@@ -94,8 +97,8 @@ class PriorityStrategy(EvictionStrategy):
 
     def eviction_order(self, node: TreeNode) -> EvictionOrder:
         # The priority that the user gave weighs more than the queue.
-        is_wanted, order = super().eviction_order(node)
-        return node.priority, (is_wanted, *order)
+        group, order = super().eviction_order(node)
+        return node.priority, (group, *order)
 
 
 class SLRUStrategy(EvictionStrategy):
@@ -123,13 +126,16 @@ _STRATEGIES: dict[str, Callable[[], EvictionStrategy]] = {
 
 
 def get_eviction_strategy(
-    eviction_policy: str, recency: Callable[[TreeNode], int] | None = None
+    eviction_policy: str,
+    recency: Callable[[TreeNode], int] | None = None,
+    kept: Callable[[TreeNode], int] | None = None,
 ) -> EvictionStrategy:
     """The strategy of that name. Raises ValueError that lists the names.
 
     Args:
         recency: Time of a node's last use; None: that of its pages, which a match uses that passes
             through them. A state is used if a match ends there.
+        kept: Number of sessions that keep a node on the tier; None: its pages on the device.
     """
     try:
         strategy = _STRATEGIES[eviction_policy.lower()]()
@@ -140,6 +146,8 @@ def get_eviction_strategy(
         ) from None
     if recency is not None:
         strategy.recency = recency
+    if kept is not None:
+        strategy.kept = kept
     return strategy
 
 

@@ -140,6 +140,7 @@ class PoolTier(ABC):
         strategy = get_eviction_strategy(
             tree.eviction_policy,
             None if slots_of is None else lambda node: self.slots_of(node).last_access_time,
+            self.kept,
         )
         self.heap = EvictionHeap(strategy, self.may_leave)
         self._tree = tree
@@ -154,6 +155,10 @@ class PoolTier(ABC):
     @abstractmethod
     def get(self, node: TreeNode) -> torch.Tensor | None:
         """The slots that `node` has, int64; None: none."""
+
+    @abstractmethod
+    def kept(self, node: TreeNode) -> int:
+        """Number of sessions that keep the slots of `node`."""
 
     @abstractmethod
     def may_leave(self, node: TreeNode) -> bool:
@@ -245,6 +250,9 @@ class DeviceTier(PoolTier):
     def get(self, node: TreeNode) -> torch.Tensor | None:
         return self.slots_of(node).value
 
+    def kept(self, node: TreeNode) -> int:
+        return self.slots_of(node).kept_on_device
+
     def may_leave(self, node: TreeNode) -> bool:
         at = self.slots_of(node)
         is_inner = self._of is None and node.device_children > 0
@@ -324,6 +332,9 @@ class HostTier(PoolTier):
 
     def get(self, node: TreeNode) -> torch.Tensor | None:
         return self.slots_of(node).host_value
+
+    def kept(self, node: TreeNode) -> int:
+        return self.slots_of(node).kept_on_host
 
     def may_leave(self, node: TreeNode) -> bool:
         is_inner = self._of is None and node.host_children > 0

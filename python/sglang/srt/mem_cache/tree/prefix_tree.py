@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.tree.digest import check_digest
 from sglang.srt.mem_cache.tree.evict_policy import LookAhead
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, PoolTier, SlotPool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.session_hints import SessionHints
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class PrefixTree:
         eviction_policy: Name of the order in which nodes leave a tier.
         components: Kinds of state that nodes have beside pages.
         events: Gets what happens to pages on the device and the host; None: nobody wants that.
+        sessions: Hints of sessions, without tiers yet; None: there are none.
 
     Attributes:
         tiers: All pools on all tiers: the pages on the device first.
@@ -57,10 +59,12 @@ class PrefixTree:
         eviction_policy: str,
         components: Sequence[StateComponent] = (),
         events: KVEventLog | None = None,
+        sessions: SessionHints | None = None,
     ) -> None:
         self.page_size = page_size
         self.allocator = allocator
         self.look_ahead = LookAhead()
+        self.sessions = SessionHints() if sessions is None else sessions
         self.eviction_policy = eviction_policy
         self._walks: WeakKeyDictionary[RadixKey, list[TreeNode]] = WeakKeyDictionary()
         """Results of `walk` for keys that are still in use. Forgotten whenever a node joins the
@@ -74,6 +78,8 @@ class PrefixTree:
             component.bind(self, index)
         self.departed = DepartedPrefixes(page_size)
         self.root = self._new_node(ROOT_ID, RadixKey([]))
+        states = [component.device.pool.size for component in self.components]
+        self.sessions.add_tier("device", allocator.size, states)
         self.reset()
         self.device.events = events
 
@@ -88,6 +94,8 @@ class PrefixTree:
         self.host.events = self.device.events
         for component in self.components:
             component.add_host(pools[component.pool.spec.name])
+        states = [component.host.pool.size for component in self.components]
+        self.sessions.add_tier("host", pool.size, states)
 
     def reset(self) -> None:
         """Forget every node. The caller clears the pools."""
@@ -102,6 +110,7 @@ class PrefixTree:
         """Nodes out of the tree whose slots are still locked or pinned, by id."""
         self._clock = 0
         self.look_ahead.clear()
+        self.sessions.clear()
         for tier in self.tiers:
             tier.reset()
 
@@ -203,6 +212,7 @@ class PrefixTree:
             for tier in self.tiers:
                 tier.drop(node)
             self.look_ahead.on_delete(node)
+            self.sessions.on_delete(node)
             self._walks.clear()
             for tier in self.tiers:
                 tier.heap.discard(node)
@@ -311,6 +321,7 @@ class PrefixTree:
         _check_nodes(self.root, nodes, self.page_size)
         check_digest(self.root, nodes)
         self.look_ahead.check(nodes)
+        self.sessions.check(nodes)
         for key, path in list(self._walks.items()):
             assert self._descend(key) == path, f"another walk along {key} is remembered"
         by_tier: dict[PoolTier, list[tuple[str, torch.Tensor]]] = {tier: [] for tier in self.tiers}

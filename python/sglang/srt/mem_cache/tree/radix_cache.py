@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.tree.kv_events import KVEventLog
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.session_hints import SessionHints
 from sglang.srt.mem_cache.tree.state_component import StateComponent
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
@@ -171,6 +172,8 @@ class RadixCache(BasePrefixCache):
             else:
                 path = self.tree.path_to(req.last_node)
             _count_hit(path)
+            if req.session is not None and path:
+                self.tree.refresh(self.tree.sessions.keep(req.session, path[-1]))
             self._on_insert(path)
         self.tree.device.free(self._slots_of(req, kept))
         for component in self.tree.components:
@@ -237,6 +240,10 @@ class RadixCache(BasePrefixCache):
         assert req.req_pool_idx is not None, f"request {req.rid} has no row of slots"
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, begin : req.kv_committed_len]
         return row.to(torch.int64)
+
+    def begin_tick(self, now: float) -> None:
+        """Note the time of the tick, seconds that are equal on all ranks: hints of sessions end."""
+        self.tree.refresh(self.tree.sessions.expire(now))
 
     # ---- requests that wait ----------------------------------------------------------------
 
@@ -423,6 +430,7 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
         params.eviction_policy,
         components,
         KVEventLog(params.page_size) if params.enable_kv_cache_events else None,
+        SessionHints(params.session_share, params.session_ttl, params.metrics_registry),
     )
 
 

@@ -23,6 +23,8 @@ ROOT_ID: Final = 0
 _COPIED_BY_SPLIT: Final = (
     "lock_ref",
     "host_ref_counter",
+    "kept_on_device",
+    "kept_on_host",
     "write_id",
     "backup_op",
     "storage_epoch",
@@ -42,15 +44,25 @@ class PoolSlots:
             none.
         lock_ref: Number of requests and copies that need `value`.
         last_access_time: Time of use, by the tree's counter.
+        kept_on_device, kept_on_host: Number of sessions that keep the slots (`session_hints.py`).
     """
 
-    __slots__ = ("host_value", "last_access_time", "lock_ref", "value")
+    __slots__ = (
+        "host_value",
+        "kept_on_device",
+        "kept_on_host",
+        "last_access_time",
+        "lock_ref",
+        "value",
+    )
 
     def __init__(self) -> None:
         self.value: torch.Tensor | None = None
         self.host_value: torch.Tensor | None = None
         self.lock_ref = 0
         self.last_access_time = 0
+        self.kept_on_device = 0
+        self.kept_on_host = 0
 
     def set_value(self, value: torch.Tensor | None) -> None:
         """Put slots on the device, or take them off."""

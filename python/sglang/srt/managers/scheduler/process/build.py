@@ -307,6 +307,8 @@ def _make_tree(
         page_size=runner.config.page_size,
         eviction_policy=server_args.radix_eviction_policy,
         weights_identity=identity,
+        session_share=server_args.session_share,
+        session_ttl=server_args.session_ttl,
         enable_kv_cache_events=has_events,
         tp_cache_group=group,
         metrics_registry=metrics.registry,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import GrammarMatcher, GrammarTicket
     from sglang.srt.managers.scheduler.requests.stop import StopFinder
     from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.tree.session_hints import Session
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -130,6 +131,11 @@ class RequestSlots:
     @property
     def extra_key(self) -> str | None:
         return self.spec.extra_key
+
+    @property
+    def session(self) -> Session | None:
+        spec = self.spec
+        return None if spec.session_id is None else (spec.extra_key, spec.session_id)
 
     @property
     def priority(self) -> int:
