@@ -15,7 +15,7 @@ from benchmark.report import Report
 
 COMMANDS: Final[dict[str, tuple[str, ...]]] = {
     "cpu-targets": (),
-    "cpu-costs": ("tree", "scheduler", "http-path", "first-token", "unused"),
+    "cpu-costs": ("tree", "scheduler", "http-path", "first-token", "unused", "kv-events"),
     "simulate": ("trace", "turns", "states", "snapshots", "store"),
     "storage": ("backends", "keys"),
     "multiturn": (),

@@ -247,6 +247,7 @@ def test_http_path() -> None:
     "words",
     [
         "cpu-costs first-token",
+        "cpu-costs kv-events",
         "transfer engine",
         "transfer heads",
         "transfer limits",

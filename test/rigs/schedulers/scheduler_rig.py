@@ -38,6 +38,7 @@ from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
+from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.observability.engine_metrics import SchedulerMetrics
@@ -94,6 +95,7 @@ class SchedulerRig:
         tp_group: The ranks that split the model's layers with this one; None: it has them all.
         cp_group: Ranks that split the tokens of prefills with this one; None: there are none.
         make_role: Makes `SchedulerResources.make_role` of the model's pools; None: there is none.
+        publish_events: Gets the KV events of each tick; None: there are none.
         args: Fields of `ServerArgs`.
     """
 
@@ -118,6 +120,7 @@ class SchedulerRig:
         tp_group: TensorGroup | None = None,
         cp_group: TensorGroup | None = None,
         make_role: Callable[[Sequence[BaseDevicePool]], MakeRole] | None = None,
+        publish_events: Callable[[Sequence[KVCacheEvent]], object] | None = None,
         **args: Any,
     ) -> None:
         self.group = group or SingleRank()
@@ -149,6 +152,7 @@ class SchedulerRig:
                     mamba_snapshot_alignment=snapshot_alignment,
                     session_share=self.server_args.session_share,
                     session_ttl=self.server_args.session_ttl,
+                    enable_kv_cache_events=publish_events is not None,
                 ),
                 enable_hierarchical_cache=self.server_args.enable_hierarchical_cache,
             )
@@ -161,6 +165,7 @@ class SchedulerRig:
             new_decoder=None if tokenizer is None else make_decoder_factory(tokenizer),
             grammar_backend=grammar_backend,
             make_role=None if make_role is None else make_role(self.pools),
+            publish_events=publish_events,
             overlap=self.overlap if overlap is None else overlap,
         )
         self.scheduler = Scheduler(self.server_args, resources)

@@ -120,7 +120,8 @@ class ZmqEventPublisher:
                 return
             number, ts, events = waiting
             payload = encoder.encode(EventBatch(ts=ts, events=events, attn_dp_rank=0))
-            self._kept.append((number, payload))
+            if self._replay is not None:
+                self._kept.append((number, payload))
             # A PUB socket drops what a subscriber does not take.
             self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
@@ -130,11 +131,11 @@ def test_bad_requests_and_askers_that_leave_harm_nobody(
     assert decoded(dealer.recv_multipart()[2]) == 5
 
 
-SLOW = config_of(hwm=2)
+SLOW = config_of(hwm=2, buffer_steps=1)
 
 
 @pytest.mark.parametrize("publisher", [SLOW], indirect=True)
-def test_a_subscriber_that_hangs_delays_nobody(
+def test_a_subscriber_that_hangs_delays_nobody_and_takes_no_memory(
     publisher: ZmqEventPublisher, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     hanging = context.socket(zmq.SUB)
@@ -142,13 +143,16 @@ def test_a_subscriber_that_hangs_delays_nobody(
     hanging.setsockopt(zmq.SUBSCRIBE, b"")
     hanging.connect(SLOW.endpoint)
     join(publisher, hanging)
-    large = [BlockRemoved(block_hashes=list(range(10**6, 10**6 + 20_000)), medium="GPU")]
-    for _ in range(200):
+    large = [BlockRemoved(block_hashes=list(range(10**9, 10**9 + 50_000)), medium="GPU")]
+    memory = psutil.Process().memory_info
+    before = memory().rss
+    for _ in range(400):
         publisher.publish(large)
     publisher.publish(event(3))
     asker = socket_to(context, zmq.REQ, SLOW.replay_endpoint)
     assert wait_until(publisher._queue.empty, 60)
-    # All 200 were sent, and most of them dropped for the one that hangs.
+    # All 400, of 250 KB each, were sent, and most of them dropped for the one that hangs.
+    assert memory().rss - before < 50e6
     asker.send((publisher._next - 1).to_bytes(8, "big"))
     assert decoded(asker.recv_multipart()[1]) == 3
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
+from types import FrameType
 from unittest.mock import patch
 
 import msgspec
@@ -58,9 +60,7 @@ def test_a_listener_knows_the_tiers_of_a_random_run(tiers: int, tmp_path: Path) 
     random_run(tiers, tmp_path, seed=tiers, steps=150)
 
 
-def random_run(tiers: int, folder: Path, seed: int, steps: int) -> None:
-    """Send prompts to a cache with `tiers`, and build up their contents from events alone. L3, in
-    `folder`, may lose objects and be cleared."""
+def rig_of(tiers: int, folder: Path, *, kv_events: bool) -> CacheRig:
     settings = HiCacheSettings() if tiers > 1 else None
     if tiers == 3:
         extra = json.dumps({"prefetch_threshold": 4})
@@ -68,7 +68,13 @@ def random_run(tiers: int, folder: Path, seed: int, steps: int) -> None:
             hicache_storage_backend="file", hicache_storage_backend_extra_config=extra
         )
     with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(folder)):
-        rig = CacheRig(l1_pages=12, settings=settings, kv_events=True)
+        return CacheRig(l1_pages=12, settings=settings, kv_events=kv_events)
+
+
+def random_run(tiers: int, folder: Path, seed: int, steps: int) -> None:
+    """Send prompts to a cache with `tiers`, and build up their contents from events alone. L3, in
+    `folder`, may lose objects and be cleared."""
+    rig = rig_of(tiers, folder, kv_events=True)
     with patch.object(storage_writes, "_GATHER_S", 0.0):
         follow(rig, tiers, folder, random.Random(seed), steps)
     rig.close()
@@ -110,11 +116,28 @@ def follow(rig: CacheRig, tiers: int, folder: Path, rng: random.Random, steps: i
     assert tiers == 1 or have_been[0] - set(told.host.tokens), "some left the host"
 
 
-def test_nobody_pays_for_events_that_nobody_wants() -> None:
-    rig = CacheRig(page_size=2)
-    rig.run(range(8))
+@pytest.mark.parametrize("tiers", [1, 2, 3])
+def test_nobody_pays_for_events_that_nobody_wants(tiers: int, tmp_path: Path) -> None:
+    """Nothing of the module of events runs, so nothing of it takes time or memory."""
+    rig = rig_of(tiers, tmp_path, kv_events=False)
+    ran: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename == kv_events.__file__:
+            ran.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        for start in range(0, 200, 20):
+            rig.run([*range(start, start + 20), 7])
+        rig.settle()
+    finally:
+        sys.setprofile(None)
+    assert ran == []
     assert rig.tree.take_events() == []
-    assert all(node.hash_value is None for node in rig.tree.nodes())
+    if tiers < 3:
+        assert all(node.hash_value is None for node in rig.tree.nodes())
+    rig.tree.shutdown()
 
 
 def test_events_that_nobody_takes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
