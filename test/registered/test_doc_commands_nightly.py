@@ -15,7 +15,7 @@ register_cpu_ci(est_time=600, suite="nightly-test-cpu", nightly=True)
 REPO: Final = Path(__file__).parents[2]
 PAGES: Final = sorted(
     str(page.relative_to(REPO))
-    for page in (REPO / "README.md", *REPO.glob("docs/**/*.md"))
+    for page in (*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"))
     if any(block.is_commands and not block.reason for block in blocks_of(page.read_text()))
 )
 

@@ -37,9 +37,17 @@ BASES: Final = (
 """Folders that a path in the docs may be relative to."""
 
 EXTERNAL_CLASSES: Final = frozenset(
-    {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "ValueError", "RuntimeError"}
+    {
+        "GLOG_minloglevel",
+        "LlamaForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "RuntimeError",
+        "ValueError",
+    }
 )
-"""Names in backticks that are classes of the language, of a library or of a checkpoint's config."""
+"""Names in backticks that are classes of the language, of a library or of a checkpoint's config, or
+look like one."""
 
 _FENCE: Final = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _SPAN: Final = re.compile(r"`([^`\n]+)`")
@@ -176,7 +184,7 @@ def members() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "SECURITY.md", *(str(p.relative_to(REPO)) for p in REPO.glob("docs/**/*.md"))],
+    [str(p.relative_to(REPO)) for p in (*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"))],
 )
 def test_what_the_docs_name_exists(page: str, members: dict[str, set[str]]) -> None:
     missing = missing_names((REPO / page).read_text(encoding="utf-8"), members, REPO)
@@ -239,8 +247,16 @@ def test_the_changes_name_lines_and_tests_that_exist() -> None:
             assert any(f"def {name}(" in one for one in found), f"{page}: {file}::{name}"
 
 
+def test_the_reference_is_what_the_code_has() -> None:
+    page = runpy.run_path(str(REPO / "scripts" / "update_reference.py"))["page"]()
+    text = (REPO / "docs" / "reference.md").read_text(encoding="utf-8")
+    assert text == page, "run scripts/update_reference.py"
+    for name in ("--page-size", "MOONCAKE_MASTER", "sglang:hicache_hit_tokens_total"):
+        assert f"| `{name}`" in text
+
+
 def test_links_lead_to_files() -> None:
-    pages = [REPO / "README.md", REPO / "SECURITY.md", *REPO.glob("docs/**/*.md")]
+    pages = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")]
     pages += REPO.glob("benchmark/results/*.md")
     broken = [
         f"{page.relative_to(REPO)}: {link}"
