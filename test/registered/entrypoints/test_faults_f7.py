@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rigs.servers.engine_server import EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from rigs.servers.spoiled_models import CASES, Case, pickled, start_refused
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -30,7 +30,7 @@ def test_f7_pickled_weights_are_served_on_request(tmp_path: Path) -> None:
     model = tmp_path / "pickled"
     shutil.copytree(BUILTIN_MODEL_DIR, model)
     pickled(model)
-    with EngineServer("--load-format", "pt", model=str(model)) as server:
+    with ForkedServer("--load-format", "pt", model=str(model)) as server:
         assert len(server.generate("name", 2, {"ignore_eos": True}).output_ids) == 2
 
 

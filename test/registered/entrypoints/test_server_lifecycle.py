@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from rigs.servers.engine_server import EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from rigs.stores.handshake_bombs import tcp_listeners
 from sglang.srt.entrypoints.http_server import READY_LINE
 from sglang.srt.utils.network import wait_until
@@ -102,7 +103,7 @@ def test_log_and_ps_say_what_runs_and_sigterm_lets_running_requests_finish() -> 
 
 
 def test_a_second_signal_kills() -> None:
-    with EngineServer() as server:
+    with ForkedServer() as server:
         children = children_of(server)
         stream = Stream(server, ENDLESS)
         server.process.send_signal(signal.SIGTERM)

@@ -12,7 +12,7 @@ import zmq
 
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import prompt
-from rigs.servers.engine_server import EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from sglang.srt.utils.network import get_free_ports, wait_until
@@ -67,9 +67,9 @@ def test_events_tell_what_each_tier_has(tmp_path: Path, ranks: int) -> None:
         "max-total-tokens": 256, "hicache-ratio": 4, "kv-events-config": config, "tp-size": ranks,
     }  # fmt: skip
     pairs = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    server = EngineServer("--enable-hierarchical-cache", *pairs, model=str(tmp_path))
+    server = ForkedServer("--enable-hierarchical-cache", *pairs, model=str(tmp_path))
     try:
-        server.start(120)
+        server.start()
         server.generate(IDS, max_new_tokens=1)
         own = [IDS[begin : begin + PAGE] for begin in range(0, 64, PAGE)]
         assert list(blocks(replayed, "GPU").values()) == own

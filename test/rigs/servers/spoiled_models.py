@@ -8,8 +8,6 @@ import os
 import pickle  # noqa: TID251 - makes the hostile file; nothing is unpickled here
 import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +16,10 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
+from rigs.servers.forked_servers import ForkedProcess
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import get_free_port
+from sglang.srt.utils.process import kill_process_tree
 
 WEIGHTS: Final = "model.safetensors"
 TIMEOUT_S: Final = 120.0
@@ -176,11 +175,14 @@ def start_refused(case: Case, folder: Path) -> Refusal:
     model = folder / case.name
     shutil.copytree(BUILTIN_MODEL_DIR, model)
     case.spoil(model)
-    command = [
-        sys.executable, "-m", "sglang.launch_server", "--port", str(get_free_port()),
-        "--model-path", str(model), "--max-total-tokens", "4096", *case.flags,
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, env=child_environment(), capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    return Refusal(done.returncode, done.stdout + done.stderr, (model / "ran").exists())
+    log = folder / "log"
+    flags = (
+        "--port", str(get_free_port()), "--model-path", str(model), "--max-total-tokens", "4096",
+    )  # fmt: skip
+    process = ForkedProcess([*flags, *case.flags], log)
+    try:
+        status = process.wait(TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            kill_process_tree(process.pid)
+    return Refusal(status, log.read_text(), (model / "ran").exists())
