@@ -108,7 +108,9 @@ def measure(args: argparse.Namespace, page_size: int, report: Report) -> None:
                 ids = prompt(number, args.input_len)
                 messages.append(rig.request(f"r{number}", ids, greedy(args.output_len)))
                 number += 1
-            rig.run(*messages)
+            rig.step(*messages)
+            while not rig.scheduler.is_idle():
+                rig.step()
 
         batch()
         freeze_heap()
@@ -129,7 +131,7 @@ def measure(args: argparse.Namespace, page_size: int, report: Report) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=32)
 
