@@ -7,8 +7,9 @@ They are read from the syntax tree, without imports. Unit suites run in one proc
 files in one process each: one after the other, or `--at-once` of them together, of all suites.
 Those registered as `alone` come last. The output of processes that run together is printed when
 they end. With `--preload` the files' processes are forked from one that has imported torch.
-`--check` runs a command beside the files, such as the linter; it counts as one test. The last line
-is `N passed, N failed`, in tests; the exit status is 0 only if nothing failed.
+`--check` runs a command beside the files, such as the linter; it counts as one test. The summary
+names the files with the most CPU time. The last line is `N passed, N failed`, in tests; the exit
+status is 0 only if nothing failed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rigs.step_processes import ForkedFile, StartedCommand, preload
+from rigs.tree_clock import TreeClock
 from sglang.srt.utils.process import kill_process_tree
 
 REPO: Final = Path(__file__).resolve().parents[1]
@@ -40,11 +42,18 @@ PROCESSES: Final = min(2, os.cpu_count() or 1)
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 """Environment of processes that share cores: torch's threads wait for each other by spinning."""
 
+SAMPLE_S: Final = 2.0
+"""Interval at which the CPU time of a process is read. Reading it takes milliseconds."""
+NUM_SLOWEST: Final = 10
+"""Files that the summary names."""
+
 _REGISTER: Final = re.compile(r"register_(cpu|cuda|npu)_ci")
 _PARAMETERS: Final = ("est_time", "suite", "nightly", "disabled")
 _WORDS: Final = (*_PARAMETERS, "alone")
 """`_PARAMETERS` may be given by place."""
 _COUNT: Final = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
+_CPU: Final = re.compile(r"(\d+\.\d) CPU seconds: (\S+)")
+"""What `test/registered/conftest.py` prints of the files that run in one process."""
 _SUMMARY: Final = re.compile(r"(\d+ \w+,? ?)+.* in [\d.]+s")
 
 
@@ -78,6 +87,9 @@ class Outcome:
     name: str
     status: int
     seconds: float
+    cpu: float = 0.0
+    """CPU seconds of the process and its descendants."""
+    cpu_by_file: dict[str, float] = field(default_factory=dict)
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -218,8 +230,9 @@ def run_process(step: Step, timeout: float, *, is_shown: bool = True) -> tuple[O
         else StartedCommand(step.command, step.env, REPO, is_shown=is_shown)
     )
     note = ""
+    clock = TreeClock(process.pid)
     try:
-        status = process.wait(timeout)
+        status = _wait(process, timeout, clock)
     except subprocess.TimeoutExpired:
         note = f"killed after {timeout:.0f} s"
     finally:
@@ -230,12 +243,27 @@ def run_process(step: Step, timeout: float, *, is_shown: bool = True) -> tuple[O
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         lines = process.lines()
-    outcome = Outcome(name=step.name, status=status, seconds=time.monotonic() - start, note=note)
+    seconds = time.monotonic() - start
+    outcome = Outcome(name=step.name, status=status, seconds=seconds, cpu=clock.seconds, note=note)
+    by_file = {match[2]: float(match[1]) for match in map(_CPU.fullmatch, lines) if match}
+    outcome.cpu_by_file = by_file or {step.name: clock.seconds}
     if step.is_check and status == 0:
         outcome.passed = 1
     else:
         _count(lines, outcome)
     return outcome, lines
+
+
+def _wait(process: ForkedFile | StartedCommand, timeout: float, clock: TreeClock) -> int:
+    """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            return process.wait(min(SAMPLE_S, max(end - time.monotonic(), 0.0)))
+        except subprocess.TimeoutExpired:
+            clock.sample()
+            if time.monotonic() >= end:
+                raise
 
 
 def _count(lines: Sequence[str], outcome: Outcome) -> None:
@@ -363,12 +391,18 @@ def run_files(
 
 
 def _summarise(outcomes: Sequence[Outcome], disabled: Sequence[Registration]) -> int:
-    print("\n  passed  failed skipped   seconds  file")
+    print("\n  passed  failed skipped   seconds     CPU s  file")
     for o in outcomes:
         note = f"  ({o.note})" if o.note else ""
-        print(f"{o.passed:8}{o.failed:8}{o.skipped:8}{o.seconds:10.1f}  {o.name}{note}")
+        print(
+            f"{o.passed:8}{o.failed:8}{o.skipped:8}{o.seconds:10.1f}{o.cpu:10.1f}  {o.name}{note}"
+        )
     for file in disabled:
         print(f"disabled: {file.path.name}: {file.disabled}")
+    by_file = [pair for o in outcomes for pair in o.cpu_by_file.items()]
+    print("most CPU seconds:")
+    for name, seconds in sorted(by_file, key=lambda pair: -pair[1])[:NUM_SLOWEST]:
+        print(f"{seconds:8.1f}  {name}")
     failed = sum(o.failed for o in outcomes)
     print(f"{sum(o.passed for o in outcomes)} passed, {failed} failed")
     return 1 if failed else 0

@@ -1,8 +1,15 @@
 """Properties are tested without clocks, which run unevenly on a busy machine. A metric that cannot
-count a value fails the test, in processes that it starts too."""
+count a value fails the test, in processes that it starts too. Files that share a process are told
+apart by their CPU time."""
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from collections.abc import Generator
+from typing import Final
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 from sglang.srt.environ import envs
@@ -13,3 +20,21 @@ settings.register_profile(
 settings.load_profile("without clocks")
 
 envs.SGLANG_TEST_RAISE_METRIC_ERRORS.set(True)
+
+_CPU_MS: Final[Counter[str]] = Counter()
+"""CPU milliseconds by file."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    began = time.process_time()
+    done = yield
+    _CPU_MS[item.nodeid.partition("::")[0]] += round((time.process_time() - began) * 1e3)
+    return done
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """`test/run_suite.py` reads these lines; it measures a file in a process of its own itself."""
+    if len(_CPU_MS) > 1:
+        for path, milliseconds in _CPU_MS.most_common(10):
+            terminalreporter.write_line(f"{milliseconds / 1e3:.1f} CPU seconds: {path}")
