@@ -35,7 +35,6 @@ from sglang.srt.constants import BUILTIN_MODEL_DIR
 PROMPT_TOKENS: Final = 1000
 NEW_TOKENS: Final = 32
 AT_ONCE: Final = 8
-REQUESTS_A_ROUND: Final = 12
 PAGE_SIZE: Final = 64
 POOL_TOKENS: Final = 16384
 _BUSY_POLL_S: Final = 0.001
@@ -90,9 +89,9 @@ class CpuClocks:
         worker.forward_batch_generation = timed
 
 
-def run_round(rig: SchedulerRig, seed: int) -> None:
-    """Run `REQUESTS_A_ROUND` new prompts, `AT_ONCE` at a time."""
-    drawn = random_prompts(seed, REQUESTS_A_ROUND, PROMPT_TOKENS, 64, 2048)
+def run_round(rig: SchedulerRig, seed: int, requests: int) -> None:
+    """Run `requests` new prompts, `AT_ONCE` at a time."""
+    drawn = random_prompts(seed, requests, PROMPT_TOKENS, 64, 2048)
     waiting = deque(enumerate(drawn))
     running: set[str] = set()
     while waiting or running:
@@ -124,7 +123,7 @@ def settle(rig: SchedulerRig) -> None:
         time.sleep(_BUSY_POLL_S)
 
 
-def measure(rounds: int, *, warm_rounds: int) -> dict[str, dict[str, float]]:
+def measure(rounds: int, *, warm_rounds: int, requests: int) -> dict[str, dict[str, float]]:
     """Median CPU microseconds per request, by arrangement and by thread or process."""
     with ExitStack() as stack:
         cluster = stack.enter_context(MooncakeCluster(segment_size="512mb"))
@@ -158,19 +157,19 @@ def measure(rounds: int, *, warm_rounds: int) -> dict[str, dict[str, float]]:
         for turn in range(warm_rounds + rounds):
             for number, name in enumerate(rigs if turn % 2 else reversed(rigs)):
                 before = clocks.read()
-                run_round(rigs[name], seed=2 * turn + number)
+                run_round(rigs[name], 2 * turn + number, requests)
                 with clocks.ignoring_caller():
                     settle(rigs[name])
                 after = clocks.read()
                 if turn >= warm_rounds:
                     spent[name].append({k: after[k] - before[k] for k in after})
-    return {name: medians(samples) for name, samples in spent.items()}
+    return {name: medians(samples, requests) for name, samples in spent.items()}
 
 
-def medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def medians(samples: Sequence[Mapping[str, float]], requests: int) -> dict[str, float]:
     """Median microseconds per request; those below one are left out."""
     names = sorted({name for sample in samples for name in sample})
-    a_request = 1e6 / REQUESTS_A_ROUND
+    a_request = 1e6 / requests
     middle = {
         name: statistics.median(sample.get(name, 0.0) for sample in samples) * a_request
         for name in names
@@ -180,14 +179,15 @@ def medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm-rounds", type=int, default=6, help="not measured [6]")
+    parser.add_argument("--requests", type=int, default=12, help="of a round [12]")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    found = measure(args.repeats, warm_rounds=args.warm_rounds)
+    found = measure(args.repeats, warm_rounds=args.warm_rounds, requests=args.requests)
     for name, spent in found.items():
         report.add_all("us/request", spent, {"tiers": name})
     report.add("model_threads", torch.get_num_threads(), "count")
 
 
-_QUICK: Final = {"repeats": 1, "warm_rounds": 0}
+_QUICK: Final = {"repeats": 1, "warm_rounds": 0, "requests": 2}
 COMMAND: Final = Command(run=run, add_options=add_options, repeats=20, quick=_QUICK)

@@ -138,7 +138,7 @@ def _run(path: str, cwd: Path, output: str) -> None:
     sys.argv = [path]
     # Modules beside the file are found, as when Python runs it.
     sys.path[0] = os.path.dirname(os.path.abspath(path))
-    _fork_a_fork_server()
+    fork_a_fork_server()
     try:
         runpy.run_path(path, run_name="__main__")
     finally:
@@ -146,7 +146,7 @@ def _run(path: str, cwd: Path, output: str) -> None:
         atexit._run_exitfuncs()
 
 
-def _fork_a_fork_server() -> None:
+def fork_a_fork_server() -> None:
     """Fork the process from which `multiprocessing` will fork this process's children.
 
     Python would start a new one, which imports all again, with the first child. This one is forked

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,9 @@ import pytest
 
 import sglang
 from rigs.servers.engine_server import EXACT
+from rigs.servers.forked_benchmarks import run_forked
+from rigs.servers.forked_servers import forking_engines
+from sglang import bench_one_batch
 from sglang.bench_one_batch import PROMPTS, main, parse_args
 from sglang.benchmark.one_batch import (
     BatchTimes,
@@ -25,7 +26,6 @@ from sglang.benchmark.one_batch import (
 )
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=20, suite="base-b-test-cpu")
@@ -38,15 +38,7 @@ FIGURES = (
 
 def bench(*flags: str, cwd: Path) -> str:
     """Output of a successful run of the tool."""
-    done = subprocess.run(
-        [sys.executable, "-m", "sglang.bench_one_batch", "--device", "cpu", *flags],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        cwd=cwd,
-        env=child_environment({"OMP_NUM_THREADS": "1"}),
-    )
+    done = run_forked("sglang.bench_one_batch", "--device", "cpu", *flags, cwd=cwd)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -108,7 +100,9 @@ def test_answers_are_those_of_a_chat(tmp_path: Path, continued: list[dict[str, A
     assert answers[1]["text"].startswith("7391")
     as_chats = [f"<|im_start|>user\n{x}<|im_end|>\n<|im_start|>assistant\n" for x in PROMPTS]
     greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    with sglang.Engine(max_total_tokens=4096, device="cpu", dtype="float32") as engine:
+    with forking_engines():
+        made = sglang.Engine(max_total_tokens=4096, device="cpu", dtype="float32")
+    with made as engine:
         wanted = engine.generate([*as_chats, *PROMPTS], greedy)
     got = [one["output_ids"] for one in answers + continued]
     assert got == [one["output_ids"] for one in wanted]
@@ -150,8 +144,13 @@ def test_unusable_flags_are_refused(flags: list[str], message: str) -> None:
     ],
 )
 def test_sizes_that_do_not_fit_give_one_line(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Measuring takes seconds, and comes first because it needs memory that pools would take.
+    monkeypatch.setattr(bench_one_batch, "measure_limits", lambda *_: Limits(1e9, 1e9))
     sizes = ["--device", "cpu", "--result-filename", "", "--log-level", "error"]
     assert main([*sizes, *flags]) == 2
     (line,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("bench_one_batch"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rigs.servers.forked_benchmarks import run
+from rigs.servers.forked_benchmarks import run, run_forked
 from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -158,18 +158,11 @@ def test_against_a_real_server(tmp_path: Path) -> None:
         short = ("--output-length", "8", "--base-url", server.url, "--plot", str(plot))
         pace = ("--request-rate", "inf", "--max-parallel", "2")
         _, *rounds = run("multiturn", *talk, *short, *pace)
-        load = subprocess.run(
-            [
-                *(sys.executable, "-m", "sglang.bench_serving", "--base-url", server.url),
-                *("--num-prompts", "6", "--random-input-len", "64", "--random-output-len", "8"),
-                *("--random-range-ratio", "1", "--backend", "sglang-oai-chat"),
-                *("--output-file", str(output)),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-            env=child_environment(),
+        load = run_forked(
+            *("sglang.bench_serving", "--base-url", server.url, "--num-prompts", "6"),
+            *("--random-input-len", "64", "--random-output-len", "8"),
+            *("--random-range-ratio", "1", "--backend", "sglang-oai-chat"),
+            *("--output-file", str(output)),
         )
     assert [one["failed"] for one in rounds] == [0, 0, 0]
     # Each round has 64 new tokens and an answer of 8, whose last token has no KV; pages of 16.

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import sglang
+from rigs.servers.forked_servers import forking_engines
 from sglang.srt.environ import child_environment
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -25,7 +26,9 @@ GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[sglang.Engine]:
-    with sglang.Engine(max_total_tokens=4096, dtype="float32") as made:
+    with forking_engines():
+        made = sglang.Engine(max_total_tokens=4096, dtype="float32")
+    with made:
         yield made
 
 

@@ -20,7 +20,7 @@ import sglang
 from rigs.recall.recall_task import heldout_conversation
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import EXACT, EngineServer, HttpReply
-from rigs.servers.forked_servers import ForkedServer
+from rigs.servers.forked_servers import ForkedServer, forking_engines
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -203,7 +203,9 @@ def test_what_is_on_its_way_to_l3_is_written_before_the_end(tmp_path: Path) -> N
 
 
 def test_an_engine_of_two_ranks() -> None:
-    with sglang.Engine(tp_size=2, device="cpu", max_total_tokens=2048) as engine:
+    with forking_engines():
+        made = sglang.Engine(tp_size=2, device="cpu", max_total_tokens=2048)
+    with made as engine:
         answer = engine.generate(input_ids=IDS, sampling_params={"max_new_tokens": 4})
         assert len(answer["output_ids"]) <= 4
         assert engine.get_server_info()["tp_size"] == 2

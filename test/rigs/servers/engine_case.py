@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import sglang
 from rigs.schedulers.scheduler_rig import prompt
+from rigs.servers.forked_servers import forking_engines
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 
 GREEDY: Final[dict[str, Any]] = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
@@ -25,7 +26,8 @@ def start_engine(model: Path, **settings: Any) -> sglang.Engine:
         "max_total_tokens": 512,
         "device": "cpu",
     }
-    return sglang.Engine(model_path=str(model), **{**common, **settings})
+    with forking_engines():
+        return sglang.Engine(model_path=str(model), **{**common, **settings})
 
 
 def ask(

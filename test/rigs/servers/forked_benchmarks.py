@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 
+from rigs.step_processes import fork_a_fork_server
 from sglang.srt.utils.process import kill_process_tree
 
 _PRELOAD: Final = ["rigs.servers.forked_servers", "rigs.servers.forked_benchmarks"]
@@ -36,7 +37,7 @@ def run(*words: str, status: int = 0) -> list[dict[str, Any]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lines.jsonl"
-        done = run_benchmark(*words, "--output-file", str(path), timeout=_TIMEOUT_S)
+        done = run_forked("benchmark", *words, "--output-file", str(path))
         assert done.returncode == status, done.stderr[-2000:]
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     cases: list[dict[str, Any]] = []
@@ -54,36 +55,38 @@ def run(*words: str, status: int = 0) -> list[dict[str, Any]]:
     return cases
 
 
-def run_benchmark(*words: str, timeout: float) -> subprocess.CompletedProcess[str]:
-    """Run `python -m benchmark` with `words`, with one thread of torch, and wait for its end.
+def run_forked(module: str, *words: str, cwd: Path = _ROOT) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module` with `words` in `cwd`, with one thread of torch, to its end.
 
     Raises:
-        subprocess.TimeoutExpired: After `timeout` seconds; it is killed with its children.
+        subprocess.TimeoutExpired: After `_TIMEOUT_S`; it is killed with its children.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        process = context.Process(target=_run, args=(words, str(out), str(err)))
+        process = context.Process(target=_run, args=(module, words, cwd, out, err))
         # The forked process would import this one's program, a test file.
         with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
             process.start()
-        process.join(timeout)
+        process.join(_TIMEOUT_S)
         if process.exitcode is None:
             assert process.pid is not None
             kill_process_tree(process.pid)
             process.join()
-            raise subprocess.TimeoutExpired(words, timeout)
+            raise subprocess.TimeoutExpired(words, _TIMEOUT_S)
         return subprocess.CompletedProcess(
             words, process.exitcode, out.read_text(), err.read_text()
         )
 
 
-def _run(words: tuple[str, ...], out: str, err: str) -> None:
+def _run(module: str, words: tuple[str, ...], cwd: Path, out: Path, err: Path) -> None:
+    os.chdir(cwd)
     for stream, name in ((sys.stdout, out), (sys.stderr, err)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), stream.fileno())
     torch.set_num_threads(1)
-    sys.argv = ["benchmark", *words]
-    # The package is found in the root of the checkout, as when Python runs a module there.
-    sys.path[0] = str(_ROOT)
-    runpy.run_module("benchmark", run_name="__main__", alter_sys=True)
+    sys.argv = [module, *words]
+    # Packages in the working directory are found, as when Python runs a module there.
+    sys.path[0] = str(cwd)
+    fork_a_fork_server()
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

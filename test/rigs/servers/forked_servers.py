@@ -14,8 +14,9 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from multiprocessing.context import ForkProcess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.context import ForkProcess, ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -113,6 +114,18 @@ class ForkedServer(EngineServer):
         await_health(self._process, self.url, timeout)
 
 
+@contextlib.contextmanager
+def forking_engines() -> Iterator[None]:
+    """Context in which the processes of an `Engine` are forked from one that has imported all."""
+    forking = mock.Mock(return_value=_ForkServer())
+    with (
+        mock.patch.object(multiprocessing, "get_context", forking),
+        # The forked process would import this one's program, a test file, again.
+        mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}),
+    ):
+        yield
+
+
 def _serve(argv: list[str], log_path: str, env: Mapping[str, str], in_rank: InRank | None) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, sys.stdout.fileno())
@@ -143,6 +156,39 @@ class _Forking:
         return self._context.Process(
             target=_run_child, args=(target, args, self._in_rank), name=name
         )
+
+
+class _ForkServer:
+    """Replaces `multiprocessing`'s context for `spawn`: children have the present environment."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["rigs.servers.forked_servers"])
+
+    def Pipe(self, duplex: bool = True) -> Any:
+        return self._context.Pipe(duplex)
+
+    def Process(
+        self, target: Callable[..., None], args: tuple[Any, ...], name: str
+    ) -> ForkServerProcess:
+        env = dict(os.environ)  # noqa: TID251
+        return self._context.Process(target=_run_with, args=(env, target, args), name=name)
+
+
+def _run_with(env: Mapping[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ.clear()  # noqa: TID251
+    os.environ.update(env)  # noqa: TID251
+    torch.set_num_threads(1)
+    engine: Any = multiprocessing.parent_process()
+    threading.Thread(target=_end_with, args=(engine,), daemon=True).start()
+    # The engine's processes look whether their parent is still the one that they began with.
+    engine._pid = os.getppid()
+    target(*args)
+
+
+def _end_with(process: Any) -> None:
+    process.join()
+    os._exit(1)
 
 
 def _run_child(target: Callable[..., None], args: tuple[Any, ...], in_rank: InRank | None) -> None:
