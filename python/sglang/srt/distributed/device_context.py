@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 
 from sglang.srt.hardware_backend.device_kinds import CPU, device_kind
-from sglang.srt.hardware_backend.device_runtime import detect_device
 
 _device: str | None = None
 """The device of this process, once it is set. Only the code that sets the device marks it."""
@@ -42,6 +41,9 @@ def require_device_set(user: str) -> str:
     started too early."""
     if _device is not None:
         return _device
+    # Imported here, because it imports torch. Processes without tensors mark a CPU.
+    from sglang.srt.hardware_backend.device_runtime import detect_device
+
     if detect_device() == CPU.name:
         return CPU.name
     raise RuntimeError(

@@ -15,6 +15,7 @@ from sglang.srt.distributed.device_context import (
     mark_device_set,
     require_device_set,
 )
+from sglang.srt.hardware_backend import device_runtime
 from sglang.srt.mem_cache.storage.mooncake_store import base_store
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -26,7 +27,7 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has set no device, on a host with an NPU."""
     monkeypatch.setattr(device_context, "_device", None)
-    monkeypatch.setattr(device_context, "detect_device", lambda: "npu")
+    monkeypatch.setattr(device_runtime, "detect_device", lambda: "npu")
 
 
 class RecordingDevice:
@@ -46,7 +47,7 @@ def test_what_comes_before_the_device_is_refused_by_name() -> None:
 
 
 def test_a_host_with_only_a_cpu_needs_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_context, "detect_device", lambda: "cpu")
+    monkeypatch.setattr(device_runtime, "detect_device", lambda: "cpu")
     assert require_device_set("The engine") == "cpu"
     mark_device_set("cuda:1")
     assert require_device_set("The engine") == "cuda:1"

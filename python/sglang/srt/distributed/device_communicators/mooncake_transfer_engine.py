@@ -45,7 +45,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.distributed.device_context import require_device_set
 from sglang.srt.environ import envs
-from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.utils.background_call import CallThreads
 
 __all__ = [
@@ -108,9 +107,7 @@ class MooncakeTransferEngine:
         self._registry = MemoryRegistry()
         # Over NVLink Mooncake maps the peer's memory for the current device of the calling thread.
         # If that is not the pools' device, bytes go through host memory, at a tenth of the rate.
-        self._threads = CallThreads(
-            "mooncake-transfer", lambda: device_runtime(device).enter_thread()
-        )
+        self._threads = CallThreads("mooncake-transfer", lambda: _enter_thread(device))
         self._peers: dict[str, Peer] = {}
         self._closed = False
         self._lock = threading.Lock()
@@ -342,6 +339,13 @@ class MooncakeTransferEngine:
 _engine: MooncakeTransferEngine | None = None
 _engine_arguments: tuple[str, int | None, str | None] | None = None
 _engine_lock = threading.Lock()
+
+
+def _enter_thread(device: str) -> None:
+    # Imported here, because it imports torch, which a process that only lends memory does not need.
+    from sglang.srt.hardware_backend.device_runtime import device_runtime
+
+    device_runtime(device).enter_thread()
 
 
 def init_mooncake_transfer_engine(
