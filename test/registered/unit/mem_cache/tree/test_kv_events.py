@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -85,7 +86,8 @@ def follow(rig: CacheRig, tiers: int, folder: Path, rng: random.Random, steps: i
     have_been: list[set[int]] = [set(), set()]
     removed: set[int] = set()
     for step in range(steps):
-        prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 30))]
+        pages = [rng.choice(((0, 1, 2, 0), (1, 1, 0, 2))) for _ in range(rng.randrange(8))]
+        prompt = [*itertools.chain(*pages), *range(rng.randrange(1, 4))]
         rig.run(prompt, extra_key=rng.choice([None, None, "a"]))
         told.hear()
         have_been[0] |= set(told.host.tokens)
