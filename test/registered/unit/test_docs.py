@@ -248,9 +248,12 @@ def test_the_changes_name_lines_and_tests_that_exist() -> None:
 
 
 def test_the_reference_is_what_the_code_has() -> None:
-    page = runpy.run_path(str(REPO / "scripts" / "update_reference.py"))["page"]()
+    script = runpy.run_path(str(REPO / "scripts" / "update_reference.py"))
     text = (REPO / "docs" / "reference.md").read_text(encoding="utf-8")
-    assert text == page, "run scripts/update_reference.py"
+    assert text == script["page"](), "run scripts/update_reference.py"
+    package = (p.read_text(encoding="utf-8") for p in (REPO / "python").rglob("*.py"))
+    kinds = {name for one in package for name in re.findall(r"^class (\w+Metrics)\b", one, re.M)}
+    assert len(kinds) > 3 and kinds <= script.keys(), "metrics that the script does not know"
     for name in ("--page-size", "MOONCAKE_MASTER", "sglang:hicache_hit_tokens_total"):
         assert f"| `{name}`" in text
 
