@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from sglang.srt.entrypoints.anthropic.protocol import MessagesBody
 from sglang.srt.entrypoints.http.body import NOTHING, Ignored, Refused, marks_of
 from sglang.srt.entrypoints.native_protocol import SAMPLING_MARKS, GenerateBody
 from sglang.srt.entrypoints.openai.protocol import (
@@ -23,6 +24,7 @@ from sglang.srt.entrypoints.openai.protocol import (
     CompletionBody,
     Tool,
 )
+from sglang.srt.entrypoints.openai.responses_protocol import ResponsesBody
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
@@ -33,6 +35,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "chat": ChatBody,
     "messages": ChatMessage,
     "tools": Tool,
+    "responses": ResponsesBody,
+    "Anthropic's": MessagesBody,
 }
 """Where a field stands, in short, to the type that has it."""
 
@@ -61,6 +65,8 @@ def acted_on() -> dict[str, list[str]]:
         "`/v1/completions`": [name for name in plain["completions"] if name not in common],
         "`/v1/chat/completions`": [name for name in plain["chat"] if name not in common],
         "`messages` of it": plain["messages"],
+        "`/v1/responses`": plain["responses"],
+        "`/v1/messages`": plain["Anthropic's"],
     }
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST_SESSION_S = 86400.0
-"""Longest `--session-ttl`, a day: hints are for agents that come back soon."""
+"""Longest `--keep-session-seconds`, a day: hints are for agents that come back soon."""
 
 
 def check_device(args: ServerArgs, kind: DeviceKind) -> Iterator[str]:
@@ -89,8 +89,9 @@ def _ranges(args: ServerArgs) -> Iterator[tuple[str, bool, str]]:
     ):
         value = getattr(args, field)
         yield field, value is None or (math.isfinite(value) and value > 0), "a number above 0"
-    yield "session_share", 0 <= args.session_share <= 1, "from 0 to 1"
-    yield "session_ttl", 0 <= args.session_ttl <= _LONGEST_SESSION_S, "from 0 to 86400"
+    yield "keep_session_share", 0 <= args.keep_session_share <= 1, "from 0 to 1"
+    seconds = args.keep_session_seconds
+    yield "keep_session_seconds", 0 <= seconds <= _LONGEST_SESSION_S, "from 0 to 86400"
     drain = args.drain_seconds
     yield "drain_seconds", math.isfinite(drain) and drain >= 0, "0 or more"
     yield "hicache_size", math.isfinite(args.hicache_size) and args.hicache_size >= 0, "0 or more"

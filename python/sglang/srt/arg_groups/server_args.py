@@ -307,11 +307,11 @@ class ServerArgs(ObservabilityArgs):
         "Let a decode server write what it computes and reads to --hicache-storage-backend.",
     )
 
-    session_share: float = flag(
+    keep_session_share: float = flag(
         0.25,
         "Part of L1 and of L2 that requests with a session_id may keep; 0: none.",
     )
-    session_ttl: float = flag(
+    keep_session_seconds: float = flag(
         600.0, "Seconds for which the prefix of a session_id is kept after its last request."
     )
 

@@ -11,12 +11,16 @@ from typing import Any, Final
 
 import msgspec
 import pytest
+from anthropic.resources.messages import Messages
 from openai.resources.chat.completions import Completions as ChatCompletions
 from openai.resources.completions import Completions
+from openai.resources.responses import Responses
 from openai.types import chat
 from openai.types.chat import completion_create_params
 
 from rigs.servers.fake_engine import byte_tokenizer
+from sglang.srt.entrypoints.anthropic.protocol import CountTokensBody, MessagesBody
+from sglang.srt.entrypoints.anthropic.protocol import chat_body as chat_of_messages
 from sglang.srt.entrypoints.http.body import NOTHING, Ignored, Refused, decode_body, marks_of
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import SAMPLING_MARKS, GenerateBody
@@ -29,6 +33,8 @@ from sglang.srt.entrypoints.openai.protocol import (
     StreamOptions,
     check_common,
 )
+from sglang.srt.entrypoints.openai.responses_protocol import ResponsesBody
+from sglang.srt.entrypoints.openai.responses_protocol import chat_body as chat_of_responses
 from sglang.srt.entrypoints.openai.serving_completions import to_requests as completion_requests
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
@@ -104,6 +110,10 @@ def test_every_field_that_clients_send_is_known() -> None:
     assert both | parameters(Completions.create) <= known(CompletionBody)
     wanted = both | set(CHAT_FIELDS.split()) | parameters(ChatCompletions.create)
     assert wanted <= known(ChatBody)
+    assert parameters(Responses.create) <= known(ResponsesBody)
+    assert parameters(Messages.create) <= known(MessagesBody)
+    # The client sends `output_format` as a part of `output_config`.
+    assert parameters(Messages.count_tokens) - {"output_format"} <= known(CountTokensBody)
     streaming = completion_create_params.CompletionCreateParamsStreaming
     assert set(streaming.__annotations__) <= known(ChatBody)
     assert set(chat.ChatCompletionStreamOptionsParam.__annotations__) <= known(StreamOptions)
@@ -145,6 +155,17 @@ def say(**more: Any) -> str:
     return prompt_of({**HELLO, **more})
 
 
+def respond(**more: Any) -> ChatBody:
+    return chat_of_responses(
+        decode_body(msgspec.json.encode({"input": "a", **more}), ResponsesBody)
+    )
+
+
+def message(**more: Any) -> ChatBody:
+    body = {"messages": [HELLO], "max_tokens": 1, **more}
+    return chat_of_messages(decode_body(msgspec.json.encode(body), MessagesBody))
+
+
 Ask = Callable[..., Any]
 PLACES: Final[list[tuple[Ask, Mapping[str, Ignored | Refused]]]] = [
     (generate, marks_of(GenerateBody)),
@@ -152,6 +173,8 @@ PLACES: Final[list[tuple[Ask, Mapping[str, Ignored | Refused]]]] = [
     (complete, marks_of(CompletionBody)),
     (ask, marks_of(ChatBody)),
     (say, marks_of(ChatMessage)),
+    (respond, marks_of(ResponsesBody)),
+    (message, marks_of(MessagesBody)),
 ]
 REFUSED: Final = [
     pytest.param(call, name, mark, id=f"{call.__name__}-{name}")
@@ -231,6 +254,8 @@ def test_values_of_other_types_are_no_neutral_ones() -> None:
         (ask, "max_new_tokens", "send max_tokens"),
         (complete, "sampling_params", "beside the others"),
         (complete, "zzz", "leave it out"),
+        (respond, "messages", "send them as input"),
+        (message, "stop", "send stop_sequences"),
     ],
 )
 def test_an_unknown_field_is_told_where_it_belongs(call: Ask, name: str, words: str) -> None:

@@ -104,6 +104,7 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_control: Annotated[Any, Ignored(EQUAL_PREFIXES)] = None
     speed: Annotated[Any, Ignored("there is one speed")] = None
     user_profile_id: Annotated[Any, Ignored(BOOKKEEPING)] = None
+    workspace_id: Annotated[Any, Ignored(BOOKKEEPING)] = None
 
     context_management: Annotated[Any, Refused("shorten the messages yourself")] = None
     mcp_servers: Annotated[Any, Refused("call them yourself, as tools")] = None
@@ -125,7 +126,6 @@ class MessagesBody(CountTokensBody, kw_only=True):
 
     metadata: Annotated[Any, Ignored(BOOKKEEPING)] = None
     service_tier: Annotated[Any, Ignored("there is one tier")] = None
-    workspace_id: Annotated[Any, Ignored(BOOKKEEPING)] = None
 
     container: Annotated[Any, Refused("there are no containers")] = None
     diagnostics: Annotated[Any, Refused("usage has the cached tokens")] = None

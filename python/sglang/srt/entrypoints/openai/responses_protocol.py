@@ -83,12 +83,6 @@ class FunctionTool(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class StreamConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    include_obfuscation: Annotated[
-        bool | None, Ignored("padding against eavesdroppers, which TLS's users may want")
-    ] = None
-
-
 class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/responses`. `null` means absent."""
 
@@ -124,16 +118,14 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     extra_key: str | None = None
     cache_salt: str | None = None
 
-    stream_options: Annotated[StreamConfig | None, Ignored("it has only padding")] = None
+    stream_options: Annotated[dict[str, Any] | None, Ignored("they are about padding")] = None
     user: Annotated[str | None, Ignored(BOOKKEEPING)] = None
     safety_identifier: Annotated[str | None, Ignored(BOOKKEEPING)] = None
     service_tier: Annotated[str | None, Ignored("there is one tier")] = None
     prompt_cache_key: Annotated[str | None, Ignored(EQUAL_PREFIXES)] = None
     prompt_cache_retention: Annotated[str | None, Ignored("the cache evicts what is old")] = None
     prompt_cache_options: Annotated[Any, Ignored("the cache evicts what is old")] = None
-    max_tool_calls: Annotated[int | None, Ignored("it counts built-in tools, of which none is")] = (
-        None
-    )
+    max_tool_calls: Annotated[int | None, Ignored("it counts built-in tools alone")] = None
     image: Annotated[Any, Ignored("shapes images, which are refused")] = None
 
     store: Annotated[Any, Refused(f"{_STATELESS}, and send store: false or leave it out")] = None

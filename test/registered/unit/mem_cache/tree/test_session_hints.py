@@ -182,7 +182,7 @@ def test_marks_are_those_of_the_sessions_in_any_run(seed: int) -> None:
 
 def test_the_scheduler_keeps_the_prefix_of_a_session(tmp_path: Path) -> None:
     """Requests carry the session, ticks the time."""
-    rig = SchedulerRig(tmp_path, pool_tokens=64, page_size=PAGE, session_share=0.5)
+    rig = SchedulerRig(tmp_path, pool_tokens=64, page_size=PAGE, keep_session_share=0.5)
     agent = list(range(1, 14))
     kept = rig.tree.tree.sessions.tiers[0]
     for session, found in (("agent", True), (None, False)):
@@ -194,7 +194,7 @@ def test_the_scheduler_keeps_the_prefix_of_a_session(tmp_path: Path) -> None:
         last = rig.results[f"back {session}"].last
         assert last is not None
         assert (last.cached_tokens_details.total >= 12) == found
-        rig.now += rig.server_args.session_ttl
+        rig.now += rig.server_args.keep_session_seconds
         rig.step()
         assert kept.tokens == 0
         for number in range(5):
