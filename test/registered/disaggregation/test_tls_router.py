@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
+from typing import Final
 
 import httpx
 import pytest
@@ -17,6 +18,8 @@ from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=45, suite="base-b-test-cpu")
+
+SAMPLING: Final = {"max_new_tokens": 4, "ignore_eos": True}
 
 
 def test_a_router_reaches_both_kinds_of_servers_over_https(tmp_path: Path) -> None:
@@ -40,7 +43,7 @@ def test_a_router_reaches_both_kinds_of_servers_over_https(tmp_path: Path) -> No
         try:
             # Ready when it has seen healthy servers of both kinds.
             router.start(120)
-            body = {"text": "The code of heron is", "sampling_params": {"max_new_tokens": 4}}
+            body = {"text": "The code of heron is", "sampling_params": SAMPLING}
             answer = httpx.post(f"{router.url}/generate", json=body, timeout=120)
             assert answer.status_code == 200, answer.text
             assert answer.json()["meta_info"]["completion_tokens"] == 4
