@@ -1,8 +1,8 @@
 """Plans the cache of a server before it starts: `python -m sglang.hicache_plan --help`.
 
-What a token takes in each pool and tier, what each tier holds, when reading is faster than
-computing, and the flags that follow. No weights are loaded: config.json is enough. With a trace of
-requests it shows the share of the prompts that each tier would have.
+Shows the bytes of a token in each pool and tier, the size of each tier, the prompts that are faster
+to read than to compute, and the flags that follow. Loads no weights: config.json is enough. A trace
+of requests gives the share of the prompts that each tier has.
 
 The engine's own code gives the sizes: states, pools and the prefetch cost model are those of the
 server. Prefill rates are estimates unless `--prefill-tokens-s` is given. Exit status: 0; 2 if the
@@ -31,13 +31,12 @@ from sglang.planning.machine import (
     with_given,
 )
 from sglang.planning.model_costs import (
-    ModelParameters,
     costs_of_rank,
     kept_formats,
     parameters_of,
 )
+from sglang.planning.plan_text import RANKS, Plan, to_text, weights_text
 from sglang.planning.tiers import (
-    PoolCost,
     ReadOrCompute,
     Tier,
     device_tier,
@@ -58,42 +57,10 @@ from sglang.srt.model_executor.model_runner import resolve_kv_dtype
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging_utils import configure_logger
 
-_RANKS: Final = (1, 2, 4, 8, 16, 32)
-_PREFIXES: Final = (1024, 8192, 32768, 131072)
-_MACHINE_ROWS: Final = {
-    # Field of `Machine`: its title, and the unit in which it is shown.
-    "device_bytes": ("device memory, GB", GB),
-    "host_bytes": ("host memory for the engine, GB", GB),
-    "l2_bytes_per_s": ("copies from host memory, GB/s a rank", GB),
-    "l3_bytes_per_s": ("reads from the store, GB/s a rank", GB),
-    "flop_per_s": ("large product, TFLOP/s", 1e12),
-}
 _NUMBERS: Final = (
     "device_memory", "host_memory", "l2_gb_s", "l3_gb_s", "l3_size", "prefill_tokens_s",
 )  # fmt: skip
 _FRACTIONS: Final = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """All figures, which `--json` prints."""
-
-    model: str
-    architecture: str
-    machine: dict[str, Any]
-    tp_size: int
-    page_size: int
-    parameters: ModelParameters
-    weight_bytes: int
-    """Of a rank."""
-    weights: list[dict[str, Any]]
-    """Bytes of a rank's weights by format and `--tp-size`."""
-    pools: list[PoolCost]
-    tiers: list[Tier]
-    reads: ReadOrCompute
-    flags: list[str]
-    notes: list[str]
-    trace: dict[str, Any] | None = None
 
 
 def parse_args(
@@ -245,7 +212,7 @@ def weights_by_ranks(config: ModelConfig) -> list[dict[str, Any]]:
     rows = []
     for name, formats in kinds:
         sizes: dict[int, int | None] = {}
-        for ranks in _RANKS:
+        for ranks in RANKS:
             try:
                 costs = costs_of_rank(config, config.dtype, tp_size=ranks, formats=formats)
             except ValueError:
@@ -299,6 +266,10 @@ def _notes(
         notes.append("the rate of L3 is that of Mooncake over TCP: give --l3-gb-s for another")
     if machine.host_bytes.source == ASSUMED:
         notes.append("the host's memory is assumed: give --host-memory")
+    if device.states:
+        notes.append(
+            "shares of a trace count pages alone; a prefix also needs a recurrent state at its end"
+        )
     if own.prefill_tokens_s is None:
         notes.append(
             f"the prefill rate is estimated ({COMPUTE_SHARE:g} of the products' rate, attention "
@@ -358,108 +329,6 @@ def _trace(
             for size, rate in zip(sizes, rates, strict=True)
         ],
     }
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first on the left and the others on the right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = []
-    for row in (head, *rows):
-        cells = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def _gb(size: float | None) -> str:
-    if size is None:
-        return "-"
-    return "no limit" if math.isinf(size) else f"{size / GB:,.2f}"
-
-
-def _count(number: float) -> str:
-    return "no limit" if math.isinf(number) else f"{int(number):,}"
-
-
-def weights_text(plan_weights: Sequence[dict[str, Any]]) -> str:
-    head = ["weights, GB a rank", *(f"--tp-size {ranks}" for ranks in _RANKS)]
-    rows = [
-        [row["format"], *(_gb(row["bytes"][ranks]) for ranks in _RANKS)] for row in plan_weights
-    ]
-    return _table(head, rows)
-
-
-def to_text(plan: Plan) -> str:
-    """The plan as tables."""
-    machine, reads = plan.machine, plan.reads
-    blocks = [
-        f"{plan.model}: {plan.architecture}, {plan.parameters.total / 1e9:,.2f} billion "
-        f"parameters, {plan.parameters.active / 1e9:,.2f} for each token; --tp-size "
-        f"{plan.tp_size}, pages of {plan.page_size} tokens",
-        f"{machine['name']} ({machine['kind']})\n"
-        + _table(
-            ["machine", "", "source"],
-            [
-                [title, f"{machine[field]['value'] / unit:,.1f}", machine[field]["source"]]
-                for field, (title, unit) in _MACHINE_ROWS.items()
-            ],
-        ),
-        weights_text(plan.weights),
-        _table(
-            ["pool", "one", "layers", "dtype", "bytes, L1 and L2, a rank", "bytes, L3, all ranks"],
-            [
-                [
-                    p.name,
-                    p.item,
-                    str(p.layers),
-                    p.dtype,
-                    f"{p.rank_bytes:,}",
-                    f"{p.store_bytes:,.1f}",
-                ]
-                for p in plan.pools
-            ],
-        ),
-        _table(
-            ["tier", "GB", "tokens", "states", "why"],
-            [
-                [t.name, _gb(t.rank_bytes), _count(t.tokens), f"{t.states:,}", t.reason]
-                for t in plan.tiers
-            ],
-        ),
-        _table(
-            ["prefix, tokens", "compute, s", "from L2, s", "from L3, s"],
-            [
-                [f"{n:,}", *(f"{n / rate:.3f}" for rate in (reads.prefill, reads.load, reads.read))]
-                for n in _PREFIXES
-            ],
-        ),
-    ]
-    if plan.trace is not None:
-        blocks.append(_trace_text(plan.trace))
-    blocks.append("\n".join(f"- {note}" for note in plan.notes))
-    blocks.append(f"flags: {' '.join(plan.flags)}")
-    return "\n\n".join(blocks)
-
-
-def _trace_text(trace: dict[str, Any]) -> str:
-    by_tier = _table(
-        ["prompt tokens found in", "tokens up to it", "share"],
-        [
-            [row["tier"], _count(row["tokens"]), f"{row['hit_rate']:.1%}"]
-            for row in trace["by_tier"]
-        ],
-    )
-    by_size = _table(
-        ["one LRU cache, GB", "tokens", "share"],
-        [[f"{r['gb']:,.2f}", f"{r['tokens']:,}", f"{r['hit_rate']:.1%}"] for r in trace["by_size"]],
-    )
-    return (
-        f"trace: {trace['requests']:,} requests, {trace['prompt_tokens']:,} prompt tokens, "
-        f"{trace['distinct_tokens']:,} different; a cache without a limit has "
-        f"{trace['unlimited_hit_rate']:.1%}\n{by_tier}\n{by_size}"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,4 +26,4 @@ class Finding:
     value: str
     state: State = State.OK
     remedy: str = ""
-    """What to do, if it is not `OK`."""
+    """The remedy, unless the state is `OK`."""

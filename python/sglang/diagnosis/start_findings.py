@@ -101,8 +101,8 @@ def environment_findings() -> Iterator[Finding]:
 
 
 def flag_findings(argv: Sequence[str]) -> Iterator[Finding]:
-    """What a server with the flags `argv` would refuse before it loads anything. Model files are
-    read, nothing is downloaded."""
+    """Refusals of a server with the flags `argv`, before it loads anything. Reads model files,
+    downloads nothing."""
     try:
         args = prepare_server_args(["--log-level", "error", *argv])
     except FlagErrors as error:

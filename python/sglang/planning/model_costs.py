@@ -1,7 +1,7 @@
 """Bytes of a model's weights and states on one rank, without its weights.
 
 The engine's own model is built on torch's `meta` device, whose tensors have shapes and no memory.
-So the states are those that its pools are made of, and the weights those that it would allocate.
+Its states make the pools of a server, and its weights have the sizes that a server allocates.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class ModelParameters:
 
     total: int
     active: int
-    """Those that a token of a prompt is multiplied with: neither embedding nor head, and of the
-    routed experts those that a token uses."""
+    """Parameters that a token of a prompt is multiplied with: no embedding, no head, and only the
+    routed experts that a token uses."""
 
 
 class _FirstRank(SingleTensorGroup):

@@ -1,4 +1,4 @@
-"""What each tier holds, and when a read from it is faster than computing.
+"""Sizes of the tiers, and the lengths at which a read is faster than computing.
 
 Sizes are decided by the engine's own `size_pools`, and reads by its own prefetch cost model.
 """

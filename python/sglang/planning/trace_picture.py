@@ -100,7 +100,7 @@ def to_svg(curve: Curve) -> str:
     parts.append(_text(_LEFT + 4, y(curve.limit) - 5, "no limit", anchor="start"))
     for number, (name, size) in enumerate(curve.marks):
         parts.append(_line(x(size), _TOP, x(size), _HEIGHT - _BOTTOM, "#c50"))
-        # Names in turn higher and lower, so that those of near tiers do not cover each other.
+        # Alternate heights keep the names of near tiers apart.
         parts.append(_text(x(size), _TOP - 4 - 13 * (number % 2), f"{name} {size:,.4g}"))
     points = " ".join(
         f"{x(size):.1f},{y(rate):.1f}"

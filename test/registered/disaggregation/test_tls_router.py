@@ -26,8 +26,8 @@ def test_a_router_reaches_both_kinds_of_servers_over_https(tmp_path: Path) -> No
     certificates = Certificates.make(tmp_path)
     env = {**TCP, envs.SGLANG_DISAGGREGATION_SECRET.name: secrets.token_hex(32)}
     bootstrap = get_free_port()
-    prefill_flags = ("--disaggregation-mode", "prefill")
-    prefill_flags += ("--disaggregation-bootstrap-port", str(bootstrap))
+    port_flags = ("--disaggregation-bootstrap-port", str(bootstrap))
+    prefill_flags = ("--disaggregation-mode", "prefill", *port_flags)
     decode_flags = ("--disaggregation-mode", "decode")
     with (
         tls_server(certificates, tmp_path / "prefill", *prefill_flags, env=env) as prefill,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_the_openai_client_gets_answers_and_streams(served: Served) -> None:
-    with served.certificates.client() as http:
+    with openai.DefaultHttpxClient(verify=served.certificates.context()) as http:
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, http_client=http)
         assert [one.id for one in client.models.list()] == ["from-the-file"]
         stream = client.completions.create(
@@ -87,7 +86,7 @@ def test_plain_http_and_silent_peers_get_no_answer_and_others_do(served: Served)
 
 
 def test_an_answer_before_the_end_of_the_body_can_be_read(served: Served) -> None:
-    context = ssl.create_default_context(cafile=str(served.certificates.authority))
+    context = served.certificates.context()
     with (
         socket.create_connection(served.address) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as sock,

@@ -45,10 +45,12 @@ class Certificates:
     def flags(self) -> list[str]:
         return ["--ssl-certfile", str(self.certfile), "--ssl-keyfile", str(self.keyfile)]
 
+    def context(self) -> ssl.SSLContext:
+        """Context of clients that trust the authority alone."""
+        return ssl.create_default_context(cafile=str(self.authority))
+
     def client(self) -> httpx.Client:
-        """A client that trusts the authority alone."""
-        context = ssl.create_default_context(cafile=str(self.authority))
-        return httpx.Client(verify=context, timeout=120)
+        return httpx.Client(verify=self.context(), timeout=120)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def words_of_config(path: str, fields: Mapping[str, dataclasses.Field[Any]]) -> 
 def _word(where: str, flag: str, value: Any, field: dataclasses.Field[Any] | None) -> str | None:
     """The flag with its value as one word; None: it is left out."""
     if field is None and (value is None or value is False):
-        # Of a flag that SGLang has, this asks for nothing; other names are mistakes.
+        # One of SGLang's flags asks for nothing then; any other name is a mistake.
         name = flag.lstrip("-").replace("-", "_")
         return None if foreign_flags(name) is not None else flag
     if value is None:

@@ -1,0 +1,146 @@
+"""A plan of a server's cache, and its tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sglang.planning.model_costs import ModelParameters
+from sglang.planning.tiers import PoolCost, ReadOrCompute, Tier
+from sglang.srt.constants import GB
+
+RANKS: Final = (1, 2, 4, 8, 16, 32)
+"""Values of `--tp-size` in the table of weights."""
+_PREFIXES: Final = (1024, 8192, 32768, 131072)
+_MACHINE_ROWS: Final = {
+    # Field of `Machine`: its title, and the unit in which it is shown.
+    "device_bytes": ("device memory, GB", GB),
+    "host_bytes": ("host memory for the engine, GB", GB),
+    "l2_bytes_per_s": ("copies from host memory, GB/s a rank", GB),
+    "l3_bytes_per_s": ("reads from the store, GB/s a rank", GB),
+    "flop_per_s": ("large product, TFLOP/s", 1e12),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All figures, which `--json` prints."""
+
+    model: str
+    architecture: str
+    machine: dict[str, Any]
+    tp_size: int
+    page_size: int
+    parameters: ModelParameters
+    weight_bytes: int
+    """Of a rank."""
+    weights: list[dict[str, Any]]
+    """Bytes of a rank's weights by format and `--tp-size`."""
+    pools: list[PoolCost]
+    tiers: list[Tier]
+    reads: ReadOrCompute
+    flags: list[str]
+    notes: list[str]
+    trace: dict[str, Any] | None = None
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, the first on the left and the others on the right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = []
+    for row in (head, *rows):
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _gb(size: float | None) -> str:
+    if size is None:
+        return "-"
+    return "no limit" if math.isinf(size) else f"{size / GB:,.2f}"
+
+
+def _count(number: float) -> str:
+    return "no limit" if math.isinf(number) else f"{int(number):,}"
+
+
+def weights_text(plan_weights: Sequence[dict[str, Any]]) -> str:
+    head = ["weights, GB a rank", *(f"--tp-size {ranks}" for ranks in RANKS)]
+    rows = [[row["format"], *(_gb(row["bytes"][ranks]) for ranks in RANKS)] for row in plan_weights]
+    return _table(head, rows)
+
+
+def to_text(plan: Plan) -> str:
+    """The plan as tables."""
+    machine, reads = plan.machine, plan.reads
+    blocks = [
+        f"{plan.model}: {plan.architecture}, {plan.parameters.total / 1e9:,.2f} billion "
+        f"parameters, {plan.parameters.active / 1e9:,.2f} for each token; --tp-size "
+        f"{plan.tp_size}, pages of {plan.page_size} tokens",
+        f"{machine['name']} ({machine['kind']})\n"
+        + _table(
+            ["machine", "", "source"],
+            [
+                [title, f"{machine[field]['value'] / unit:,.1f}", machine[field]["source"]]
+                for field, (title, unit) in _MACHINE_ROWS.items()
+            ],
+        ),
+        weights_text(plan.weights),
+        _table(
+            ["pool", "one", "layers", "dtype", "bytes, L1 and L2, a rank", "bytes, L3, all ranks"],
+            [
+                [
+                    p.name,
+                    p.item,
+                    str(p.layers),
+                    p.dtype,
+                    f"{p.rank_bytes:,}",
+                    f"{p.store_bytes:,.1f}",
+                ]
+                for p in plan.pools
+            ],
+        ),
+        _table(
+            ["tier", "GB", "tokens", "states", "why"],
+            [
+                [t.name, _gb(t.rank_bytes), _count(t.tokens), f"{t.states:,}", t.reason]
+                for t in plan.tiers
+            ],
+        ),
+        _table(
+            ["prefix, tokens", "compute, s", "from L2, s", "from L3, s"],
+            [
+                [f"{n:,}", *(f"{n / rate:.3f}" for rate in (reads.prefill, reads.load, reads.read))]
+                for n in _PREFIXES
+            ],
+        ),
+    ]
+    if plan.trace is not None:
+        blocks.append(_trace_text(plan.trace))
+    blocks.append("\n".join(f"- {note}" for note in plan.notes))
+    blocks.append(f"flags: {' '.join(plan.flags)}")
+    return "\n\n".join(blocks)
+
+
+def _trace_text(trace: dict[str, Any]) -> str:
+    by_tier = _table(
+        ["prompt tokens found in", "tokens up to it", "share"],
+        [
+            [row["tier"], _count(row["tokens"]), f"{row['hit_rate']:.1%}"]
+            for row in trace["by_tier"]
+        ],
+    )
+    by_size = _table(
+        ["one LRU cache, GB", "tokens", "share"],
+        [[f"{r['gb']:,.2f}", f"{r['tokens']:,}", f"{r['hit_rate']:.1%}"] for r in trace["by_size"]],
+    )
+    return (
+        f"trace: {trace['requests']:,} requests, {trace['prompt_tokens']:,} prompt tokens, "
+        f"{trace['distinct_tokens']:,} different; a cache without a limit has "
+        f"{trace['unlimited_hit_rate']:.1%}\n{by_tier}\n{by_size}"
+    )
