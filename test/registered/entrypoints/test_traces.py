@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 from rigs.servers.engine_server import EXACT
 from rigs.servers.forked_servers import ForkedServer
 from rigs.servers.otlp_receiver import otlp_receiver
+from sglang.launch_server import main
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -80,10 +82,15 @@ def test_spans_of_every_stage_and_json_logs(tmp_path: Path) -> None:
     assert "heron" not in log
 
 
-def test_an_error_at_the_start_is_an_object_too() -> None:
-    from sglang.launch_server import main
-
-    assert main(["--log-format", "json", "--page-size", "0"]) == 1
+def test_mistakes_at_the_start_are_objects_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    assert main(["--log-format", "json", "--page-size", "0", "--nonsense"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["level"] for line in lines] == ["critical", "critical"]
+    assert "--nonsense" in lines[0]["message"]
+    assert "--page-size" in lines[1]["message"]
 
 
 if __name__ == "__main__":

@@ -233,8 +233,8 @@ class Answers(ABC):
         return chunk
 
     def _extra_of(self, states: Sequence[RequestState]) -> dict[str, Any]:
-        """What `return_cached_tokens_details` and `return_cache_report` add to an answer: the
-        tiers of the first choice; and its report, or a list with that of each choice."""
+        """The content of `sglext`: with `return_cached_tokens_details` the tiers of the first
+        choice; with `return_cache_report` its report, or a list with the report of each choice."""
         extra: dict[str, Any] = {}
         if self._with_tiers:
             tiers = msgspec.to_builtins(states[0].cached_tokens_details)

@@ -22,7 +22,7 @@ _PROMPT_ENDS: Final = (CutReason.PARTIAL_PAGE, CutReason.LAST_TOKEN, CutReason.L
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixEnds:
-    """What admission decided about the cached prefix of a request. Tokens."""
+    """The cached prefix of a request, as admission decided. Counts are tokens."""
 
     device: int
     """Tokens that L1 had."""

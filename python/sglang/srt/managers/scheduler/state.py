@@ -62,11 +62,11 @@ class RecentRequests:
     host: int = 0
     storage: int = 0
     queue_s: float = 0.0
-    """From the arrival to the first step, summed."""
+    """Sum of the times from arrival to first step."""
     first_tokens: int = 0
     """Number of requests whose first token came."""
     first_token_s: float = 0.0
-    """From the arrival to that token, summed."""
+    """Sum of the times from arrival to that token."""
 
     def on_scheduled(self, req: Req) -> None:
         """`req` was scheduled for the first time."""

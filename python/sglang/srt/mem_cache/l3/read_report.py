@@ -1,4 +1,4 @@
-"""What a read from L3 brought to one of its requests, for the request's cache report."""
+"""Notes in the cache report of a request what a read from L3 brought to it."""
 
 from __future__ import annotations
 
