@@ -10,6 +10,7 @@ from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.managers.messages.io_struct import (
     DetachHiCacheStorageReqInput,
     FlushCacheReqInput,
+    GetCacheViewReq,
     GetInternalStateReq,
     GetMetricsReq,
     GetWeightSeedReq,
@@ -64,6 +65,26 @@ def test_state_metrics_and_what_a_single_tier_cannot_do(model: Path) -> None:
     assert "--enable-hierarchical-cache" in detach.message
     assert not seed.success
     assert "start-seed-via-transfer-engine" in seed.message
+
+
+def test_the_view_of_a_single_tier(model: Path) -> None:
+    rig = SchedulerRig(model)
+    ids = prompt(1, 40)
+    rig.run(rig.request("a", ids))
+    rig.run(rig.request("b", ids))
+    rig.step(rig.request("c", ids, greedy(30)))
+    rig.step(GetCacheViewReq(req_id="view"))
+    seen = rig.answers[-1].data
+    (l1,) = seen["tiers"]
+    assert l1["total"] == 512
+    assert sum(l1["parts"].values()) == 512
+    assert l1["parts"]["locked"] >= 40, "the third request uses them"
+    assert seen["store"] is None
+    assert seen["queues"] == {"running": 1, "waiting": 0}
+    counts = seen["history"][-1]["counts"]
+    assert (counts["hit_device"], counts["computed"]) == (2 * 39, 40 + 2)
+    assert seen["missed"] == {"evicted": 0, "no_state": 0, "logprobs": 0, "new": 42}
+    assert seen["prefixes"][0]["tiers"] == ["L1"]
 
 
 def test_the_transfer_engine_is_described_as_it_is_when_asked(
