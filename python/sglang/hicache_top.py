@@ -1,4 +1,4 @@
-"""What is in a server's cache, in a terminal: tiers, flows, hits, prefixes, decisions, store.
+"""Shows a server's cache in a terminal: tiers, flows, hits, prefixes, decisions, store.
 
     python -m sglang.hicache_top http://127.0.0.1:30000
     python -m sglang.hicache_top http://127.0.0.1:30000 --once
@@ -56,7 +56,7 @@ class NoAnswer(Exception):
 
 
 def ask(url: str, key: str | None) -> dict[str, Any]:
-    """What is in the cache of the server at `url`. Raises NoAnswer with the remedy."""
+    """The answer of `GET /hicache` at `url`. Raises NoAnswer with the remedy."""
     headers = {"Accept": "application/json"}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"

@@ -1,4 +1,4 @@
-"""What operators see of a server with all tiers: `/hicache`, `hicache_top`, docs/monitoring."""
+"""Operators' views of a server with all tiers: `/hicache`, `hicache_top`, docs/monitoring."""
 
 from __future__ import annotations
 

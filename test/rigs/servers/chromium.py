@@ -1,7 +1,6 @@
 """A headless Chromium for tests and pictures, driven by its DevTools protocol over a pipe.
 
-Debian's package `chromium` is enough. Where it is missing and this process may install packages,
-`find_chromium` installs it.
+Debian's package `chromium` is enough. `find_chromium` can install it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`GET /hicache`: what is in the cache, as a page for people or as JSON.
+"""`GET /hicache`: shows the cache, as a page for people or as JSON.
 
 The page is one file without outside addresses; it asks this same address for JSON. It has no data,
 so that a browser, which cannot send a key with a link, gets it with the refusal and asks for the
@@ -57,7 +57,7 @@ def page(status: int) -> Response:
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 @refused_with(lambda status, accept: page(status) if _wants_page(accept) else None)
 async def hicache(request: Request) -> Response:
-    """What is in the cache: JSON if the header `Accept` names it, else the page.
+    """The content of the cache as JSON if the header `Accept` names it, else the page.
 
     The scheduler is asked once a second at most, however many ask.
     """

@@ -1,4 +1,4 @@
-"""What is in a cache, as plain data for `GET /hicache`: no tokens, no text of prompts.
+"""Describes a cache as plain data for `GET /hicache`: no tokens, no text of prompts.
 
 Threads: the scheduler's only. The cost grows with the operations in flight and with the prefixes
 that are looked at (bounded), not with the cache.
@@ -19,8 +19,8 @@ _SHOWN_PREFIXES: Final = 12
 def cache_view(cache: RadixCache) -> dict[str, Any]:
     """Tiers, prefixes and decisions of `cache`, and its L3.
 
-    Of each tier, `parts` add up to `total` (None: unknown), in its `unit`; `in_flight` are tokens
-    that copies and transfers to and from the tier have not finished.
+    The `parts` of a tier add up to its `total` (None: unknown), in its `unit`. `in_flight` counts
+    the tokens of copies and transfers to and from the tier that have not ended.
     """
     tiers, store, epoch = [_device(cache), *_device_states(cache)], None, 0
     if isinstance(cache, HiRadixCache):

@@ -193,8 +193,8 @@ def _header(scope: Scope, wanted: bytes) -> str | None:
 
 
 def _route_for(app: Starlette, scope: Scope) -> BaseRoute | None:
-    """The route for `scope`. One whose method differs also counts, first of all one with a level of
-    its own."""
+    """The route for `scope`. If only methods differ, a route with a level of its own counts
+    first."""
     partial: BaseRoute | None = None
     for route in app.routes:
         match, _ = route.matches(scope)

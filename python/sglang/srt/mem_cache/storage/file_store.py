@@ -329,7 +329,7 @@ class HiCacheFile(HiCacheStorage):
         return self._counters.snapshot()
 
     def get_usage(self) -> StorageUsage:
-        """That of the file system, which may have other files too."""
+        """Usage of the whole file system; other files count too."""
         try:
             found = os.statvfs(self._files.root)
         except OSError as error:

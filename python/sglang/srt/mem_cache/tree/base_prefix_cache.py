@@ -61,7 +61,7 @@ class CacheInitParams:
 
 
 class Lookup(NamedTuple):
-    """What a prompt found in the cache when it was first scheduled. Counts are tokens."""
+    """The result of looking a prompt up when it was first scheduled. Counts are tokens."""
 
     key: RadixKey
     """The part of the prompt that was looked up."""

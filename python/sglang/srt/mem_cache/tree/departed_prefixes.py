@@ -1,4 +1,4 @@
-"""Remembers prefixes that have left the tree, to tell tokens that were evicted from new ones.
+"""Remembers prefixes that have left the tree, so that evicted tokens can be told from new ones.
 
 A Bloom filter of prefix hashes (Bloom, "Space/time trade-offs in hash coding with allowable
 errors", 1970), in two generations: when the newer is full, the older is forgotten. One megabyte,
@@ -24,8 +24,8 @@ CAPACITY: Final = 1 << 18
 """Prefixes of one generation."""
 _BITS: Final = 16 * CAPACITY
 _PROBES: Final = 6
-"""With 16 bits and 6 probes for each prefix, a full generation knows a strange prefix with a
-probability of 0.1%, and both together with 0.2%."""
+"""A full generation has 16 bits and 6 probes for each prefix. It takes a strange prefix for a known
+one with a probability of 0.1%; both generations together err in 0.2% of lookups."""
 _LEAST_STEP: Final = 64
 _LOW: Final = (1 << 32) - 1
 

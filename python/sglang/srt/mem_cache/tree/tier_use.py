@@ -1,4 +1,4 @@
-"""What a tier's slots are used for, and which prefixes are used most: figures for operators.
+"""Figures for operators: the use of a tier's slots, and the prefixes that are used most.
 
 Threads: the scheduler's only.
 """
@@ -61,8 +61,8 @@ def busiest_prefixes(tree: PrefixTree, storage_epoch: int, count: int) -> list[d
     """The `count` prefixes that the most requests used, without tokens: a hash, lengths and tiers.
 
     A request that uses a node uses its ancestors too, so that a best-first search finds them
-    without a walk over the tree. A prefix is left out if a longer one was used as often. Of many
-    siblings only the newest are looked at.
+    without a walk over the tree. A prefix is left out if a longer one was used as often. The search
+    stops at 20,000 nodes; among more siblings it looks at the newest.
 
     Args:
         storage_epoch: The present epoch of L3; pages of earlier ones may be gone.

@@ -59,7 +59,7 @@ def test_small_pages_are_noted_every_64_tokens(page_size: int, step: int) -> Non
 def test_two_full_generations_err_as_rarely_as_the_docs_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a hundredth of the prefixes and of the bits, because the share is the same."""
+    """The filter is made smaller: the error depends on the bits of each prefix alone."""
     assert CAPACITY * PAGE > 16_000_000
     monkeypatch.setattr(departed_prefixes, "CAPACITY", 1 << 12)
     monkeypatch.setattr(departed_prefixes, "_BITS", 16 << 12)

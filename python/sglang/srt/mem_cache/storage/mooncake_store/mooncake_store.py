@@ -404,7 +404,7 @@ class MooncakeStore(MooncakeBaseStore):
         super().close()
 
     def get_usage(self) -> StorageUsage | None:
-        """That of all clients' memory together; None behind a discovery service."""
+        """Usage of the memory of all clients together; None behind a discovery service."""
         master = self.config.master_host_port()
         return None if master is None else read_usage(master[0], self.config.master_metrics_port)
 
