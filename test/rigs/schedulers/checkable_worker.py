@@ -9,8 +9,12 @@ slot. CPU only; a step takes about 100 microseconds.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +23,7 @@ from rigs.schedulers.checkable_model import VOCAB_SIZE, WrongContext, logprob, w
 from rigs.schedulers.checkable_pools import CheckablePools, CheckableState
 from rigs.schedulers.checkable_step import Context, StateUse, Step, expect
 from rigs.schedulers.lagging_device import LaggingDevice, LaggingStates
+from rigs.schedulers.scheduler_rig import SchedulerRig
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import InputLogprobs, LogitsProcessorOutput
 from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
@@ -27,6 +32,7 @@ from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.mem_cache.allocator import make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import LayerTransferCounter
 from sglang.srt.mem_cache.device.state_pool import MambaPool
+from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 
 _DENSE = CheckableState()
 _NOISE = 0x5EED
@@ -262,3 +268,61 @@ def _input_logprobs_of(forward: ForwardBatch, hashes: list[list[int]]) -> list[l
         [logprob(one[start + i], token) for i, token in enumerate(ids)]
         for one, start, ids in zip(hashes, starts, wanted, strict=True)
     ]
+
+
+class CheckableRig(SchedulerRig):
+    """A scheduler whose model is a `CheckableWorker`.
+
+    Args:
+        state: What the model keeps, of all heads.
+        heads: Heads of a rank; 0: all ranks have the same head.
+        most_lag_s: See `LaggingDevice`; 0: steps run when they are launched.
+        tolerates_damage: See `CheckableWorker`.
+        args: Arguments of `SchedulerRig`.
+    """
+
+    device = "cpu"
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        state: CheckableState | None = None,
+        heads: int = 0,
+        most_lag_s: float = 0.0,
+        tolerates_damage: bool = False,
+        **args: Any,
+    ) -> None:
+        self._tolerates_damage = tolerates_damage
+        self._state, self._heads = state or CheckableState(), heads
+        self._most_lag_s = most_lag_s
+        self._device: LaggingDevice | None = None
+        alignment = self._state.alignment if self._state.num_states else None
+        super().__init__(model_path, snapshot_alignment=alignment, **args)
+
+    def make_worker(
+        self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
+    ) -> CheckableWorker:
+        assert pool_tokens is not None, "the driver draws the size of L1"
+        state, count = self._state, self._heads
+        if count:
+            begin, total = self.group.attn_tp_rank * count, self.group.attn_tp_size * count
+            share = RankShare(RankSplit.HEADS, begin, begin + count, total)
+            state = dataclasses.replace(state, heads=share)
+        if self._most_lag_s:
+            self._device = LaggingDevice(random.Random(self.group.rank), self._most_lag_s)
+        worker = CheckableWorker(
+            page_size,
+            pool_tokens,
+            max_requests,
+            state=state,
+            device=self._device,
+            tolerates_damage=self._tolerates_damage,
+        )
+        self.model_pools = worker.model_pools
+        return worker
+
+    def close(self) -> None:
+        super().close()
+        if self._device is not None:
+            self._device.close()

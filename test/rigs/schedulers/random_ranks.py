@@ -29,7 +29,7 @@ import torch
 
 from rigs import seed_processes
 from rigs.caches.memory_ranks import MemoryExchange
-from rigs.schedulers.checkable_rig import CheckableRig
+from rigs.schedulers.checkable_worker import CheckableRig
 from rigs.schedulers.random_scheduler import RandomScheduler, SchedulerOutcome
 from rigs.schedulers.random_seeds import print_counts
 from rigs.schedulers.random_setup import Setup

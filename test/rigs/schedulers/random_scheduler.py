@@ -25,8 +25,7 @@ from typing import Final
 from rigs.caches.host_damage import flip_any
 from rigs.caches.storage_rigs import counts as counter_values
 from rigs.schedulers import random_seeds
-from rigs.schedulers.checkable_rig import CheckableRig
-from rigs.schedulers.checkable_worker import CheckableWorker
+from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
 from rigs.schedulers.random_checks import (
     assert_stored,
     assert_unpinned,

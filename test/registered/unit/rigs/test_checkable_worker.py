@@ -12,8 +12,7 @@ import torch
 
 from rigs.schedulers.checkable_model import WrongContext, words
 from rigs.schedulers.checkable_pools import CheckableState
-from rigs.schedulers.checkable_rig import CheckableRig
-from rigs.schedulers.checkable_worker import CheckableWorker
+from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
 from rigs.schedulers.lagging_device import LaggingDevice, LaggingRuntime
 from rigs.schedulers.random_setup import impatient
 from rigs.schedulers.scheduler_rig import greedy

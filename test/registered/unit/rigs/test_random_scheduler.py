@@ -18,8 +18,7 @@ import torch
 
 from rigs.caches.storage_rigs import counts
 from rigs.schedulers.checkable_model import WrongContext, words
-from rigs.schedulers.checkable_rig import CheckableRig
-from rigs.schedulers.checkable_worker import CheckableWorker
+from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
 from rigs.schedulers.random_scheduler import RandomScheduler, run_seed
 from rigs.schedulers.random_setup import impatient
 from rigs.schedulers.scheduler_rig import greedy

@@ -13,8 +13,7 @@ import torch
 
 from rigs.schedulers import checkable_model
 from rigs.schedulers.checkable_model import words
-from rigs.schedulers.checkable_rig import CheckableRig
-from rigs.schedulers.checkable_worker import CheckableWorker
+from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.environ import envs
