@@ -105,10 +105,11 @@ class Setup:
             heads=rng.choice((0, 1, 1, 2)),
             writes_like_gpu=rng.random() < 0.4,
             most_lag_s=rng.choice((0.0, 0.001, 0.004)) if setup.overlap else 0.0,
-        )._with_damage(rng)
+        )._with_damage()
 
-    def _with_damage(self, rng: random.Random) -> Setup:
+    def _with_damage(self) -> Setup:
         """The setup, maybe with damage in L2, if each page there has a checksum in L3 too."""
+        rng = random.Random(repr(self))  # Later draws stay those of the seed.
         has_checksums = self.tiers == 2 or (self.verify_checksum and self.heads < 2)
         damages = rng.random() < 0.5 and self.tiers > 1 and has_checksums
         return dataclasses.replace(self, damages_l2=damages)

@@ -19,9 +19,10 @@ from typing import ClassVar, Final
 import xxhash
 
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable, StorageUnreachable
+from sglang.srt.mem_cache.host.page_checksums import NO_CHECKSUM
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.file_store import ObjectFiles
-from sglang.srt.mem_cache.storage.page_trailer import NO_CHECKSUM, TRAILER_BYTES
+from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 
 PLAIN: Final = "chaotic-plain"
 IN_PLACE: Final = "chaotic-in-place"

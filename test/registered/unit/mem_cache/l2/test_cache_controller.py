@@ -12,7 +12,8 @@ from rigs.caches.cache_rig import RIG_DEVICE, CacheRig, HiCacheSettings
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.host.pool_kinds import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.l2 import cache_controller
-from sglang.srt.mem_cache.l2.cache_controller import HiCacheController, LayerDoneCounter
+from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
+from sglang.srt.mem_cache.l2.layer_done_counter import LayerDoneCounter
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
