@@ -16,6 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.environ import envs, parse_size
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics, StateMetrics
+from sglang.srt.mem_cache.tree.session_hints import SessionMetrics
 from sglang.srt.observability.engine_metrics import (
     _QUEUES,
     DisaggregationMetrics,
@@ -84,6 +85,7 @@ def page() -> str:
     """The text of the page."""
     scheduler = SchedulerMetrics()
     HiCacheMetrics(scheduler.registry)
+    SessionMetrics(scheduler.registry)
     StateMetrics(scheduler.registry).set_host(total=0, free=0)
     disaggregated = CollectorRegistry()
     DisaggregationMetrics(disaggregated, dict.fromkeys(_QUEUES, int))

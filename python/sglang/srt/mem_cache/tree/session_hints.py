@@ -32,7 +32,7 @@ _SHORT: Final = 4
 are loaded again."""
 
 
-class _Metrics:
+class SessionMetrics:
     """Metrics of the hints, by tier."""
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
@@ -66,7 +66,7 @@ class TierHints:
         most: Most sessions.
     """
 
-    def __init__(self, tier: str, budget: int, most: int, metrics: _Metrics) -> None:
+    def __init__(self, tier: str, budget: int, most: int, metrics: SessionMetrics) -> None:
         self.budget = budget
         self.longest = budget
         """Tokens of the longest prefix that is marked."""
@@ -192,7 +192,7 @@ class SessionHints:
         self._share = share
         self._ttl = ttl
         self._now = 0.0
-        self._metrics = _Metrics(registry)
+        self._metrics = SessionMetrics(registry)
         self.tiers: list[TierHints] = []
         """The device's first."""
 
