@@ -250,8 +250,8 @@ class Envs:
         "1gb", "Host memory that the L2 pools leave to everything else."
     )
     SGLANG_HICACHE_CHECKED_SHARE = EnvField(
-        1.0,
-        "Share of the pages loaded from L2 that are compared with their checksums.",
+        0.0625,
+        "Share of the loads from L2 whose pages are compared with their checksums.",
         _parse_share,
         "a number from 0 to 1",
     )

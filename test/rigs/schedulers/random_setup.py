@@ -224,6 +224,8 @@ class Setup:
                     patch.object(HostPoolGroup, "prefers_cpu_slots", lambda *_: True)
                 )
                 stack.enter_context(patch.object(cache_controller, "_PAGES_AT_ONCE", 2))
+            if self.damages_l2:
+                stack.enter_context(envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0))
             if self.most_lag_s:
                 stack.enter_context(LaggingRuntime.as_cpu())
             yield

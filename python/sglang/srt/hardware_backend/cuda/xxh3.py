@@ -187,6 +187,19 @@ def _sum_piece_blocks(pieces, places, constants, sums, num_words, num_blocks,
     tl.store(sums + at, total, mask=block < num_blocks)
 
 
+@triton.jit
+def _load_sums(own, block, num_blocks, is_there):
+    is_held = is_there[:, None] & (block < num_blocks)
+    return tl.load(own + block * _LANES, mask=is_held, other=0).to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def _add_block(accumulators, added, keys, prime, block, num_blocks):
+    accumulators += added
+    scrambled = (accumulators ^ (accumulators >> 47) ^ keys) * prime
+    return tl.where(block < num_blocks - 1, scrambled, accumulators)
+
+
 @triton.jit(do_not_specialize=["messages"], do_not_specialize_on_alignment=["digests"])
 def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes,
                        MESSAGES: tl.constexpr):  # fmt: skip
@@ -199,11 +212,24 @@ def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes
     prime = tl.load(constants + _PRIMES * _LANES + 2).to(tl.uint64, bitcast=True)
     none = tl.zeros((MESSAGES, _LANES), tl.int64).to(tl.uint64, bitcast=True)
     accumulators = none + _words(constants, _FIRST)[None, :]
-    for block in tl.range(0, num_blocks, loop_unroll_factor=8):
-        added = tl.load(own + block * _LANES, mask=is_there[:, None], other=0)
-        accumulators += added.to(tl.uint64, bitcast=True)
-        scrambled = (accumulators ^ (accumulators >> 47) ^ keys) * prime
-        accumulators = tl.where(block < num_blocks - 1, scrambled, accumulators)
+    # Eight loads are under way at once: each takes much longer than a step.
+    for block in range(0, num_blocks, 8):
+        sum0 = _load_sums(own, block, num_blocks, is_there)
+        sum1 = _load_sums(own, block + 1, num_blocks, is_there)
+        sum2 = _load_sums(own, block + 2, num_blocks, is_there)
+        sum3 = _load_sums(own, block + 3, num_blocks, is_there)
+        sum4 = _load_sums(own, block + 4, num_blocks, is_there)
+        sum5 = _load_sums(own, block + 5, num_blocks, is_there)
+        sum6 = _load_sums(own, block + 6, num_blocks, is_there)
+        sum7 = _load_sums(own, block + 7, num_blocks, is_there)
+        accumulators = _add_block(accumulators, sum0, keys, prime, block, num_blocks)
+        accumulators = _add_block(accumulators, sum1, keys, prime, block + 1, num_blocks)
+        accumulators = _add_block(accumulators, sum2, keys, prime, block + 2, num_blocks)
+        accumulators = _add_block(accumulators, sum3, keys, prime, block + 3, num_blocks)
+        accumulators = _add_block(accumulators, sum4, keys, prime, block + 4, num_blocks)
+        accumulators = _add_block(accumulators, sum5, keys, prime, block + 5, num_blocks)
+        accumulators = _add_block(accumulators, sum6, keys, prime, block + 6, num_blocks)
+        accumulators = _add_block(accumulators, sum7, keys, prime, block + 7, num_blocks)
     length = tl.zeros((MESSAGES,), tl.int64) + num_bytes
     low_start = length * tl.load(constants + _PRIMES * _LANES)
     high_start = ~(length * tl.load(constants + _PRIMES * _LANES + 1))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -59,6 +57,9 @@ class HostPoolGroup:
         num_layers: Layers of the model on this rank, with or without state; by default up to the
             last one that the primary pool has.
 
+    Attributes:
+        checked_share: Share of the loads that are compared with checksums.
+
     Raises:
         ValueError: There is not exactly one primary pool, two entries share a name, or one shares
             the slots of a pool that is not there or has others.
@@ -78,7 +79,8 @@ class HostPoolGroup:
             entry.name: self._layers_of(entry) for entry in entries
         }
         """For each pool, its own layer numbers by the model's."""
-        self._checked_share = envs.SGLANG_HICACHE_CHECKED_SHARE.get()
+        self.checked_share = envs.SGLANG_HICACHE_CHECKED_SHARE.get()
+        self._num_loads = 0
         self.auxiliary_pools = tuple(
             self._auxiliary(entry) for entry in entries if entry.spec.indices_from_pool
         )
@@ -166,7 +168,14 @@ class HostPoolGroup:
                 if own_layer is not None:
                     load.issue(own_layer)
             layers_done[model_layer].record()
-        return _digests(moved, self._checked_share)
+        return _digests(moved, is_checked=self._is_load_checked())
+
+    def _is_load_checked(self) -> bool:
+        """True for the loads that are compared with checksums: evenly spaced, and the same on all
+        ranks, since none goes on before all have compared."""
+        self._num_loads += 1
+        before, now = (int(n * self.checked_share) for n in (self._num_loads - 1, self._num_loads))
+        return now > before
 
     def forget_checksums(self, transfers: Sequence[PoolTransfer]) -> None:
         """Note that the pages of `transfers` are going to have other contents. Pools without slots
@@ -247,19 +256,12 @@ class HostPoolGroup:
             entry.host_pool.check_integrity()
 
 
-def _digests(moved: Sequence[_Moved], share: float = 1.0) -> list[PageDigests]:
-    """Begin to hash pages on the device, in order with the current stream: all, or a random
-    `share` of those of each pool."""
+def _digests(moved: Sequence[_Moved], *, is_checked: bool = True) -> list[PageDigests]:
+    """Begin to hash the pages on the device, in order with the current stream, if `is_checked`."""
     found = []
     for entry, host, device in moved:
         pool = entry.host_pool
         pages = whole_pages(host, pool.page_size, pool.page_num)
-        count = math.ceil(share * len(pages))
-        skipped = len(pages) - count
-        if skipped:
-            chosen = sorted(random.sample(range(len(pages)), count))
-            pages = pages[chosen]
-            device = device.view(-1, pool.page_size)[chosen].reshape(-1)
-        copies = pool.page_digests(entry.device_pool, device) if count else None
-        found.append(PageDigests(entry.name, pages, copies, skipped))
+        copies = pool.page_digests(entry.device_pool, device) if is_checked else None
+        found.append(PageDigests(entry.name, pages, copies))
     return found

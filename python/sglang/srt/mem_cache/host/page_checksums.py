@@ -63,9 +63,7 @@ class PageDigests:
     pages: npt.NDArray[np.int64]
     """int64 `[n]`: pages of the host pool."""
     copies: HostCopies | None
-    """One tensor, uint8 `[n, 16]`; None: pages of this device are not hashed."""
-    skipped: int = 0
-    """Further pages that the copy has moved, which are not hashed this time."""
+    """One tensor, uint8 `[n, 16]`; None: the pages are not hashed."""
 
     def wait(self) -> npt.NDArray[np.uint8] | None:
         """The checksums, uint8 `[n, 16]`, once the copy has ended; None as `copies`."""

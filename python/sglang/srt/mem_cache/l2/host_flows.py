@@ -383,7 +383,7 @@ class HostLoad:
                 known = int(checksums.have(one.pages).sum())
                 damaged = one.pages[checksums.differ(one.pages, digests)]
             count = self._metrics.checked_pages.labels
-            count("host", "unchecked").inc(len(one.pages) - known + one.skipped)
+            count("host", "unchecked").inc(len(one.pages) - known)
             count("host", "intact").inc(known - len(damaged))
             count("host", "damaged").inc(len(damaged))
             if len(damaged):

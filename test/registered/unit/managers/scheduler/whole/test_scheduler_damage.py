@@ -39,9 +39,13 @@ IDS = prompt(1, 100)
 
 
 @contextlib.contextmanager
-def rig_of(model: Path, **args: Any) -> Iterator[tuple[SchedulerRig, HiRadixCache]]:
+def rig_of(
+    model: Path, *, share: float = 1.0, **args: Any
+) -> Iterator[tuple[SchedulerRig, HiRadixCache]]:
+    """A scheduler with two tiers, which compares that share of its loads."""
     settings = {"enable_hierarchical_cache": True, "page_size": PAGE, "hicache_ratio": 4.0, **args}
-    rig = SchedulerRig(model, **settings)
+    with envs.SGLANG_HICACHE_CHECKED_SHARE.override(share):
+        rig = SchedulerRig(model, **settings)
     assert isinstance(rig.tree, HiRadixCache)
     with contextlib.closing(rig):
         yield rig, rig.tree
@@ -54,9 +58,9 @@ def ask(rig: SchedulerRig, *prompts: list[int], tokens: int = 8) -> list[list[in
     return said
 
 
-def leave_to_l2(rig: SchedulerRig) -> None:
-    """Push all prompts out of L1."""
-    for seed in range(10, 15):
+def leave_to_l2(rig: SchedulerRig, first: int = 10) -> None:
+    """Push all prompts out of L1, by prompts with these seeds."""
+    for seed in range(first, first + 5):
         ask(rig, prompt(seed, 120))
 
 
@@ -117,6 +121,18 @@ def test_without_the_check_words_would_be_wrong(model: Path) -> None:
         pool_of(cache).keep_checksums(slots, [None])
         assert ask(rig, IDS) != first
         assert checked(cache, "unchecked") == 1
+
+
+def test_a_share_of_the_loads_is_checked_evenly(model: Path) -> None:
+    with rig_of(model, share=0.5, hicache_ratio=8.0) as (rig, cache):
+        first = ask(rig, IDS)
+        for turn in range(1, 5):
+            leave_to_l2(rig, 10 * turn)
+            assert ask(rig, IDS) == first
+            assert [checked(cache, one) for one in ("intact", "unchecked")] == [
+                6 * (turn // 2),
+                6 * (turn - turn // 2),
+            ]
 
 
 def test_all_who_share_a_damaged_prefix_get_right_words(model: Path) -> None:
