@@ -115,5 +115,14 @@ def test_one_trace_through_both_servers(pair: Pair, way: str) -> None:
     }  # fmt: skip
 
 
+def test_without_a_clients_trace_both_servers_share_that_of_the_room(pair: Pair) -> None:
+    before = len(pair.receiver.spans)
+    assert httpx.post(f"{pair.url}/generate", json=BODY, timeout=60).status_code == 200
+    assert wait_until(lambda: len(pair.receiver.spans) >= before + 11, 30)
+    spans = [span for span in pair.receiver.spans[before:] if span.name != "POST /generate"]
+    assert {span.service for span in spans} == {"sglang-prefill", "sglang-decode"}
+    assert len({span.trace_id for span in spans}) == 1
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))

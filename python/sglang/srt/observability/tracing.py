@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import urlsplit
 
+import xxhash
 from opentelemetry import context, propagate, trace
 from opentelemetry.sdk.resources import (
     SERVICE_INSTANCE_ID,
@@ -199,13 +200,29 @@ class Tracer:
         """Export what is queued, for at most two seconds."""
         self._provider.shutdown()
 
-    def parent(self) -> context.Context | None:
+    def parent(self, room: int | None = None) -> context.Context | None:
         """The context of the HTTP request that this task handles, for `record`; None: its trace is
-        not sampled."""
+        not sampled.
+
+        Args:
+            room: Room of a request that two servers share. If the client sent no trace, both put
+                their spans into one whose id is a digest of the room.
+        """
         here = context.get_current()
         span = trace.get_current_span(here)
         is_outside = not span.get_span_context().is_valid
-        return here if is_outside or span.is_recording() else None
+        if not (is_outside or span.is_recording()):
+            return None
+        if room is None or getattr(span, "parent", None) is not None:
+            return here
+        digest = xxhash.xxh3_128_intdigest(room.to_bytes(8, "little"))
+        shared = trace.SpanContext(
+            trace_id=digest,
+            span_id=digest % (1 << 64),
+            is_remote=True,
+            trace_flags=trace.TraceFlags(trace.TraceFlags.SAMPLED),
+        )
+        return trace.set_span_in_context(trace.NonRecordingSpan(shared), here)
 
     def record(
         self, parent: context.Context, root: TimedSpan, stages: Sequence[TimedSpan] = ()

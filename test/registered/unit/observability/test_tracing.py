@@ -136,6 +136,18 @@ def test_stages_over_grpc(receiver: OtlpReceiver) -> None:
     assert (tracer.queue.exported, tracer.queue.dropped) == (3, 0)
 
 
+def test_two_servers_share_the_trace_of_a_room(receiver: OtlpReceiver) -> None:
+    for room, service in ((7, "prefill"), (7, "decode"), (8, "decode")):
+        tracer = Tracer(make_exporter(receiver.url), service)
+        parent = tracer.parent(room)
+        assert parent is not None
+        tracer.record(parent, TimedSpan("request", 1.0, 2.0, {}))
+        tracer.close()
+    first, second, other = receiver.wait(3)
+    assert first.trace_id == second.trace_id != other.trace_id
+    assert first.parent_id == second.parent_id
+
+
 # ---- a collector that fails ----------------------------------------------------------------
 
 

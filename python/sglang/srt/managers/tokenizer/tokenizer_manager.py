@@ -151,7 +151,8 @@ class TokenizerManager:
                     )
                 self._states[rid] = state = RequestState(request, now)
                 if self.tracer is not None and not rid.startswith(HEALTH_CHECK_RID_PREFIX):
-                    state.trace_context = self.tracer.parent()
+                    room = None if request.bootstrap is None else request.bootstrap.room
+                    state.trace_context = self.tracer.parent(room)
                 states.append(self._states[rid])
             for request, state, tokens in zip(requests, states, prompts, strict=True):
                 if tokens is None:
