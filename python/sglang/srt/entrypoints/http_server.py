@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang.srt.entrypoints import hicache_routes, native_routes, server_routes
+from sglang.srt.entrypoints import hicache_routes, native_routes, openapi, server_routes
 from sglang.srt.entrypoints.anthropic import serving_messages
 from sglang.srt.entrypoints.engine import WRITE_BACK_SECONDS, EngineFront
 from sglang.srt.entrypoints.http.errors import install_error_handlers
@@ -169,7 +169,14 @@ def create_app(
         yield
         await (stop or context.manager.close)()
 
-    apis = (native_routes, server_routes, hicache_routes, openai_routes, serving_messages)
+    apis = (
+        native_routes,
+        server_routes,
+        hicache_routes,
+        openai_routes,
+        serving_messages,
+        openapi,
+    )
     routes = [route for api in apis for route in api.ROUTES]
     app = Starlette(routes=routes, lifespan=lifespan)
     # A redirect would use the client's own Host header, and always http.

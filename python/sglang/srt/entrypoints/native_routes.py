@@ -178,6 +178,7 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 async def generate(request: Request) -> Response:
+    """Continue one prompt or a batch, streaming or not."""
     context = context_of(request)
     body = await read_json(request, GenerateBody)
     requests, is_batch = to_requests(body)

@@ -86,6 +86,7 @@ async def _generate_token(manager: TokenizerManager) -> ApiError | None:
 
 
 async def model_info(request: Request) -> Response:
+    """The model that is served."""
     return json_response(context_of(request).model_info)
 
 
@@ -204,6 +205,7 @@ async def get_backend(request: Request) -> Response:
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def attach_backend(request: Request) -> Response:
+    """Attach L3, or change the policies of the attached one."""
     context = _administered(request)
     body = await read_json(request, AttachBody)
     if not body.hicache_storage_backend:

@@ -81,6 +81,11 @@ def app_has_admin_force_endpoints(app: Starlette) -> bool:
     return any(_level_of(route) is AuthLevel.ADMIN_FORCE for route in app.routes)
 
 
+def is_open(path: str) -> bool:
+    """True if requests to `path` need no key."""
+    return path in _OPEN_PATHS or path.startswith(_OPEN_BELOW)
+
+
 def decide_request_auth(
     *,
     method: str,
@@ -98,7 +103,7 @@ def decide_request_auth(
         api_key: The users' key; None or empty if there is none.
         admin_api_key: The operators' key; None or empty if there is none.
     """
-    if method == "OPTIONS" or path in _OPEN_PATHS or path.startswith(_OPEN_BELOW):
+    if method == "OPTIONS" or is_open(path):
         return AuthDecision(True)
     if auth_level is AuthLevel.ADMIN_FORCE and not admin_api_key:
         return AuthDecision(
