@@ -461,7 +461,7 @@ def test_a_launched_server_has_the_keys_and_its_processes_do_not(
         return 3
 
     monkeypatch.setattr(http_server, "run_server", run)
-    monkeypatch.setattr(http_server, "configure_logger", lambda level: None)
+    monkeypatch.setattr(http_server, "configure_logger", lambda level, style: None)
     with pytest.raises(SystemExit, match="3"):
         http_server.launch_server(ServerArgs(disaggregation_mode="decode"))
     ((args, in_environment),) = started
