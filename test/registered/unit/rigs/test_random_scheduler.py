@@ -41,6 +41,7 @@ from sglang.srt.managers.messages.io_struct import (
     ToScheduler,
 )
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3 import attached_store
 from sglang.srt.mem_cache.storage import base
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -280,8 +281,8 @@ def test_files_that_rot_are_found_damaged() -> None:
             for _ in range(3):
                 store.rot(rng)
             assert ask(rig, f"reads {turn}")[0] == words(PROMPT, 1, 6)
-        metrics = rig.tree.metrics  # type: ignore[attr-defined]
-        assert counts(metrics.prefetch_outcomes)["damaged"]
+        assert isinstance(rig.tree, HiRadixCache)
+        assert counts(rig.tree.metrics.prefetch_outcomes)["damaged"]
 
 
 def test_writes_that_wait_for_room_end_with_what_is_above_them(
