@@ -189,7 +189,8 @@ def _sum_piece_blocks(pieces, places, constants, sums, num_words, num_blocks,
 
 @triton.jit
 def _load_sums(own, block, num_blocks, is_there):
-    is_held = is_there[:, None] & (block < num_blocks)
+    at = tl.zeros_like(is_there).to(tl.int32) + block
+    is_held = (is_there & (at < num_blocks))[:, None]
     return tl.load(own + block * _LANES, mask=is_held, other=0).to(tl.uint64, bitcast=True)
 
 
@@ -213,7 +214,7 @@ def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes
     none = tl.zeros((MESSAGES, _LANES), tl.int64).to(tl.uint64, bitcast=True)
     accumulators = none + _words(constants, _FIRST)[None, :]
     # Eight loads are under way at once: each takes much longer than a step.
-    for block in range(0, num_blocks, 8):
+    for block in tl.range(0, num_blocks, 8):
         sum0 = _load_sums(own, block, num_blocks, is_there)
         sum1 = _load_sums(own, block + 1, num_blocks, is_there)
         sum2 = _load_sums(own, block + 2, num_blocks, is_there)
