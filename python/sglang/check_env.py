@@ -1,7 +1,8 @@
 """Checks a machine for a server: `python -m sglang.check_env [--json] [flags of the server]`.
 
 Prints versions, devices, links, transports, limits and ports, and what a server with these flags
-would refuse, with the remedy. Needs no GPU, and imports no torch. Exit status: 0: a server would
+would refuse, with the remedy. Needs no GPU. Imports torch only for Mooncake's CUDA wheels, whose
+libraries it brings. Exit status: 0: a server would
 start; 1: something is refused.
 """
 
@@ -19,6 +20,7 @@ from sglang.diagnosis.machine_facts import (
     find_gpus,
     installed_versions,
     limit_findings,
+    mooncake_wheels,
     package_findings,
     port_findings,
     rdma_findings,
@@ -45,7 +47,7 @@ def find_all(argv: Sequence[str], root: Path = Path("/")) -> list[Finding]:
         *package_findings(versions),
         *find_gpus(versions, root),
         *rdma_findings(root),
-        *transport_findings(devices, protocols_of_wheel()),
+        *transport_findings(devices, protocols_of_wheel(mooncake_wheels(versions))),
         *limit_findings(root, needs_locked=is_locking),
         *port_findings(),
         *environment_findings(),

@@ -28,7 +28,7 @@ _PACKAGES: Final = (
 )  # fmt: skip
 MOONCAKE_WHEEL: Final = "mooncake-transfer-engine"
 """Begin of the names of Mooncake's wheels, which all install the package `mooncake`."""
-_CPU_WHEELS: Final = (f"{MOONCAKE_WHEEL}-non-cuda", f"{MOONCAKE_WHEEL}-efa-non-cuda")
+CPU_WHEELS: Final = frozenset((f"{MOONCAKE_WHEEL}-non-cuda", f"{MOONCAKE_WHEEL}-efa-non-cuda"))
 _QUERY: Final = "name,memory.total,driver_version,pcie.link.gen.max,pcie.link.width.max"
 _COMMAND_SECONDS: Final = 20
 _HUGE_PAGES: Final = ("HugePages_Total", "HugePages_Free", "Hugepagesize")
@@ -68,7 +68,7 @@ def package_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
         if len(wheels) == 1
         else "all of them install the same files: uninstall all, then install one"
         if wheels
-        else f"pip install {_CPU_WHEELS[0]}, for a store or prefill and decode servers",
+        else f"pip install {MOONCAKE_WHEEL}-non-cuda, for a store or prefill and decode servers",
     )
 
 
@@ -131,7 +131,7 @@ def gpu_findings(
             "torch's CUDA build",
         )  # fmt: skip
     for wheel in mooncake_wheels(versions):
-        if wheel in _CPU_WHEELS:
+        if wheel in CPU_WHEELS:
             yield Finding(
                 section="devices", name="mooncake", value=wheel, state=State.REFUSED,
                 remedy="this wheel cannot move memory of GPUs: uninstall it, then install the "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from sglang.diagnosis.findings import Finding, State
+from sglang.diagnosis.machine_facts import CPU_WHEELS
 from sglang.srt.arg_groups.cli import FlagErrors
 from sglang.srt.arg_groups.foreign_flags import warnings_about_variables
 from sglang.srt.distributed.device_communicators.mooncake_library import load_transfer_engine
@@ -38,8 +41,15 @@ _CHECKS: Final[tuple[Callable[[ServerArgs], None], ...]] = (
 )
 
 
-def protocols_of_wheel() -> frozenset[str] | str:
-    """Transports that the installed wheel of Mooncake has; a text: why it cannot be loaded."""
+def protocols_of_wheel(wheels: Sequence[str]) -> frozenset[str] | str:
+    """Transports that the installed wheel of Mooncake has; a text: why it cannot be loaded.
+
+    Args:
+        wheels: Names of the installed wheels. Those for CUDA link libraries that torch brings, so
+            torch is imported for them.
+    """
+    if not CPU_WHEELS.issuperset(wheels) and importlib.util.find_spec("torch") is not None:
+        importlib.import_module("torch")
     try:
         load_transfer_engine()
         return wheel_protocols()

@@ -120,11 +120,11 @@ def _this_machine(dtype: torch.dtype, device: str, l3: Quantity) -> Machine:
         raise ValueError(f"--device {device}: {absent}")
     runtime.prepare()
     free, total = runtime.memory()
+    link = _measure_link(device)
     if runtime.kind.has_own_memory:
-        link, product = _measure_link(device), measure_limits(device, dtype).product_flop_per_s
+        product = measure_limits(device, dtype).product_flop_per_s
     else:
         # A CPU without 16-bit products emulates them, faster in a layer than in a plain product.
-        link = measure_limits(device, torch.float32).copy_bytes_per_s / 2
         product = _measure_layer(device, dtype)
     return Machine(
         name=runtime.device_name(),
@@ -150,10 +150,12 @@ def _measure_layer(device: str, dtype: torch.dtype) -> float:
 
 
 def _measure_link(device: str) -> float:
-    """Bytes per second of one large copy from page-locked memory to the device."""
+    """Bytes per second of one large copy from host memory, page-locked where that matters, to the
+    device."""
     runtime = device_runtime(device)
-    source = torch.zeros(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=device, pin_memory=False)
+    is_locked = runtime.kind.has_own_memory
+    source = torch.zeros(_LINK_BYTES, dtype=torch.uint8, pin_memory=is_locked)
+    target = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(_RUNS):
         runtime.synchronize()

@@ -72,6 +72,15 @@ def test_it_imports_no_torch() -> None:
     assert "a server would start" in done.stdout or "refused (!)" in done.stdout
 
 
+def test_cuda_wheels_are_loaded_behind_torch() -> None:
+    code = (
+        "import sys; from sglang.diagnosis.start_findings import protocols_of_wheel; "
+        "protocols_of_wheel(['mooncake-transfer-engine-cuda13']); "
+        "raise SystemExit('torch' not in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_packages_that_are_missing_or_overwrite_each_other() -> None:
     found = by_name(package_findings({"torch": "2.13.0"}))
     assert found["torch"].state is State.OK

@@ -96,6 +96,17 @@ def test_the_text_has_every_table(qwen: str, capsys: pytest.CaptureFixture[str])
     assert "give --host-memory" in text and "found in" in text
 
 
+def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--machine", "here", "--device", "cpu", "--json"]) == 0
+    machine = json.loads(capsys.readouterr().out)["machine"]
+    for field in ("device_bytes", "host_bytes", "l2_bytes_per_s", "flop_per_s"):
+        assert machine[field]["source"] == "measured" and machine[field]["value"] > 1e6, field
+
+
+def test_a_device_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--device npu: " in refusal(capsys, "--machine", "here", "--device", "npu")
+
+
 def test_weights_alone(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model-path", qwen, "--weights-only"]) == 0
     assert "16.38" in capsys.readouterr().out
