@@ -2,8 +2,7 @@
 
 Prints versions, devices, links, transports, limits and ports, and what a server with these flags
 would refuse, with the remedy. Needs no GPU. Imports torch only for Mooncake's CUDA wheels, whose
-libraries it brings. Exit status: 0: a server would
-start; 1: something is refused.
+libraries it brings. Exit status: 0: a server would start; 1: something is refused.
 """
 
 from __future__ import annotations

@@ -101,7 +101,10 @@ def to_svg(curve: Curve) -> str:
     for number, (name, size) in enumerate(curve.marks):
         parts.append(_line(x(size), _TOP, x(size), _HEIGHT - _BOTTOM, "#c50"))
         # Alternate heights keep the names of near tiers apart.
-        parts.append(_text(x(size), _TOP - 4 - 13 * (number % 2), f"{name} {size:,.4g}"))
+        is_at_edge = x(size) > _WIDTH - 2 * _RIGHT
+        height = _TOP - 4 - 13 * (number % 2)
+        anchor = "end" if is_at_edge else "middle"
+        parts.append(_text(x(size), height, f"{name} {size:,.4g}", anchor))
     points = " ".join(
         f"{x(size):.1f},{y(rate):.1f}"
         for size, rate in zip(curve.sizes_gb, curve.hit_rates, strict=True)
