@@ -14,7 +14,7 @@ from benchmark.command import COMMANDS, Command, description, load_command, modu
 from benchmark.report import Report
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 MEASUREMENTS = [(name, part) for name, parts in COMMANDS.items() for part in parts or (None,)]
 ON_GPUS = [(name, part) for name, part in MEASUREMENTS if name.startswith("gpu-")]

@@ -47,7 +47,7 @@ from sglang.srt.disaggregation.control.control_listener import (
 from sglang.srt.utils.network import listening_sockets, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 SECRET: Final = DeploymentSecret("the secret of this deployment")
 OTHER: Final = DeploymentSecret("the secret of another deployment")

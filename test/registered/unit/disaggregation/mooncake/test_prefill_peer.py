@@ -30,7 +30,7 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 SHORT_TIMEOUTS = Timeouts(bootstrap=60, waiting=60, silence=0.6)
 SILENT = "the prefill server at {} has not answered for 0.6 s"

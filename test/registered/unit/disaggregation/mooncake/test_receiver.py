@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.common.protocol import Asked, Poll, Question
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 
 @pytest.fixture
