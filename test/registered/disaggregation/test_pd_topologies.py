@@ -127,7 +127,8 @@ def test_every_server_answers_its_share(topology: tuple[Servers, str], whole: En
             answer = client.chat.completions.create(
                 model="builtin", messages=[{"role": "user", "content": text}], temperature=0
             )
-        return answer.choices[0].message.content
+        said: str | None = answer.choices[0].message.content
+        return said
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda text: ask(url, text), questions))

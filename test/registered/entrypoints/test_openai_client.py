@@ -310,7 +310,7 @@ def test_a_response_format_becomes_a_constraint(server: FrontServer, client: ope
             client.chat.completions.create(
                 model="echo",
                 messages=HELLO,
-                response_format=wrong,  # type: ignore[call-overload]
+                response_format=wrong,
             )
 
 
