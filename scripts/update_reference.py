@@ -74,11 +74,11 @@ def _size(default: object) -> str:
 
 def metrics(registry: CollectorRegistry) -> Iterator[tuple[str, str, str]]:
     """Name with labels, type and meaning of each metric of a registry."""
-    for metric in sorted(registry._collector_to_names, key=lambda one: one._name):
-        assert isinstance(metric, MetricWrapperBase)
+    known = [one for one in registry._collector_to_names if isinstance(one, MetricWrapperBase)]
+    for metric in sorted(known, key=lambda one: one._name):
         name = metric._name + ("_total" if metric._type == "counter" else "")
         labels = f" {{{', '.join(metric._labelnames)}}}" if metric._labelnames else ""
-        yield f"`{name}`{labels}", metric._type, metric._documentation
+        yield f"`{name}`{labels}", metric._type or "", metric._documentation
 
 
 def page() -> str:
