@@ -39,6 +39,7 @@ from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.protocol import KVLayout
+from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging, rounds
 from sglang.srt.disaggregation.common.transfer_context import (
@@ -216,6 +217,7 @@ def read(side: Side, case: Case, endpoint: str, layout: KVLayout, limit: float) 
         geometry=side.geometry,
         engine=side.engine,
         staging=side.staging[case.unit_mib],
+        checksums=RoomChecksums([side.pool]),
         metadata=MetadataReader(),
         sessions=Sessions(side.engine),
         find_rank=lambda *_: route,

@@ -8,6 +8,7 @@ from typing import Any, Final
 import httpx
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.core.result import Ok
 from schemathesis.generation import GenerationMode
 
 REFUSED_WITH_501: Final = ("/v1/embeddings", "/v1/rerank")
@@ -35,6 +36,7 @@ def judge_api(url: str, key: str, examples: int, *, derandomize: bool) -> dict[s
     )
     seen: dict[str, set[int]] = {}
     for result in schema.get_all_operations():
+        assert isinstance(result, Ok), result.err()
         operation: Any = result.ok()
         modes = [GenerationMode.POSITIVE]
         if operation.body or operation.query or operation.path_parameters:

@@ -106,7 +106,7 @@ def test_servers_without_checksums_are_counted(scene: Scene) -> None:
     def none(*_: Any) -> list[list[bytes]]:
         return []
 
-    scene.prefill._manager.checksums.of_pages = none  # type: ignore[method-assign]
+    scene.prefill._manager.checksums.of_pages = none  # type: ignore[assignment, method-assign]
     prompt = read(scene)
     assert prompt.outcome == TOKEN
     assert checked(prompt) == {"unchecked": 3}
