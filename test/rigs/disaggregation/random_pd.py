@@ -18,6 +18,7 @@ seed, except for the progress of threads.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import re
 import socket
@@ -67,6 +68,8 @@ _LOST_S: Final = 3
 _UNKNOWN_S: Final = 2
 """Seconds for which a prefill server may not know a request."""
 _SILENT_S: Final = 2
+_FLIPS: Final = 0.1
+"""Share of the reads that flip a bit, while there are faults."""
 AWAY, SILENT = "away", "silent"
 """Hosts of prefill servers that do not exist, or do not answer."""
 _NAMED: Final = re.compile(
@@ -78,6 +81,8 @@ _NAMED: Final = re.compile(
             r"^reading the metadata from the prefill server failed: the row is (empty|stale|torn)",
             r"^the prefill server at \S+ has not answered for",
             r"^reading from the prefill server failed: peer p is gone by injection$",
+            r"^reading from the prefill server failed: \d+ pages and \d+ states of pools "
+            r"[\w, ]+ differ from their checksums$",
             r"^reads of \d+ earlier prompts from the prefill server have not ended",
             r"^injected by SGLANG_TEST_DISAGG_FAILURE_PROB: (asking|reading|confirming) failed$",
             r"^no slots were free for the request within",
@@ -91,6 +96,22 @@ _NAMED: Final = re.compile(
     )
 )
 """Errors that say what failed."""
+
+
+class FlippingMover(LocalMover):
+    """A `LocalMover` that flips a bit of some reads while `flips` is set."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.flips = False
+        self._rng = rng
+
+    def move(self, peer: str, blocks: Sequence[Block]) -> None:
+        super().move(peer, blocks)
+        if self.flips and self._rng.random() < _FLIPS:
+            block = self._rng.choice(blocks)
+            at = block.local + self._rng.randrange(block.length)
+            ctypes.c_uint8.from_address(at).value ^= 1 << self._rng.randrange(8)
 
 
 @dataclass(slots=True)
@@ -160,7 +181,7 @@ class RandomPd:
         self.unit_bytes = random.Random(~seed).choice((None, 4096, 20_000))
         self.outcome = Outcome()
         self._requests = RandomRequests(self.rng, self.page_size)
-        self._mover = LocalMover()
+        self._mover = FlippingMover(random.Random(seed))
         self._pending: dict[str, Pending] = {}
         self._late: list[tuple[int, str, ToScheduler]] = []
         """Messages for one side, and the step in which they arrive."""
@@ -251,7 +272,7 @@ class RandomPd:
 
     def _round(self, *, injects: bool) -> None:
         rng = self.rng
-        self._has_faults = rng.random() < 0.6
+        self._has_faults = self._mover.flips = rng.random() < 0.6
         may_fail = self._has_faults or injects
         odd = 0.1 if rng.random() < 0.3 else 0.0
         hangs = self._has_faults and rng.random() < 0.5
@@ -357,7 +378,7 @@ class RandomPd:
             ticked = now
             if now - began > _REST_S:
                 raise AssertionError(f"no rest: {self._pending}")
-        self._has_faults = False
+        self._has_faults = self._mover.flips = False
         pair.assert_clean()
         for rig in pair.rigs:
             assert_unpinned(rig.tree)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -103,7 +102,7 @@ def test_a_peer_that_sends_another_page_is_noticed(scene: Scene) -> None:
 
 
 def test_servers_without_checksums_are_counted(scene: Scene) -> None:
-    def none(*_: Any) -> list[list[bytes]]:
+    def none(pages: Sequence[int]) -> list[list[bytes]]:
         return []
 
     scene.prefill._manager.checksums.of_pages = none  # type: ignore[assignment, method-assign]
