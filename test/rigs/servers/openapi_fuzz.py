@@ -25,7 +25,7 @@ def judge_api(url: str, key: str, examples: int, *, derandomize: bool) -> dict[s
     """
     headers = {"Authorization": f"Bearer {key}"}
     reply = httpx.get(f"{url}/openapi.json", headers=headers, timeout=_TIMEOUT_S)
-    schema = schemathesis.openapi.from_dict(reply.raise_for_status().json())
+    schema: Any = schemathesis.openapi.from_dict(reply.raise_for_status().json())
     options = settings(
         max_examples=examples,
         deadline=None,
@@ -37,7 +37,7 @@ def judge_api(url: str, key: str, examples: int, *, derandomize: bool) -> dict[s
     seen: dict[str, set[int]] = {}
     for result in schema.get_all_operations():
         assert isinstance(result, Ok), result.err()
-        operation: Any = result.ok()
+        operation = result.ok()
         modes = [GenerationMode.POSITIVE]
         if operation.body or operation.query or operation.path_parameters:
             modes.append(GenerationMode.NEGATIVE)

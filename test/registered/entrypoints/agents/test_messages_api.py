@@ -289,6 +289,10 @@ def test_tokens_are_counted_as_a_message_has_them(
             },
             ["messages[0]", "tool_result"],
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]},
+            ["messages[0].content[0].type"],
+        ),
         ({"max_tokens": 0}, ["max_tokens=0"]),
         ({"max_tokens": 100_000}, ["max_tokens=100000"]),
         ({"max_tokens": None}, ["max_tokens"]),

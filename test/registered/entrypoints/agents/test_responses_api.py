@@ -277,6 +277,7 @@ def test_the_output_is_the_next_input(client: openai.OpenAI, shown: FrontServer)
         ({"input": []}, ["input is empty"]),
         ({"input": "x" * 250}, ["input has 251 tokens"]),
         ({"input": [{"role": "king", "content": "x"}]}, ["input[0].role='king'"]),
+        ({"input": [{"type": ["message"]}]}, ["input[0].type"]),
         ({"input": [{"role": "user"}]}, ["input[0].content", "required"]),
         ({"input": [{"type": "item_reference", "id": "a"}]}, ["input[0].type='item_reference'"]),
         (
@@ -304,6 +305,16 @@ def test_what_is_wrong_is_refused_by_name(
         assert name in error["message"]
     assert error["param"]
     assert "messages" not in error["message"] or "messages" in fields
+
+
+def test_deep_values_that_an_answer_repeats_are_refused(server: FrontServer) -> None:
+    statuses = set()
+    for depth in (100, *range(940, 1010, 3)):
+        schema = '{"a":' * depth + "1" + "}" * depth
+        one = f'{{"type": "function", "name": "f", "parameters": {schema}}}'
+        body = f'{{"input": "a", "max_output_tokens": 1, "tool_choice": "none", "tools": [{one}]}}'
+        statuses.add(httpx.post(f"{server.url}/v1/responses", content=body).status_code)
+    assert statuses == {200, 400}
 
 
 def test_what_asks_for_nothing_is_accepted(shown: FrontServer) -> None:

@@ -324,7 +324,7 @@ def _turns(field: str, message: MessageParam) -> list[ChatMessage]:
 
 def _block(field: str, given: dict[str, Any], kinds: dict[str, type[ContentBlock]]) -> ContentBlock:
     kind = given.get("type")
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise bad_request(
             f"{field}.type={str(kind)[:32]!r} is not supported here: {TEXT_ALONE}; send blocks of "
             f"type {', '.join(kinds)}",

@@ -32,6 +32,8 @@ from sglang.srt.entrypoints.openai.protocol import (
 
 _STATELESS: Final = "this server stores no responses: send the whole conversation as input items"
 _BUILT_IN: Final = "built-in tools run at OpenAI: declare a function, and run it yourself"
+_DEEPER: Final = 32
+"""Levels at which an answer repeats the body's values, at most."""
 MAX_METADATA: Final = 16
 """Most pairs of `metadata`, which the answer and events repeat; limits of OpenAI's."""
 MAX_METADATA_KEY: Final = 64
@@ -215,6 +217,7 @@ def chat_body(body: ResponsesBody) -> ChatBody:
                 "include",
             )
     _check_metadata(body.metadata or {})
+    _check_depth([body.tools, body.tool_choice, body.text])
     return ChatBody(
         messages=_messages(body),
         model=body.model,
@@ -232,6 +235,18 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
     )
+
+
+def _check_depth(repeated: object) -> None:
+    """Refuse values that an answer, which has them at a deeper level, could not repeat."""
+    for _ in range(_DEEPER):
+        repeated = [repeated]
+    try:
+        msgspec.json.encode(repeated)
+    except RecursionError:
+        raise bad_request(
+            "tools, tool_choice or text is nested too deeply: flatten it", "tools"
+        ) from None
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:
@@ -312,7 +327,7 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
 
 def _item(field: str, given: dict[str, Any]) -> Item:
     kind = given.get("type") or "message"
-    if kind not in _ITEMS:
+    if not isinstance(kind, str) or kind not in _ITEMS:
         raise bad_request(
             f"{field}.type={str(kind)[:32]!r} is not supported: send items of type "
             f"{', '.join(_ITEMS)}",
