@@ -251,7 +251,7 @@ class Envs:
     )
     SGLANG_HICACHE_CHECKED_SHARE = EnvField(
         0.0625,
-        "Share of the loads from L2 whose pages are compared with their checksums.",
+        "Share of the loads from L2, and of the pages between servers, that is compared with checksums.",
         _parse_share,
         "a number from 0 to 1",
     )

@@ -44,10 +44,10 @@ class Clock:
 class _NoChecksums:
     """In place of `RoomChecksums`, where pages are numbers alone."""
 
-    def of_pages(self, pages: Sequence[int]) -> list[list[bytes]]:
+    def draw_pages(self, pages: Sequence[int]) -> list[list[bytes]]:
         return []
 
-    def of_state(self, slot: int | None) -> list[bytes]:
+    def draw_state(self, slot: int | None) -> list[bytes]:
         return []
 
 

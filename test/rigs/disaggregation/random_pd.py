@@ -154,6 +154,7 @@ def short_repeats() -> Iterator[None]:
     repeat = control_connection.REPEAT_S
     with (
         envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.override(_LOST_S),
+        envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0),
         envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT.override(_UNKNOWN_S),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(_SILENT_S),

@@ -25,6 +25,18 @@ class _Pool:
     hasher: PageHasher | None
 
 
+class _Draws:
+    """Draws an evenly spaced share."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._count = 0
+
+    def next(self) -> bool:
+        self._count += 1
+        return int(self._count * self._share) > int((self._count - 1) * self._share)
+
+
 class RoomChecksums:
     """Hashes pages and states of a rank's pools, concurrently with the device's other work.
 
@@ -32,9 +44,10 @@ class RoomChecksums:
 
     Args:
         pools: Those of the model, in the same order on servers of the same model.
+        share: Share of the pages, and of the states, that `draw_pages` and `draw_state` hash.
     """
 
-    def __init__(self, pools: Sequence[BaseDevicePool]) -> None:
+    def __init__(self, pools: Sequence[BaseDevicePool], share: float = 1.0) -> None:
         self._pools: list[_Pool] = []
         self._state_pools: list[_Pool] = []
         for pool in pools:
@@ -46,15 +59,22 @@ class RoomChecksums:
         self._stream = self._runtime.make_side_stream()
         self._stream.follow()  # The stream must see the tables of the hashers.
         self._lock = threading.Lock()
+        self._page_draws, self._state_draws = _Draws(share), _Draws(share)
 
-    def of_pages(self, pages: Sequence[int]) -> list[list[bytes]]:
+    def draw_pages(self, pages: Sequence[int]) -> list[list[bytes]]:
         """For each page the checksums of its parts in all pools of pages, 16 bytes each; empty
-        where pages are not hashed."""
-        return self._digests(self._pools, pages)
+        where a pool is not hashed, and an empty list for pages that are not drawn."""
+        with self._lock:
+            drawn = [self._page_draws.next() for _ in pages]
+        return self._digests_of(self._pools, pages, drawn)
 
-    def of_state(self, slot: int | None) -> list[bytes]:
-        """The checksums of a state in all pools of states; None: there is none."""
-        return [] if slot is None else self._digests(self._state_pools, [slot])[0]
+    def draw_state(self, slot: int | None) -> list[bytes]:
+        """As `draw_pages`, of a state in all pools of states; None: there is none."""
+        if slot is None:
+            return []
+        with self._lock:
+            drawn = [self._state_draws.next()]
+        return self._digests_of(self._state_pools, [slot], drawn)[0]
 
     def compare_pages(
         self, names: Collection[str], pages: Sequence[int], expected: Sequence[Sequence[bytes]]
@@ -64,9 +84,10 @@ class RoomChecksums:
         Args:
             names: Pools whose pages have the same bytes there.
             pages: Pages of this server.
-            expected: For each page what `of_pages` has returned there; empty: nothing is known.
+            expected: For each page what `draw_pages` has returned there.
         """
-        return _compare(self._pools, names, self.of_pages(pages), expected)
+        found = self._digests_of(self._pools, pages, [bool(known) for known in expected])
+        return _compare(self._pools, names, found, expected)
 
     def compare_state(
         self, names: Collection[str], slot: int | None, expected: Sequence[bytes]
@@ -74,9 +95,19 @@ class RoomChecksums:
         """As `compare_pages`, of a state."""
         if slot is None:
             return Comparison()
-        return _compare(self._state_pools, names, [self.of_state(slot)], [expected])
+        found = self._digests_of(self._state_pools, [slot], [bool(expected)])
+        return _compare(self._state_pools, names, found, [expected])
+
+    def _digests_of(
+        self, pools: Sequence[_Pool], pages: Sequence[int], drawn: Sequence[bool]
+    ) -> list[list[bytes]]:
+        """Checksums of the pages that are `drawn`; an empty list for the others."""
+        found = iter(self._digests(pools, [page for page, one in zip(pages, drawn) if one]))
+        return [next(found) if one else [] for one in drawn]
 
     def _digests(self, pools: Sequence[_Pool], pages: Sequence[int]) -> list[list[bytes]]:
+        if not pages:
+            return []
         self._runtime.enter_thread()
         columns = []
         with self._lock, self._stream.use():
@@ -115,8 +146,10 @@ def _compare(
 ) -> Comparison:
     result = Comparison()
     for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        known = theirs if len(theirs) == len(mine) else [_NONE] * len(mine)
-        for pool, own, other in zip(pools, mine, known, strict=True):
+        if len(theirs) != len(pools) or not mine:
+            result.outcomes["unchecked"] += len(pools)
+            continue
+        for pool, own, other in zip(pools, mine, theirs, strict=True):
             if pool.name not in names or _NONE in (own, other):
                 result.outcomes["unchecked"] += 1
             elif own == other:

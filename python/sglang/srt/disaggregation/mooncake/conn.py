@@ -120,7 +120,7 @@ class MooncakeKVManager(BaseKVManager):
         self._host = server_args.host
         self._place = RankPlace(args.ranks.rank, args.ranks.size, args.ranks.attn_tp_size)
         self._secret = DeploymentSecret.of(server_args.disaggregation_secret)
-        self.checksums = RoomChecksums(args.pools)
+        self.checksums = RoomChecksums(args.pools, envs.SGLANG_HICACHE_CHECKED_SHARE.get())
         self._geometry = PoolGeometry.of(args.pools, args.weights_identity, args.dtype)
         packs = link is not None
         self._reads = reads = disaggregation_mode == DisaggregationMode.DECODE
@@ -270,7 +270,7 @@ class MooncakeKVSender(BaseKVSender):
         return len(self._room.pages)
 
     def send(self, kv_indices: Sequence[int]) -> None:
-        checksums = self._mgr.checksums.of_pages(kv_indices)
+        checksums = self._mgr.checksums.draw_pages(kv_indices)
         with self._rooms.lock:
             self._room.pages += kv_indices
             self._room.checksums += checksums
@@ -285,7 +285,7 @@ class MooncakeKVSender(BaseKVSender):
         Args:
             row: Row that has the metadata until the room ends; None: it is sent inline.
         """
-        state_checksums = self._mgr.checksums.of_state(metadata.state_slot)
+        state_checksums = self._mgr.checksums.draw_state(metadata.state_slot)
         with self._rooms.lock:
             room = self._room
             room.state_checksums = state_checksums

@@ -105,7 +105,7 @@ def test_servers_without_checksums_are_counted(scene: Scene) -> None:
     def none(pages: Sequence[int]) -> list[list[bytes]]:
         return []
 
-    scene.prefill._manager.checksums.of_pages = none  # type: ignore[assignment, method-assign]
+    scene.prefill._manager.checksums.draw_pages = none  # type: ignore[assignment, method-assign]
     prompt = read(scene)
     assert prompt.outcome == TOKEN
     assert checked(prompt) == {"unchecked": 3}
@@ -114,10 +114,22 @@ def test_servers_without_checksums_are_counted(scene: Scene) -> None:
 def test_only_pools_with_the_same_heads_are_compared() -> None:
     pool = MHATokenToKVPool(PAGE * 4, PAGE, torch.float32, 1, 2, 2, "cpu")
     checksums = RoomChecksums([pool])
-    (of_zeros,) = checksums.of_pages([1])
+    (of_zeros,) = checksums.draw_pages([1])
     pool.k_buffer[1][PAGE] = 1.0
     assert checksums.compare_pages({"kv"}, [1, 2], [of_zeros, of_zeros]).damaged == [0]
     assert checksums.compare_pages((), [1], [of_zeros]).outcomes == {"unchecked": 1}
+
+
+def test_a_share_of_the_pages_is_hashed_and_compared() -> None:
+    pool = MHATokenToKVPool(PAGE * 10, PAGE, torch.float32, 1, 2, 2, "cpu")
+    checksums, pages = RoomChecksums([pool], share=0.25), list(range(1, 9))
+    drawn = checksums.draw_pages(pages[:3]) + checksums.draw_pages(pages[3:])
+    assert [bool(one) for one in drawn] == [False, False, False, True] * 2
+    pool.k_buffer[1][PAGE] = 1.0
+    pool.k_buffer[1][PAGE * 8] = 1.0
+    compared = checksums.compare_pages({"kv"}, pages, drawn)
+    assert compared.damaged == [7]
+    assert compared.outcomes == {"intact": 1, "damaged": 1, "unchecked": 6}
 
 
 if __name__ == "__main__":
