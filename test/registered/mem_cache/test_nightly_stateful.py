@@ -11,7 +11,7 @@ import pytest
 from rigs.caches.random_runs import run_machine
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=420, suite="nightly-test-cpu", nightly=True)
+register_cpu_ci(est_time=460, suite="nightly-test-cpu", nightly=True)
 
 UNIT_TESTS = Path(__file__).resolve().parents[1] / "unit" / "mem_cache"
 
