@@ -158,18 +158,11 @@ class TokenizerManager:
                 if tokens is None:
                     self._encode_later(request, state)
                 else:
-                    self._send(state, tokens)
+                    _send(state, tokens, self.limits, self._channel)
             yield states
         finally:
             for state in states:
                 self._leave(state)
-
-    def _send(self, state: RequestState, tokens: TokenArray) -> None:
-        """Send a request, whose prompt has passed its checks, to the scheduler."""
-        message = tokenized(state.request, tokens, self.limits, state.created_time)
-        message.is_traced = state.trace_context is not None
-        self._channel.send(message)
-        state.note_sent(tokens, message.logprob_start_len)
 
     async def generate_whole(self, request: GenerateRequest) -> RequestState:
         """Run one request to its end; raises as `submit` and `RequestState.wait_for_output` do."""
@@ -201,7 +194,7 @@ class TokenizerManager:
             )
             if not state.ended:
                 check_prompt(request, tokens, self.limits)
-                self._send(state, tokens)
+                _send(state, tokens, self.limits, self._channel)
 
         def on_done(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
@@ -317,6 +310,16 @@ def log_request(state: RequestState) -> None:
         reason,
         extra={"fields": fields},
     )
+
+
+def _send(
+    state: RequestState, tokens: TokenArray, limits: RequestLimits, channel: ServerChannel
+) -> None:
+    """Send a request, whose prompt has passed its checks, to the scheduler."""
+    message = tokenized(state.request, tokens, limits, state.created_time)
+    message.is_traced = state.trace_context is not None
+    channel.send(message)
+    state.note_sent(tokens, message.logprob_start_len)
 
 
 def _abort_unsent(states: Iterable[RequestState]) -> None:
