@@ -251,7 +251,8 @@ class Envs:
     )
     SGLANG_HICACHE_CHECKED_SHARE = EnvField(
         0.0625,
-        "Share of the loads from L2, and of the pages between servers, that is compared with checksums.",
+        "Share of the loads from L2, and of the pages between servers, that are compared with "
+        "their checksums.",
         _parse_share,
         "a number from 0 to 1",
     )

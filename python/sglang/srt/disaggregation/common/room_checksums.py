@@ -3,6 +3,7 @@ made, and by the decode server where they have arrived."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -102,7 +103,7 @@ class RoomChecksums:
         self, pools: Sequence[_Pool], pages: Sequence[int], drawn: Sequence[bool]
     ) -> list[list[bytes]]:
         """Checksums of the pages that are `drawn`; an empty list for the others."""
-        found = iter(self._digests(pools, [page for page, one in zip(pages, drawn) if one]))
+        found = iter(self._digests(pools, list(itertools.compress(pages, drawn))))
         return [next(found) if one else [] for one in drawn]
 
     def _digests(self, pools: Sequence[_Pool], pages: Sequence[int]) -> list[list[bytes]]:

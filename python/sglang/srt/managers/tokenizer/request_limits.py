@@ -264,7 +264,12 @@ def split_extra_key(combined: str | None) -> tuple[str | None, str]:
 
 
 def tokenized(
-    request: GenerateRequest, tokens: TokenArray, limits: RequestLimits, created_time: float
+    request: GenerateRequest,
+    tokens: TokenArray,
+    limits: RequestLimits,
+    created_time: float,
+    *,
+    is_traced: bool = False,
 ) -> TokenizedGenerateReqInput:
     """The message for `request`, with a completed copy of its sampling parameters. The request
     passed `check_request`, and with `tokens` `check_prompt`."""
@@ -304,6 +309,7 @@ def tokenized(
         priority=request.priority,
         sample_of=request.sample_of,
         return_cache_report=request.return_cache_report,
+        is_traced=is_traced,
         bootstrap=bootstrap,
         created_time=created_time,
     )

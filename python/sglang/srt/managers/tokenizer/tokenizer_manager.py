@@ -39,7 +39,7 @@ from sglang.srt.managers.tokenizer.request_limits import (
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.request_trace import record_request
 from sglang.srt.managers.tokenizer.server_channel import ControlClient, ServerChannel
-from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
+from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.observability.engine_metrics import ServerMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -158,7 +158,10 @@ class TokenizerManager:
                 if tokens is None:
                     self._encode_later(request, state)
                 else:
-                    _send(state, tokens, self.limits, self._channel)
+                    is_traced = state.trace_context is not None
+                    message = tokenized(request, tokens, self.limits, now, is_traced=is_traced)
+                    self._channel.send(message)
+                    state.note_sent(tokens, message.logprob_start_len)
             yield states
         finally:
             for state in states:
@@ -194,7 +197,10 @@ class TokenizerManager:
             )
             if not state.ended:
                 check_prompt(request, tokens, self.limits)
-                _send(state, tokens, self.limits, self._channel)
+                is_traced, began = state.trace_context is not None, state.created_time
+                message = tokenized(request, tokens, self.limits, began, is_traced=is_traced)
+                self._channel.send(message)
+                state.note_sent(tokens, message.logprob_start_len)
 
         def on_done(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
@@ -310,16 +316,6 @@ def log_request(state: RequestState) -> None:
         reason,
         extra={"fields": fields},
     )
-
-
-def _send(
-    state: RequestState, tokens: TokenArray, limits: RequestLimits, channel: ServerChannel
-) -> None:
-    """Send a request, whose prompt has passed its checks, to the scheduler."""
-    message = tokenized(state.request, tokens, limits, state.created_time)
-    message.is_traced = state.trace_context is not None
-    channel.send(message)
-    state.note_sent(tokens, message.logprob_start_len)
 
 
 def _abort_unsent(states: Iterable[RequestState]) -> None:

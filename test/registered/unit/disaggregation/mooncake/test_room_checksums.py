@@ -105,7 +105,7 @@ def test_servers_without_checksums_are_counted(scene: Scene) -> None:
     def none(pages: Sequence[int]) -> list[list[bytes]]:
         return []
 
-    scene.prefill._manager.checksums.draw_pages = none  # type: ignore[assignment, method-assign]
+    scene.prefill._manager.checksums.draw_pages = none  # type: ignore[method-assign]
     prompt = read(scene)
     assert prompt.outcome == TOKEN
     assert checked(prompt) == {"unchecked": 3}
