@@ -2,9 +2,10 @@
 
 Decode steps and short prefills absorb the up-projections and attend to the rows of the pool
 (`latent_rows.py`). Each token has its own list of slots: its context, or the tokens chosen from it
-(`indexer_topk.py`). No launch depends on lengths, so graphs can capture all of it. Long prefills
-project rows up (`dense_attention.py`). With an indexer, tokens before position `topk` do, and those
-before `MASKED_CONTEXT` under a mask of the chosen tokens (`masked_attention.py`).
+(`indexer_scores.py`, `indexer_topk.py`). No launch depends on lengths, so graphs can capture all of
+it. Long prefills project rows up (`dense_attention.py`). With an indexer, tokens before position
+`topk` do, and those before `MASKED_CONTEXT` under a mask of the chosen tokens
+(`masked_attention.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from sglang.srt.layers.attention.mla_backend import as_latent, as_stored
 from sglang.srt.layers.forward_batch_info import ForwardBatch, Segment
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
-from sglang.srt.layers.triton_ops.attention.indexer_topk import choose_slots, index_scores
+from sglang.srt.layers.triton_ops.attention.indexer_scores import index_scores
+from sglang.srt.layers.triton_ops.attention.indexer_topk import choose_slots
 from sglang.srt.layers.triton_ops.attention.latent_rows import latent_attention
 from sglang.srt.layers.triton_ops.attention.masked_attention import (
     mask_of,

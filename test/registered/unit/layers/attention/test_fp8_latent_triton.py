@@ -24,8 +24,8 @@ from rigs.models.latent_driver import latent_driver  # noqa: E402
 from sglang.srt.layers.attention import dense_attention, dsa_backend  # noqa: E402
 from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
 from sglang.srt.layers.radix_attention import IndexQuery  # noqa: E402
-from sglang.srt.layers.triton_ops.attention import indexer_topk  # noqa: E402
-from sglang.srt.layers.triton_ops.attention.indexer_topk import index_scores  # noqa: E402
+from sglang.srt.layers.triton_ops.attention import indexer_scores  # noqa: E402
+from sglang.srt.layers.triton_ops.attention.indexer_scores import index_scores  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.latent_rows import latent_attention  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.masked_attention import (  # noqa: E402
     masked_attention,
@@ -118,7 +118,7 @@ def test_scores_are_those_of_rounded_queries_and_keys(
     heads: int, dim: int, dtype: torch.dtype, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five tokens with one list read its keys as stored, or in a copy."""
-    monkeypatch.setattr(indexer_topk, "_MANY_TOKENS", many)
+    monkeypatch.setattr(indexer_scores, "_MANY_TOKENS", many)
     table, rows, lens = lists()
     stored = pack(values(SLOTS, dim), dim)
     keys, q = stored.to(DEVICE), values(5, heads, dim, seed=1, dtype=dtype)

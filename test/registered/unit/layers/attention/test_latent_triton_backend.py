@@ -27,10 +27,8 @@ from sglang.srt.layers.attention import (  # noqa: E402
 )
 from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
 from sglang.srt.layers.triton_ops.attention import indexer_topk  # noqa: E402
-from sglang.srt.layers.triton_ops.attention.indexer_topk import (  # noqa: E402
-    choose_slots,
-    index_scores,
-)
+from sglang.srt.layers.triton_ops.attention.indexer_scores import index_scores  # noqa: E402
+from sglang.srt.layers.triton_ops.attention.indexer_topk import choose_slots  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.latent_rows import latent_attention  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.masked_attention import (  # noqa: E402
     mask_of,

@@ -42,7 +42,9 @@ _SECTOR_BYTES = 32
 """Unit that an L1 cache fetches. Rows in the same sector as the newest row are not read early."""
 
 
-@triton.jit(do_not_specialize=["splits", "least"])
+@triton.jit(
+    do_not_specialize=["splits", "least"], do_not_specialize_on_alignment=["rows_ptr", "lens_ptr"]
+)
 def _decode_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,

@@ -65,7 +65,9 @@ def _latent_rows(
     return latent
 
 
-@triton.jit(do_not_specialize=["splits", "least"])
+@triton.jit(
+    do_not_specialize=["splits", "least"], do_not_specialize_on_alignment=["rows_ptr", "lens_ptr"]
+)
 def _latent_kernel(
     latent_q_ptr: tl.tensor,
     rope_q_ptr: tl.tensor,

@@ -9,7 +9,7 @@ import triton.language as tl
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "indptr_ptr"])
 def _page_indices_kernel(
     table_ptr: tl.tensor,
     rows_ptr: tl.tensor,
