@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import math
+import signal
 import sys
 import time
 import urllib.error
@@ -245,6 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     key = key or envs.SGLANG_API_KEY.get()
     console = Console()
+    # A shell without job control starts background processes that ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         drawn = draw(ask(args.url, key), console.width)
         if args.once:

@@ -44,7 +44,8 @@ WRONG: Final = [
     {"Authorization": f"Bearer {USER_KEY}x"},
     {"Authorization": f"Bearer {USER_KEY[:-1]}"},
     {"Authorization": f"bearer {USER_KEY.upper()}"},
-    {"X-Api-Key": USER_KEY},
+    {"X-Api-Key": f"{USER_KEY}x"},
+    {"Authorization": "Bearer wrong", "X-Api-Key": USER_KEY},
 ]
 
 

@@ -13,6 +13,7 @@ register_cpu_ci(est_time=600, suite="nightly-test-cpu", nightly=True)
 EXAMPLES = 25
 
 
+@pytest.mark.timeout(1200)
 def test_no_generated_request_makes_the_server_fail() -> None:
     # Few tokens of context: a chat may fill it.
     with EngineServer(

@@ -416,6 +416,8 @@ class HostLoad:
         """Condemn what a load has brought after its first `intact` tokens."""
         parts = parts_of(copy.node, copy.length)
         node, begin, _ = next(part for part in reversed(parts) if part[2] > intact)
+        if node.is_condemned:
+            return  # Another load has brought damaged pages above.
         self._metrics.dropped.labels("damaged").inc(
             self._tree.condemn(node, max(0, intact - begin))
         )
