@@ -39,6 +39,7 @@ def test_long_runs_against_a_dict_of_pages(file: str, name: str, examples: int) 
     run_machine(part_of(file, name), examples, steps=60)
 
 
+@pytest.mark.timeout(1200)
 def test_a_listener_knows_all_tiers_after_20_000_prompts(tmp_path: Path) -> None:
     part_of("tree/test_kv_events.py", "random_run")(3, tmp_path, seed=7, steps=20_000)
 
