@@ -39,6 +39,8 @@ UNIT_SUITES: Final = frozenset({"base-a-test-cpu"})
 """Suites whose files start no processes: one pytest runs many of them and imports torch once."""
 PROCESSES: Final = min(2, os.cpu_count() or 1)
 """Processes of a unit suite at the same time. More would cost more imports than they save."""
+PARTS: Final = 2 * PROCESSES
+"""Parts of a unit suite, each in a process and within its time."""
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 """Environment of processes that share cores: torch's threads wait for each other by spinning."""
 
@@ -305,7 +307,7 @@ def _file_step(file: Registration, env: Mapping[str, str], is_forked: bool = Fal
 
 
 def _unit_steps(suite: str, files: Sequence[Registration]) -> list[Step]:
-    parts = [partition(files, index, PROCESSES) for index in range(PROCESSES)]
+    parts = [part for index in range(PARTS) if (part := partition(files, index, PARTS))]
     pytest = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
     return [
         Step(

@@ -183,7 +183,7 @@ def test_files_of_devices_and_of_the_night_are_alone(tmp_path: Path) -> None:
     assert [file.is_alone for file in run_suite.collect(tmp_path)] == [True, True, False]
 
 
-def test_a_unit_suite_runs_in_a_process_a_core(tmp_path: Path) -> None:
+def test_a_unit_suite_runs_in_parts(tmp_path: Path) -> None:
     files = [f"test_{number}.py" for number in range(6)]
     for name in files:
         body = "import os\ndef test_z(): print('pid', os.getpid()); assert 0"
@@ -194,7 +194,7 @@ def test_a_unit_suite_runs_in_a_process_a_core(tmp_path: Path) -> None:
         assert any(line.startswith("FAILED ") and name in line for line in lines)
     pids = [line for line in lines if line.startswith("pid ")]
     assert len(pids) == 6
-    assert len(set(pids)) == run_suite.PROCESSES
+    assert len(set(pids)) == run_suite.PARTS
 
 
 def test_suites_run_in_the_given_order(tmp_path: Path) -> None:
