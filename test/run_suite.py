@@ -3,7 +3,7 @@
     python test/run_suite.py --hw cpu --suite base-a-test-cpu [--suite base-b-test-cpu]
 
 The `register_*_ci` calls in `test/registered` (see `sglang.test.ci.ci_register`) define the suites.
-They are read from the syntax tree, without imports. Unit suites run in one process a core, other
+They are read from the syntax tree, without imports. Unit suites run in a few parts, other
 files in one process each: one after the other, or `--at-once` of them together, of all suites.
 Those registered as `alone` come last. The output of processes that run together is printed when
 they end. With `--preload` the files' processes are forked from one that has imported torch.
