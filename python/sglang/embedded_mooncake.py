@@ -106,10 +106,10 @@ class ManagedProcess:
                 )
             time.sleep(0.02)
 
-    def stop(self, timeout: float = 10.0) -> None:
-        """Send SIGTERM, and SIGKILL after `timeout` seconds. Idempotent."""
-        if self._process is not None:
-            stop_process(self._process, timeout)
+    def stop(self, timeout: float = 10.0) -> int | None:
+        """Send SIGTERM, and SIGKILL after `timeout` seconds. Returns the exit status, None if the
+        child was never started. Idempotent."""
+        return None if self._process is None else stop_process(self._process, timeout)
 
     def kill(self) -> None:
         """Send SIGKILL and wait for the end. Idempotent."""

@@ -11,6 +11,12 @@ from typing import Final
 from sglang.embedded_mooncake import LOOPBACK, ChildStartError, ManagedProcess
 from sglang.srt.utils.network import base_url, get_free_port, is_healthy
 
+RESTART_FLAGS: Final = (
+    *("--health-check-interval-secs", "1", "--health-failure-threshold", "2"),
+    *("--health-success-threshold", "1"),
+    *("--cb-failure-threshold", "3", "--cb-timeout-duration-secs", "5"),
+)
+"""Flags with which a restart of one of several servers fails no request (docs/pd.md)."""
 _PACKAGE: Final = "sglang_router"
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rigs.servers.forked_servers import ForkedServer
-from rigs.servers.rolling_restart import RESTART_FLAGS, Load, restart_each
-from sglang.embedded_router import Router
+from rigs.servers.rolling_restart import Load, restart_each
+from sglang.embedded_router import RESTART_FLAGS, Router
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
-from rigs.servers.rolling_restart import RESTART_FLAGS, Load, restart_each
-from sglang.embedded_router import Router
+from rigs.servers.rolling_restart import Load, restart_each
+from sglang.embedded_router import RESTART_FLAGS, Router
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import get_free_port
 

@@ -26,12 +26,6 @@ LONG_TOKENS: Final = 200
 _START_S: Final = 120.0
 _TIMEOUT_S: Final = 120.0
 _NOTICED_S: Final = 60.0
-RESTART_FLAGS: Final = (
-    *("--health-check-interval-secs", "1", "--health-failure-threshold", "2"),
-    *("--health-success-threshold", "1"),
-    *("--cb-failure-threshold", "3", "--cb-timeout-duration-secs", "5"),
-)
-"""Flags with which a restart of one of several servers fails no request (docs/pd.md)."""
 _BETWEEN: Final = 8
 """Requests between two restarts."""
 

@@ -39,10 +39,10 @@ class SuspendableProcess(ManagedProcess):
         if self.is_running():
             os.kill(self.pid, signal.SIGCONT)
 
-    def stop(self, timeout: float = 10.0) -> None:
+    def stop(self, timeout: float = 10.0) -> int | None:
         """As the base class; a suspended child goes on first."""
         self.resume()
-        super().stop(timeout)
+        return super().stop(timeout)
 
     def restart(self, timeout: float = START_TIMEOUT_S) -> None:
         """Kill the child if it runs, and start it again on the same ports."""

@@ -1,0 +1,378 @@
+"""A whole system under chaos: python -m sglang.test.chaos [--seed N] [--minutes M] [--servers S]
+
+Plain servers behind a router, and a prefill server and two decode servers behind another one; all
+over one Mooncake store of a master and three nodes. Clients ask questions with known answers,
+while processes are stopped, killed and restarted, and the link to the master is slow. The seed
+gives times and targets (`agenda.draw_agenda`). Rules:
+
+- No answer is wrong, each request ends before its deadline, each question is answered.
+- A request fails only if a fault closed its door, and with an error that says so. Graceful restarts
+  behind a router and faults of the store fail none.
+- Children of a killed server end by themselves. On SIGTERM each process ends in time, servers with
+  status 0, and no port stays open.
+- All tiers served prompts, and L3 serves again after the last fault.
+
+Exit status 1 if one is broken; then the logs are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from sglang.embedded_mooncake import (
+    LOOPBACK,
+    ChildStartError,
+    ManagedProcess,
+    MooncakeMaster,
+    StoreNode,
+)
+from sglang.embedded_router import RESTART_FLAGS, Router
+from sglang.srt.constants import MIB
+from sglang.srt.environ import envs
+from sglang.srt.utils.network import base_url, can_connect, get_free_ports, is_healthy, wait_until
+from sglang.test.chaos.agenda import (
+    MASTER,
+    NUM_DECODE,
+    NUM_NODES,
+    PD,
+    POOL,
+    PREFILL,
+    TIERS,
+    Event,
+    Kind,
+    broken_rules,
+    draw_agenda,
+    summary,
+)
+from sglang.test.chaos.load import Load
+
+_NUM_CLIENTS: Final = 4
+_NODE_BYTES: Final = 128 * MIB
+_START_S: Final = 180.0
+_END_S: Final = 80.0
+"""Seconds for a server to end: those of docs/api.md, and some for a busy machine."""
+_ORPHANS_S: Final = 15.0
+_NOTICED_S: Final = 60.0
+_RECOVERY_S: Final = 120.0
+_DELAY_S: Final = 0.3
+_STORE_SETTINGS: Final = {"on_unreachable": "degrade", "prefetch_timeout_max": 5}
+_FLAGS: Final = (
+    # Words are compared; see the rounding of bf16.
+    *("--dtype", "float32", "--page-size", "64", "--max-total-tokens", "4096"),
+    *("--hicache-storage-backend", "mooncake", "--enable-cache-report"),
+    *("--hicache-storage-backend-extra-config", json.dumps(_STORE_SETTINGS)),
+)
+_CACHE_FLAGS: Final = ("--hicache-ratio", "2", "--hicache-storage-prefetch-policy", "wait_complete")
+
+
+class SlowLink:
+    """A TCP address that leads to `port` of this machine; each piece of data waits `delay` seconds.
+
+    A thread accepts, and two carry the bytes of each connection; all are daemons.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.delay = 0.0
+        self._target = port
+        self._server = socket.create_server((LOOPBACK, 0))
+        self.address = f"{LOOPBACK}:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, name="link", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._server.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._server.accept()
+                try:
+                    server = socket.create_connection((LOOPBACK, self._target))
+                except OSError:
+                    client.close()
+                    continue
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(
+                        target=self._carry, args=ends, name="link", daemon=True
+                    ).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                time.sleep(self.delay)
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+class System:
+    """All processes of a run. Main thread only: the processes end with it.
+
+    Args:
+        log_dir: An existing directory.
+    """
+
+    def __init__(self, num_servers: int, log_dir: Path) -> None:
+        self.broken: list[str] = []
+        """A line for each broken rule."""
+        self._sessions: dict[int, str] = {}
+        """Name of the process that leads each session that was started."""
+        self._master = MooncakeMaster(log_dir)
+        self._link = SlowLink(self._master.rpc_port)
+        self._env = self._master.engine_env() | {
+            "MOONCAKE_MASTER": self._link.address,
+            "OMP_NUM_THREADS": "1",
+            envs.SGLANG_DISAGGREGATION_SECRET.name: secrets.token_hex(32),
+        }
+        self._log_dir = log_dir
+        self._urls: dict[str, str] = {}
+        self._ports = [self._master.rpc_port, self._master.metrics_port]
+        nodes = {
+            f"node {number}": StoreNode(
+                self._master, log_dir, segment_bytes=_NODE_BYTES, name=f"node {number}"
+            )
+            for number in range(NUM_NODES)
+        }
+        plain = [f"server {number}" for number in range(num_servers)]
+        decodes = [f"decode {number}" for number in range(NUM_DECODE)]
+        (bootstrap,) = self._new_ports(1)
+        engines = {name: self._engine(name, *_CACHE_FLAGS) for name in plain}
+        engines[PREFILL] = self._engine(
+            PREFILL,
+            *("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port"),
+            *(str(bootstrap), *_CACHE_FLAGS),
+        )
+        for name in decodes:
+            engines[name] = self._engine(
+                name,
+                *(
+                    "--disaggregation-mode",
+                    "decode",
+                    "--disaggregation-decode-enable-offload-kvcache",
+                ),
+            )
+        urls = self._urls
+        self._routers = {
+            POOL: self._router(POOL, [], [], [urls[name] for name in plain]),
+            PD: self._router(
+                PD, [(urls[PREFILL], bootstrap)], [urls[name] for name in decodes], []
+            ),
+        }
+        self._processes: dict[str, ManagedProcess] = {
+            MASTER: self._master,
+            **nodes,
+            **engines,
+            **self._routers,
+        }
+        self.doors = {name: urls[name] for name in plain} | {
+            name: router.url for name, router in self._routers.items()
+        }
+
+    def _new_ports(self, count: int) -> list[int]:
+        ports = get_free_ports(count)
+        self._ports += ports
+        return ports
+
+    def _engine(self, name: str, *flags: str) -> ManagedProcess:
+        (port,) = self._new_ports(1)
+        url = self._urls[name] = base_url(LOOPBACK, port)
+        command = [sys.executable, "-m", "sglang.launch_server", "--host", LOOPBACK]
+        return ManagedProcess(
+            name,
+            [*command, "--port", str(port), *_FLAGS, *flags],
+            ready=lambda: is_healthy(url),
+            log_dir=self._log_dir,
+            env=self._env,
+        )
+
+    def _router(
+        self,
+        name: str,
+        prefills: Sequence[tuple[str, int]],
+        decodes: Sequence[str],
+        plain: Sequence[str],
+    ) -> Router:
+        (port,) = self._new_ports(1)
+        log_dir = self._log_dir / name
+        log_dir.mkdir()
+        return Router(
+            prefills, decodes, port=port, log_dir=log_dir, flags=RESTART_FLAGS, plain=plain
+        )
+
+    def start(self, stack: ExitStack) -> None:
+        """Start all; `stack` kills them. Raises ChildStartError."""
+        for name, process in self._processes.items():
+            stack.callback(process.kill)
+            self._start(name)
+        stack.callback(self._link.close)
+
+    def _start(self, name: str) -> None:
+        self._processes[name].start(_START_S)
+        self._sessions[self._processes[name].pid] = name
+
+    def watch(self) -> bool:
+        """True if all processes run; else the rule counts as broken."""
+        gone = [one for one in self._processes.values() if not one.is_running()]
+        self.broken += [f"{one.name} ended by itself: {one.log_tail(1)}" for one in gone]
+        return not gone
+
+    def apply(self, event: Event) -> None:
+        """Do what the event says, and wait until its target serves again. Raises
+        ChildStartError."""
+        if event.kind == Kind.DELAY:
+            self._link.delay = _DELAY_S
+            time.sleep(event.seconds)
+            self._link.delay = 0.0
+            return
+        process = self._processes[event.target]
+        if event.kind == Kind.STOP:
+            os.killpg(process.pid, signal.SIGSTOP)
+            time.sleep(event.seconds)
+            os.killpg(process.pid, signal.SIGCONT)
+        else:
+            if event.kind == Kind.KILL:
+                process.kill()
+                self._expect_end(process.pid)
+                time.sleep(event.seconds)
+            else:
+                self._end(event.target, _END_S)
+            self._start(event.target)
+        url = self._urls.get(event.target)
+        if url and not wait_until(lambda: self._is_known(url), _NOTICED_S, 0.2):
+            self.broken.append(f"{event.target} is back, but no router sends to it")
+
+    def _is_known(self, url: str) -> bool:
+        """True if a router found the server healthy with its last probes."""
+        for router in self._routers.values():
+            with urllib.request.urlopen(f"{router.url}/workers", timeout=10) as response:
+                workers = json.load(response)["workers"]
+            if any(one["url"] == url and one["is_healthy"] for one in workers):
+                return True
+        return False
+
+    def _end(self, name: str, timeout: float) -> None:
+        process = self._processes[name]
+        status = process.stop(timeout)
+        if status == -signal.SIGKILL:
+            self.broken.append(f"{name} did not end within {timeout:.0f} s of SIGTERM")
+        elif status and name in self._urls:
+            self.broken.append(f"{name} ended with status {status}: {process.log_tail(1)}")
+        self._expect_end(process.pid)
+
+    def _expect_end(self, session: int) -> None:
+        """Break a rule unless all processes of an ended leader's session end."""
+        if not wait_until(lambda: not _members(session), _ORPHANS_S):
+            names = [psutil.Process(pid).name() for pid in _members(session)]
+            self.broken.append(f"{self._sessions[session]} ended, but not its children {names}")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(session, signal.SIGKILL)
+
+    def expect_l3(self, load: Load) -> None:
+        """Break a rule unless one server soon reads from L3 what another one has computed."""
+        rng = random.Random(0)
+
+        def serves() -> bool:
+            asked = load.fresh_question(rng)
+            load.ask_until_right(asked, "server 0", streams=False)
+            time.sleep(1.0)  # The page may be read from the store once it has been written.
+            return load.ask_until_right(asked, "server 1", streams=False).get("storage", 0) > 0
+
+        if not wait_until(serves, _RECOVERY_S):
+            self.broken.append(f"L3 serves nothing {_RECOVERY_S:.0f} s after the last fault")
+
+    def end(self) -> None:
+        """Send SIGTERM to one process after another, in reverse order of their start."""
+        for name in reversed(self._processes):
+            self._end(name, _END_S)
+        left = [port for port in self._ports if can_connect(LOOPBACK, port)]
+        self.broken += [f"port {port} is still open" for port in left]
+
+
+def _members(session: int) -> list[int]:
+    """Ids of the processes of a session that have not ended."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def run(seed: int, seconds: float, num_servers: int, log_dir: Path) -> list[str]:
+    """Run the agenda of `seed` and print what happened; returns a line for each broken rule."""
+    agenda = draw_agenda(seed, seconds, num_servers)
+    print(f"seed {seed}, logs in {log_dir}")
+    print("\n".join(f"{one.at:7.1f} s  {one.kind} {one.target} {one.seconds}" for one in agenda))
+    system = System(num_servers, log_dir)
+    with ExitStack() as stack:
+        system.start(stack)
+        print("all processes run", flush=True)
+        with Load(system.doors, seed, _NUM_CLIENTS) as load:
+            try:
+                for event in agenda:
+                    wait_until(lambda at=event.at: load.now() >= at, seconds)  # type: ignore[misc]
+                    if not system.watch():
+                        break
+                    print(f"{load.now():7.1f} s  {event.kind} {event.target}", flush=True)
+                    with load.span(event):
+                        system.apply(event)
+                wait_until(lambda: load.now() >= seconds, seconds)
+            except ChildStartError as error:
+                system.broken.append(str(error))
+        if system.watch():
+            system.expect_l3(load)
+            system.end()
+    print("\n".join(summary(load.attempts, load.spans)))
+    slowest = max((one.ended - one.began for one in load.attempts), default=0.0)
+    tokens = ", ".join(f"{tier} {load.cached[tier]}" for tier in TIERS)
+    print(f"slowest request {slowest:.1f} s; cached tokens: {tokens}")
+    return [*system.broken, *broken_rules(load.attempts, load.spans, load.lost, load.cached)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run from the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang.test.chaos", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--seed", type=int, help="[random]")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--servers", type=int, default=3, help="plain servers, at least 2")
+    args = parser.parse_args(argv)
+    if args.servers < 2:
+        parser.error("--servers: L3 is shared, so give at least 2")
+    if args.minutes <= 0:
+        parser.error("--minutes: give more than 0")
+    seed = secrets.randbits(31) if args.seed is None else args.seed
+    log_dir = Path(tempfile.mkdtemp(prefix="sglang-chaos-"))
+    broken = run(seed, 60 * args.minutes, args.servers, log_dir)
+    if not broken:
+        shutil.rmtree(log_dir)
+        print("no rule is broken")
+        return 0
+    print(f"{len(broken)} rules are broken; the logs are in {log_dir}")
+    print("\n".join(broken))
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,189 @@
+"""The pure parts of a run under chaos: which faults come when, and what the answers prove.
+
+A fault *excuses* the doors that it closes: a request through such a door may fail while the fault
+lasts, and shortly after it. Every other failure breaks a rule.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+PD: Final = "pd"
+"""Door of the router before prefill and decode servers."""
+POOL: Final = "pool"
+"""Door of the router before the plain servers."""
+MASTER: Final = "master"
+LINK: Final = "link to the master"
+PREFILL: Final = "prefill"
+NUM_DECODE: Final = 2
+NUM_NODES: Final = 3
+AFTERMATH_S: Final = 20.0
+"""Seconds after a fault in which its doors stay excused: breakers close, clients reconnect."""
+TIERS: Final = ("device", "host", "storage")
+_GAP_S: Final = (4.0, 9.0)
+
+
+class Kind(StrEnum):
+    """What happens to a process or a link."""
+
+    STOP = "stop"
+    """SIGSTOP, and SIGCONT after some seconds."""
+    KILL = "kill"
+    """SIGKILL, and a new start after some seconds."""
+    RESTART = "restart"
+    """SIGTERM, and a new start after its end."""
+    DELAY = "delay"
+    """All bytes come late for some seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One fault.
+
+    Attributes:
+        at: Earliest time, in seconds after the begin of the load.
+        target: Name of a process, or `LINK`.
+        seconds: How long it is stopped, away or delayed; 0 for a restart.
+    """
+
+    at: float
+    kind: Kind
+    target: str
+    seconds: float
+
+    @property
+    def label(self) -> str:
+        """Kind and target, without the target's number."""
+        return f"{self.kind} {self.target.rstrip('0123456789 ')}"
+
+    def excuses(self) -> Collection[str]:
+        """Doors through which requests may fail. The store's faults excuse none."""
+        if self.target.startswith("server "):
+            doors = {
+                Kind.STOP: (),
+                Kind.KILL: (self.target, POOL),
+                Kind.RESTART: (self.target,),
+            }
+            return doors[self.kind]
+        if self.target == PREFILL:
+            return (PD,)
+        return (PD,) if self.target.startswith("decode ") and self.kind == Kind.KILL else ()
+
+
+def draw_agenda(seed: int, seconds: float, num_servers: int) -> list[Event]:
+    """The faults of a run of `seconds`, in order of time; equal for equal arguments.
+
+    Faults come in shuffled rounds. A round has each kind of fault that a kind of target can have
+    once, so that a run of a few minutes sees almost all of them.
+    """
+    rng = random.Random(seed)
+    servers = [f"server {number}" for number in range(num_servers)]
+    decodes = [f"decode {number}" for number in range(NUM_DECODE)]
+    nodes = [f"node {number}" for number in range(NUM_NODES)]
+    store = [(kind, group) for kind in (Kind.STOP, Kind.KILL) for group in ([MASTER], nodes)]
+    engines = [
+        (kind, group)
+        for kind in (Kind.STOP, Kind.KILL, Kind.RESTART)
+        for group in (servers, decodes, [PREFILL])
+    ]
+    choices = [*store, *engines, (Kind.DELAY, [LINK])]
+    events: list[Event] = []
+    at = 0.0
+    while True:
+        rng.shuffle(choices)
+        for kind, group in choices:
+            at += rng.uniform(*_GAP_S)
+            if at >= seconds:
+                return events
+            lasts = 0.0 if kind == Kind.RESTART else round(rng.uniform(1.0, 6.0), 1)
+            events.append(Event(round(at, 1), kind, rng.choice(group), lasts))
+            at += lasts
+
+
+class Outcome(StrEnum):
+    """How a request ended for its client."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    REFUSED = "refused"
+    """No connection, or 502 or 503 with a message."""
+    CUT = "cut"
+    """The connection or the stream broke off."""
+    UNNAMED = "unnamed"
+    """Any other status, or an error without a message."""
+    HUNG = "hung"
+    """No end before the deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A request. Times are seconds after the begin of the load."""
+
+    door: str
+    began: float
+    ended: float
+    outcome: Outcome
+    detail: str = ""
+    """What was said in place of the right answer."""
+
+
+@dataclass(slots=True)
+class Span:
+    """The time of an event, until its target serves again; None: not yet."""
+
+    event: Event
+    began: float
+    ended: float | None = None
+
+    def touches(self, attempt: Attempt, margin: float) -> bool:
+        """True if the attempt lies in part between the begin and `margin` seconds after the end."""
+        until = float("inf") if self.ended is None else self.ended + margin
+        return attempt.ended >= self.began and attempt.began <= until
+
+    def excuses(self, attempt: Attempt) -> bool:
+        """True if the attempt may have failed because of this event."""
+        return attempt.door in self.event.excuses() and self.touches(attempt, AFTERMATH_S)
+
+
+def broken_rules(
+    attempts: Iterable[Attempt],
+    spans: Sequence[Span],
+    lost: Sequence[str],
+    cached: Counter[str],
+) -> list[str]:
+    """A line for each rule that a run broke.
+
+    Args:
+        lost: Questions that never got an answer.
+        cached: Prompt tokens by tier, of all answers that tell them.
+    """
+    lines = [f"lost: {question}" for question in lost]
+    for one in attempts:
+        may_fail = one.outcome in (Outcome.REFUSED, Outcome.CUT)
+        excused = may_fail and any(span.excuses(one) for span in spans)
+        if one.outcome != Outcome.RIGHT and not excused:
+            why = f"{one.outcome} without an excuse" if may_fail else one.outcome
+            times = f"{one.began:.1f} to {one.ended:.1f} s"
+            lines.append(f"{why}: {one.door}, {times}: {one.detail}")
+    lines += [f"no prompt token came from {tier}" for tier in TIERS if not cached[tier]]
+    return lines
+
+
+def summary(attempts: Iterable[Attempt], spans: Sequence[Span]) -> list[str]:
+    """Lines of a table: events, and the outcomes of requests during them. A request that saw
+    several events counts for the last one."""
+    times = Counter(span.event.label for span in spans)
+    counts: Counter[tuple[str, Outcome]] = Counter()
+    for one in attempts:
+        seen = [span.event.label for span in spans if span.touches(one, 0.0)]
+        counts[seen[-1] if seen else "calm", one.outcome] += 1
+    lines = [f"{'event':24}{'times':>7}" + "".join(f"{outcome:>9}" for outcome in Outcome)]
+    for label in ["calm", *sorted(times)]:
+        row = "".join(f"{counts[label, outcome]:9}" for outcome in Outcome)
+        lines.append(f"{label:24}{times[label] or '':>7}{row}")
+    return lines

@@ -1,0 +1,144 @@
+"""A run under chaos: the agenda of a seed, excuses, broken rules, the table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from sglang.test.chaos.agenda import (
+    AFTERMATH_S,
+    LINK,
+    MASTER,
+    PD,
+    POOL,
+    PREFILL,
+    TIERS,
+    Attempt,
+    Event,
+    Kind,
+    Outcome,
+    Span,
+    broken_rules,
+    draw_agenda,
+    summary,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+ALL_TIERS = Counter(dict.fromkeys(TIERS, 64))
+KILL_AT_10 = Span(Event(10.0, Kind.KILL, "server 1", 2.0), 10.0, 20.0)
+
+
+def attempt(door: str, began: float, outcome: Outcome = Outcome.CUT) -> Attempt:
+    """A request of a second."""
+    return Attempt(door, began, began + 1, outcome, "why")
+
+
+def test_a_seed_gives_the_same_agenda_and_another_one_another() -> None:
+    assert draw_agenda(7, 600.0, 3) == draw_agenda(7, 600.0, 3)
+    assert draw_agenda(7, 600.0, 3) != draw_agenda(8, 600.0, 3)
+    # A shorter run has the first events of a longer one.
+    short = draw_agenda(7, 60.0, 3)
+    assert short == draw_agenda(7, 600.0, 3)[: len(short)]
+
+
+def test_no_event_begins_before_the_one_before_it_ends_or_after_the_run() -> None:
+    agenda = draw_agenda(3, 600.0, 3)
+    assert len(agenda) > 40
+    assert all(a.at + a.seconds < b.at for a, b in pairwise(agenda))
+    assert agenda[-1].at < 600.0
+
+
+def test_all_kinds_of_fault_come_within_minutes() -> None:
+    labels = {event.label for event in draw_agenda(1, 300.0, 3)}
+    engines = {f"{kind} {one}" for kind in ("stop", "kill", "restart")
+               for one in ("server", "prefill", "decode")}  # fmt: skip
+    store = {f"{kind} {one}" for kind in ("stop", "kill") for one in ("master", "node")}
+    assert labels == engines | store | {"delay link to the master"}
+
+
+def test_all_servers_are_targets() -> None:
+    targets = {event.target for event in draw_agenda(1, 3600.0, 5)}
+    assert {f"server {number}" for number in range(5)} <= targets
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "doors"),
+    [
+        (Kind.KILL, "server 1", {"server 1", POOL}),
+        (Kind.RESTART, "server 1", {"server 1"}),
+        (Kind.STOP, "server 1", set()),
+        (Kind.STOP, PREFILL, {PD}),
+        (Kind.RESTART, PREFILL, {PD}),
+        (Kind.KILL, "decode 0", {PD}),
+        (Kind.RESTART, "decode 0", set()),
+        (Kind.STOP, "decode 0", set()),
+        (Kind.KILL, MASTER, set()),
+        (Kind.KILL, "node 2", set()),
+        (Kind.DELAY, LINK, set()),
+    ],
+)
+def test_doors_that_an_event_excuses(kind: Kind, target: str, doors: set[str]) -> None:
+    assert set(Event(0.0, kind, target, 1.0).excuses()) == doors
+
+
+def test_a_failure_is_excused_by_its_own_event_alone() -> None:
+    fine = [
+        attempt("server 1", 9.5),
+        attempt(POOL, 15.0, Outcome.REFUSED),
+        attempt(POOL, 20.0 + AFTERMATH_S),
+        attempt("server 0", 15.0, Outcome.RIGHT),
+    ]
+    assert not broken_rules(fine, [KILL_AT_10], [], ALL_TIERS)
+    for bad in (
+        attempt("server 1", 8.0),
+        attempt("server 0", 15.0),
+        attempt(PD, 15.0, Outcome.REFUSED),
+        attempt(POOL, 20.1 + AFTERMATH_S),
+    ):
+        (line,) = broken_rules([*fine, bad], [KILL_AT_10], [], ALL_TIERS)
+        assert line == (
+            f"{bad.outcome} without an excuse: {bad.door}, {bad.began:.1f} to {bad.ended:.1f} s: "
+            "why"
+        )
+
+
+def test_an_event_that_never_ended_excuses_to_the_end() -> None:
+    event = Event(10.0, Kind.KILL, "server 1", 2.0)
+    assert not broken_rules([attempt(POOL, 999.0)], [Span(event, 10.0)], [], ALL_TIERS)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.WRONG, Outcome.HUNG, Outcome.UNNAMED])
+def test_nothing_excuses_wrong_hung_and_unnamed(outcome: Outcome) -> None:
+    (line,) = broken_rules([attempt(POOL, 15.0, outcome)], [KILL_AT_10], [], ALL_TIERS)
+    assert line == f"{outcome}: pool, 15.0 to 16.0 s: why"
+
+
+def test_lost_questions_and_unused_tiers_break_rules() -> None:
+    assert broken_rules([], [], ["pd: 'heron?'"], Counter(device=1, host=1)) == [
+        "lost: pd: 'heron?'",
+        "no prompt token came from storage",
+    ]
+
+
+def test_the_table_counts_outcomes_by_event() -> None:
+    again = Span(Event(50.0, Kind.KILL, "server 0", 2.0), 50.0, 60.0)
+    attempts = [
+        attempt(POOL, 1.0, Outcome.RIGHT),
+        attempt(POOL, 12.0, Outcome.RIGHT),
+        attempt(POOL, 13.0),
+        attempt(POOL, 55.0),
+    ]
+    rows = [line.split() for line in summary(attempts, [KILL_AT_10, again])]
+    assert rows == [
+        ["event", "times", *Outcome],
+        ["calm", "1", "0", "0", "0", "0", "0"],
+        ["kill", "server", "2", "1", "0", "0", "2", "0", "0"],
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
