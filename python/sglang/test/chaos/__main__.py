@@ -73,6 +73,7 @@ _END_S: Final = 80.0
 _ORPHANS_S: Final = 15.0
 _NOTICED_S: Final = 60.0
 _RECOVERY_S: Final = 120.0
+_REST_S: Final = 3.0
 _DELAY_S: Final = 0.3
 _STORE_SETTINGS: Final = {"on_unreachable": "degrade", "prefetch_timeout_max": 5}
 _FLAGS: Final = (
@@ -263,12 +264,14 @@ class System:
 
     def _is_known(self, url: str) -> bool:
         """True if a router found the server healthy with its last probes."""
+        workers = []
         for router in self._routers.values():
-            with urllib.request.urlopen(f"{router.url}/workers", timeout=10) as response:
-                workers = json.load(response)["workers"]
-            if any(one["url"] == url and one["is_healthy"] for one in workers):
-                return True
-        return False
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"{router.url}/workers", timeout=10) as response,
+            ):
+                workers += json.load(response)["workers"]
+        return any(one["url"] == url and one["is_healthy"] for one in workers)
 
     def _end(self, name: str, timeout: float) -> None:
         process = self._processes[name]
@@ -293,9 +296,10 @@ class System:
 
         def serves() -> bool:
             asked = load.fresh_question(rng)
-            load.ask_until_right(asked, "server 0", streams=False)
+            load.ask_until_answered(asked, ["server 0"], rng, streams=False)
             time.sleep(1.0)  # The page may be read from the store once it has been written.
-            return load.ask_until_right(asked, "server 1", streams=False).get("storage", 0) > 0
+            cached = load.ask_until_answered(asked, ["server 1"], rng, streams=False)
+            return cached.get("storage", 0) > 0
 
         if not wait_until(serves, _RECOVERY_S):
             self.broken.append(f"L3 serves nothing {_RECOVERY_S:.0f} s after the last fault")
@@ -330,8 +334,9 @@ def run(seed: int, seconds: float, num_servers: int, log_dir: Path) -> list[str]
         with Load(system.doors, seed, _NUM_CLIENTS) as load:
             try:
                 for event in agenda:
-                    wait_until(lambda at=event.at: load.now() >= at, seconds)  # type: ignore[misc]
-                    if not system.watch():
+                    at = max(event.at, load.now() + _REST_S)
+                    wait_until(lambda at=at: load.now() >= at, seconds)  # type: ignore[misc]
+                    if at >= seconds or not system.watch():
                         break
                     print(f"{load.now():7.1f} s  {event.kind} {event.target}", flush=True)
                     with load.span(event):

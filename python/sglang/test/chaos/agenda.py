@@ -26,6 +26,8 @@ AFTERMATH_S: Final = 20.0
 """Seconds after a fault in which its doors stay excused: breakers close, clients reconnect."""
 TIERS: Final = ("device", "host", "storage")
 _GAP_S: Final = (4.0, 9.0)
+_NEW_ENGINE_S: Final = 15.0
+"""Seconds that an engine takes to end or to start; on a busy machine events come late."""
 
 
 class Kind(StrEnum):
@@ -91,6 +93,7 @@ def draw_agenda(seed: int, seconds: float, num_servers: int) -> list[Event]:
         for kind in (Kind.STOP, Kind.KILL, Kind.RESTART)
         for group in (servers, decodes, [PREFILL])
     ]
+    new_engines = [one for one in engines if one[0] != Kind.STOP]
     choices = [*store, *engines, (Kind.DELAY, [LINK])]
     events: list[Event] = []
     at = 0.0
@@ -102,7 +105,7 @@ def draw_agenda(seed: int, seconds: float, num_servers: int) -> list[Event]:
                 return events
             lasts = 0.0 if kind == Kind.RESTART else round(rng.uniform(1.0, 6.0), 1)
             events.append(Event(round(at, 1), kind, rng.choice(group), lasts))
-            at += lasts
+            at += lasts + (_NEW_ENGINE_S if (kind, group) in new_engines else 0.0)
 
 
 class Outcome(StrEnum):

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -29,6 +29,7 @@ _PAUSE_S: Final = 0.5
 _NUM_BOOKS: Final = 40
 _FRESH_RATE: Final = 0.1
 _REFUSALS: Final = (502, 503)
+_STREAM_TOKENS: Final = 64
 _NAMES: Final = """
 heron otter badger falcon raven eagle owl fox wolf bear tiger lion panda koala zebra giraffe camel
 horse donkey goat sheep cow pig dog cat mouse rat rabbit hare squirrel beaver hedgehog mole bat deer
@@ -60,7 +61,9 @@ def ask(url: str, asked: Question, streams: bool) -> tuple[Outcome, str, Mapping
     body = {
         "messages": [{"role": "user", "content": asked.prompt}],
         "temperature": 0,
-        "max_tokens": 16,
+        # A stream goes on behind its answer, so that faults come in its middle.
+        "max_tokens": _STREAM_TOKENS if streams else 16,
+        "ignore_eos": streams,
         "stream": streams,
         "return_cached_tokens_details": not streams,
     }
@@ -76,7 +79,7 @@ def ask(url: str, asked: Question, streams: bool) -> tuple[Outcome, str, Mapping
             reply = json.load(response)
             text = reply["choices"][0]["message"]["content"]
             cached = (reply.get("sglext") or {}).get("cached_tokens_details") or {}
-            return *_judged(text, asked.answer), cached
+            return *_judged(text.strip(), asked.answer), cached
     except urllib.error.HTTPError as error:
         return *_refused(error), {}
     except TimeoutError:
@@ -93,7 +96,7 @@ def ask(url: str, asked: Question, streams: bool) -> tuple[Outcome, str, Mapping
 
 
 def _judged(text: str, answer: str) -> tuple[Outcome, str]:
-    if text.strip() == answer:
+    if text == answer:
         return Outcome.RIGHT, ""
     return Outcome.WRONG, f"{text!r} in place of {answer!r}"
 
@@ -132,7 +135,7 @@ def _streamed(
             break  # In the middle of an event.
         event = line.removeprefix(b"data:").strip()
         if event == b"[DONE]":
-            return *_judged(text, answer), {}
+            return *_judged(text.strip()[: len(answer)], answer), {}
         if not event:
             continue
         chunk: dict[str, Any] = json.loads(event)
@@ -144,7 +147,7 @@ def _streamed(
 
 
 class Load:
-    """Context manager: threads that each ask one question after another, through doors by turns,
+    """Context manager: threads that each ask one question after another, through doors at random,
     half of them in streams. At its end each gets the answer to its last question."""
 
     def __init__(self, doors: Mapping[str, str], seed: int, num_clients: int) -> None:
@@ -205,12 +208,16 @@ class Load:
                 asked = self.fresh_question(rng)
             else:
                 asked = question(self._seed, rng.randrange(_NUM_BOOKS), rng)
-            self.ask_until_right(asked, rng.choice(sorted(self._doors)), rng.random() < 0.5)
+            self.ask_until_answered(asked, list(self._doors), rng, rng.random() < 0.5)
 
-    def ask_until_right(self, asked: Question, door: str, streams: bool) -> Mapping[str, int]:
-        """Ask until there is an answer. Any thread; returns the cached tokens by tier."""
+    def ask_until_answered(
+        self, asked: Question, doors: Sequence[str], rng: random.Random, streams: bool
+    ) -> Mapping[str, int]:
+        """Ask through one of `doors` after another until there is an answer. Any thread; returns
+        the cached tokens by tier."""
         patience = time.monotonic() + PATIENCE_S
         while True:
+            door = rng.choice(doors)
             began = self.now()
             outcome, detail, cached = ask(self._doors[door], asked, streams)
             attempt = Attempt(door, began, self.now(), outcome, detail)

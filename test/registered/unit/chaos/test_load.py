@@ -79,6 +79,7 @@ def test_whole_answers(server: Canned, status: str, body: str, outcome: Outcome)
     ("body", "outcome"),
     [
         (events("73", "91"), Outcome.RIGHT),
+        (events("73", "91", "ok"), Outcome.RIGHT),
         (events("73", "92"), Outcome.WRONG),
         (events("73", last='{"error": {"message": "lost"}}'), Outcome.CUT),
         (events("73", last='{"error": {}}'), Outcome.UNNAMED),
