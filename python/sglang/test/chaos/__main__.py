@@ -231,11 +231,13 @@ class System:
         self._processes[name].start(_START_S)
         self._sessions[self._processes[name].pid] = name
 
-    def watch(self) -> bool:
-        """True if all processes run; else the rule counts as broken."""
-        gone = [one for one in self._processes.values() if not one.is_running()]
-        self.broken += [f"{one.name} ended by itself: {one.log_tail(1)}" for one in gone]
-        return not gone
+    def gone(self) -> list[str]:
+        """A line for each process that ended, though no event ended it."""
+        return [
+            f"{name} ended by itself: {process.log_tail(1)}"
+            for name, process in self._processes.items()
+            if not process.is_running()
+        ]
 
     def apply(self, event: Event) -> None:
         """Do what the event says, and wait until its target serves again. Raises
@@ -285,8 +287,8 @@ class System:
     def _expect_end(self, session: int) -> None:
         """Break a rule unless all processes of an ended leader's session end."""
         if not wait_until(lambda: not _members(session), _ORPHANS_S):
-            names = [psutil.Process(pid).name() for pid in _members(session)]
-            self.broken.append(f"{self._sessions[session]} ended, but not its children {names}")
+            left = ", ".join(_members(session))
+            self.broken.append(f"{self._sessions[session]} ended, but not its children: {left}")
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(session, signal.SIGKILL)
 
@@ -312,13 +314,14 @@ class System:
         self.broken += [f"port {port} is still open" for port in left]
 
 
-def _members(session: int) -> list[int]:
-    """Ids of the processes of a session that have not ended."""
+def _members(session: int) -> list[str]:
+    """Names and ids of the processes of a session that have not ended."""
     found = []
-    for process in psutil.process_iter(["status"]):
+    for process in psutil.process_iter(["name", "status"]):
         with contextlib.suppress(ProcessLookupError):
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+            has_ended = process.info["status"] == psutil.STATUS_ZOMBIE
+            if os.getsid(process.pid) == session and not has_ended:
+                found.append(f"{process.info['name']} {process.pid}")
     return found
 
 
@@ -335,16 +338,21 @@ def run(seed: int, seconds: float, num_servers: int, log_dir: Path) -> list[str]
             try:
                 for event in agenda:
                     at = max(event.at, load.now() + _REST_S)
-                    wait_until(lambda at=at: load.now() >= at, seconds)  # type: ignore[misc]
-                    if at >= seconds or not system.watch():
+                    if at >= seconds:
+                        break
+                    time.sleep(max(0.0, at - load.now()))
+                    if system.gone():
                         break
                     print(f"{load.now():7.1f} s  {event.kind} {event.target}", flush=True)
                     with load.span(event):
                         system.apply(event)
-                wait_until(lambda: load.now() >= seconds, seconds)
+                else:
+                    time.sleep(max(0.0, seconds - load.now()))
             except ChildStartError as error:
                 system.broken.append(str(error))
-        if system.watch():
+        if gone := system.gone():
+            system.broken += gone
+        else:
             system.expect_l3(load)
             system.end()
     print("\n".join(summary(load.attempts, load.spans)))
@@ -369,7 +377,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--minutes: give more than 0")
     seed = secrets.randbits(31) if args.seed is None else args.seed
     log_dir = Path(tempfile.mkdtemp(prefix="sglang-chaos-"))
-    broken = run(seed, 60 * args.minutes, args.servers, log_dir)
+    try:
+        broken = run(seed, 60 * args.minutes, args.servers, log_dir)
+    except ChildStartError as error:
+        broken = [str(error)]
     if not broken:
         shutil.rmtree(log_dir)
         print("no rule is broken")

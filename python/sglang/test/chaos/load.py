@@ -91,7 +91,7 @@ def ask(url: str, asked: Question, streams: bool) -> tuple[Outcome, str, Mapping
         return kind, repr(error.reason), {}
     except (OSError, http.client.HTTPException) as error:
         return Outcome.CUT, repr(error), {}
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         return Outcome.UNNAMED, f"no chat completion: {error!r}", {}
 
 
