@@ -26,6 +26,7 @@ DEADLINE_S: Final = 60.0
 PATIENCE_S: Final = 240.0
 """Seconds until a question that is asked again and again counts as lost."""
 _PAUSE_S: Final = 0.5
+"""Seconds between two requests of a client, in which servers that start get the CPU."""
 _NUM_BOOKS: Final = 40
 _FRESH_RATE: Final = 0.1
 _REFUSALS: Final = (502, 503)
@@ -203,7 +204,7 @@ class Load:
 
     def _run(self, number: int) -> None:
         rng = random.Random(f"{self._seed} client {number}")
-        while not self._ends.is_set():
+        while not self._ends.wait(_PAUSE_S):
             if rng.random() < _FRESH_RATE:
                 asked = self.fresh_question(rng)
             else:
