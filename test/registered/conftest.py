@@ -4,6 +4,7 @@ apart by their CPU time."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Generator
@@ -27,8 +28,12 @@ _CPU_MS: Final[Counter[str]] = Counter()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    began = time.process_time()
+    root, began = logging.getLogger(), time.process_time()
+    level, handlers = root.level, list(root.handlers)
     done = yield
+    # A test that starts a command in this process leaves its log's settings.
+    root.setLevel(level)
+    root.handlers[:] = handlers
     _CPU_MS[item.nodeid.partition("::")[0]] += round((time.process_time() - began) * 1e3)
     return done
 

@@ -6,7 +6,6 @@ import datetime
 import json
 import logging
 import warnings
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,15 +13,6 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger, configure_logger, 
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
-
-
-@pytest.fixture(autouse=True)
-def _restore_root() -> Iterator[None]:
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    yield
-    root.setLevel(level)
-    root.handlers[:] = handlers
 
 
 def test_configuring_twice_replaces_only_the_engines_handler() -> None:

@@ -29,6 +29,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.distributed.device_communicators.transfer_types import TransferOp
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
+from sglang.srt.hardware_backend import device_runtime
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -275,7 +276,7 @@ def test_the_library_is_called_with_the_process_s_device_as_current(
         def enter_thread(self) -> None:
             entered[threading.get_ident()] = self._device
 
-    monkeypatch.setattr(module, "device_runtime", Runtime)
+    monkeypatch.setattr(device_runtime, "device_runtime", Runtime)
     host.set_device("cuda:3")
     seen: list[str | None] = []
 
