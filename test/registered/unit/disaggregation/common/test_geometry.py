@@ -174,7 +174,7 @@ def test_a_further_pool_is_named() -> None:
 def test_other_protocols_and_lists_are_refused() -> None:
     here = geometry_of(make_pool())
     why = here.incompatibility(layout_of(here, version=1))
-    assert why == "it speaks version 1 of the protocol, this server 5"
+    assert why == "it speaks version 1 of the protocol, this server 6"
     # A digest that fits and a list that does not.
     why = here.incompatibility(layout_of(here, pools=[]))
     assert why == "its pages differ: it has 0 buffers, this server 4"
