@@ -97,7 +97,7 @@ def page() -> str:
         "",
         "## Flags",
         "",
-        "Of `sglang serve`, `sglang.launch_server` and, as arguments, `sglang.Engine`; "
+        "Of `sglang.launch_server` and, as arguments, of `sglang.Engine`; "
         "[flags.md](flags.md) has those that this engine refuses or ignores.",
         "",
         *table(("flag", "default", "meaning"), flags()),
