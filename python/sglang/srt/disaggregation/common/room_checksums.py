@@ -13,7 +13,12 @@ import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.mem_cache.device.page_digests import DIGEST_BYTES, PageHasher, make_page_hasher
+from sglang.srt.mem_cache.device.page_digests import (
+    DIGEST_BYTES,
+    EvenShare,
+    PageHasher,
+    make_page_hasher,
+)
 from sglang.srt.mem_cache.device.state_spec import ItemKind
 
 _NONE = b""
@@ -24,18 +29,6 @@ class _Pool:
     name: str
     page_size: int
     hasher: PageHasher | None
-
-
-class _Draws:
-    """Draws an evenly spaced share."""
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._count = 0
-
-    def next(self) -> bool:
-        self._count += 1
-        return int(self._count * self._share) > int((self._count - 1) * self._share)
 
 
 class RoomChecksums:
@@ -60,13 +53,13 @@ class RoomChecksums:
         self._stream = self._runtime.make_side_stream()
         self._stream.follow()  # The stream must see the tables of the hashers.
         self._lock = threading.Lock()
-        self._page_draws, self._state_draws = _Draws(share), _Draws(share)
+        self._drawn_pages, self._drawn_states = EvenShare(share), EvenShare(share)
 
     def draw_pages(self, pages: Sequence[int]) -> list[list[bytes]]:
         """For each page the checksums of its parts in all pools of pages, 16 bytes each; empty
         where a pool is not hashed, and an empty list for pages that are not drawn."""
         with self._lock:
-            drawn = [self._page_draws.next() for _ in pages]
+            drawn = [self._drawn_pages.takes_next() for _ in pages]
         return self._digests_of(self._pools, pages, drawn)
 
     def draw_state(self, slot: int | None) -> list[bytes]:
@@ -74,7 +67,7 @@ class RoomChecksums:
         if slot is None:
             return []
         with self._lock:
-            drawn = [self._state_draws.next()]
+            drawn = [self._drawn_states.takes_next()]
         return self._digests_of(self._state_pools, [slot], drawn)[0]
 
     def compare_pages(

@@ -123,6 +123,36 @@ def _merge(accumulators, keys, start, LEAVES: tl.constexpr):
 
 
 @triton.jit
+def _first_accumulators(constants, MESSAGES: tl.constexpr):
+    """The accumulators before the first block, `[messages, 8]`; the keys and the prime of
+    `_add_block`."""
+    none = tl.zeros((MESSAGES, _LANES), tl.int64).to(tl.uint64, bitcast=True)
+    keys = _words(constants, _SCRAMBLE)[None, :]
+    prime = tl.load(constants + _PRIMES * _LANES + 2).to(tl.uint64, bitcast=True)
+    return none + _words(constants, _FIRST)[None, :], keys, prime
+
+
+@triton.jit
+def _add_block(accumulators, added, keys, prime, block, num_blocks):
+    """Add a block's contributions; scramble, unless it is the last or comes after it."""
+    accumulators += added
+    scrambled = (accumulators ^ (accumulators >> 47) ^ keys) * prime
+    return tl.where(block < num_blocks - 1, scrambled, accumulators)
+
+
+@triton.jit
+def _store_digests(digests, message, is_there, accumulators, constants, num_bytes,
+                   MESSAGES: tl.constexpr):  # fmt: skip
+    """Digests of messages of `num_bytes` `[messages]` from their accumulators, high word first."""
+    low_start = num_bytes * tl.load(constants + _PRIMES * _LANES)
+    high_start = ~(num_bytes * tl.load(constants + _PRIMES * _LANES + 1))
+    low = _merge(accumulators, _words(constants, _LOW), low_start, MESSAGES)
+    high = _merge(accumulators, _words(constants, _HIGH), high_start, MESSAGES)
+    tl.store(digests + message * 2, high.to(tl.int64, bitcast=True), mask=is_there)
+    tl.store(digests + message * 2 + 1, low.to(tl.int64, bitcast=True), mask=is_there)
+
+
+@triton.jit
 def _join_blocks(table, constants, sums, digests, leaves, COLUMNS: tl.constexpr,
                  LEAVES: tl.constexpr):  # fmt: skip
     """Digests of leaves from the contributions of their blocks: int64 `[leaves, 2]`, high word
@@ -133,23 +163,14 @@ def _join_blocks(table, constants, sums, digests, leaves, COLUMNS: tl.constexpr,
     blocks = tl.cdiv(count, _BLOCK_WORDS)[:, None]
     lane = tl.arange(0, _LANES)[None, :]
     own = sums + (leaf.to(tl.int64) * _LEAF_BLOCKS)[:, None] * _LANES + lane
-    keys = _words(constants, _SCRAMBLE)[None, :]
-    prime = tl.load(constants + _PRIMES * _LANES + 2).to(tl.uint64, bitcast=True)
-    none = tl.zeros((LEAVES, _LANES), tl.int64).to(tl.uint64, bitcast=True)
-    accumulators = none + _words(constants, _FIRST)[None, :]
+    accumulators, keys, prime = _first_accumulators(constants, LEAVES)
     for block in tl.range(0, tl.max(blocks), loop_unroll_factor=8):
         is_held = is_there[:, None] & (block < blocks)
         added = tl.load(own + block * _LANES, mask=is_held, other=0)
-        accumulators += added.to(tl.uint64, bitcast=True)
-        scrambled = (accumulators ^ (accumulators >> 47) ^ keys) * prime
-        accumulators = tl.where(block < blocks - 1, scrambled, accumulators)
+        added = added.to(tl.uint64, bitcast=True)
+        accumulators = _add_block(accumulators, added, keys, prime, block, blocks)
     num_bytes = tl.reshape(blocks, (LEAVES,)).to(tl.int64) * (_BLOCK_WORDS * 8)
-    low_start = num_bytes * tl.load(constants + _PRIMES * _LANES)
-    high_start = ~(num_bytes * tl.load(constants + _PRIMES * _LANES + 1))
-    low = _merge(accumulators, _words(constants, _LOW), low_start, LEAVES)
-    high = _merge(accumulators, _words(constants, _HIGH), high_start, LEAVES)
-    tl.store(digests + leaf * 2, high.to(tl.int64, bitcast=True), mask=is_there)
-    tl.store(digests + leaf * 2 + 1, low.to(tl.int64, bitcast=True), mask=is_there)
+    _store_digests(digests, leaf, is_there, accumulators, constants, num_bytes, LEAVES)
 
 
 @triton.jit(do_not_specialize_on_alignment=["pieces", "places"])
@@ -194,13 +215,6 @@ def _load_sums(own, block, num_blocks, is_there):
     return tl.load(own + block * _LANES, mask=is_held, other=0).to(tl.uint64, bitcast=True)
 
 
-@triton.jit
-def _add_block(accumulators, added, keys, prime, block, num_blocks):
-    accumulators += added
-    scrambled = (accumulators ^ (accumulators >> 47) ^ keys) * prime
-    return tl.where(block < num_blocks - 1, scrambled, accumulators)
-
-
 @triton.jit(do_not_specialize=["messages"], do_not_specialize_on_alignment=["digests"])
 def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes,
                        MESSAGES: tl.constexpr):  # fmt: skip
@@ -209,10 +223,7 @@ def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes
     is_there = message < messages
     lane = tl.arange(0, _LANES)[None, :]
     own = sums + (message.to(tl.int64) * num_blocks)[:, None] * _LANES + lane
-    keys = _words(constants, _SCRAMBLE)[None, :]
-    prime = tl.load(constants + _PRIMES * _LANES + 2).to(tl.uint64, bitcast=True)
-    none = tl.zeros((MESSAGES, _LANES), tl.int64).to(tl.uint64, bitcast=True)
-    accumulators = none + _words(constants, _FIRST)[None, :]
+    accumulators, keys, prime = _first_accumulators(constants, MESSAGES)
     # Eight loads are under way at once: each takes much longer than a step.
     for block in tl.range(0, num_blocks, 8):
         sum0 = _load_sums(own, block, num_blocks, is_there)
@@ -232,12 +243,7 @@ def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes
         accumulators = _add_block(accumulators, sum6, keys, prime, block + 6, num_blocks)
         accumulators = _add_block(accumulators, sum7, keys, prime, block + 7, num_blocks)
     length = tl.zeros((MESSAGES,), tl.int64) + num_bytes
-    low_start = length * tl.load(constants + _PRIMES * _LANES)
-    high_start = ~(length * tl.load(constants + _PRIMES * _LANES + 1))
-    low = _merge(accumulators, _words(constants, _LOW), low_start, MESSAGES)
-    high = _merge(accumulators, _words(constants, _HIGH), high_start, MESSAGES)
-    tl.store(digests + message * 2, high.to(tl.int64, bitcast=True), mask=is_there)
-    tl.store(digests + message * 2 + 1, low.to(tl.int64, bitcast=True), mask=is_there)
+    _store_digests(digests, message, is_there, accumulators, constants, length, MESSAGES)
 
 
 @functools.cache

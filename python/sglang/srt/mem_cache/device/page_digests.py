@@ -30,6 +30,20 @@ Parts: TypeAlias = Sequence[Sequence[torch.Tensor]]
 """For each part of a page (keys, values, latent rows) its layers, `[slots, *item]`."""
 
 
+class EvenShare:
+    """Chooses an evenly spaced share of what comes one after the other: of loads, of pages."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._count = 0
+
+    def takes_next(self) -> bool:
+        """True if the next one belongs to the share."""
+        before, now = int(self._count * self._share), int((self._count + 1) * self._share)
+        self._count += 1
+        return now > before
+
+
 class PageHasher(ABC):
     """Hashes whole pages of one pool."""
 

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import Event
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.page_digests import EvenShare
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, SidecarPoolSpec
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName, StateSpec
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
@@ -57,9 +58,6 @@ class HostPoolGroup:
         num_layers: Layers of the model on this rank, with or without state; by default up to the
             last one that the primary pool has.
 
-    Attributes:
-        checked_share: Share of the loads that are compared with checksums.
-
     Raises:
         ValueError: There is not exactly one primary pool, two entries share a name, or one shares
             the slots of a pool that is not there or has others.
@@ -79,8 +77,9 @@ class HostPoolGroup:
             entry.name: self._layers_of(entry) for entry in entries
         }
         """For each pool, its own layer numbers by the model's."""
-        self.checked_share = envs.SGLANG_HICACHE_CHECKED_SHARE.get()
-        self._num_loads = 0
+        self._checked_loads = EvenShare(envs.SGLANG_HICACHE_CHECKED_SHARE.get())
+        """Loads that are compared with checksums: the same on all ranks, since none goes on before
+        all have compared."""
         self.auxiliary_pools = tuple(
             self._auxiliary(entry) for entry in entries if entry.spec.indices_from_pool
         )
@@ -168,14 +167,7 @@ class HostPoolGroup:
                 if own_layer is not None:
                     load.issue(own_layer)
             layers_done[model_layer].record()
-        return _digests(moved, is_checked=self._is_load_checked())
-
-    def _is_load_checked(self) -> bool:
-        """True for the loads that are compared with checksums: evenly spaced, and the same on all
-        ranks, since none goes on before all have compared."""
-        self._num_loads += 1
-        before, now = (int(n * self.checked_share) for n in (self._num_loads - 1, self._num_loads))
-        return now > before
+        return _digests(moved, is_checked=self._checked_loads.takes_next())
 
     def forget_checksums(self, transfers: Sequence[PoolTransfer]) -> None:
         """Note that the pages of `transfers` are going to have other contents. Pools without slots
