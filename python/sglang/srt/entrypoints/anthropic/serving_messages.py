@@ -21,13 +21,13 @@ from sglang.srt.entrypoints.http.body import read_json
 from sglang.srt.entrypoints.http.errors import ApiError, client_names
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response, unless_client_leaves
-from sglang.srt.entrypoints.openai.answers import respond
 from sglang.srt.entrypoints.openai.output_blocks import (
     Block,
     BlockAnswers,
     BlockKind,
     Change,
     Step,
+    respond_in_blocks,
 )
 from sglang.srt.entrypoints.openai.routes import check_texts
 from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting, rendered
@@ -40,17 +40,12 @@ async def messages(request: Request) -> Response:
     """Answer a conversation, streaming or not."""
     context = context_of(request)
     body = await read_json(request, MessagesBody)
-    chat = chat_body(body)
-    with client_names(*NAMES):
-        samples, tools = await rendered(chat, context)
-        splitting = OutputSplitting(chat, context, samples[0], tools)
-        return await respond(
-            request,
-            context.manager,
-            samples,
-            lambda: MessageAnswers(body, context, splitting),
-            named_events=True,
-        )
+    return await respond_in_blocks(
+        request,
+        chat_body(body),
+        NAMES,
+        lambda _, splitting: MessageAnswers(body, context, splitting),
+    )
 
 
 async def count_tokens(request: Request) -> Response:

@@ -3,7 +3,7 @@ enforced calls. A wrong field is an `ApiError` of status 400 that names it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -251,12 +251,14 @@ def _turn(field: str, message: ChatMessage) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     turn: dict[str, Any] = {"role": role}
     if message.tool_calls:
-        turn["content"] = "" if message.content is None else _content(field, message.content)
+        turn["content"] = (
+            "" if message.content is None else text_of(f"{field}.content", message.content)
+        )
         turn["tool_calls"] = [
             _call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
         ]
     else:
-        turn["content"] = _content(field, message.content)
+        turn["content"] = text_of(f"{field}.content", message.content)
     if message.tool_call_id is not None:
         turn["tool_call_id"] = message.tool_call_id
     if message.name is not None:
@@ -283,20 +285,36 @@ def _call(field: str, call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _content(field: str, content: str | list[dict[str, Any]] | None) -> str:
+def text_of(
+    field: str,
+    content: str | Sequence[dict[str, Any]] | None,
+    kinds: Collection[str] = ("text",),
+    param: str = "messages",
+    remedy: Callable[[object], str] = lambda _: f"{TEXT_ALONE}, send parts of type text",
+) -> str:
+    """The text of a message's content: itself, or the texts of its parts, in lines.
+
+    Args:
+        field: The content's place in the body, for errors.
+        kinds: Types of parts that have a text.
+        param: Field of the body that an error names.
+        remedy: What to send in place of a part of this other type.
+
+    Raises:
+        ApiError: There is none, a part is of another type, or it has no text.
+    """
     if content is None:
-        raise bad_request(f"{field}.content: expected text, got null", "messages")
+        raise bad_request(f"{field}: expected text, got null", param)
     if isinstance(content, str):
         return content
     texts = []
     for index, part in enumerate(content):
-        if part.get("type") != "text":
+        kind = part.get("type")
+        if kind not in kinds:
             raise bad_request(
-                f"{field}.content[{index}].type={str(part.get('type'))[:32]!r} is not supported: "
-                f"{TEXT_ALONE}, send parts of type text",
-                "messages",
+                f"{field}[{index}].type={str(kind)[:32]!r} is not supported: {remedy(kind)}", param
             )
         if not isinstance(part.get("text"), str):
-            raise bad_request(f"{field}.content[{index}].text: expected text", "messages")
+            raise bad_request(f"{field}[{index}].text: expected text", param)
         texts.append(part["text"])
     return "\n".join(texts)

@@ -4,13 +4,20 @@ chat completions make their items and events from them."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from sglang.srt.entrypoints.http.errors import ApiError, as_api_error
-from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, client_names
+from sglang.srt.entrypoints.http.server_context import context_of
+from sglang.srt.entrypoints.openai.answers import respond
+from sglang.srt.entrypoints.openai.protocol import ChatBody
+from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting, rendered
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
 
 
@@ -192,3 +199,28 @@ class BlockAnswers(ABC):
     @abstractmethod
     def _failure(self, error: ApiError) -> dict[str, Any]:
         """The last event of a stream that fails."""
+
+
+async def respond_in_blocks(
+    request: Request,
+    chat: ChatBody,
+    names: Sequence[tuple[str, str]],
+    answers: Callable[[GenerateRequest, OutputSplitting], BlockAnswers],
+) -> Response:
+    """Answer `chat`, which another API's body says, in that API's form.
+
+    Args:
+        names: Replacements for names of chat's fields in errors, as `client_names` takes them.
+        answers: Makes the answers to the request, whose output is split so.
+    """
+    context = context_of(request)
+    with client_names(*names):
+        samples, tools = await rendered(chat, context)
+        splitting = OutputSplitting(chat, context, samples[0], tools)
+        return await respond(
+            request,
+            context.manager,
+            samples,
+            lambda: answers(samples[0], splitting),
+            named_events=True,
+        )

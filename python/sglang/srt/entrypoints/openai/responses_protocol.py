@@ -18,6 +18,7 @@ from sglang.srt.entrypoints.http.body import (
     refuse_fields,
 )
 from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.entrypoints.openai.chat_prompt import text_of
 from sglang.srt.entrypoints.openai.protocol import (
     ChatBody,
     ChatMessage,
@@ -353,7 +354,7 @@ class _Turns:
             self._add_message(field, item)
         elif isinstance(item, ReasoningItem):
             parts = item.content or item.summary or ()
-            thought = _joined(field, "content", parts, ("reasoning_text", "summary_text"))
+            thought = _text(f"{field}.content", parts, ("reasoning_text", "summary_text"))
             self.add(ChatMessage(role="assistant", content="", reasoning_content=thought))
         elif isinstance(item, CallItem):
             function = FunctionCall(name=item.name, arguments=item.arguments)
@@ -361,11 +362,11 @@ class _Turns:
             turn = self._assistant()
             turn.tool_calls = [*(turn.tool_calls or ()), call]
         else:
-            text = _text(field, "output", item.output)
+            text = _text(f"{field}.output", item.output)
             self.add(ChatMessage(role="tool", content=text, tool_call_id=item.call_id))
 
     def _add_message(self, field: str, item: MessageItem) -> None:
-        text = _text(field, "content", item.content)
+        text = _text(f"{field}.content", item.content)
         role = "system" if item.role == "developer" else item.role
         if role not in ("system", "user", "assistant"):
             raise bad_request(
@@ -390,24 +391,13 @@ class _Turns:
         return self.made[-1]
 
 
-def _text(field: str, name: str, content: str | Sequence[dict[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    return _joined(field, name, content, ("input_text", "output_text", "text"))
+def _text(
+    field: str,
+    content: str | Sequence[dict[str, Any]],
+    kinds: Sequence[str] = ("input_text", "output_text", "text"),
+) -> str:
+    return text_of(field, content, kinds, "input", _remedy)
 
 
-def _joined(field: str, name: str, parts: Sequence[dict[str, Any]], kinds: Sequence[str]) -> str:
-    """The text of `parts`, which must be of one of `kinds`."""
-    texts = []
-    for index, part in enumerate(parts):
-        if part.get("type") not in kinds:
-            remedy = "send its text as output_text" if part.get("type") == "refusal" else TEXT_ALONE
-            raise bad_request(
-                f"{field}.{name}[{index}].type={str(part.get('type'))[:32]!r} is not supported: "
-                f"{remedy}",
-                "input",
-            )
-        if not isinstance(part.get("text"), str):
-            raise bad_request(f"{field}.{name}[{index}].text: expected text", "input")
-        texts.append(part["text"])
-    return "\n".join(texts)
+def _remedy(kind: object) -> str:
+    return "send its text as output_text" if kind == "refusal" else TEXT_ALONE

@@ -12,19 +12,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.http.body import read_json
-from sglang.srt.entrypoints.http.errors import ApiError, client_names
+from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import Slices
-from sglang.srt.entrypoints.openai.answers import TokenFormatter, respond
+from sglang.srt.entrypoints.openai.answers import TokenFormatter
 from sglang.srt.entrypoints.openai.output_blocks import (
     Block,
     BlockAnswers,
     BlockKind,
     Change,
     Step,
+    respond_in_blocks,
 )
 from sglang.srt.entrypoints.openai.responses_protocol import NAMES, ResponsesBody, chat_body
-from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting, rendered
+from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.parser.reasoning_parser import reasoning_end
@@ -36,17 +37,12 @@ async def responses(request: Request) -> Response:
     """Answer a conversation of items, streaming or not."""
     context = context_of(request)
     body = await read_json(request, ResponsesBody)
-    chat = chat_body(body)
-    with client_names(*NAMES):
-        samples, tools = await rendered(chat, context)
-        splitting = OutputSplitting(chat, context, samples[0], tools)
-        return await respond(
-            request,
-            context.manager,
-            samples,
-            lambda: ResponsesAnswers(body, context, samples[0], splitting),
-            named_events=True,
-        )
+    return await respond_in_blocks(
+        request,
+        chat_body(body),
+        NAMES,
+        lambda one, splitting: ResponsesAnswers(body, context, one, splitting),
+    )
 
 
 class ResponsesAnswers(BlockAnswers):
