@@ -33,7 +33,13 @@ from sglang.benchmark.one_batch import (
 )
 from sglang.benchmark.report import append, provenance
 from sglang.srt.arg_groups.checks import mistakes_of
-from sglang.srt.arg_groups.cli import flag_name, ignoring, parse_flags, raise_errors
+from sglang.srt.arg_groups.cli import (
+    flag_name,
+    ignoring,
+    parse_flags,
+    raise_errors,
+    tool_parser,
+)
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
@@ -114,15 +120,8 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
 
 
 def _own_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang.bench_one_batch",
-        usage="%(prog)s [flags]",
-        description=(__doc__ or "").split("\n\n", 1)[1].strip(),
-        add_help=False,
-        allow_abbrev=False,
-    )
+    parser = tool_parser("sglang.bench_one_batch", __doc__)
     add = parser.add_argument
-    add("-h", "--help", action="store_true")
     add("--run-name", default="default", help="name in the JSON line [%(default)s]")
     sizes: dict[str, Any] = {"type": int, "nargs": "+"}
     add("--batch-size", "--batch", **sizes, default=[1], help="one or several [1]")

@@ -48,7 +48,7 @@ from sglang.planning.tiers import (
 )
 from sglang.planning.trace_picture import Curve, check_plot_file, draw
 from sglang.srt.arg_groups.checks import mistakes_of, ranks_per_node
-from sglang.srt.arg_groups.cli import parse_flags, raise_errors
+from sglang.srt.arg_groups.cli import flag_name, parse_flags, raise_errors, tool_parser
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import GB
 from sglang.srt.entrypoints.local_model import with_local_model
@@ -84,17 +84,10 @@ def parse_args(
         description="Flags of the engine that do not change a size have no effect.",
     )
     lines = list(parsed.lines)
-    for name in (
-        "device_memory",
-        "host_memory",
-        "l2_gb_s",
-        "l3_gb_s",
-        "l3_size",
-        "prefill_tokens_s",
-    ):
+    for name in _NUMBERS:
         value = getattr(own, name)
         if value is not None and not (math.isfinite(value) and value > 0):
-            lines.append(f"--{name.replace('_', '-')} {value}: must be a number above 0")
+            lines.append(f"{flag_name(name)} {value}: must be a number above 0")
     args = dataclasses.replace(
         ServerArgs(**parsed.values), enable_hierarchical_cache=True, log_level="warning"
     )
@@ -108,15 +101,8 @@ def parse_args(
 
 
 def _own_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang.hicache_plan",
-        usage="%(prog)s [flags]",
-        description=(__doc__ or "").split("\n\n", 1)[1].strip(),
-        add_help=False,
-        allow_abbrev=False,
-    )
+    parser = tool_parser("sglang.hicache_plan", __doc__)
     add = parser.add_argument
-    add("-h", "--help", action="store_true")
     add(
         "--machine",
         default=HERE,

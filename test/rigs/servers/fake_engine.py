@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import zmq
@@ -367,3 +368,27 @@ def front_server(**args: Any) -> Iterator[FrontServer]:
             if context.manager.tracer is not None:
                 context.manager.tracer.close()
             front.processes.kill()
+
+
+LAST_MESSAGE: Final = "{{ messages[-1]['content'] }}<eos>{# it knows of tools #}"
+"""A template that lets the echo say what the last message says."""
+WHOLE: Final = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{{ reasoning_effort or '' }}"
+    "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}:{% if m.reasoning_content %}<{{ m.reasoning_content }}>"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.id }}={{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{{ m.tool_call_id or '' }}{% if not loop.last or add_generation_prompt %}]{% endif %}"
+    "{% endfor %}"
+)
+"""A template that shows all that a conversation has."""
+CALLS: Final = '{"name":"f","parameters":{}};{"name":"g","parameters":{"x":7}}'
+FULL: Final = f"<think>h</think>So. <|python_tag|>{CALLS}"
+"""Reasoning, a text and two calls, as Qwen and Llama write them."""
+
+
+def write_template(folder: Path, text: str) -> str:
+    """The path of a chat template with this text."""
+    path = folder / "template.jinja"
+    path.write_text(text)
+    return str(path)

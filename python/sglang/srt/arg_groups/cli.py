@@ -105,6 +105,26 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+def tool_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """A parser of a tool's own flags, for words of which the rest are the engine's.
+
+    `--help` is a switch: the tool shows its own flags and then the engine's.
+
+    Args:
+        module: The tool's module, as Python runs it.
+        doc: The module's docstring; its second and later paragraphs describe the tool.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        usage="%(prog)s [flags]",
+        description=(doc or "").split("\n\n", 1)[1].strip(),
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true")
+    return parser
+
+
 def _scalar_type(hint: Any) -> type:
     """The type without None: `int | None` becomes `int`."""
     if isinstance(hint, types.UnionType):

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import anthropic
 import httpx
 import pytest
 
-from rigs.servers.fake_engine import FrontServer, front_server
+from rigs.servers.fake_engine import (
+    CALLS,
+    FULL,
+    LAST_MESSAGE,
+    WHOLE,
+    FrontServer,
+    front_server,
+    write_template,
+)
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput, abort_reason
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=15, suite="base-b-test-cpu")
-
-LAST_MESSAGE: Final = "{{ messages[-1]['content'] }}<eos>{# it knows of tools #}"
-WHOLE: Final = (
-    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{{ reasoning_effort or '' }}"
-    "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
-    "{% for m in messages %}[{{ m.role }}:{% if m.reasoning_content %}<{{ m.reasoning_content }}>"
-    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}"
-    "{{ c.id }}={{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-    "{{ m.tool_call_id or '' }}{% if not loop.last or add_generation_prompt %}]{% endif %}"
-    "{% endfor %}"
-)
-CALLS: Final = '{"name":"f","parameters":{}};{"name":"g","parameters":{"x":7}}'
-FULL: Final = f"<think>h</think>So. <|python_tag|>{CALLS}"
 
 
 def tool(name: str, **properties: Any) -> Any:
@@ -38,15 +32,9 @@ def tool(name: str, **properties: Any) -> Any:
 F, G = tool("f"), tool("g", x={"type": "integer"})
 
 
-def write(folder: Path, text: str) -> str:
-    path = folder / "template.jinja"
-    path.write_text(text)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontServer]:
-    template = write(tmp_path_factory.mktemp("last"), LAST_MESSAGE)
+    template = write_template(tmp_path_factory.mktemp("last"), LAST_MESSAGE)
     with front_server(
         chat_template=template,
         tool_call_parser="llama3",
@@ -65,7 +53,7 @@ def client(server: FrontServer) -> Iterator[anthropic.Anthropic]:
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontServer]:
     """A server whose prompts show all that the template is given."""
-    template = write(tmp_path_factory.mktemp("whole"), WHOLE)
+    template = write_template(tmp_path_factory.mktemp("whole"), WHOLE)
     with front_server(chat_template=template, tool_call_parser="llama3") as running:
         yield running
 

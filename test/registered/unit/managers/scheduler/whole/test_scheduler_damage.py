@@ -160,6 +160,23 @@ def test_all_who_share_a_damaged_prefix_get_right_words(model: Path) -> None:
         assert checked(cache, "damaged") == 1
 
 
+def test_two_loads_of_a_step_with_damaged_pages_one_below_the_other(model: Path) -> None:
+    """The first load's damage takes the second one's pages out of the tree too."""
+    prompts = [IDS, [*IDS[:48], *prompt(2, 52)]]
+    with rig_of(model, pool_tokens=512) as (rig, cache):
+        expected = cold(model, *prompts)
+        assert [ask(rig, ids)[0] for ids in prompts] == expected
+        for seed in range(10, 16):
+            ask(rig, prompt(seed, 120))
+        above, below = (host_pages(cache, ids) for ids in prompts)
+        assert above[:3] == below[:3] and not set(above[3:]) & set(below[3:])
+        flip(pool_of(cache), above[1])
+        flip(pool_of(cache), below[4])
+        assert ask(rig, *prompts) == expected
+        assert checked(cache, "damaged") == 2
+        assert rig.scheduler.state.counters.redone == 2
+
+
 def test_damage_at_the_first_page_leaves_nothing_of_the_prompt(model: Path) -> None:
     with rig_of(model, hicache_write_policy="write_back") as (rig, cache):
         first = ask(rig, IDS)
