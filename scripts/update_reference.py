@@ -116,7 +116,8 @@ def page() -> str:
         "",
         "### Of the scheduler and the cache",
         "",
-        "Those of L2 and L3 exist with a hierarchical cache, those of states with such a model; "
+        "Metrics of L2 and L3 exist with a hierarchical cache, metrics of states with a model that "
+        "has them; "
         "[hicache.md](hicache.md) explains labels.",
         "",
         *table(("metric", "type", "meaning"), metrics(scheduler.registry)),

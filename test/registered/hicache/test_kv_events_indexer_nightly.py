@@ -48,8 +48,8 @@ class Indexer:
             return None
 
     def tokens(self, ids: list[int]) -> dict[int, tuple[int, int, int]]:
-        """By server, the tokens at the front of `ids` that L1 has, that L1 or L2 has, and that any
-        tier has."""
+        """The length of the longest cached prefix of `ids`, by server: in L1, in L1 and L2, in all
+        tiers."""
         found = self.ask("/query", {"token_ids": ids, "model_name": "tiny"})["instances"]
         return {int(name): (one["gpu"], one["cpu"], one["disk"]) for name, one in found.items()}
 

@@ -29,7 +29,7 @@ Part: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANK)]
 Checksum: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=16)]
 """xxh3-128 of a page or a state in one pool; empty: it is not known."""
 Checksums: TypeAlias = Annotated[list[Checksum], msgspec.Meta(max_length=16)]
-"""Those of a page, or a state, in all pools that have it."""
+"""Checksums of one page or state, one for each pool that has it."""
 
 
 class PoolBuffer(msgspec.Struct, frozen=True, array_like=True):
@@ -183,7 +183,7 @@ class RoomStatus(msgspec.Struct, frozen=True, tag=True):
     checksums: list[Checksums] = []
     """One for each of `pages`; empty: they are not known."""
     state_checksums: Checksums = []
-    """Of the recurrent state, if the model has one; set once all pages are there."""
+    """Checksums of the recurrent state, if the model has one; set once all pages are there."""
 
     @property
     def is_complete(self) -> bool:

@@ -37,7 +37,7 @@ class RoomChecksums:
     The pages must be complete: no work of the device may be about to write them. Any thread.
 
     Args:
-        pools: Those of the model, in the same order on servers of the same model.
+        pools: The model's pools. Servers of the same model have them in the same order.
         share: Share of the pages, and of the states, that `draw_pages` and `draw_state` hash.
     """
 
@@ -63,7 +63,7 @@ class RoomChecksums:
         return self._digests_of(self._pools, pages, drawn)
 
     def draw_state(self, slot: int | None) -> list[bytes]:
-        """As `draw_pages`, of a state in all pools of states; None: there is none."""
+        """The checksums of a state in all pools of states, as `draw_pages`; None: there is none."""
         if slot is None:
             return []
         with self._lock:

@@ -176,7 +176,7 @@ def _join_blocks(table, constants, sums, digests, leaves, COLUMNS: tl.constexpr,
 @triton.jit(do_not_specialize_on_alignment=["pieces", "places"])
 def _sum_piece_blocks(pieces, places, constants, sums, num_words, num_blocks,
                       PIECE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """As `_sum_blocks`, of messages that are scattered in pieces: int64 `[messages, blocks, 8]`."""
+    """As `_sum_blocks`, for messages scattered in pieces: int64 `[messages, blocks, 8]`."""
     message = tl.program_id(0)
     place = tl.load(places + message)
     first = tl.program_id(1) * BLOCKS

@@ -120,7 +120,7 @@ def follow(rig: CacheRig, tiers: int, folder: Path, rng: random.Random, steps: i
 
 @pytest.mark.parametrize("tiers", [1, 2, 3])
 def test_nobody_pays_for_events_that_nobody_wants(tiers: int, tmp_path: Path) -> None:
-    """Nothing of the module of events runs, so nothing of it takes time or memory."""
+    """No function of the events module runs, so it takes neither time nor memory."""
     rig = rig_of(tiers, tmp_path, kv_events=False)
     ran: list[str] = []
 

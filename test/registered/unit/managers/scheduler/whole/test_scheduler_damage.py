@@ -106,7 +106,7 @@ def test_a_damaged_page_is_dropped_counted_and_computed_again(
         # What was computed again has reached L2, and is right there.
         leave_to_l2(rig)
         assert ask(rig, IDS) == first
-        # Those who asked for the other swapped page have found it.
+        # Requests for the other swapped page have found its damage.
         assert checked(cache, "damaged") == (2 if fault == "swapped" else 1)
 
 
