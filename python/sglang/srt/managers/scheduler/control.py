@@ -392,16 +392,16 @@ class InputHandler:
         """While the request waits, keep its cached pages in L1 and L2, and read missing ones from
         L3. A sample shares the pages that are read for the request that computes its prompt."""
         tree, queues = self._state.tree, self._state.queues
-        began = time.monotonic()
         key = req.match_key()
         began = time.monotonic()
         match = tree.match_prefix(MatchPrefixParams(key, req=req.slots))
-        self._state.metrics.observe_stage("match", time.monotonic() - began)
+        ended = time.monotonic()
+        self._state.metrics.observe_stage("match", ended - began)
         known = len(match.device_indices) + match.host_hit_length
         req.progress.cached_on_arrival = known
         if req.spec.return_cache_report or req.spec.is_traced:
             report = CacheReport(on_arrival=known, spans=[] if req.spec.is_traced else None)
-            report.add_span("match", began, time.monotonic(), known)
+            report.add_span("match", began, ended, known)
             req.report.cache = report
         tree.note_waiting(req.rid, req.arrival_number, match.last_host_node)
         tree.prefetch_from_storage(
