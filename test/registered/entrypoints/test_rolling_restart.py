@@ -18,7 +18,7 @@ register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 
 def test_no_request_fails_while_servers_are_restarted(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        servers = [stack.enter_context(ForkedServer()) for _ in range(2)]
+        servers = [stack.enter_context(ForkedServer("--drain-seconds", "120")) for _ in range(2)]
         urls = [server.url for server in servers]
         router = Router(
             [], [], port=get_free_port(), log_dir=tmp_path, flags=RESTART_FLAGS, plain=urls

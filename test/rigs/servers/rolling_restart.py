@@ -26,6 +26,8 @@ LONG_TOKENS: Final = 200
 _START_S: Final = 120.0
 _TIMEOUT_S: Final = 120.0
 _NOTICED_S: Final = 60.0
+_MOST_AT_ONCE: Final = 12
+"""Requests under way: a machine that is slower than the rate gathers no backlog."""
 _BETWEEN: Final = 8
 """Requests between two restarts."""
 
@@ -40,13 +42,14 @@ class Failure:
 
 
 class Load:
-    """Context manager: sends `rate` requests a second to `url`, each in a thread of its own, until
-    its end; then all have ended."""
+    """Context manager: sends up to `rate` requests a second to `url`, each in a thread of its own,
+    until its end; then all have ended."""
 
     def __init__(self, url: str, rate: float) -> None:
         self._url = url
         self._rate = rate
         self._stop = threading.Event()
+        self._room = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._clients: list[threading.Thread] = []
         self._sender = threading.Thread(target=self._send_all, name="load")
         self.seconds: list[float] = []
@@ -75,6 +78,7 @@ class Load:
 
     def _send_all(self) -> None:
         while not self._stop.wait(1 / self._rate):
+            self._room.acquire()
             client = threading.Thread(target=self._ask, args=(len(self._clients),))
             client.start()
             self._clients.append(client)
@@ -85,6 +89,8 @@ class Load:
             wrong = _long(self._url) if number % 7 == 6 else _question(self._url, number)
         except httpx.HTTPError as error:
             wrong = repr(error)
+        finally:
+            self._room.release()
         seconds = time.monotonic() - began
         if wrong:
             self.failures.append(Failure(number, seconds, wrong))
@@ -150,7 +156,7 @@ def restart_each(load: Load, router: Router, servers: Sequence[EngineServer]) ->
     """
     for server in servers:
         sent = load.num_sent
-        assert server.stop(signal.SIGTERM) == 0, server.process.log_tail()
+        assert server.stop(signal.SIGTERM, _TIMEOUT_S) == 0, server.process.log_tail()
         assert "Traceback" not in server.process.log_path.read_text(errors="replace")
         assert load.num_sent > sent, "nothing was sent while it ended"
         server.start(_START_S)
