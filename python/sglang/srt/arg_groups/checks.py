@@ -16,6 +16,7 @@ from sglang.srt.arg_groups.disaggregation import check_disaggregation
 from sglang.srt.arg_groups.extra_config import FLAG, check_extra_config_keys
 from sglang.srt.arg_groups.observability import check_observability
 from sglang.srt.arg_groups.remote_weights import check_remote_weights, offers_weights
+from sglang.srt.arg_groups.speculative import check_speculative
 from sglang.srt.constants import DEFAULT_HIERARCHICAL_PAGE_SIZE, DEFAULT_PAGE_SIZE
 from sglang.srt.hardware_backend.device_kinds import device_kind
 
@@ -217,6 +218,7 @@ def mistakes_of(args: ServerArgs, malformed: Sequence[str] = ()) -> list[str]:
         check_parallelism,
         check_disaggregation,
         check_observability,
+        check_speculative,
         _check_cache,
     )
     lines = [line for check in checks for line in lines_of(check, others)]

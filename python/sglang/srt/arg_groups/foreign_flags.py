@@ -84,7 +84,9 @@ SGLANG_FLAGS: Final = (
     _row(_NEVER, "an output head of another precision", "enable_fp32_lm_head"),
     _row(_NEVER, "LoRA", """lora_* enable_lora* max_lora* max_loras_per_batch
         max_loaded_loras"""),
-    _row(_NEVER, "speculative decoding", "speculative_* enable_multi_layer_eagle"),
+    _row(_NEVER, "speculative decoding other than by the checkpoint's own layer",
+        """speculative_accept_threshold_single=1.0 speculative_accept_threshold_acc=1.0
+        speculative_* enable_multi_layer_eagle"""),
     _row(_NEVER, "sessions", "enable_streaming_session session_* enable_session_*"),
     _row(_NEVER, "weight updates", """custom_weight_loader enable_weights_*
         enable_draft_weights_* checkpoint_engine_*"""),

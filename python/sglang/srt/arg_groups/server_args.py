@@ -27,6 +27,7 @@ from sglang.srt.arg_groups.extra_config import parse_extra_config, public_text
 from sglang.srt.arg_groups.kv_events_config import KVEventsConfig, parse_kv_events_config
 from sglang.srt.arg_groups.observability import ObservabilityArgs
 from sglang.srt.arg_groups.remote_weights import REMOTE_INSTANCE
+from sglang.srt.arg_groups.speculative import SpeculativeArgs
 from sglang.srt.constants import (
     BUILTIN_MODEL_DIR,
     BUILTIN_MODEL_NAME,
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(kw_only=True)
-class ServerArgs(ObservabilityArgs):
+class ServerArgs(ObservabilityArgs, SpeculativeArgs):
     """The settings of one engine. `resolve()` returns the copy that the engine uses."""
 
     grpc_mode: ClassVar[bool] = False

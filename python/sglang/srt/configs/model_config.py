@@ -75,6 +75,9 @@ class ModelConfig:
     """Dtype of recurrent states in the pool."""
     quantization: QuantizationConfig | None = None
     """Format of the weights in the files; None: they are not quantized."""
+    has_draft_layer: bool = False
+    """True if the checkpoint's layer that predicts the token after next is loaded, as layer
+    `num_hidden_layers`."""
 
     @classmethod
     def from_args(cls, args: ServerArgs) -> ModelConfig:
@@ -87,6 +90,7 @@ class ModelConfig:
             ssm_dtype=args.mamba_ssm_dtype,
             trust_remote_code=args.trust_remote_code,
             quantization=args.quantization,
+            has_draft_layer=args.speculative_algorithm is not None,
         )
 
     @classmethod
@@ -99,6 +103,7 @@ class ModelConfig:
         ssm_dtype: str = "float32",
         trust_remote_code: bool = False,
         quantization: str | None = None,
+        has_draft_layer: bool = False,
     ) -> ModelConfig:
         """Read the model in the directory `model_path`.
 
@@ -109,6 +114,7 @@ class ModelConfig:
             ssm_dtype: A key of `DTYPES`, for recurrent states.
             trust_remote_code: Whether a config class that comes with the checkpoint may be run.
             quantization: Name of the weight format; None: what the checkpoint says.
+            has_draft_layer: Whether the layer that drafts is loaded.
 
         Raises:
             ValueError: Something is missing or not supported. One line with the remedy.
@@ -156,6 +162,7 @@ class ModelConfig:
             sliding_window_layers=windowed_layers,
             ssm_dtype=DTYPES[ssm_dtype],
             quantization=quantization_of(raw, asked=quantization),
+            has_draft_layer=has_draft_layer,
         )
 
 

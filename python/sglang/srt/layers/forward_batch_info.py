@@ -31,9 +31,12 @@ class ForwardMode(IntEnum):
     """Prefill: each request computes its tokens after those that the pool holds."""
     DECODE = 2
     """Each request computes one token."""
+    TARGET_VERIFY = 3
+    """Verification of drafts: an extend step in which each request computes as many tokens, and the
+    logits of all are needed. States stay as they are until the accepted tokens are known."""
 
     def is_extend(self) -> bool:
-        return self is ForwardMode.EXTEND
+        return self is not ForwardMode.DECODE
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE
@@ -119,6 +122,8 @@ class ForwardBatch:
     token_to_kv_pool: KVCache
     req_pool_indices_cpu: list[int] | None = None
     """Extend only: `req_pool_indices` as a list."""
+    capture_hidden: bool = False
+    """True if the step returns the hidden states of all its tokens, which a draft layer reads."""
     extend_prefix_lens_cpu: list[int] | None = None
     """Extend only: tokens of each request that the pool already holds."""
     extend_seq_lens_cpu: list[int] | None = None
@@ -194,9 +199,10 @@ class ForwardBatch:
 
         Returns:
             int64 `[bs]` on the model's device: the last token of each request. None: all tokens,
-            as in a decode step, or if logprobs of prompt tokens are wanted.
+            as in a decode step or a verification, or if logprobs of prompt tokens are wanted.
         """
-        if not self.forward_mode.is_extend() or self.extend_logprob_start_lens_cpu is not None:
+        is_prefill = self.forward_mode is ForwardMode.EXTEND
+        if not is_prefill or self.extend_logprob_start_lens_cpu is not None:
             return None
         return self.last_rows()
 

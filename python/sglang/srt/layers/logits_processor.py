@@ -29,6 +29,9 @@ class LogitsProcessorOutput:
     """int64, of the same shape: the tokens of these logprobs."""
     input_logprobs: InputLogprobs | None = None
     """Logprobs of prompt tokens; None: no request wants any."""
+    hidden_states: torch.Tensor | None = None
+    """`[num_tokens, hidden_size]`, after the final norm: the input of the draft layer. None: the
+    step did not capture them."""
 
     @property
     def next_token_logits(self) -> torch.Tensor:
@@ -43,14 +46,16 @@ def compute_logits(
 
     Args:
         hidden_states: `[rows, hidden_size]`, after the final norm; the rows are those of
-            `ForwardBatch.rows_for_logits`.
+            `ForwardBatch.rows_for_logits`, or all tokens if the step captures them.
     """
     inputs: InputLogprobs | None = None
+    captured = hidden_states if forward_batch.capture_hidden else None
     if forward_batch.extend_logprob_start_lens_cpu is not None:
         inputs = compute_input_logprobs(hidden_states, head, forward_batch)
+    if inputs is not None or (captured is not None and forward_batch.rows_for_logits() is not None):
         hidden_states = hidden_states.index_select(0, forward_batch.last_rows())
     logits = head.logits(hidden_states, out=forward_batch.logits_out)
-    return LogitsProcessorOutput(logits=logits, input_logprobs=inputs)
+    return LogitsProcessorOutput(logits=logits, input_logprobs=inputs, hidden_states=captured)
 
 
 @dataclass(frozen=True, slots=True)

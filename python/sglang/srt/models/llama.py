@@ -250,7 +250,8 @@ class LlamaModel(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """Hidden states of `ForwardBatch.rows_for_logits`, `[rows, hidden_size]`."""
+        """Hidden states of `ForwardBatch.rows_for_logits`, `[rows, hidden_size]`; of all tokens if
+        the step captures them."""
         x: ToAdd = None
         # The lookup comes first: it cannot start early, and the kernels after it can.
         residual = self.embed_tokens.forward(input_ids)
@@ -258,8 +259,8 @@ class LlamaModel(torch.nn.Module):
         *most, last = self.decoder_layers
         for layer in most:
             x, residual = layer.forward(x, residual, rotation, forward_batch)
-        # After the last layer only the last token of each request is read.
-        rows = forward_batch.rows_for_logits()
+        # After the last layer only the last token of each request is read, except by a draft layer.
+        rows = None if forward_batch.capture_hidden else forward_batch.rows_for_logits()
         x, residual = last.forward(x, residual, rotation, forward_batch, rows)
         return self.norm.add_(x, residual)[0]
 
