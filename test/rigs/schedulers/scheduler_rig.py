@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from rigs.models.tiny_models import save_tiny_checkpoint
+from sglang.srt.arg_groups.speculative import num_draft_tokens
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
 from sglang.srt.disaggregation.roles import MakeRole
@@ -186,11 +187,13 @@ class SchedulerRig:
                     str(model_path),
                     dtype=self.server_args.dtype,
                     context_length=self.server_args.context_length,
+                    has_draft_layer=self.server_args.speculative_algorithm is not None,
                 ),
                 device=self.device,
                 page_size=page_size,
                 kv_cache_dtype=self.server_args.kv_cache_dtype,
                 disable_cuda_graph=True,
+                num_draft_tokens=num_draft_tokens(self.server_args),
                 show_progress=False,
                 tp_group=self._tp_group,
                 cp_group=self._cp_group,
@@ -200,7 +203,7 @@ class SchedulerRig:
             init_pools(runner, self.server_args, self.group)
         else:
             runner.init_memory_pool(pool_tokens, max_requests, num_states=self._num_states)
-        layers = runner.model_config.num_hidden_layers
+        layers = runner.model_config.num_layers
         self.model_pools = ModelPools.of(runner.pools.values(), layers)
         return TpModelWorker(runner)
 

@@ -79,6 +79,11 @@ class ModelConfig:
     """True if the checkpoint's layer that predicts the token after next is loaded, as layer
     `num_hidden_layers`."""
 
+    @property
+    def num_layers(self) -> int:
+        """Layers with state or without, the one that drafts included."""
+        return self.num_hidden_layers + self.has_draft_layer
+
     @classmethod
     def from_args(cls, args: ServerArgs) -> ModelConfig:
         """Read the model that resolved arguments name. Raises as `from_path`."""

@@ -29,6 +29,8 @@ class LogitsProcessorOutput:
     """int64, of the same shape: the tokens of these logprobs."""
     input_logprobs: InputLogprobs | None = None
     """Logprobs of prompt tokens; None: no request wants any."""
+    accepted: torch.Tensor | None = None
+    """int64 `[bs]`: accepted drafts of each request, of a verification; else None."""
     hidden_states: torch.Tensor | None = None
     """`[num_tokens, hidden_size]`, after the final norm: the input of the draft layer. None: the
     step did not capture them."""

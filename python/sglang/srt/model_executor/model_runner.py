@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,7 +36,7 @@ from sglang.srt.layers.context_parallel import split_context
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.mla.latent_attention import LatentAttention
-from sglang.srt.layers.radix_attention import AttentionKind
+from sglang.srt.layers.radix_attention import AttentionKind, RadixAttention
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import HybridReqToTokenPool, KVCache, ReqToTokenPool
@@ -44,7 +44,10 @@ from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
 from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
+    PoolHitPolicy,
     PoolName,
+    StateBuffer,
+    StateSpec,
     bytes_per_state,
     bytes_per_token,
 )
@@ -59,6 +62,7 @@ from sglang.srt.model_executor.warm_up import warm_up_batches
 from sglang.srt.model_loader.loader import build_model, load_weights
 from sglang.srt.model_loader.weight_seed import register_weights
 from sglang.srt.model_loader.weight_source import LoadConfig, SeedAddress
+from sglang.srt.models.causal_lm import attention_layers
 from sglang.srt.utils.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -105,6 +109,8 @@ class ModelRunnerConfig:
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
     """Largest batch whose decoding is captured; None: `max_running_requests`, 256 at most."""
+    num_draft_tokens: int = 1
+    """Tokens of a decode step for each request; above 1 the model has its draft layer."""
     transfer_engine: SharedTransferEngine | None = None
     """Engine of features that transfer this process's memory; None: no such feature is on."""
 
@@ -171,6 +177,8 @@ class ModelRunner:
         )
         self.model = build_model(config.model_config, load_config)
         self.state_specs = self.model.state_specs(self.kv_cache_dtype)
+        if config.model_config.has_draft_layer and self.state_bytes():
+            self.state_specs += (_hidden_spec(config.model_config),)
         if self.cp_group.size > 1 and self.state_bytes():
             raise ValueError(
                 f"--attn-cp-size {self.cp_group.size}: a recurrent state of "
@@ -178,7 +186,13 @@ class ModelRunner:
                 "cannot split a prefill: leave it at 1, and split heads (--tp-size)"
             )
         # Before the weights are loaded, to report a wrong name at once.
-        self.attn_backends = self._make_attention_backends()
+        layers, page_size = self.model.attention_layers(), config.page_size
+        self.attn_backends = self._make_attention_backends(layers, page_size)
+        # Rows of slots that begin at position 1 have no whole pages.
+        drafting = self.model.draft_layer
+        self._draft_backends = self._make_attention_backends(
+            () if drafting is None else attention_layers(drafting), page_size=1
+        )
         self.remote_instance_transfer_engine: MooncakeTransferEngine | None = None
         self.remote_instance_transfer_engine_session_id = ""
         if config.offers_weights:
@@ -241,19 +255,21 @@ class ModelRunner:
         self.remote_instance_transfer_engine = engine
         self.remote_instance_transfer_engine_session_id = engine.get_session_id()
 
-    def _make_attention_backends(self) -> dict[AttentionKind, AttentionBackend]:
-        """Make a backend for each kind of the model's layers."""
+    def _make_attention_backends(
+        self, layers: Iterable[RadixAttention], page_size: int
+    ) -> dict[AttentionKind, AttentionBackend]:
+        """Make a backend for each kind of `layers`."""
         specs = {spec.name: spec for spec in self.state_specs}
         configs = {
             layer.kind: AttentionConfig(
                 num_heads=layer.num_heads,
                 specs=specs,
-                page_size=self.config.page_size,
+                page_size=page_size,
                 dtype=self.model_config.dtype,
                 device=self.config.device,
                 mla=layer.mla if isinstance(layer, LatentAttention) else None,
             )
-            for layer in self.model.attention_layers()
+            for layer in layers
         }
         return create_attention_backends(self.config.attention_backend, configs)
 
@@ -342,7 +358,9 @@ class ModelRunner:
                 progress.update()
 
     def _make_row_pool(self, rows: int) -> ReqToTokenPool:
-        context_len, device = self.model_config.context_len, self.config.device
+        # Drafts may lie beyond the end of the longest context.
+        context_len = self.model_config.context_len + self.config.num_draft_tokens - 1
+        device = self.config.device
         states = state_pool(self.pools.values())
         if states is not None:
             return HybridReqToTokenPool(rows, context_len, device, states)
@@ -399,18 +417,53 @@ class ModelRunner:
             pool.copy_from(*states.decoded)
         return output
 
+    @torch.inference_mode()
+    def forward_draft(self, forward_batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the draft layer: store its entries of the batch's tokens.
+
+        Args:
+            forward_batch: Its rows of slots begin at position 1.
+            hidden: `[num_tokens, hidden_size]`: the hidden state before each token.
+
+        Returns:
+            `[num_tokens, hidden_size]`: the layer's own hidden states.
+        """
+        layer = self.model.draft_layer
+        assert layer is not None, "the model was loaded with its draft layer"
+        self._prepare(forward_batch, self._draft_backends)
+        return layer.forward(
+            forward_batch.input_ids, forward_batch.positions, hidden, forward_batch
+        )
+
+    def _prepare(
+        self, forward_batch: ForwardBatch, backends: dict[AttentionKind, AttentionBackend]
+    ) -> None:
+        forward_batch.attn_backends = backends
+        forward_batch.pools = self.pools
+        for backend in backends.values():
+            backend.init_forward_metadata(forward_batch)
+
     def _forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         for graphs in self._graphs:
-            if graphs.can_run(forward_batch):
+            if not forward_batch.capture_hidden and graphs.can_run(forward_batch):
                 return graphs.replay(forward_batch)
         # Captured prefills are short, so each rank computes them whole: graphs exchange nothing.
         if self.cp_group.size > 1 and forward_batch.forward_mode.is_extend():
             forward_batch = split_context(forward_batch, self.cp_group) or forward_batch
-        forward_batch.attn_backends = self.attn_backends
-        forward_batch.pools = self.pools
-        for backend in self.attn_backends.values():
-            backend.init_forward_metadata(forward_batch)
+        self._prepare(forward_batch, self.attn_backends)
         return self.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
+
+
+def _hidden_spec(config: ModelConfig) -> StateSpec:
+    """Spec of the hidden state that the draft layer reads, beside each recurrent state."""
+    return StateSpec(
+        name=PoolName.HIDDEN,
+        layers=(config.num_hidden_layers,),
+        buffers=(StateBuffer("hidden", (config.hidden_size,), config.dtype),),
+        item=ItemKind.STATE,
+        hit_policy=PoolHitPolicy.TRAILING_PAGES,
+        indices_from_pool=PoolName.MAMBA,
+    )
 
 
 def uncaptured(

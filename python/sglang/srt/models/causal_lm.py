@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -16,6 +17,11 @@ from sglang.srt.mem_cache.device.state_spec import StateSpec
 
 class CausalLM(torch.nn.Module, ABC):
     """A causal language model, or one rank's share of it. Only the thread that runs it uses it."""
+
+    draft_layer: Any = None
+
+    def draft_logits(self, hidden: torch.Tensor) -> Any:
+        raise NotImplementedError
 
     @abstractmethod
     def forward(
@@ -58,6 +64,11 @@ class CausalLM(torch.nn.Module, ABC):
 
     def attention_layers(self) -> Iterator[RadixAttention]:
         """Every attention layer, in the model's order."""
-        for module in self.modules():
-            if isinstance(module, RadixAttention):
-                yield module
+        return attention_layers(self)
+
+
+def attention_layers(module: torch.nn.Module) -> Iterator[RadixAttention]:
+    """Every attention layer of a model or of a part of it, in order."""
+    for part in module.modules():
+        if isinstance(part, RadixAttention):
+            yield part

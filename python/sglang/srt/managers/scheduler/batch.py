@@ -22,7 +22,7 @@ from sglang.srt.managers.scheduler.requests.req import NO_SLOTS, Req
 if TYPE_CHECKING:
     from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
-    from sglang.srt.managers.scheduler.snapshots import Snapshots
+    from sglang.srt.managers.scheduler.snapshots import Snapshots, TakenSnapshots
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
     from sglang.srt.mem_cache.tree.radix_key import TokenArray
@@ -77,6 +77,17 @@ class PrefillWork:
         self.is_last_chunk = self.extend_len == self.req.progress.uncommitted_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a step that verifies drafts needs beside its tokens."""
+
+    most: torch.Tensor
+    """int64 `[bs]` on the device: most drafts of each request that may be accepted."""
+    snapshots: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Slots for snapshots of recurrent states, 0: none, and after how many of the step's tokens
+    they are taken; int64 `[bs]` each. None: no request leaves one."""
+
+
 @dataclass(slots=True, kw_only=True)
 class ModelWorkerBatch:
     """The inputs of the worker for one step. They do not change while the step runs."""
@@ -84,11 +95,13 @@ class ModelWorkerBatch:
     forward: ForwardBatch
     sampling_info: SamplingBatchInfo
     seeds: torch.Tensor
-    """int64 `[bs]` on the device."""
+    """int64 `[rows]` on the device; a row is a token to sample."""
     steps: torch.Tensor
-    """int64 `[bs]` on the device: tokens that each request generated before this one."""
+    """int64 `[rows]` on the device: tokens that the row's request generated before this one."""
     hicache_consumer_index: int = -1
     """The load from L2 that this step must wait for, layer by layer."""
+    verified: Verification | None = None
+    """None: the step verifies no drafts."""
 
 
 def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
@@ -111,6 +124,10 @@ def _input_logprobs_of(work: PrefillWork) -> tuple[int, list[int]]:
         return work.extend_len, []
     assert wanted >= begin, "what gives logprobs is never taken from the cache"
     return wanted - begin, prompt_ids[wanted + 1 : end + 1].tolist()
+
+
+def _repeated(values: list[int] | None, width: int) -> list[int] | None:
+    return None if values is None else [value for value in values for _ in range(width)]
 
 
 def make_prefill_batch(
@@ -204,15 +221,19 @@ def _states_of(
 
 
 class DecodeBatch:
-    """The requests of the next decode step, and their tensors. Each step advances them by a token.
+    """The requests of the next decode step, and their tensors. Each step advances them by a token,
+    or verifies drafts: then `width` tokens of each request are computed, and the results say by how
+    many it advances.
 
-    Tensors are made anew only when requests join or leave. A step never writes into a tensor that
-    it handed out, so that the next step may be prepared while one runs. The input tokens of the
-    next step are sampled by the running one, so only the device knows them.
+    Without drafts, tensors are made anew only when requests join or leave. A step never writes into
+    a tensor that it handed out, so that the next step may be prepared while one runs. The input
+    tokens of the next step are sampled by the running one, so only the device knows them.
     """
 
-    def __init__(self, pools: BatchPools) -> None:
+    def __init__(self, pools: BatchPools, width: int = 1) -> None:
+        """`width`: tokens of each request in a step; above 1, all but the newest are drafts."""
         self.reqs: list[Req] = []
+        self.width = width
         self._pools = pools
         self._is_stale = False
         self._num_joined = 0
@@ -249,15 +270,17 @@ class DecodeBatch:
         return self._is_stale
 
     def next_seq_lens(self) -> list[int]:
-        if self._is_stale:
+        if self._is_stale or self.width > 1:
             return [req.progress.next_seq_len for req in self.reqs]
         return self._seq_lens_cpu
 
     def prepare(self) -> bool:
-        """Give each request the slot of its next token. False: too few are free, and nothing
+        """Give each request the slots of its next tokens. False: too few are free, and nothing
         changed."""
-        if self._is_stale:
+        if self._is_stale or self.width > 1:
             self._rebuild()
+        if self.width > 1:
+            return self._prepare_verification()
         seq_lens_cpu = [length + 1 for length in self._seq_lens_cpu]
         seq_lens = self._seq_lens + 1
         slots = self._pools.allocator.alloc_decode(seq_lens, seq_lens_cpu, self._last_loc)
@@ -267,17 +290,40 @@ class DecodeBatch:
         self._seq_lens, self._seq_lens_cpu, self._last_loc = seq_lens, seq_lens_cpu, slots
         return True
 
+    def _prepare_verification(self) -> bool:
+        """`prepare` of a step that verifies drafts."""
+        width, before_cpu = self.width, self._seq_lens_cpu
+        seq_lens_cpu = [length + width for length in before_cpu]
+        seq_lens = self._seq_lens + width
+        slots = self._pools.allocator.alloc_extend(
+            self._seq_lens, before_cpu, seq_lens, seq_lens_cpu, self._last_loc,
+            width * len(self.reqs),
+        )  # fmt: skip
+        if slots is None:
+            return False
+        rows = self._rows.repeat_interleave(width)
+        self._pools.req_to_token_pool.write((rows, self._positions(self._seq_lens)), slots)
+        self._seq_lens, self._seq_lens_cpu, self._last_loc = seq_lens, seq_lens_cpu, slots
+        return True
+
+    def _positions(self, before: torch.Tensor) -> torch.Tensor:
+        """int64 `[bs * width]`: positions of a step's tokens; `before`, int64 `[bs]`: tokens of
+        each request before them."""
+        return (before.unsqueeze(1) + torch.arange(self.width, device=before.device)).flatten()
+
     def worker_batch(
         self, sampling_info: SamplingBatchInfo, snapshots: Snapshots | None = None
     ) -> ModelWorkerBatch:
         """The prepared step, which is going to be launched. `snapshots` chooses the requests that
         leave a snapshot; None: none does."""
-        states = self._states
+        states, left = self._states, None
         if states is not None and snapshots is not None:
-            left = snapshots.in_decoding(self.reqs, self._seq_lens_cpu)
-            if left is not None:
-                rows, slots = left
-                states = dataclasses.replace(states, decoded=(states.slots[rows], slots))
+            left = snapshots.in_decoding(self.reqs, self._seq_lens_cpu, self.width)
+        if self.width > 1:
+            return self._verification(sampling_info, left)
+        if states is not None and left is not None:
+            taken, slots, _ = left.on(self._pools.device)
+            states = dataclasses.replace(states, decoded=(states.slots[taken], slots))
         return ModelWorkerBatch(
             forward=ForwardBatch(
                 forward_mode=ForwardMode.DECODE,
@@ -298,15 +344,56 @@ class DecodeBatch:
             steps=self._steps,
         )
 
+    def _verification(
+        self, sampling_info: SamplingBatchInfo, left: TakenSnapshots | None
+    ) -> ModelWorkerBatch:
+        """`worker_batch` of a step that verifies drafts."""
+        width, pools, bs = self.width, self._pools, len(self.reqs)
+        before = [length - width for length in self._seq_lens_cpu]
+        # A token whose sampling depends on those before it is not known to be right after drafts.
+        (most,) = pools.columns(
+            [0 if req.is_sampled_by_history else width - 1 for req in self.reqs]
+        )
+        snapshots = None
+        if left is not None:
+            rows, slots, counts = left.on(pools.device)
+            none = torch.zeros(bs, dtype=torch.int64, device=pools.device)
+            snapshots = none.index_copy(0, rows, slots), none.index_copy(0, rows, counts)
+        return ModelWorkerBatch(
+            forward=ForwardBatch(
+                forward_mode=ForwardMode.TARGET_VERIFY,
+                input_ids=self._input_ids,
+                positions=self._positions(self._seq_lens - width),
+                req_pool_indices=self._rows,
+                req_pool_indices_cpu=[req.slots.row for req in self.reqs],
+                seq_lens=self._seq_lens,
+                seq_lens_cpu=self._seq_lens_cpu,
+                out_cache_loc=self._last_loc,
+                req_to_token_pool=pools.req_to_token_pool,
+                token_to_kv_pool=pools.token_to_kv_pool,
+                states=self._states,
+                extend_prefix_lens_cpu=before,
+                extend_seq_lens_cpu=[width] * bs,
+                return_logprob=self._return_logprob,
+                top_logprobs_nums=_repeated(self._top_logprobs_nums, width),
+            ),
+            sampling_info=sampling_info,
+            seeds=self._seeds.repeat_interleave(width),
+            steps=self._positions(self._steps),
+            verified=Verification(most, snapshots),
+        )
+
     def advance(self, next_token_ids: torch.Tensor) -> None:
         """Note that the step was launched. Its tokens, int64 `[bs]` on the device, are the next
-        one's input."""
+        one's input. After a verification the results say which they are."""
+        self.has_joined = False
+        for req in self.reqs:
+            req.progress.num_in_flight += self.width
+        if self.width > 1:
+            return
         self._input_ids = next_token_ids
         self._steps = self._steps + 1
         self._rows_of_last_step = self.reqs.copy()
-        self.has_joined = False
-        for req in self.reqs:
-            req.progress.num_in_flight += 1
 
     def _rebuild(self) -> None:
         pools, reqs = self._pools, self.reqs

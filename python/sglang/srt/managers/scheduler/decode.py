@@ -43,6 +43,8 @@ class DecodeScheduler:
     def can_run_ahead(self) -> bool:
         """True if the next step can be prepared before the tokens of the last step are known."""
         batch, info = self._state.decode_batch, self._sampling_info
+        if batch.width > 1:
+            return False  # Its results say how far each request is.
         if info is None or batch.is_stale:
             return not any(req.is_sampled_by_history for req in batch.reqs)
         # Penalties are counted on the device; a grammar moves on the CPU.
@@ -61,7 +63,7 @@ class DecodeScheduler:
             if batch.prepare():
                 self.is_stalled = False
                 if self._sampling_info is None:
-                    self._sampling_info = state.sampling_info(batch.reqs)
+                    self._sampling_info = state.sampling_info(batch.reqs, width=batch.width)
                 state.estimate.on_decode_step()
                 return True
             if state.in_flight is not None:
@@ -82,8 +84,8 @@ class DecodeScheduler:
         return self._sampling_info
 
     def _needed_tokens(self) -> int:
-        page_size = self._state.limits.page_size
-        return pages_to_decode(self._state.decode_batch.next_seq_lens(), page_size) * page_size
+        page_size, batch = self._state.limits.page_size, self._state.decode_batch
+        return pages_to_decode(batch.next_seq_lens(), page_size, batch.width) * page_size
 
     def _retract(self) -> None:
         """Retract the newest requests, at least one, until the others have room.

@@ -11,6 +11,7 @@ import torch
 
 from sglang.srt.hardware_backend.device_runtime import Event, device_runtime
 from sglang.srt.layers.sampler import Sampler
+from sglang.srt.speculative.eagle_worker import EAGLEWorker
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import InputLogprobs, LogitsProcessorOutput
@@ -28,6 +29,9 @@ class TpModelWorker:
     def __init__(self, model_runner: ModelRunner) -> None:
         self._runner = model_runner
         self._sampler = Sampler()
+        self._speculation: EAGLEWorker | None = None
+        if model_runner.config.num_draft_tokens > 1:
+            self._speculation = EAGLEWorker(model_runner, model_runner.config.num_draft_tokens)
         self.req_to_token_pool: ReqToTokenPool = model_runner.req_to_token_pool
         self.token_to_kv_pool: KVCache = model_runner.token_to_kv_pool
         self.token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator = (
@@ -37,24 +41,41 @@ class TpModelWorker:
         self.context_len = model_runner.model_config.context_len
         """Tokens of one request, prompt and output together."""
         self.eos_token_ids = model_runner.model_config.eos_token_ids
+        self.num_draft_tokens = model_runner.config.num_draft_tokens
+        """Tokens of a decode step for each request."""
 
     def forward_batch_generation(
         self, batch: ModelWorkerBatch
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
         """Run one step. The second result is each request's next token, int64 `[bs]` on the
-        device."""
+        device; of a verification the token after each of its tokens."""
         counter = self.token_to_kv_pool.layer_transfer_counter
         if counter is not None:
             counter.set_consumer(batch.hicache_consumer_index)
-        output = self._runner.forward(batch.forward)
+        forward, drafts = batch.forward, None
+        if self._speculation is not None:
+            forward.capture_hidden = True
+            if batch.verified is not None:
+                drafts = self._speculation.draft(forward)
+        output = self._runner.forward(forward)
         token_ids = self._sampler(
             output,
             batch.sampling_info,
             batch.seeds,
             batch.steps,
-            batch.forward.return_logprob,
-            batch.forward.top_logprobs_nums,
+            forward.return_logprob,
+            forward.top_logprobs_nums,
         )
+        if self._speculation is None:
+            return output, token_ids
+        hidden = output.hidden_states
+        assert hidden is not None, "the step captured them"
+        snapshots = None
+        if batch.verified is not None:
+            assert drafts is not None
+            output.accepted = self._speculation.accept(drafts, token_ids, batch.verified.most)
+            snapshots = batch.verified.snapshots
+        self._speculation.follow(forward, hidden, output.accepted, snapshots)
         return output, token_ids
 
 
@@ -63,7 +84,7 @@ _NO_CPU_MEMORY: Final = "can't allocate memory"
 
 
 class StepResult:
-    """Next tokens, int64 `[bs]`, and their logprobs, copied to the CPU while the device goes on.
+    """Next tokens, int64 `[rows]`, and their logprobs, copied to the CPU while the device goes on.
     The next step may overwrite the worker's tensors, so they are read in order with the current
     stream."""
 
@@ -75,9 +96,12 @@ class StepResult:
                 output.next_token_logprobs,
                 output.next_token_top_logprobs_val,
                 output.next_token_top_logprobs_idx,
+                output.accepted,
             ]
         )
         self.token_ids: list[int] = []
+        self.accepted: list[int] = []
+        """Accepted drafts of each request; empty: the step verified none."""
         self._logprobs: list[float] = []
         self._top_values: list[list[float]] = []
         self._top_ids: list[list[int]] = []
@@ -86,7 +110,9 @@ class StepResult:
         """Block until the copies have ended. Before that the results are empty."""
         values = [None if tensor is None else tensor.tolist() for tensor in self._copies.wait()]
         self.token_ids = values[0] or []
-        self._logprobs, self._top_values, self._top_ids = (value or [] for value in values[1:])
+        self._logprobs, self._top_values, self._top_ids, self.accepted = (
+            value or [] for value in values[1:]
+        )
 
     def logprob(self, row: int) -> float:
         """Logprob of the row's token. Only of a step that computes logprobs."""
@@ -111,6 +137,8 @@ class LaunchedStep:
     `Scheduler._launch_prefill`."""
     reqs: list[Req] = field(default_factory=list)
     """The rows of a decode step; empty for a prefill batch."""
+    width: int = 1
+    """Tokens of each request in a decode step; above 1, it verified drafts."""
     has_joined: bool = False
     """True if requests may have joined since the decode step before."""
     load: int = -1

@@ -98,13 +98,15 @@ class BatchLimits:
     """Prompt tokens of one pass, whole pages; None: prompts are not cut."""
     pool_tokens: int
     """Slots of the device pool."""
+    decode_tokens: int = 1
+    """Tokens of a request for which a decode step needs slots."""
     context_len: int
     """Tokens of one request, prompt and output together."""
 
     @property
     def max_request_tokens(self) -> int:
         """Prompt and output of the longest request that can run alone."""
-        return min(self.context_len, self.pool_tokens)
+        return min(self.context_len, self.pool_tokens - self.decode_tokens + 1)
 
     @property
     def max_input_tokens(self) -> int:
@@ -269,9 +271,9 @@ class NewTokenEstimate:
         return max(1, round(min(new_tokens, MAX_RESERVED_NEW_TOKENS) * self.ratio))
 
 
-def pages_to_decode(seq_lens: Sequence[int], page_size: int) -> int:
-    """New pages for one more token of each request; `seq_lens`: lengths before it."""
-    return sum(1 for length in seq_lens if length % page_size == 0)
+def pages_to_decode(seq_lens: Sequence[int], page_size: int, width: int = 1) -> int:
+    """New pages for `width` more tokens of each request; `seq_lens`: lengths before them."""
+    return sum(-(-(length + width) // page_size) - -(-length // page_size) for length in seq_lens)
 
 
 def states_to_load(free: int, evictable: int, spare: int) -> int:

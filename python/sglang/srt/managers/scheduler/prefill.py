@@ -237,7 +237,7 @@ class PrefillScheduler:
         prefix, plan = self._reuse(req, adder)
         progress = req.progress
         if plan.is_admitted:
-            progress.kv_committed_len = min(len(prefix.slots), progress.num_tokens - 1)
+            plan = self._begin(req, len(prefix.slots), plan)
             # The prompt is cut where it should leave a snapshot on its way.
             tokens = state.snapshots.shorten(
                 plan.extend_tokens, progress.kv_committed_len, prefix.branching
@@ -257,6 +257,20 @@ class PrefillScheduler:
             plan = AddPlan(AddOutcome.NO_MEMORY)
         tree.dec_lock_ref(prefix.node)
         return plan.outcome, None
+
+    def _begin(self, req: Req, num_cached: int, plan: AddPlan) -> AddPlan:
+        """Set where the computation of `req` begins, and return what is computed now.
+
+        The last token of a prompt that is cached whole is computed again, for its logits. With a
+        draft layer that of any cached prefix is, for its hidden state, unless a recurrent state
+        brings that.
+        """
+        state, progress = self._state, req.progress
+        drafts = state.decode_batch.width > 1
+        again = bool(num_cached) and drafts and state.pools.req_to_token_pool.mamba_pool is None
+        progress.kv_committed_len = min(num_cached - again, progress.num_tokens - 1)
+        tokens = min(plan.extend_tokens + again, progress.uncommitted_tokens)
+        return dataclasses.replace(plan, extend_tokens=tokens)
 
     def _reuse(
         self, req: Req, adder: PrefillAdder, *, loads: bool = True
@@ -311,8 +325,8 @@ class PrefillScheduler:
         """Slots for the keys and values of the next tokens, written to the request's row; None: too
         few slots are free, or no recurrent state is. A request without a row brings its `prefix`.
 
-        The last token of a prompt that is cached whole is computed again and gets no slot: the step
-        stores it as padding, and reads it from the cached page.
+        A cached token that is computed again gets no slot: the step stores it as padding, and reads
+        it from the cached page.
         """
         state, pools = self._state, self._state.pools
         committed = req.progress.kv_committed_len
@@ -324,19 +338,20 @@ class PrefillScheduler:
             state.snapshots.make_room(state.queues.decoding)
             if not pools.req_to_token_pool.available_size():
                 return None
-        slots = self._padding_slot
+        slots = self._padding_slot[:0] if begin == committed else self._padding_slot
         if begin < end:
             state.make_room(end - begin)
             pages = pools.allocator.alloc(ceil_to_page(end, page_size) - begin)
             if pages is None:
                 return None
-            slots = pages[: end - begin]
+            slots = torch.cat([slots, pages[: end - begin]])
         rows = pools.req_to_token_pool.alloc([req.slots])
         assert rows is not None, "there is a row for it"
         if prefix is not None:
             pools.req_to_token_pool.write((rows[0], slice(0, begin)), prefix)
         if begin < end:
-            pools.req_to_token_pool.write((rows[0], slice(begin, end)), slots)
+            new = slots[begin - committed :]
+            pools.req_to_token_pool.write((rows[0], slice(begin, end)), new)
         return slots
 
     def _commit(self, req: Req, prefix: _Prefix) -> None:

@@ -120,6 +120,8 @@ class ResultProcessor:
         step.result.wait()
         if step.is_prefill:
             self._on_prefill(step)
+        elif step.width > 1:
+            self._on_verified(step)
         else:
             self._on_decode(step)
 
@@ -165,6 +167,27 @@ class ResultProcessor:
             self._observe_first_decode(alive)
         self._end_finished(alive)
         self._state.counters.decode_tokens += len(alive)
+        self._state.counters.decode_steps += 1
+
+    def _on_verified(self, step: LaunchedStep) -> None:
+        """Each request gets the tokens up to the one after its last accepted draft. One that ends
+        at an earlier token drops the others."""
+        result, width = step.result, step.width
+        going_on = list(enumerate(step.reqs))
+        for nth in range(width):
+            newest = {req: row for row, req in going_on if nth <= result.accepted[row]}
+            for req, row in newest.items():
+                req.progress.num_in_flight -= 1
+                req.progress.kv_committed_len += 1
+                self._state.snapshots.on_decoded(req)
+                self._append(req, row * width + nth, result)
+            if nth == 0 and step.has_joined:
+                self._observe_first_decode(list(newest))
+            self._state.counters.decode_tokens += len(newest)
+            still = set(self._end_finished(list(newest)))
+            going_on = [(row, req) for row, req in going_on if req not in newest or req in still]
+        for _, req in going_on:
+            self._state.trim(req)
         self._state.counters.decode_steps += 1
 
     def _end_prefill(self, req: Req) -> None:

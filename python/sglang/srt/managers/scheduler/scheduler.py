@@ -365,7 +365,11 @@ class Scheduler:
         has_joined = decoding.has_joined
         decoding.advance(token_ids)
         return LaunchedStep(
-            result=result, launched=started, reqs=list(decoding.reqs), has_joined=has_joined
+            result=result,
+            launched=started,
+            reqs=list(decoding.reqs),
+            width=decoding.width,
+            has_joined=has_joined,
         )
 
     def _forward(self, batch: ModelWorkerBatch) -> tuple[StepResult, torch.Tensor]:
@@ -410,7 +414,7 @@ class Scheduler:
 
 def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerState:
     worker = resources.worker
-    allocator = worker.token_to_kv_pool_allocator
+    allocator, width = worker.token_to_kv_pool_allocator, worker.num_draft_tokens
     chunk = server_args.chunked_prefill_size
     snaps_prompts_alone = server_args.mamba_scheduler_strategy == "no_buffer"
     interval = 0 if snaps_prompts_alone else server_args.mamba_track_interval
@@ -430,11 +434,12 @@ def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> Sched
             max_prefill_tokens=server_args.max_prefill_tokens,
             chunk_tokens=None if chunk in (None, -1) else chunk,
             pool_tokens=allocator.size,
+            decode_tokens=width,
             context_len=worker.context_len,
         ),
         policy=SchedulePolicy(server_args.schedule_policy),
         estimate=NewTokenEstimate(server_args.schedule_conservativeness),
-        decode_batch=DecodeBatch(pools),
+        decode_batch=DecodeBatch(pools, width),
         vocab_size=worker.vocab_size,
         eos_token_ids=worker.eos_token_ids,
         metrics=resources.metrics,

@@ -45,6 +45,24 @@ class Spare:
     """True if the slot is `snapshot_slot`, and not `mamba_track_slot`."""
 
 
+@dataclass(frozen=True, slots=True)
+class TakenSnapshots:
+    """The snapshots that a decode step leaves."""
+
+    rows: list[int]
+    """Rows in the batch of the requests that leave one."""
+    slots: list[int]
+    """The slot of each."""
+    counts: list[int]
+    """After how many of its request's tokens in this step each is taken."""
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`rows`, `slots` and `counts`, int64 `[n]` on the device."""
+        every = on_device([*self.rows, *self.slots, *self.counts], device, torch.int64)
+        rows, slots, counts = every.split(len(self.rows))
+        return rows, slots, counts
+
+
 def first_to_give_up(spares: Sequence[Spare]) -> Spare:
     """The slot to give to a request without a running state: the one whose loss costs least. Among
     equals, that of the newest request."""
@@ -145,25 +163,25 @@ class Snapshots:
         return int(slots.mamba_track_slot), end - begin
 
     def in_decoding(
-        self, reqs: Sequence[Req], seq_lens: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self, reqs: Sequence[Req], seq_lens: Sequence[int], width: int = 1
+    ) -> TakenSnapshots | None:
         """Choose the requests that leave a snapshot of a decode step, which is going to be
-        launched; `seq_lens` are context lengths, the token of this step included. Returns their
-        rows in the batch and the slots for the snapshots, both int64 `[n]` on the device; None: no
-        request leaves one."""
+        launched; None: no request does.
+
+        Args:
+            seq_lens: Context lengths, the tokens of this step included.
+            width: Tokens of each request in this step.
+        """
         if self._alignment is None or not self._interval:
             return None
-        taken = {
-            row: slot
-            for row, (req, length) in enumerate(zip(reqs, seq_lens, strict=True))
-            if not length % self._interval and (slot := self._track(req, length))
-        }
-        if not taken:
-            return None
-        assert self._pool is not None
-        device = self._pool.device
-        rows = on_device(list(taken), device, torch.int64)
-        return rows, on_device(list(taken.values()), device, torch.int64)
+        taken = TakenSnapshots([], [], [])
+        for row, (req, length) in enumerate(zip(reqs, seq_lens, strict=True)):
+            at = length // self._interval * self._interval
+            if at > length - width and (slot := self._track(req, at)):
+                taken.rows.append(row)
+                taken.slots.append(slot)
+                taken.counts.append(at - length + width)
+        return taken if taken.rows else None
 
     def on_decoded(self, req: Req) -> None:
         """A decode step of `req` has ended, and its token is counted. If the step left a snapshot,

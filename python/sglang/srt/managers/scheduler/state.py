@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -25,6 +25,7 @@ from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, Workload
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.observability.engine_metrics import SchedulerLoad
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.batch import DecodeBatch
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.snapshots import Snapshots
     from sglang.srt.observability.engine_metrics import SchedulerMetrics
+
+
+_GREEDY: Final = SamplingParams(top_k=1)
 
 
 @dataclass(slots=True)
@@ -180,18 +184,30 @@ class SchedulerState:
         Slots of a decode step in flight are freed too. That is no race: their next use is queued
         behind that step.
         """
-        rows, allocator = self.pools.req_to_token_pool, self.pools.allocator
+        rows = self.pools.req_to_token_pool
         slots, progress = req.slots, req.progress
-        begin = ceil_to_page(progress.kv_committed_len, allocator.page_size)
-        end = progress.next_seq_len
-        if begin < end:
-            allocator.free_in_order(rows.req_to_token[slots.row, begin:end].to(torch.int64))
+        self._free_in_flight(req)
         self.tree.cache_finished_req(slots, is_insert=not req.is_probe)
         rows.free(slots)
         slots.history.forget()
         progress.kv_committed_len = 0
         slots.prefix_indices = NO_SLOTS
         self.snapshots.release(req)
+
+    def trim(self, req: Req) -> None:
+        """Give back the slots of rejected drafts, whose step has ended."""
+        self._free_in_flight(req)
+        req.progress.num_in_flight = 0
+
+    def _free_in_flight(self, req: Req) -> None:
+        """Free the pages after the one with the last committed token."""
+        rows, allocator, progress = (
+            self.pools.req_to_token_pool, self.pools.allocator, req.progress,
+        )  # fmt: skip
+        begin = ceil_to_page(progress.kv_committed_len, allocator.page_size)
+        end = progress.next_seq_len
+        if begin < end:
+            allocator.free_in_order(rows.req_to_token[req.slots.row, begin:end].to(torch.int64))
 
     def check_integrity(self) -> None:
         """Check that every slot and every recurrent state has one owner; else raise
@@ -210,22 +226,32 @@ class SchedulerState:
         self.tree.check_integrity([one.own_slots(rows) for one in holders], states)
 
     def sampling_info(
-        self, reqs: Sequence[Req], samples: Sequence[bool] | None = None
+        self, reqs: Sequence[Req], samples: Sequence[bool] | None = None, *, width: int = 1
     ) -> SamplingBatchInfo:
-        """Sampling parameters of a batch, its requests' history included. `samples`: whether the
-        token of each row is used; None: all are."""
+        """Sampling parameters of a batch, its requests' history included.
+
+        Args:
+            reqs: Each has `width` rows. If its sampling depends on its history, which ends before
+                the second of them, the others are sampled greedily, and no result uses them.
+            samples: Whether the token of each request is used; None: all are.
+        """
         grammars = []
-        for row, req in enumerate(reqs):
+        for nth, req in enumerate(reqs):
             progress, params = req.progress, req.spec.sampling_params
-            if progress.matcher is not None and (samples is None or samples[row]):
+            if progress.matcher is not None and (samples is None or samples[nth]):
                 ends = (*self.eos_token_ids, *(params.stop_token_ids or ()))
-                least = params.min_new_tokens
+                least, row = params.min_new_tokens, nth * width
                 grammars.append(GrammarRow(row, progress.matcher, progress.output_ids, least, ends))
+        params_of_rows = []
+        for req in reqs:
+            own = req.spec.sampling_params
+            others = _GREEDY if req.is_sampled_by_history else own
+            params_of_rows += [own, *[others] * (width - 1)]
         return SamplingBatchInfo.from_reqs(
-            [req.spec.sampling_params for req in reqs],
+            params_of_rows,
             self.vocab_size,
             self.pools.device,
             eos_token_ids=self.eos_token_ids,
-            histories=[req.slots.history for req in reqs],
+            histories=[req.slots.history for req in reqs for _ in range(width)],
             grammars=grammars,
         )

@@ -23,6 +23,7 @@ class PoolName(StrEnum):
     MAMBA = "mamba"
     INDEXER = "indexer"
     SWA = "swa"
+    HIDDEN = "hidden"
 
 
 class PoolHitPolicy(StrEnum):

@@ -16,6 +16,7 @@ from sglang.srt.arg_groups.checks import ranks_per_node
 from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, moves_pages
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
+from sglang.srt.arg_groups.speculative import num_draft_tokens
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.grammar import GrammarLimits
 from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
@@ -179,6 +180,7 @@ def runner_config(
         attention_backend=server_args.attention_backend,
         disable_cuda_graph=server_args.disable_cuda_graph,
         cuda_graph_max_bs=server_args.cuda_graph_max_bs,
+        num_draft_tokens=num_draft_tokens(server_args),
         load_format=server_args.load_format,
         random_seed=server_args.random_seed,
         **more,
@@ -312,7 +314,7 @@ def _make_tree(
         enable_kv_cache_events=has_events,
         tp_cache_group=group,
         metrics_registry=metrics.registry,
-        model_pools=ModelPools.of(runner.pools.values(), runner.model_config.num_hidden_layers),
+        model_pools=ModelPools.of(runner.pools.values(), runner.model_config.num_layers),
         mamba_snapshot_alignment=math.lcm(runner.config.page_size, CHUNK),
     )
     return create_tree_cache(

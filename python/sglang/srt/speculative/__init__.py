@@ -1,0 +1,1 @@
+"""Speculative decoding: a layer of the checkpoint drafts tokens, and the model verifies them."""

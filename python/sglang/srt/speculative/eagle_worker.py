@@ -1,0 +1,266 @@
+"""Drafts by the checkpoint's own layer (MTP), and the state that this layer keeps.
+
+The layer reads the model's hidden state at position j - 1 and the token at position j, and predicts
+the token at j + 1. What it stores for this pair lies in the slot of token j, in one more layer of
+the primary pool. So an entry depends on no later token: a cached page suits every prompt that
+begins with its tokens, and all tiers carry the entries as they carry the other layers. Position 0
+has no entry: rows of slots, as the layer sees them, begin at position 1.
+
+An entry needs the hidden state before it. For each request that of its last computed token is kept,
+in a table by row; with recurrent states in a pool that shares their slots, so that a snapshot has
+it too.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sglang.srt.hardware_backend.device_runtime import on_device
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.layers.linear_attention.verify import VerifyBuffers, commit_verified
+from sglang.srt.mem_cache.device.state_pool import MambaPool, StatePool
+from sglang.srt.mem_cache.device.state_spec import PoolName
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class LastHidden:
+    """The hidden state of the last computed token of each request, `[hidden_size]`."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        pool = runner.pools.get(PoolName.HIDDEN)
+        assert pool is None or isinstance(pool, StatePool)
+        self._pool = pool
+        config, rows = runner.model_config, runner.req_to_token_pool
+        self._by_row = torch.zeros(
+            (0 if pool is not None else rows.size, config.hidden_size),
+            dtype=config.dtype,
+            device=rows.device,
+        )
+
+    def read(self, batch: ForwardBatch) -> torch.Tensor:
+        """`[bs, hidden_size]`: of the last token that each request computed before this step. It
+        means nothing for a request that begins at its first token, or computes a cached one."""
+        if self._pool is None:
+            return self._by_row.index_select(0, batch.req_pool_indices)
+        assert batch.states is not None, "the model has recurrent states"
+        return self._table().index_select(0, batch.states.read_slots)
+
+    def write(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
+        """Keep `hidden`, `[bs, hidden_size]`, as that of the last tokens of this step."""
+        if self._pool is None:
+            self._by_row.index_copy_(0, batch.req_pool_indices, hidden)
+            return
+        assert batch.states is not None, "the model has recurrent states"
+        self.write_snapshots(batch.states.slots, hidden)
+        if batch.states.decoded is not None:
+            running, targets = batch.states.decoded
+            self.write_snapshots(targets, self._table().index_select(0, running))
+
+    def write_snapshots(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Keep `hidden`, `[n, hidden_size]`, beside the states in `slots`, int64 `[n]`."""
+        self._table().index_copy_(0, slots, hidden)
+
+    def _table(self) -> torch.Tensor:
+        """`[slots, hidden_size]`. Waits for a load that fills it."""
+        assert self._pool is not None
+        return self._pool.buffers[0][self._pool.wait_for_layer(self._pool.end_layer)]
+
+
+class EAGLEWorker:
+    """Drafts before a verification, and keeps the draft layer's entries in step with the model's.
+
+    Only the thread that runs the model uses it. A call queues work on the device and does not wait
+    for it.
+
+    Args:
+        runner: A runner with a draft layer and pools.
+        num_draft_tokens: Tokens of a verification for each request: its newest, and the drafts.
+    """
+
+    def __init__(self, runner: ModelRunner, num_draft_tokens: int) -> None:
+        self._runner = runner
+        self.num_draft_tokens = num_draft_tokens
+        self._last = LastHidden(runner)
+        rows = copy.copy(runner.req_to_token_pool)
+        rows.req_to_token = rows.req_to_token[:, 1:]
+        self._rows = rows
+        """Rows of slots from position 1 on."""
+        pool = runner.pools.get(PoolName.MAMBA)
+        assert pool is None or isinstance(pool, MambaPool)
+        self._states = pool
+        self._verified: VerifyBuffers | None = None
+        if pool is not None:
+            self._verified = VerifyBuffers.of(
+                runner.model, runner.req_to_token_pool.size, num_draft_tokens
+            )
+
+    def draft(self, batch: ForwardBatch) -> torch.Tensor:
+        """Draft the tokens of a verification.
+
+        Args:
+            batch: The verification, with each request's newest token as `input_ids`, int64 `[bs]`.
+                It gets all tokens.
+
+        Returns:
+            int64 `[bs, num_draft_tokens - 1]`.
+        """
+        width, bs = self.num_draft_tokens, batch.batch_size
+        slots = batch.out_cache_loc.view(bs, width)
+        before = batch.seq_lens - width
+        tokens = [batch.input_ids]
+        hidden = self._last.read(batch)
+        for nth in range(width - 1):
+            # Before this token the layer has an entry for each earlier one but the first.
+            one = ForwardBatch(
+                forward_mode=ForwardMode.DECODE,
+                input_ids=tokens[-1],
+                positions=before + nth,
+                req_pool_indices=batch.req_pool_indices,
+                seq_lens=before + nth,
+                seq_lens_cpu=[length - width + nth for length in batch.seq_lens_cpu],
+                out_cache_loc=slots[:, nth].contiguous(),
+                req_to_token_pool=self._rows,
+                token_to_kv_pool=batch.token_to_kv_pool,
+            )
+            hidden = self._runner.forward_draft(one, hidden)
+            tokens.append(self._runner.model.draft_logits(hidden).argmax())
+        all_tokens = torch.stack(tokens, dim=1)
+        batch.input_ids = all_tokens.flatten()
+        if batch.states is not None:
+            batch.states.verify = self._verified
+        return all_tokens[:, 1:]
+
+    def accept(
+        self, drafts: torch.Tensor, token_ids: torch.Tensor, most: torch.Tensor
+    ) -> torch.Tensor:
+        """Count the drafts that the model itself has sampled.
+
+        The output is always what the model samples, with each request's own seeds; drafts only
+        decide how many of its tokens a step may use. So its distribution, and its very tokens, are
+        those without speculation. A draft is accepted with the probability that the model gives it,
+        as in rejection sampling of a draft without a distribution of its own (Leviathan et al.,
+        Fast inference from transformers via speculative decoding, 2023).
+
+        Args:
+            drafts: int64 `[bs, num_draft_tokens - 1]`.
+            token_ids: int64 `[bs * num_draft_tokens]`: the model's token after each token.
+            most: int64 `[bs]`: most drafts of each request that may be accepted.
+
+        Returns:
+            int64 `[bs]`.
+        """
+        sampled = token_ids.view(len(drafts), -1)[:, :-1]
+        agreed = (sampled == drafts).to(torch.int64).cumprod(dim=1).sum(dim=1)
+        return torch.minimum(agreed, most)
+
+    def follow(
+        self,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        accepted: torch.Tensor | None = None,
+        snapshots: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Store the draft layer's entries of a step's tokens, and keep what the next step needs.
+
+        Args:
+            batch: The step, which has been launched.
+            hidden: `[num_tokens, hidden_size]`: the model's hidden states.
+            accepted: int64 `[bs]`: accepted drafts of each request; None: no verification.
+            snapshots: For a verification, slots for snapshots of recurrent states and after how
+                many of the step's tokens each is taken, int64 `[bs]` each; slot 0: none.
+        """
+        before = self._last.read(batch)
+        bs = batch.batch_size
+        if accepted is not None:
+            by_request = hidden.view(bs, -1, hidden.shape[-1])
+            shifted = torch.cat([before.unsqueeze(1), by_request[:, :-1]], dim=1).flatten(0, 1)
+            self._store(batch, shifted)
+            places = torch.arange(bs, device=hidden.device)
+            if snapshots is not None:
+                slots, counts = snapshots
+                self._commit(batch, counts, slots)
+                self._last.write_snapshots(slots, by_request[places, (counts - 1).clamp_(min=0)])
+            if batch.states is not None:
+                self._commit(batch, accepted + 1, batch.states.slots)
+            self._last.write(batch, by_request[places, accepted])
+            return
+        if batch.forward_mode.is_decode():
+            self._store(batch, before)
+            self._last.write(batch, hidden)
+            return
+        assert batch.extend_seq_lens_cpu is not None
+        starts = list(itertools.accumulate(batch.extend_seq_lens_cpu, initial=0))[:-1]
+        shifted = hidden.roll(1, dims=0)
+        shifted.index_copy_(0, on_device(starts, hidden.device), before)
+        self._store(batch, shifted)
+        states = batch.states
+        if states is not None and states.track_slots is not None:
+            lens = states.track_lens_cpu or []
+            ends = [start + max(length, 1) - 1 for start, length in zip(starts, lens, strict=True)]
+            at_snapshot = hidden.index_select(0, on_device(ends, hidden.device))
+            self._last.write_snapshots(states.track_slots, at_snapshot)
+        self._last.write(batch, hidden.index_select(0, batch.last_rows()))
+
+    def _commit(self, batch: ForwardBatch, counts: torch.Tensor, targets: torch.Tensor) -> None:
+        assert batch.states is not None and self._states is not None
+        assert self._verified is not None
+        commit_verified(self._verified, self._states, batch.states.slots, counts, targets)
+
+    def _store(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
+        """Run the layer over a step's tokens for what it stores.
+
+        Args:
+            hidden: `[num_tokens, hidden_size]`: the hidden state before each token.
+        """
+        prefix, new = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        assert prefix is not None and new is not None, "the maker of the batch gave them"
+        ids, positions, slots = batch.input_ids, batch.positions, batch.out_cache_loc
+        if 0 in prefix:
+            kept = _after_position_0(prefix, new)
+            if not kept:
+                return
+            places = on_device(kept, ids.device)
+            ids, positions, slots, hidden = (
+                part.index_select(0, places) for part in (ids, positions, slots, hidden)
+            )
+        requests = [at for at, (p, n) in enumerate(zip(prefix, new, strict=True)) if p + n > 1]
+        rows, lens = batch.req_pool_indices, batch.seq_lens
+        if len(requests) < len(prefix):
+            some = on_device(requests, ids.device)
+            rows, lens = rows.index_select(0, some), lens.index_select(0, some)
+        prefix_lens = [max(prefix[at] - 1, 0) for at in requests]
+        seq_lens = [prefix[at] + new[at] - 1 for at in requests]
+        new_lens = [end - begin for begin, end in zip(prefix_lens, seq_lens, strict=True)]
+        is_decode = max(new_lens) == 1
+        rows_cpu = batch.req_pool_indices_cpu
+        of_draft = ForwardBatch(
+            forward_mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
+            input_ids=ids,
+            positions=positions,
+            req_pool_indices=rows,
+            req_pool_indices_cpu=None if rows_cpu is None else [rows_cpu[at] for at in requests],
+            seq_lens=lens - 1,
+            seq_lens_cpu=seq_lens,
+            out_cache_loc=slots,
+            req_to_token_pool=self._rows,
+            token_to_kv_pool=batch.token_to_kv_pool,
+            extend_prefix_lens_cpu=prefix_lens,
+            extend_seq_lens_cpu=new_lens,
+        )
+        self._runner.forward_draft(of_draft, hidden)
+
+
+def _after_position_0(prefix: Sequence[int], new: Sequence[int]) -> list[int]:
+    """Indices of a step's tokens without those at position 0, which have no entry."""
+    starts = itertools.accumulate(new, initial=0)
+    first = [start for start, before in zip(starts, prefix, strict=False) if before == 0]
+    kept: list[int] = np.delete(np.arange(sum(new)), first).tolist()
+    return kept

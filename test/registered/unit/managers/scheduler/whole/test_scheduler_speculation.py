@@ -1,0 +1,188 @@
+"""Speculation in the scheduler: the words are those without it, whatever is drafted, and the draft
+layer drafts the same after a hit in any tier as in a cold run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers.drafts import guessed, recorded
+from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
+from sglang.srt.environ import envs
+from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=40, suite="base-a-test-cpu")
+
+pytestmark = pytest.mark.usefixtures("reads_are_never_late")
+
+FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "qwen3_next", "qwen3_5")
+NEW_TOKENS = 24
+SPECULATES: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp(request.param)
+    save_tiny_checkpoint(path, request.param, eos_token_id=None, mtp=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> list[list[int]]:
+    """What each prompt gives without speculation."""
+    rig = SchedulerRig(model, disable_radix_cache=True)
+    return [rig.generate([ids], NEW_TOKENS)[0] for ids in PROMPTS]
+
+
+@pytest.fixture(name="texts", scope="module")
+def make_texts(alone: list[list[int]]) -> list[list[int]]:
+    return [[*ids, *said] for ids, said in zip(PROMPTS, alone, strict=True)]
+
+
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, -1), (4, 8), (16, 16)])
+def test_words_are_those_without_speculation(
+    model: Path,
+    alone: list[list[int]],
+    texts: list[list[int]],
+    page_size: int,
+    chunk: int,
+    right: float,
+) -> None:
+    rig = SchedulerRig(model, page_size=page_size, chunked_prefill_size=chunk, **SPECULATES)
+    with guessed(texts, right):
+        assert rig.generate(PROMPTS, NEW_TOKENS) == alone
+        assert rig.generate(PROMPTS, NEW_TOKENS) == alone, "once more, with the prompts cached"
+    counters = rig.scheduler.state.counters
+    assert counters.decode_tokens == 2 * len(PROMPTS) * (NEW_TOKENS - 1)
+    if right == 1.0:
+        assert counters.decode_steps <= 2 * len(PROMPTS) * (NEW_TOKENS - 1) / 3
+
+
+def test_sampled_words_are_those_without_speculation(model: Path) -> None:
+    params = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    said = []
+    for settings in ({}, SPECULATES):
+        rig = SchedulerRig(model, page_size=4, **settings)
+        rids = [f"sampled-{number}" for number in range(len(PROMPTS))]
+        texts = [[*ids, *words] for ids, words in zip(PROMPTS, said[0], strict=True)] if said else []
+        with guessed(texts, 0.8):
+            rig.run(
+                *(
+                    rig.request(rid, ids, params, seed=number)
+                    for number, (rid, ids) in enumerate(zip(rids, PROMPTS, strict=True))
+                )
+            )
+        said.append([rig.results[rid].output_ids for rid in rids])
+    assert said[0] == said[1]
+
+
+@pytest.fixture(name="storage_dir")
+def make_storage_dir(tmp_path: Path) -> Iterator[None]:
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
+        yield
+
+
+def ask(rig: SchedulerRig, rid: str, ids: list[int]) -> CachedTokensDetails:
+    rig.step(rig.request(rid, ids, greedy(NEW_TOKENS)))
+    rig.settle()
+    last = rig.results[rid].last
+    assert last is not None
+    return last.cached_tokens_details
+
+
+def evict_l1(rig: SchedulerRig) -> None:
+    """Fill L1 with another prompt."""
+    ask(rig, f"other-{len(rig.results)}", prompt(99 + len(rig.results), 480))
+
+
+@pytest.mark.usefixtures("storage_dir")
+def test_drafts_do_not_depend_on_the_tier_of_the_prefix(model: Path) -> None:
+    """Of a prompt whose page edge is shared with another prompt that goes on differently, too."""
+    page = 16
+    extra = json.dumps({"prefetch_threshold": page, "prefetch_timeout_base": 30})
+    rig = SchedulerRig(
+        model,
+        page_size=page,
+        pool_tokens=512,
+        enable_hierarchical_cache=True,
+        hicache_storage_backend="file",
+        hicache_storage_prefetch_policy="wait_complete",
+        hicache_storage_backend_extra_config=extra,
+        **SPECULATES,
+    )
+    try:
+        shared = prompt(5, 4 * page)
+        ids = [*shared, *prompt(6, 23)]
+        with recorded() as cold:
+            assert ask(rig, "cold", ids).total == 0
+        assert len(cold) > NEW_TOKENS // 4
+        rig.step(FlushCacheReqInput(req_id="flush"))
+        # The shared page is computed beside another continuation.
+        ask(rig, "other continuation", [*shared, *prompt(7, 30)])
+        with recorded() as beside:
+            assert ask(rig, "L1", ids).device >= 3 * page
+        assert beside == cold
+        evict_l1(rig)
+        with recorded() as from_host:
+            assert ask(rig, "L2", ids).host > 0
+        assert from_host == cold
+        rig.step(FlushCacheReqInput(req_id="flush again"))
+        with recorded() as from_storage:
+            assert ask(rig, "L3", ids).storage > 0
+        assert from_storage == cold
+    finally:
+        rig.close()
+
+
+def test_retracted_requests_say_and_draft_the_same(model: Path) -> None:
+    prompts = [prompt(seed, 20) for seed in range(4)]
+    plain = SchedulerRig(model, disable_radix_cache=True)
+    want = [plain.generate([ids], 40)[0] for ids in prompts]
+    texts = [[*ids, *said] for ids, said in zip(prompts, want, strict=True)]
+    rig = SchedulerRig(model, page_size=4, pool_tokens=160, **SPECULATES)
+    with guessed(texts, 0.8):
+        assert rig.generate(prompts, 40) == want
+    assert rig.scheduler.state.counters.retractions > 0
+
+
+def test_penalties_take_one_token_a_step(model: Path) -> None:
+    params = SamplingParams(
+        temperature=0.0, frequency_penalty=0.7, max_new_tokens=NEW_TOKENS, ignore_eos=True
+    )
+    said = []
+    for settings in ({}, SPECULATES):
+        rig = SchedulerRig(model, page_size=4, **settings)
+        rig.run(rig.request("penalised", PROMPTS[2], params), rig.request("free", PROMPTS[3]))
+        said.append([rig.results[rid].output_ids for rid in ("penalised", "free")])
+    assert said[0] == said[1]
+
+
+def test_a_stop_among_accepted_drafts_drops_the_rest(
+    model: Path, alone: list[list[int]], texts: list[list[int]]
+) -> None:
+    rig = SchedulerRig(model, page_size=4, **SPECULATES)
+    stop = alone[3][9]
+    first = alone[3].index(stop)
+    with guessed(texts, 1.0):
+        params = SamplingParams(
+            temperature=0.0, max_new_tokens=NEW_TOKENS, stop_token_ids=[stop], ignore_eos=False
+        )
+        rig.run(rig.request("stops", PROMPTS[3], params))
+    got = rig.results["stops"]
+    assert got.output_ids == alone[3][: first + 1]
+    assert got.finish_reason is not None
+    assert got.finish_reason.matched == stop
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,71 @@
+"""Drafts as tests want them: recorded, or replaced by guesses that are often right.
+
+The drafts of a random model are hardly ever accepted, so tests of acceptance draft the words that
+the same model has said before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.speculative.eagle_worker import EAGLEWorker
+
+Drafts = dict[tuple[int, int], list[int]]
+"""The drafts of a verification by its newest token and that token's position."""
+
+
+@contextmanager
+def recorded() -> Iterator[Drafts]:
+    """The drafts of all verifications inside. Requests must differ in tokens or positions."""
+    found: Drafts = {}
+    real = EAGLEWorker.draft
+
+    def draft(self: EAGLEWorker, batch: ForwardBatch) -> torch.Tensor:
+        newest = batch.input_ids.tolist()
+        drafts = real(self, batch)
+        for row, token in enumerate(newest):
+            found[token, batch.seq_lens_cpu[row] - self.num_draft_tokens] = drafts[row].tolist()
+        return drafts
+
+    with mock.patch.object(EAGLEWorker, "draft", draft):
+        yield found
+
+
+@contextmanager
+def guessed(texts: Sequence[Sequence[int]], right: float, seed: int = 0) -> Iterator[None]:
+    """Draft the continuations in `texts`, each token right with the chance `right`.
+
+    The draft layer runs nevertheless, for what it stores.
+    """
+    rng = random.Random(seed)
+    real = EAGLEWorker.draft
+
+    def guess(newest: int, before: int, real_drafts: list[int]) -> list[int]:
+        fitting = [t for t in texts if len(t) > before and t[before] == newest]
+        text = list(rng.choice(fitting)) if fitting else []
+        known = [*text[before + 1 : before + 1 + len(real_drafts)], *real_drafts]
+        return [
+            token if rng.random() < right else (token + 1) % 100
+            for token in known[: len(real_drafts)]
+        ]
+
+    def draft(self: EAGLEWorker, batch: ForwardBatch) -> torch.Tensor:
+        newest = batch.input_ids.tolist()
+        drafts = real(self, batch).tolist()
+        width = self.num_draft_tokens
+        rows = [
+            [token, *guess(token, batch.seq_lens_cpu[row] - width, drafts[row])]
+            for row, token in enumerate(newest)
+        ]
+        tokens = torch.tensor(rows, device=batch.input_ids.device)
+        batch.input_ids = tokens.flatten()
+        return tokens[:, 1:]
+
+    with mock.patch.object(EAGLEWorker, "draft", draft):
+        yield
