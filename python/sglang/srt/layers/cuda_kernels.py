@@ -12,6 +12,7 @@ from sglang.srt.layers.triton_ops import (
     gating,
     norm,
     rotation,
+    verified_delta_net,
     vocab,
 )
 from sglang.srt.layers.triton_ops import gemv as gemvs
@@ -40,6 +41,7 @@ class FusedKernels:
     normalise_rotate_store_ = staticmethod(fused_qkv.normalise_rotate_store_)
     prepare_gated_qkv_ = staticmethod(fused_qkv.prepare_gated_qkv_)
     attend_linearly = staticmethod(fused_delta_net.attend_linearly)
+    advance_states = staticmethod(verified_delta_net.advance_states)
     attend_in_chunks = staticmethod(chunked_delta_net.attend_in_chunks)
     choose_experts = staticmethod(expert_choice.choose_experts)
     run_experts = staticmethod(experts.run_experts)

@@ -1,8 +1,4 @@
-"""The delta-net layer: projections, convolution, gated delta rule, gated norm.
-
-The convolution of each channel is causal; a request's state has its last inputs. It is computed in
-fp32 and rounded once, after SiLU.
-"""
+"""The delta-net layer: projections, convolution, gated delta rule, gated norm."""
 
 from __future__ import annotations
 
@@ -14,10 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed.tensor_group import ToAdd
-from sglang.srt.layers.forward_batch_info import ForwardBatch, StateBatch
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import GatedRMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.linear_attention.causal_conv import convolve_decode, convolve_extend
 from sglang.srt.layers.linear_attention.extend_plan import (
     SHORT,
     ChunkPlan,
@@ -37,6 +34,7 @@ from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.layers.triton_ops.arguments import (
     MOST_TAPS,
     TILE_DIMS,
+    DeltaInputs,
     DeltaLayout,
     DeltaStates,
 )
@@ -232,58 +230,9 @@ class DeltaNetGates(WeightedLayer):
         yield f"{self.prefix}.dt_bias", WeightSlot.of(self.dt_bias, self._heads.values)
 
 
-def convolve_decode(
-    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve one token of each request.
-
-    Args:
-        x: `[bs, channels]`.
-        state: `[bs, channels, kernel - 1]`: earlier inputs, oldest first.
-        weight: `[channels, kernel]`.
-
-    Returns:
-        SiLU of the convolution, shaped like `x`, and the state after the token, like `state`.
-    """
-    window = torch.cat([state, x.to(state.dtype).unsqueeze(-1)], dim=-1)
-    out = (window.float() * weight.float()).sum(dim=-1)
-    return F.silu(out).to(x.dtype), window[..., 1:]
-
-
-def convolve_extend(
-    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, plan: ExtendPlan
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Convolve the new tokens of each request.
-
-    Args:
-        x: `[num_tokens, channels]`, request by request.
-        state: `[bs, channels, kernel - 1]`: earlier inputs, oldest first.
-        weight: `[channels, kernel]`.
-        plan: The batch's plan.
-
-    Returns:
-        SiLU of the convolution, shaped like `x`; the states after the prefill, like `state`; the
-        states of snapshots, `[num_tracked, channels, kernel - 1]`, in the plan's order.
-    """
-    before = state.transpose(1, 2).flatten(0, 1)
-    windows = torch.cat([x, before.to(x.dtype)]).index_select(0, plan.window_rows)
-    taps = weight.float().unbind(dim=1)
-    length = len(windows) - len(taps) + 1
-    out = windows[:length].float() * taps[0]
-    for nth, tap in enumerate(taps[1:], start=1):
-        out.addcmul_(windows[nth : nth + length].float(), tap)
-    out = F.silu(out.index_select(0, plan.first_inputs)).to(x.dtype)
-    return out, _states(windows, plan.last_inputs), _states(windows, plan.tracked_inputs)
-
-
-def _states(windows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """States `[n, channels, kernel - 1]`: the inputs at `places`, int64 `[n, kernel - 1]`."""
-    rows = windows.index_select(0, places.reshape(-1))
-    return rows.view(*places.shape, windows.shape[1]).transpose(1, 2)
-
-
 class GatedDeltaNet(torch.nn.Module):
-    """Linear attention, which reads and overwrites each request's running state."""
+    """Linear attention, which reads and overwrites each request's running state. A verification
+    only reads it, and keeps what `commit_verified` needs."""
 
     def __init__(self, options: DeltaNetOptions, placement: TensorPlacement, layer_id: int) -> None:
         """Raises ValueError: the ranks do not divide the key heads."""
@@ -322,19 +271,20 @@ class GatedDeltaNet(torch.nn.Module):
             rows: int64 `[bs]`: tokens whose output is needed; None: all.
         """
         forward_batch.begin_layer(self.layer_id)
-        is_few = forward_batch.forward_mode.is_decode() or len(x) <= SHORT
+        is_few = forward_batch.forward_mode is not ForwardMode.EXTEND or len(x) <= SHORT
         if self._kernels is not None and (is_few or self._takes_chunks):
             attended = self._attend_fused(x, forward_batch)
             if rows is not None:
                 attended = attended.index_select(0, rows)
             return self.out_proj.forward(attended, residual)
         projected = self.in_proj.forward(x)
-        plan = extend_plan_of(forward_batch, self.options.kernel)
-        attended = (
-            self._decode(projected, forward_batch)
-            if plan is None
-            else self._extend(projected, forward_batch, plan)
-        )
+        states = self._states_of(forward_batch)
+        if states.kept is not None:
+            attended = self._verify(projected, states, states.kept)
+        elif (plan := extend_plan_of(forward_batch, self.options.kernel)) is not None:
+            attended = self._extend(projected, states, plan)
+        else:
+            attended = self._decode(projected, states)
         gate = projected.gate
         if rows is not None:
             attended, gate = attended.index_select(0, rows), gate.index_select(0, rows)
@@ -344,18 +294,10 @@ class GatedDeltaNet(torch.nn.Module):
         """Input of the output projection, `[num_tokens, num_heads * value_dim]`, for the layer's
         input `x`."""
         assert self._kernels is not None
-        temporal, conv, states = self._states_of(forward_batch)
-        is_extend = forward_batch.forward_mode.is_extend()
-        plan = kernel_plan_of(forward_batch) if is_extend else None
-        of_step = DeltaStates(
-            temporal=temporal,
-            conv=conv,
-            slots=states.slots,
-            read_slots=states.read_slots,
-            bounds=plan.bounds if plan is not None else None,
-            track_slots=states.track_slots,
-            track_lens=plan.track_lens if plan is not None else None,
-        )
+        of_step, plan = self._states_of(forward_batch), None
+        if forward_batch.forward_mode is ForwardMode.EXTEND:
+            plan = kernel_plan_of(forward_batch)
+            of_step = replace(of_step, bounds=plan.bounds, track_lens=plan.track_lens)
         projected = self.in_proj.columns(x)
         gates = self.gates.conv.squeeze(1), self.gates.a_log, self.gates.dt_bias
         norm = self.norm.weight, self.norm.eps
@@ -365,8 +307,8 @@ class GatedDeltaNet(torch.nn.Module):
             )
         return self._kernels.attend_linearly(projected, self._layout, gates, norm, of_step)
 
-    def _decode(self, projected: _Projected, forward_batch: ForwardBatch) -> torch.Tensor:
-        temporal, conv, states = self._states_of(forward_batch)
+    def _decode(self, projected: _Projected, states: DeltaStates) -> torch.Tensor:
+        temporal, conv = states.temporal, states.conv
         slots, first, weight = states.slots, states.read_slots, self.gates.conv.squeeze(1)
         qkv, conv_after = convolve_decode(projected.qkv, conv.index_select(0, first), weight)
         out, after = self._rule.decode(
@@ -377,10 +319,31 @@ class GatedDeltaNet(torch.nn.Module):
         temporal.index_copy_(0, slots, after.to(temporal.dtype))
         return out
 
-    def _extend(
-        self, projected: _Projected, forward_batch: ForwardBatch, plan: ExtendPlan
+    def _verify(
+        self, projected: _Projected, states: DeltaStates, kept: DeltaInputs
     ) -> torch.Tensor:
-        temporal, conv, states = self._states_of(forward_batch)
+        """Like a decode step for each token in turn, but `kept` takes the inputs, and no state is
+        written."""
+        first, weight = states.read_slots, self.gates.conv.squeeze(1)
+        by_request = projected.qkv.view(len(first), -1, projected.qkv.shape[1])
+        conv, convolved = states.conv.index_select(0, first), []
+        for x in by_request.unbind(1):
+            out, conv = convolve_decode(x, conv, weight)
+            convolved.append(out)
+        inputs = self._inputs(torch.stack(convolved, dim=1).flatten(0, 1), projected)
+        for buffer, values in zip(kept, (projected.qkv, *inputs[1:]), strict=True):
+            buffer[: len(values)].copy_(values)
+        state, outputs = states.temporal.index_select(0, first).float(), []
+        for token in range(by_request.shape[1]):
+            of_token = DeltaRuleInputs(*(part[token :: by_request.shape[1]] for part in inputs))
+            out, state = self._rule.decode(of_token, state)
+            # The next decode step would read the state as stored.
+            state = state.to(states.temporal.dtype).float()
+            outputs.append(out)
+        return torch.stack(outputs, dim=1).flatten(0, 1)
+
+    def _extend(self, projected: _Projected, states: DeltaStates, plan: ExtendPlan) -> torch.Tensor:
+        temporal, conv = states.temporal, states.conv
         slots, first, weight = states.slots, states.read_slots, self.gates.conv.squeeze(1)
         qkv, conv_after, conv_tracked = convolve_extend(
             projected.qkv, conv.index_select(0, first), weight, plan
@@ -412,13 +375,24 @@ class GatedDeltaNet(torch.nn.Module):
             projected.b.float().sigmoid(),
         )
 
-    def _states_of(
-        self, forward_batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, StateBatch]:
-        """The layer's buffers, `temporal` and `conv`, and the step's slots in them."""
+    def _states_of(self, forward_batch: ForwardBatch) -> DeltaStates:
+        """The layer's states and the step's slots in them; the plan of a prefill has the rest."""
         assert forward_batch.pools is not None, "the runner sets it before the model runs"
-        assert forward_batch.states is not None, "the maker of the batch gave it states"
+        states = forward_batch.states
+        assert states is not None, "the maker of the batch gave it states"
+        is_verify = forward_batch.forward_mode is ForwardMode.TARGET_VERIFY
+        assert is_verify == (states.verify is not None), "a verification, and it alone, has buffers"
         pool = forward_batch.pools[PoolName.MAMBA]
         assert isinstance(pool, MambaPool)
         place = pool.wait_for_layer(self.layer_id)
-        return pool.temporal[place], pool.conv[place], forward_batch.states
+        kept = None
+        if states.verify is not None:
+            kept = states.verify.of_layer(place, len(forward_batch.input_ids), len(states.slots))
+        return DeltaStates(
+            temporal=pool.temporal[place],
+            conv=pool.conv[place],
+            slots=states.slots,
+            read_slots=states.read_slots,
+            kept=kept,
+            track_slots=states.track_slots,
+        )

@@ -85,12 +85,20 @@ class TorchDeltaRule:
         Returns:
             fp32 `[bs, num_heads, value_dim]`, and the state after the token.
         """
-        q, k, v, g, beta = inputs.normalised()
-        state = state.mul_(g.exp()[..., None, None])
+        inputs = inputs.normalised()
+        self._advance(inputs, state)
+        return torch.einsum("bhkv,bhk->bhv", state, inputs.q), state
+
+    def advance(self, inputs: DeltaRuleInputs, state: torch.Tensor) -> None:
+        """Like `decode`, without an output; `inputs.q` may be anything of its shape."""
+        self._advance(inputs.normalised(), state)
+
+    def _advance(self, inputs: DeltaRuleInputs, state: torch.Tensor) -> None:
+        _, k, v, g, beta = inputs
+        state.mul_(g.exp()[..., None, None])
         known = torch.einsum("bhkv,bhk->bhv", state, k)
         correction = (v - known) * beta.unsqueeze(-1)
         state.addcmul_(k.unsqueeze(-1), correction.unsqueeze(-2))
-        return torch.einsum("bhkv,bhk->bhv", state, q), state
 
     def extend(
         self,

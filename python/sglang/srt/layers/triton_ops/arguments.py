@@ -40,6 +40,22 @@ class DeltaLayout:
     """Width of the convolution, in tokens: at most `MOST_TAPS`."""
 
 
+class DeltaInputs(NamedTuple):
+    """What tokens add to the states of a delta-net layer. A verification keeps it until it is known
+    which tokens are accepted. Dense; `kept` is the dtype of conv states."""
+
+    conv: torch.Tensor
+    """`kept` `[num_tokens, channels]`: inputs of the convolution."""
+    k: torch.Tensor
+    """`kept` `[num_tokens, key_heads, key_dim]`: keys after the convolution, not yet normalised."""
+    v: torch.Tensor
+    """`kept` `[num_tokens, num_heads, value_dim]`: values after the convolution."""
+    g: torch.Tensor
+    """fp32 `[num_tokens, num_heads]`: log of the decay."""
+    beta: torch.Tensor
+    """fp32 `[num_tokens, num_heads]`: strength of the correction."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaStates:
     """The states of one delta-net layer, and a step's slots in them: int64 on the device."""
@@ -53,7 +69,10 @@ class DeltaStates:
     read_slots: torch.Tensor
     """`[bs]`: slots that the requests continue from."""
     bounds: torch.Tensor | None = None
-    """`[bs + 1]`: begin and end of each request's tokens; None: one token each."""
+    """`[bs + 1]`: begin and end of each request's tokens; None: all have the same number."""
+    kept: DeltaInputs | None = None
+    """Verification only, without `bounds`: where it leaves its tokens' inputs, in place of states.
+    The tensors may be longer."""
     track_slots: torch.Tensor | None = None
     """`[bs]`: slots for snapshots after `track_lens` tokens; None: no snapshots."""
     track_lens: torch.Tensor | None = None

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import DeltaChunks, DeltaLayout, DeltaStates
-from sglang.srt.layers.triton_ops.fused_delta_net import keep_conv_states
+from sglang.srt.layers.triton_ops.conv_states import keep_conv_states
 
 _NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
 INDICES = [

@@ -1,8 +1,8 @@
 """Linear attention of few tokens in two kernels: convolution, gates and rule; norm and conv states.
 
-For decoding and short prefills, where launches take longer than the work. The rule of
-`gated_delta_rule.py` is computed token by token, in fp32 in registers. The convolution reads its
-inputs directly from the output of the projection.
+For decoding, verification of drafts and short prefills, where launches take longer than the work.
+The rule of `gated_delta_rule.py` is computed token by token, in fp32 in registers. The convolution
+reads its inputs directly from the output of the projection.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import MOST_TAPS, DeltaLayout, DeltaStates
+from sglang.srt.layers.triton_ops.conv_states import keep_conv_states
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 
 _FEW_REQUESTS = 2
@@ -59,6 +60,17 @@ def _activated(x: tl.tensor, past: tl.tensor, tap: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def advanced(
+    state: tl.tensor, k: tl.tensor, v: tl.tensor, g: tl.tensor, beta: tl.tensor
+) -> tl.tensor:
+    """The state `[keys, values]` after a token with key `k`, value `v` and log of the decay `g`."""
+    k *= tl.rsqrt(tl.sum(k * k, axis=0) + _NORM_EPS)
+    state *= tl.exp(g)
+    known = tl.sum(state * k[:, None], axis=0)
+    return state + k[:, None] * ((v - known) * beta)[None, :]
+
+
+@triton.jit
 def _rule_kernel(
     x_ptr: tl.tensor,
     conv_ptr: tl.tensor,
@@ -72,6 +84,11 @@ def _rule_kernel(
     track_ptr: tl.tensor,
     bounds_ptr: tl.tensor,
     track_lens_ptr: tl.tensor,
+    kept_conv_ptr: tl.tensor,
+    kept_k_ptr: tl.tensor,
+    kept_v_ptr: tl.tensor,
+    kept_g_ptr: tl.tensor,
+    kept_beta_ptr: tl.tensor,
     stride: tl.tensor,
     scale: tl.tensor,
     Q0: tl.constexpr,
@@ -89,11 +106,13 @@ def _rule_kernel(
     KERNEL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    ONE: tl.constexpr,
+    EACH: tl.constexpr,
     TRACK: tl.constexpr,
+    KEEP: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Compute some values of one head of one request, token after token."""
+    """Compute some values of one head of one request, token after token. `EACH` is the number of
+    its tokens; 0: `bounds_ptr` has them. With `KEEP`, the tokens' inputs are left, and no state."""
     request = tl.program_id(2)
     head = tl.program_id(1)
     key_head, nth = head // REPEATS, head % REPEATS
@@ -127,14 +146,17 @@ def _rule_kernel(
         conv, weight_ptr, v_channels, is_value, KERNEL
     )
     await_kernels_before(EARLY)
-    if ONE:
-        begin = request.to(tl.int64)
-        end = begin + 1
+    if EACH > 0:
+        begin = request.to(tl.int64) * EACH
+        end = begin + EACH
     else:
         begin = tl.load(bounds_ptr + request)
         end = tl.load(bounds_ptr + request + 1)
         if begin >= end:
             return
+    # One program of a value head has its gates, one of a key head its query and key.
+    has_gates = tl.program_id(0) == 0
+    has_keys = is_key & has_gates & (nth == 0)
     state = state.to(tl.float32)
     kept = temporal_ptr.dtype.element_ty
     track_len = begin * 0
@@ -157,7 +179,15 @@ def _rule_kernel(
         v = _activated(xv, v_1st, vt0)
         beta = 1.0 / (1.0 + tl.exp(-b))
         step = a + bias
-        if not ONE:
+        if KEEP:
+            own_conv = kept_conv_ptr + token * channels
+            tl.store(own_conv + q_channels, xq, mask=has_keys)
+            tl.store(own_conv + k_channels, xk, mask=has_keys)
+            tl.store(own_conv + v_channels, xv, mask=is_value)
+            tl.store(kept_k_ptr + token * KEY_HEADS * KEY_DIM + q_channels, k, mask=has_keys)
+            own_v = kept_v_ptr + (token * heads + head) * VALUE_DIM
+            tl.store(own_v + values, v, mask=is_value)
+        if EACH != 1:
             q_1st, q_2nd, q_3rd = q_2nd + xq * qt1, q_3rd + xq * qt2, xq * qt3
             k_1st, k_2nd, k_3rd = k_2nd + xk * kt1, k_3rd + xk * kt2, xk * kt3
             v_1st, v_2nd, v_3rd = v_2nd + xv * vt1, v_3rd + xv * vt2, xv * vt3
@@ -170,12 +200,15 @@ def _rule_kernel(
             a = tl.load(row + a_col).to(tl.float32)
         step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
         q *= tl.rsqrt(tl.sum(q * q, axis=0) + _NORM_EPS) * scale
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + _NORM_EPS)
-        state *= tl.exp(-rate * step)
-        known = tl.sum(state * k[:, None], axis=0)
-        state += k[:, None] * ((v - known) * beta)[None, :]
+        g = -rate * step
+        state = advanced(state, k, v, g, beta)
         out = tl.sum(state * q[:, None], axis=0)
         tl.store(out_ptr + (token * heads + head) * VALUE_DIM + values, out, mask=is_value)
+        if KEEP:
+            tl.store(kept_g_ptr + token * heads + head, g, mask=has_gates)
+            tl.store(kept_beta_ptr + token * heads + head, beta, mask=has_gates)
+            # The next decode step would read the state as stored.
+            state = state.to(kept).to(tl.float32)
         if TRACK:  # noqa: SIM102 - known when this is compiled
             if token - begin + 1 == track_len:
                 snapshot = tl.load(track_ptr + request)
@@ -183,119 +216,8 @@ def _rule_kernel(
                 tl.store(temporal_ptr + (snapshot * heads + head) * size + place, rounded, inside)
                 # Later tokens continue from the snapshot as stored.
                 state = rounded.to(tl.float32)
-    tl.store(temporal_ptr + (slot * heads + head) * size + place, state.to(kept), mask=inside)
-
-
-@triton.jit
-def _inputs_before(
-    x_ptr: tl.tensor,
-    conv_ptr: tl.tensor,
-    at: tl.tensor,
-    begin: tl.tensor,
-    stride: tl.tensor,
-    cols: tl.tensor,
-    channels: tl.tensor,
-    inside: tl.tensor,
-    KERNEL: tl.constexpr,
-) -> tl.tensor:
-    """Inputs at `at`, `[channels, KERNEL - 1]`; those before `begin` are read from the state."""
-    is_old = (at < begin)[None, :] & inside
-    old = channels[:, None] * (KERNEL - 1) + (at - begin + KERNEL - 1)[None, :]
-    kept = conv_ptr.dtype.element_ty
-    got = tl.load(conv_ptr + old, mask=is_old, other=0.0)
-    new = x_ptr + at[None, :] * stride + cols[:, None]
-    seen = tl.load(new, mask=(at >= begin)[None, :] & inside, other=0.0).to(kept)
-    return tl.where(is_old, got, seen)
-
-
-@triton.jit
-def _move_conv(
-    x_ptr: tl.tensor,
-    conv_ptr: tl.tensor,
-    first: tl.tensor,
-    slot: tl.tensor,
-    snapshot: tl.tensor,
-    track_len: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    stride: tl.tensor,
-    cols: tl.tensor,
-    channels: tl.tensor,
-    is_channel: tl.tensor,
-    CHANNELS: tl.constexpr,
-    KERNEL: tl.constexpr,
-    PAST: tl.constexpr,
-    TRACK: tl.constexpr,
-) -> None:
-    """Write the conv state of some channels after a request's tokens, and that of its snapshot."""
-    past = tl.arange(0, PAST)
-    inside = is_channel[:, None] & (past < KERNEL - 1)[None, :]
-    size = CHANNELS * (KERNEL - 1)
-    before = conv_ptr + first * size
-    to = channels[:, None] * (KERNEL - 1) + past[None, :]
-    at = end - (KERNEL - 1) + past
-    final = _inputs_before(x_ptr, before, at, begin, stride, cols, channels, inside, KERNEL)
-    if TRACK:
-        at = begin + track_len - (KERNEL - 1) + past
-        inside_too = inside & (past * 0 + track_len > 0)[None, :]
-        kept = _inputs_before(x_ptr, before, at, begin, stride, cols, channels, inside_too, KERNEL)
-        tl.store(conv_ptr + snapshot * size + to, kept, mask=inside_too)
-    # The whole state must be read before any of it is overwritten.
-    tl.debug_barrier()
-    tl.store(conv_ptr + slot * size + to, final, mask=inside)
-
-
-@triton.jit
-def keep_conv_states(
-    x_ptr: tl.tensor,
-    conv_ptr: tl.tensor,
-    head: tl.tensor,
-    first: tl.tensor,
-    slot: tl.tensor,
-    snapshot: tl.tensor,
-    track_len: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    stride: tl.tensor,
-    Q0: tl.constexpr,
-    K0: tl.constexpr,
-    V0: tl.constexpr,
-    QK_STEP: tl.constexpr,
-    V_STEP: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    REPEATS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KERNEL: tl.constexpr,
-    PAST: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    TRACK: tl.constexpr,
-) -> None:
-    """Write a request's conv states, after its tokens and of its snapshot, of the channels of one
-    value head; the first value head of a key head has its query and key too."""
-    key_head, nth = head // REPEATS, head % REPEATS
-    values = tl.arange(0, BLOCK_V)
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + KEY_HEADS * REPEATS * VALUE_DIM
-    _move_conv(
-        x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
-        V0 + key_head * V_STEP + nth * VALUE_DIM + values,
-        2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values,
-        values < VALUE_DIM, CHANNELS, KERNEL, PAST, TRACK,
-    )  # fmt: skip
-    if nth == 0:
-        keys = tl.arange(0, BLOCK_K)
-        is_key = keys < KEY_DIM
-        _move_conv(
-            x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
-            Q0 + key_head * QK_STEP + keys, key_head * KEY_DIM + keys,
-            is_key, CHANNELS, KERNEL, PAST, TRACK,
-        )  # fmt: skip
-        _move_conv(
-            x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
-            K0 + key_head * QK_STEP + keys, (KEY_HEADS + key_head) * KEY_DIM + keys,
-            is_key, CHANNELS, KERNEL, PAST, TRACK,
-        )  # fmt: skip
+    if not KEEP:
+        tl.store(temporal_ptr + (slot * heads + head) * size + place, state.to(kept), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "requests"])
@@ -328,12 +250,12 @@ def _finish_kernel(
     PAST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    ONE: tl.constexpr,
+    EACH: tl.constexpr,
     TRACK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Normalise and gate one head of a token. Rows after the tokens write a head's conv state,
-    because all programs of `_rule_kernel` read it."""
+    """Normalise and gate one head of a token. Rows after the tokens, which a verification does not
+    have, write a head's conv state, because all programs of `_rule_kernel` read it."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     key_head, nth = head // REPEATS, head % REPEATS
@@ -348,7 +270,7 @@ def _finish_kernel(
     await_kernels_before(EARLY)
     if row < tokens:
         known = row * 0 + tokens
-        if not ONE:
+        if EACH == 0:
             known = tl.load(bounds_ptr + requests)
         at = (row * heads + head) * VALUE_DIM + values
         # Padding tokens were not computed, and must not spread stale memory.
@@ -362,9 +284,9 @@ def _finish_kernel(
         normed = x * scale * weight * (wide / (1.0 + tl.exp(-wide)))
         tl.store(out_ptr + at, normed.to(gate.dtype), mask=is_value)
         return
-    if ONE:
-        begin = request
-        end = begin + 1
+    if EACH > 0:
+        begin = request * EACH
+        end = begin + EACH
     else:
         begin = tl.load(bounds_ptr + request)
         end = tl.load(bounds_ptr + request + 1)
@@ -389,14 +311,16 @@ def attend_linearly(
     norm: tuple[torch.Tensor, float],
     states: DeltaStates,
 ) -> torch.Tensor:
-    """Update the states of all requests, and compute the output projection's input.
+    """Update the states of all requests, or keep their inputs, and compute the output projection's
+    input.
 
     Args:
         x: `[num_tokens, columns]` with dense rows: the projections of the layer's input.
         gates: The convolution's weight `[channels, kernel]`, then the log of the decay rate and the
             bias of the time step, `[num_heads]` each; all fp32.
         norm: Weight `[value_dim]` and epsilon of the gated norm.
-        states: Read and overwritten.
+        states: Read and, without `kept`, overwritten. Without `bounds`, `num_tokens` is a multiple
+            of `bs`.
 
     Returns:
         `[num_tokens, num_heads * value_dim]` of the dtype of `x`; zeros after the tokens of all
@@ -405,12 +329,14 @@ def attend_linearly(
     num_tokens = len(x)
     conv_weight, a_log, dt_bias = gates
     weight, eps = norm
-    is_one, tracks = states.bounds is None, states.track_slots is not None
-    requests = len(states.slots)
+    tracks, requests = states.track_slots is not None, len(states.slots)
+    each = num_tokens // requests if states.bounds is None else 0
+    kept = states.kept
     heads, value_dim = layout.key_heads * layout.repeats, layout.value_dim
     assert x.stride(1) == 1 and conv_weight.is_contiguous()
     assert states.temporal.is_contiguous() and states.conv.is_contiguous()
-    assert not is_one or requests == num_tokens
+    assert states.bounds is not None or requests * each == num_tokens
+    assert kept is None or (each > 0 and not tracks)
     assert layout.kernel <= MOST_TAPS
     attended = torch.empty((num_tokens, heads, value_dim), dtype=torch.float32, device=x.device)
     out = torch.empty((num_tokens, heads * value_dim), dtype=x.dtype, device=x.device)
@@ -420,21 +346,22 @@ def attend_linearly(
     track_slots = slots if states.track_slots is None else states.track_slots
     track_lens = slots if states.track_lens is None else states.track_lens
     indices = states.read_slots, slots, track_slots, bounds, track_lens
-    has_more = not is_one or requests > _FEW_REQUESTS
+    inputs = (x,) * 5 if kept is None else kept
+    has_more = each == 0 or requests > _FEW_REQUESTS
     block_v = min(_VALUES_AT_ONCE[has_more], triton.next_power_of_2(value_dim))
     block_k = triton.next_power_of_2(layout.key_dim)
     shape = {
         "Q0": layout.q, "K0": layout.k, "V0": layout.v, "QK_STEP": layout.qk_step,
         "V_STEP": layout.v_step, "KEY_HEADS": layout.key_heads, "REPEATS": layout.repeats,
         "KEY_DIM": layout.key_dim, "VALUE_DIM": value_dim, "KERNEL": layout.kernel,
-        "BLOCK_K": block_k, "ONE": is_one, "TRACK": tracks, **early_start(x),
+        "BLOCK_K": block_k, "EACH": each, "TRACK": tracks, **early_start(x),
     }  # fmt: skip
     _rule_kernel[(triton.cdiv(value_dim, block_v), heads, requests)](
         x, states.conv, states.temporal, conv_weight, a_log, dt_bias, attended, *indices,
-        x.stride(0), layout.key_dim**-0.5, B0=layout.b, A0=layout.a, BA_STEP=layout.ba_step,
-        BLOCK_V=block_v, num_warps=_WARPS, **shape,
+        *inputs, x.stride(0), layout.key_dim**-0.5, B0=layout.b, A0=layout.a,
+        BA_STEP=layout.ba_step, KEEP=kept is not None, BLOCK_V=block_v, num_warps=_WARPS, **shape,
     )  # fmt: skip
-    _finish_kernel[(heads, num_tokens + requests)](
+    _finish_kernel[(heads, num_tokens + (requests if kept is None else 0))](
         x, states.conv, attended, weight, out, *indices, num_tokens, requests, x.stride(0), eps,
         Z0=layout.z, PAST=triton.next_power_of_2(layout.kernel - 1),
         BLOCK_V=triton.next_power_of_2(value_dim), num_warps=1, **shape,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers.linear_attention.delta_net import convolve_decode, convolve_extend
+from sglang.srt.layers.linear_attention.causal_conv import convolve_decode, convolve_extend
 from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
 from sglang.test.ci.ci_register import register_cpu_ci
 
