@@ -8,15 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rigs.models.kernel_layers import (
-    DEVICE,
-    HALF,
-    batch_of,
-    delta_net,
-    pool_of,
-    randn,
-    relative_error,
-)
+from rigs.models.delta_layers import pool_of, run_step
+from rigs.models.kernel_layers import DEVICE, HALF, delta_net, randn, relative_error
 from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.forward_batch_info import StateBatch
 from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
@@ -33,22 +26,6 @@ WHOLE: dict[str, Any] = {"key_dim": 64, "value_dim": 128}
 
 def on_device(values: list[int] | None) -> torch.Tensor | None:
     return None if values is None else torch.tensor(values, device=DEVICE)
-
-
-def run(
-    layer: GatedDeltaNet,
-    pool: MambaPool,
-    x: torch.Tensor,
-    new: list[int] | None,
-    states: StateBatch,
-    rows: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The layer's output for a batch (`batch_of`)."""
-    nothing: Any = None
-    batch = batch_of(pool, len(x), new, states)
-    out, _ = layer.forward(x, torch.zeros_like(x), nothing, batch, rows)
-    assert isinstance(out, torch.Tensor)
-    return out
 
 
 def run_both(
@@ -75,8 +52,8 @@ def run_both(
         if track is not None:
             states.track_slots = on_device(track["slots"])
             states.track_lens_cpu = track["lens"]
-        out = run(own, pool, x, new, states)
-        last = run(own, pool, x, new, states, rows)
+        out = run_step(own, pool, x, new, states)
+        last = run_step(own, pool, x, new, states, rows)
         assert rows is None or len(last) == len(rows)
         found.append((torch.cat([out, last]), pool))
     return found
@@ -141,7 +118,7 @@ def test_keys_that_repeat_are_corrected_exactly(strength: float) -> None:
         slots = on_device([3])
         assert slots is not None
         x = randn(1, 32, seed=5).expand(300, 32).contiguous()
-        found.append((run(own, pool, x, [300], StateBatch(slots=slots)), pool))
+        found.append((run_step(own, pool, x, [300], StateBatch(slots=slots)), pool))
     assert_same(found, 1e-4)
 
 
@@ -173,9 +150,9 @@ def run_from_snapshot(
     x, pool = randn(tokens, 32, seed=7, dtype=dtype), pool_of(layer, HALF, dtype)
     slots = torch.tensor([[3], [4], [10]], device=DEVICE)
     tracked = StateBatch(slots=slots[0], track_slots=slots[2], track_lens_cpu=[4])
-    whole = run(layer, pool, x, [tokens], tracked)
+    whole = run_step(layer, pool, x, [tokens], tracked)
     states = StateBatch(slots=slots[1], first_slots=slots[2])
-    return whole, run(layer, pool, x[4:], [tokens - 4], states), pool
+    return whole, run_step(layer, pool, x[4:], [tokens - 4], states), pool
 
 
 def test_wide_convolutions_and_odd_heads_are_left_to_torch() -> None:

@@ -1,0 +1,109 @@
+"""Kernels of verification and commit: what the same layers give in torch, and bit for bit the same
+states whatever is rejected."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from rigs.models.delta_layers import (
+    buffers_of,
+    copied,
+    decode_all,
+    pool_of,
+    verify,
+)
+from rigs.models.kernel_layers import DEVICE, HALF, delta_net, randn, relative_error
+from sglang.srt.layers.cuda_kernels import KERNELS
+from sglang.srt.layers.linear_attention import verify as verify_module
+from sglang.srt.layers.linear_attention.verify import commit_verified
+from sglang.srt.mem_cache.device.state_pool import MambaPool
+from sglang.test.ci.ci_register import register_cuda_ci
+
+register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
+
+SLOTS = torch.tensor([3, 7, 1, 0], device=DEVICE)
+"""Three requests and a padding row."""
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device=DEVICE)
+
+
+def commit_all(
+    layer: Any, x: torch.Tensor, ssm_dtype: torch.dtype, patch: pytest.MonkeyPatch, kernels: Any
+) -> tuple[torch.Tensor, MambaPool]:
+    """Outputs of a verification, and the pool after both commits of a step; `kernels` None: in
+    torch."""
+    own = copy.copy(layer)
+    own._kernels = kernels
+    patch.setattr(verify_module, "fused_kernels", lambda device: kernels)
+    pool = pool_of(layer, ssm_dtype, x.dtype)
+    buffers, before = buffers_of(pool, x), copied(pool)
+    out = verify(own, pool, x, SLOTS, buffers)
+    assert torch.equal(pool.temporal, before.temporal)
+    assert torch.equal(pool.conv, before.conv)
+    commit_verified(buffers, pool, SLOTS, ids(0, 2, 1, 0), ids(10, 11, 0, 0))
+    assert torch.equal(pool.temporal[:, :10], before.temporal[:, :10]), "padding is left out"
+    commit_verified(buffers, pool, SLOTS, ids(3, 2, 0, 1), SLOTS)
+    assert torch.equal(pool.temporal[:, 1], before.temporal[:, 1])
+    return out[:3], pool
+
+
+@pytest.mark.parametrize(
+    ("changes", "ssm_dtype"),
+    [
+        ({}, torch.float32),
+        ({"is_grouped": False, "num_key_heads": 2, "num_heads": 4, "value_dim": 40}, HALF),
+        ({"kernel": 2}, torch.float32),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_outputs_and_states_are_those_of_torch(
+    changes: dict[str, Any],
+    ssm_dtype: torch.dtype,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = delta_net(dtype, **changes)
+    x = randn(4, 3, 32, seed=11, dtype=dtype)
+    want, want_pool = commit_all(layer, x, ssm_dtype, monkeypatch, None)
+    got, pool = commit_all(layer, x, ssm_dtype, monkeypatch, KERNELS)
+    bound = 1e-5 if dtype is ssm_dtype is torch.float32 else 5e-3
+    assert relative_error(got, want) < bound
+    assert relative_error(pool.temporal[:, 1:], want_pool.temporal[:, 1:]) < bound
+    assert relative_error(pool.conv[:, 1:], want_pool.conv[:, 1:]) < 1e-6
+    for buffer in pool.buffers:
+        assert torch.equal(buffer[:, 7], buffer[:, 11]), "the snapshot of as many tokens"
+
+
+def test_what_is_rejected_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = delta_net(HALF)
+    x = randn(4, 3, 32, seed=12, dtype=HALF)
+    others = x.clone()
+    others[1, 2:], others[2, 1:] = float("nan"), float("nan")
+    _, want = commit_all(layer, x, torch.float32, monkeypatch, KERNELS)
+    _, got = commit_all(layer, others, torch.float32, monkeypatch, KERNELS)
+    assert torch.equal(got.temporal, want.temporal)
+    assert torch.equal(got.conv, want.conv)
+
+
+def test_kernels_of_decode_steps_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = delta_net(torch.float32)
+    layer._kernels = KERNELS
+    monkeypatch.setattr(verify_module, "fused_kernels", lambda device: KERNELS)
+    pool = pool_of(layer, HALF, torch.float32)
+    x, slots, steps = randn(2, 3, 32, seed=13), ids(3, 7), copied(pool)
+    buffers = buffers_of(pool, x)
+    out = verify(layer, pool, x, slots, buffers)
+    commit_verified(buffers, pool, slots, ids(3, 3), slots)
+    assert relative_error(out, decode_all(layer, steps, x, slots)) < 1e-5
+    assert relative_error(pool.temporal, steps.temporal) < 1e-4
+    assert torch.equal(pool.conv, steps.conv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
