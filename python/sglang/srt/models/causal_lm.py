@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -17,11 +16,6 @@ from sglang.srt.mem_cache.device.state_spec import StateSpec
 
 class CausalLM(torch.nn.Module, ABC):
     """A causal language model, or one rank's share of it. Only the thread that runs it uses it."""
-
-    draft_layer: Any = None
-
-    def draft_logits(self, hidden: torch.Tensor) -> Any:
-        raise NotImplementedError
 
     @abstractmethod
     def forward(

@@ -24,7 +24,7 @@ import torch
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.linear_attention.verify import VerifyBuffers, commit_verified
-from sglang.srt.mem_cache.device.state_pool import MambaPool, StatePool
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
 if TYPE_CHECKING:
@@ -98,8 +98,12 @@ class EAGLEWorker:
         self._states = pool
         self._verified: VerifyBuffers | None = None
         if pool is not None:
+            assert isinstance(pool.spec, MambaSpec)
             self._verified = VerifyBuffers.of(
-                runner.model, runner.req_to_token_pool.size, num_draft_tokens
+                pool.spec,
+                max_batch_size=rows.size,
+                num_draft_tokens=num_draft_tokens,
+                device=pool.device,
             )
 
     def draft(self, batch: ForwardBatch) -> torch.Tensor:
