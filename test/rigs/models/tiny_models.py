@@ -43,6 +43,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from rigs.drafts.tiny_drafts import save_draft
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
@@ -206,16 +207,27 @@ def tiny_config(family: str, **overrides: Any) -> Any:
 
 
 def save_tiny_checkpoint(
-    directory: Path | str, family: str, *, dtype: torch.dtype = torch.float32, **overrides: Any
+    directory: Path | str,
+    family: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    mtp: bool = False,
+    **overrides: Any,
 ) -> PreTrainedModel:
     """Write a random model of `family`, a key of `_CLASSES`; return transformers' model.
 
     Args:
+        mtp: Whether it has a layer that drafts tokens, whose weights `tiny_draft` makes.
         overrides: Fields of the family's config, of its text model where that is a part, and
             `max_shard_size` for the writer.
     """
     _, model_class = _CLASSES[family]
     shard = overrides.pop("max_shard_size", "1GB")
+    if mtp:
+        field = (
+            "mtp_num_hidden_layers" if family in _HYBRID_FAMILIES else "num_nextn_predict_layers"
+        )
+        overrides = {field: 1, **overrides}
     config = tiny_config(family, **overrides)
     generator = torch.Generator().manual_seed(17)
     model: PreTrainedModel = model_class(config).eval()
@@ -234,6 +246,8 @@ def save_tiny_checkpoint(
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     torch.nn.Module.to(model, dtype=dtype)
     model.save_pretrained(str(directory), max_shard_size=shard)
+    if mtp:
+        save_draft(directory, model)
     return model
 
 
@@ -264,12 +278,14 @@ class StepDriver:
     ) -> None:
         """Args:
         num_states: Slots of recurrent states, those of the rows included; None: no others.
-        config: Further fields of `ModelRunnerConfig`, and `dtype` of the model.
+        config: Further fields of `ModelRunnerConfig`, and `dtype`, `ssm_dtype` and
+            `has_draft_layer` of the model.
         """
         model_config = ModelConfig.from_path(
             str(model_path),
             dtype=config.pop("dtype", "auto"),
             ssm_dtype=config.pop("ssm_dtype", "float32"),
+            has_draft_layer=config.pop("has_draft_layer", False),
         )
         self.runner = ModelRunner(
             ModelRunnerConfig(

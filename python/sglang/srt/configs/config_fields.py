@@ -88,9 +88,16 @@ class ConfigFields:
     """Supported values by field, for each item where the value is a list. Null is always one."""
     rope: frozenset[str] = frozenset()
     """Harmless fields of `rope_parameters`."""
+    num_draft_layers: str | None = None
+    """Field with the number of layers that draft tokens (MTP); None: no such layer is supported."""
     text: ConfigFields | None = None
     """Fields of `text_config`, if the text model has its settings there; only the text model is
     served."""
+
+    @property
+    def of_text(self) -> ConfigFields:
+        """The fields of the text model."""
+        return self.text or self
 
     def known(self) -> frozenset[str]:
         """Fields whose values are not checked here."""
@@ -112,7 +119,9 @@ _LINEAR: Final = _words("""
 _DRAFTS: Final = _words("""
     mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers
 """)
-"""Of layers that draft tokens, which are not read."""
+"""Of layers that draft tokens: without effect unless these are loaded."""
+_HYBRID_DRAFTS: Final = "mtp_num_hidden_layers"
+_LATENT_DRAFTS: Final = "num_nextn_predict_layers"
 _HYBRID_FIXED: Final = {
     "layer_types": ("linear_attention", "full_attention"),
     "attn_output_gate": (True,),
@@ -143,6 +152,7 @@ _QWEN3_5: Final = ConfigFields(
     harmless=_DRAFTS | _WINDOWS | _words("mamba_ssm_dtype"),
     fixed=_HYBRID_FIXED,
     rope=_words("mrope_section mrope_interleaved"),
+    num_draft_layers=_HYBRID_DRAFTS,
 )
 _QWEN3_5_MOE: Final = ConfigFields(
     model_types=_words("qwen3_5_moe_text"),
@@ -151,6 +161,7 @@ _QWEN3_5_MOE: Final = ConfigFields(
     harmless=_QWEN3_5.harmless,
     fixed={**_HYBRID_FIXED, "norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
     rope=_QWEN3_5.rope,
+    num_draft_layers=_HYBRID_DRAFTS,
 )
 
 _DEEPSEEK_V3: Final = ConfigFields(
@@ -159,6 +170,7 @@ _DEEPSEEK_V3: Final = ConfigFields(
     read_by_class=_LATENT_BY_CLASS,
     harmless=_words("qk_head_dim"),
     fixed=_LATENT_FIXED,
+    num_draft_layers=_LATENT_DRAFTS,
 )
 
 _DEEPSEEK_V32: Final = ConfigFields(
@@ -172,11 +184,14 @@ _DEEPSEEK_V32: Final = ConfigFields(
         "layer_types": ("indexed_attention", "deepseek_sparse_attention"),
         "indexer_rope_interleave": (False,),
     },
+    num_draft_layers=_LATENT_DRAFTS,
 )
 _SHARED_CHOICE: Final = _words("index_topk_freq index_skip_topk_offset index_topk_pattern")
 
 FIELDS: Final[Mapping[str, ConfigFields]] = {
-    "DeepseekV2ForCausalLM": replace(_DEEPSEEK_V3, model_types=_words("deepseek_v2")),
+    "DeepseekV2ForCausalLM": replace(
+        _DEEPSEEK_V3, model_types=_words("deepseek_v2"), num_draft_layers=None
+    ),
     "DeepseekV32ForCausalLM": replace(
         _DEEPSEEK_V32,
         fixed={**_DEEPSEEK_V32.fixed, "indexer_types": ("full",), "index_topk_freq": (1,)},
@@ -186,6 +201,7 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         model_types=_words("glm4_moe"),
         read=_SIGMOID_EXPERTS | _words("attention_bias use_qk_norm first_k_dense_replace"),
         read_by_class=_LATENT_BY_CLASS,
+        num_draft_layers=_LATENT_DRAFTS,
     ),
     "GlmMoeDsaForCausalLM": replace(
         _DEEPSEEK_V32,
@@ -234,6 +250,7 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         read_by_class=_words("full_attention_interval"),
         harmless=_DRAFTS | _WINDOWS,
         fixed=_HYBRID_FIXED,
+        num_draft_layers=_HYBRID_DRAFTS,
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": ConfigFields(

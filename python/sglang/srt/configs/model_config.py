@@ -6,6 +6,7 @@ Nothing here uses the network.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from sglang.srt.configs.rope_config import RopeConfig
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -81,7 +84,7 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Layers with state or without, the one that drafts included."""
+        """All layers that are loaded: `num_hidden_layers`, and the draft layer if there is one."""
         return self.num_hidden_layers + self.has_draft_layer
 
     @classmethod
@@ -130,6 +133,8 @@ class ModelConfig:
         )
         whole = _parse_hf_config(directory, raw, architecture)
         hf = whole if FIELDS[architecture].text is None else getattr(whole, TEXT_CONFIG)
+        if has_draft_layer:
+            _check_draft_layer(hf, architecture)
         num_heads = positive_int(hf, "num_attention_heads")
         hidden_size = positive_int(hf, "hidden_size")
         kv_heads = getattr(hf, "num_key_value_heads", None) or num_heads
@@ -193,6 +198,41 @@ def _parse_hf_config(directory: Path, raw: dict[str, Any], architecture: str) ->
         raise ValueError(f"{directory}/config.json is not valid: {cause}") from error
     assert isinstance(config, PretrainedConfig)
     return config
+
+
+def _check_draft_layer(hf: PretrainedConfig, architecture: str) -> None:
+    """Log how many of the checkpoint's layers that draft tokens are left out.
+
+    Raises:
+        ValueError: The architecture or the checkpoint has no such layer, or it has an embedding of
+            its own. One line with the remedy.
+    """
+    remedy = "remove --speculative-algorithm"
+    field = FIELDS[architecture].of_text.num_draft_layers
+    if field is None:
+        able = [name for name, fields in FIELDS.items() if fields.of_text.num_draft_layers]
+        raise ValueError(
+            f"--speculative-algorithm: {architecture} has no layer that drafts tokens; supported "
+            f"are {', '.join(able)}: {remedy}"
+        )
+    # A checkpoint without the field may have one such layer: the loader misses its tensors.
+    count = getattr(hf, field, None)
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ValueError(
+            f"config.json: {field}={count!r}: the checkpoint has no layer that drafts tokens: "
+            f"{remedy}"
+        )
+    if getattr(hf, "mtp_use_dedicated_embeddings", False):
+        raise ValueError(
+            "config.json: mtp_use_dedicated_embeddings=True is not supported for a layer that "
+            f"drafts tokens, which shares the model's embedding: {remedy}"
+        )
+    if count is not None and count > 1:
+        logger.info(
+            "config.json: %s=%d: the first layer that drafts tokens is loaded, and drafts all",
+            field,
+            count,
+        )
 
 
 def _linear_attention_layers(hf: PretrainedConfig) -> tuple[int, ...]:

@@ -164,7 +164,7 @@ class ForwardBatch:
     pools: Mapping[PoolName, BaseDevicePool] | None = None
     """The pools of all state, including `token_to_kv_pool`. Set by the runner."""
     mostly_done: Event | None = None
-    """Recorded when three quarters of the layers are done; None: nothing waits for that."""
+    """Recorded when about three quarters of the layers are done; None: nothing waits for that."""
 
     @property
     def batch_size(self) -> int:
@@ -195,7 +195,8 @@ class ForwardBatch:
             self.on_layer(layer_id)
         if self.mostly_done is not None:
             layers = self.token_to_kv_pool.spec.layers
-            if layer_id == layers[3 * len(layers) // 4]:
+            # Never the last of several layers, which may be one that drafts, in a pass of its own.
+            if layer_id == layers[3 * (len(layers) - 1) // 4]:
                 self.mostly_done.record()
 
     def rows_for_logits(self) -> torch.Tensor | None:

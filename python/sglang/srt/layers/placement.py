@@ -230,3 +230,10 @@ class WeightedLayer(torch.nn.Module, ABC):
         """Yield the stacked tensors that a checkpoint may have instead of some of `weight_slots`,
         which their `parts` name."""
         return iter(())
+
+
+def slots_in(module: torch.nn.Module) -> NamedSlots:
+    """Full name and slot of every checkpoint tensor that the layers in `module` need."""
+    for layer in module.modules():
+        if isinstance(layer, WeightedLayer):
+            yield from layer.weight_slots()

@@ -143,7 +143,8 @@ class ExtendGraphRunner:
             backend.init_forward_metadata_extend_graph(forward_batch, *size)
         first, *others = self._pieces[size]
         first.replay()
-        for (layer, pool), piece in zip(self._waits, others, strict=True):
+        # A draft layer, the last one, is no part of this pass.
+        for (layer, pool), piece in zip(self._waits[: len(others)], others, strict=True):
             forward_batch.begin_layer(layer)
             pool.wait_for_layer(layer)
             piece.replay()

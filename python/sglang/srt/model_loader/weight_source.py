@@ -9,7 +9,7 @@ from typing import Protocol
 
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.layers.layer_weight import SCALES, ZEROS, weight_shape
-from sglang.srt.layers.placement import WeightSlot
+from sglang.srt.layers.placement import WeightSlot, slots_in
 from sglang.srt.layers.quantization.quantized_tensor import QuantizedTensor
 from sglang.srt.layers.weight_format import FormatOf
 from sglang.srt.models.causal_lm import CausalLM
@@ -189,9 +189,13 @@ class WeightSlots:
         Args:
             source: Name of the source, for the error.
         """
-        if self._empty:
-            first = next(iter(self._empty))
+        if not self._empty:
+            return
+        first, draft = next(iter(self._empty)), self._model.draft_layer
+        missing = f"tensor {first!r} is in no weight file ({len(self._empty)} of {len(self)}"
+        if draft is not None and self._empty.keys() <= dict(slots_in(draft)).keys():
             raise ValueError(
-                f"{source}: tensor {first!r} is in no weight file ({len(self._empty)} of "
-                f"{len(self)} are missing): copy the checkpoint again"
+                f"{source}: {type(self._model).__name__} has no whole layer that drafts tokens: "
+                f"{missing} are missing): remove --speculative-algorithm"
             )
+        raise ValueError(f"{source}: {missing} are missing): copy the checkpoint again")

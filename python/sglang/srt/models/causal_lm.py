@@ -9,13 +9,21 @@ import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.placement import NamedSlots, WeightedLayer
+from sglang.srt.layers.placement import NamedSlots, WeightedLayer, slots_in
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
 from sglang.srt.mem_cache.device.state_spec import StateSpec
+from sglang.srt.models.mtp import DraftLayer
 
 
 class CausalLM(torch.nn.Module, ABC):
-    """A causal language model, or one rank's share of it. Only the thread that runs it uses it."""
+    """A causal language model, or one rank's share of it. Only the thread that runs it uses it.
+
+    Attributes:
+        draft_layer: The layer that drafts tokens; None: the model was loaded without one.
+    """
+
+    draft_layer: DraftLayer | None
 
     @abstractmethod
     def forward(
@@ -32,9 +40,17 @@ class CausalLM(torch.nn.Module, ABC):
         """
 
     @abstractmethod
+    def draft_logits(self, hidden: torch.Tensor) -> VocabLogits:
+        """Logits of the draft layer's hidden states, by the model's own head.
+
+        Args:
+            hidden: `[rows, hidden_size]`, from `DraftLayer.forward`.
+        """
+
+    @abstractmethod
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        """Specs of the state cached per token and per prefix. The spec whose slots others share
-        comes first.
+        """Specs of the state cached per token and per prefix, including the draft layer's. The spec
+        whose slots others share comes first.
 
         Args:
             kv_dtype: Dtype in which keys, values and latent rows are stored.
@@ -46,9 +62,7 @@ class CausalLM(torch.nn.Module, ABC):
 
     def weight_slots(self) -> NamedSlots:
         """Full name and slot of every checkpoint tensor that the model needs."""
-        for module in self.modules():
-            if isinstance(module, WeightedLayer):
-                yield from module.weight_slots()
+        return slots_in(self)
 
     def stacked_slots(self) -> NamedSlots:
         """Stacked tensors that a checkpoint may have instead; see `WeightedLayer`."""

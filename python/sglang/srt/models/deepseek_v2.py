@@ -145,7 +145,8 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
         self.is_shared = after < config.num_hidden_layers and after not in settings.full_layers
         """True if the next layer shares the choice."""
         self.indexer: Indexer | None = None
-        if layer_id in settings.full_layers:
+        is_draft = layer_id == config.num_hidden_layers
+        if is_draft or layer_id in settings.full_layers:
             self.indexer = Indexer(
                 settings,
                 self.mla,
@@ -199,7 +200,8 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def _sparse_layers(cls, config: ModelConfig) -> Iterable[int]:
-        return range(config.hf_config.first_k_dense_replace, config.num_hidden_layers)
+        """Layers with experts. The draft layer always has some."""
+        return range(config.hf_config.first_k_dense_replace, config.num_layers)
 
     @classmethod
     def _sparse_options(cls, config: ModelConfig) -> SparseMoeOptions:
@@ -284,7 +286,8 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
                 f"config.json: mlp_layer_types={types} must name each of "
                 f"{config.num_hidden_layers} layers 'dense' or 'sparse'"
             )
-        return [layer for layer, name in enumerate(types) if name == "sparse"]
+        draft = range(config.num_hidden_layers, config.num_layers)
+        return [*(layer for layer, name in enumerate(types) if name == "sparse"), *draft]
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """Latent rows and, in the same slots, keys of the layers with an indexer. Keys are in fp8
@@ -292,8 +295,9 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
         (latent,) = super().state_specs(kv_dtype)
         assert isinstance(latent, MLASpec)
         index_dtype = kv_dtype if kv_dtype is FP8 else self._index_dtype
-        settings = self._indexer
-        rows = NSASpec.beside(latent, settings.head_dim, index_dtype, settings.full_layers)
+        modules = (one for one in self.modules() if isinstance(one, DeepseekV32Attention))
+        layers = [one.attn.layer_id for one in modules if one.indexer is not None]
+        rows = NSASpec.beside(latent, self._indexer.head_dim, index_dtype, layers)
         return rows, rows.indexer
 
 

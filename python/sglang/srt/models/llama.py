@@ -21,9 +21,10 @@ from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import FULL_ATTENTION, SLIDING_WINDOW, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation, apply_rotary
-from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.layers.vocab_parallel_embedding import VocabLogits, VocabParallelEmbedding
 from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.models.mtp import DraftLayer, DraftNames
 
 
 class SelfAttention(Protocol):
@@ -273,9 +274,8 @@ class LlamaForCausalLM(CausalLM):
 
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__()
-        self.model = LlamaModel(
-            config, self.decoder_options(config), placement.at(self.model_prefix)
-        )
+        options = self.decoder_options(config)
+        self.model = LlamaModel(config, options, placement.at(self.model_prefix))
         self.lm_head = (
             None
             if config.tie_word_embeddings
@@ -285,11 +285,12 @@ class LlamaForCausalLM(CausalLM):
         )
         self._kv_share = placement.kv_state_share(config.num_key_value_heads)
         self._window, self._dtype = config.sliding_window, config.dtype
-        extra = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
-        first = config.num_hidden_layers
-        self._draft_prefixes = tuple(
-            f"{self.model_prefix}.layers.{first + i}." for i in range(extra)
-        )
+        names = self.draft_names(config)
+        self.draft_layer = None
+        self._unread = names.all
+        if config.has_draft_layer:
+            self.draft_layer = self._make_draft_layer(config, options, placement, names)
+            self._unread = names.others
 
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:
@@ -297,14 +298,48 @@ class LlamaForCausalLM(CausalLM):
         mlp_bias = bool(getattr(config.hf_config, "mlp_bias", False))
         return DecoderOptions(qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
 
+    @classmethod
+    def draft_names(cls, config: ModelConfig) -> DraftNames:
+        """Names of draft layers, if the checkpoint has any."""
+        count = getattr(config.hf_config, "num_nextn_predict_layers", None) or 0
+        return DraftNames.as_next_layers(
+            f"{cls.model_prefix}.layers", config.num_hidden_layers, count
+        )
+
+    def _make_draft_layer(
+        self,
+        config: ModelConfig,
+        options: DecoderOptions,
+        placement: TensorPlacement,
+        names: DraftNames,
+    ) -> DraftLayer:
+        return DraftLayer(
+            names,
+            placement,
+            embed=self.model.embed_tokens.forward,
+            rotate=self.model.rotary_emb.forward,
+            layer=LlamaDecoderLayer(
+                config, options, placement.at(names.layer), config.num_hidden_layers
+            ),
+            norm=options.norm,
+            hidden_size=config.hidden_size,
+            eps=config.rms_norm_eps,
+        )
+
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
         hidden_states = self.model.forward(input_ids, positions, forward_batch)
         if (share := forward_batch.context_share) is not None:
             hidden_states, forward_batch = share.gather_hidden(hidden_states), share.whole
-        head = self.lm_head or self.model.embed_tokens
-        return compute_logits(hidden_states, head, forward_batch)
+        return compute_logits(hidden_states, self._head, forward_batch)
+
+    def draft_logits(self, hidden: torch.Tensor) -> VocabLogits:
+        return self._head.logits(hidden)
+
+    @property
+    def _head(self) -> VocabParallelEmbedding:
+        return self.lm_head or self.model.embed_tokens
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """The spec of the keys and values of all attention layers, and of those with a window.
@@ -324,10 +359,10 @@ class LlamaForCausalLM(CausalLM):
         return kv, window_spec(windowed, self._window, heads, dim, self._dtype, share)
 
     def is_redundant(self, name: str) -> bool:
-        """Also true of the layers past the last one, which only draft tokens."""
+        """Also true of tensors of draft layers that are not loaded."""
         tied_head = name == "lm_head.weight" and self.lm_head is None
-        is_draft = name.startswith(self._draft_prefixes)
-        return tied_head or is_draft or name.endswith(".rotary_emb.inv_freq")
+        is_unread = name.startswith(self._unread)
+        return tied_head or is_unread or name.endswith(".rotary_emb.inv_freq")
 
 
 class MinistralForCausalLM(LlamaForCausalLM):

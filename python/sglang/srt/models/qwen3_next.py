@@ -29,6 +29,7 @@ from sglang.srt.models.llama import (
     LlamaAttention,
     LlamaForCausalLM,
 )
+from sglang.srt.models.mtp import DraftNames
 from sglang.srt.models.qwen import sparse_layers, sparse_options
 
 
@@ -118,8 +119,10 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def sparse_layers(cls, config: ModelConfig) -> frozenset[int]:
-        """Indices of the layers with experts."""
-        return sparse_layers(config) if config.hf_config.num_experts > 0 else frozenset()
+        """Indices of the layers with experts, which the draft layer has if others do."""
+        if config.hf_config.num_experts == 0:
+            return frozenset()
+        return sparse_layers(config) | set(range(config.num_hidden_layers, config.num_layers))
 
     @classmethod
     def sparse_options(cls, config: ModelConfig) -> SparseMoeOptions:
@@ -130,9 +133,10 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
         """Specs of keys and values of the full-attention layers, and of states of the others."""
         return (*super().state_specs(kv_dtype), self._states)
 
-    def is_redundant(self, name: str) -> bool:
-        """Also true of tensors that predict several tokens at once."""
-        return super().is_redundant(name) or name.startswith("mtp.")
+    @classmethod
+    def draft_names(cls, config: ModelConfig) -> DraftNames:
+        """Beside the model, even if that has a prefix."""
+        return DraftNames.as_model("mtp", getattr(config.hf_config, "mtp_num_hidden_layers", 1))
 
     @classmethod
     def _make_attention(
@@ -184,7 +188,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
 
     @classmethod
     def sparse_layers(cls, config: ModelConfig) -> frozenset[int]:
-        return frozenset(range(config.num_hidden_layers))
+        return frozenset(range(config.num_layers))
 
     @classmethod
     def sparse_options(cls, config: ModelConfig) -> SparseMoeOptions:
