@@ -142,7 +142,7 @@ def _commit_layer(
     temporal, conv = states
     each, bs = buffers.num_draft_tokens, len(slots)
     inputs, k, v, g, beta = (
-        tensor[place, : bs * each].unflatten(0, (bs, each)) for tensor in buffers.inputs
+        tensor[place, : bs * each].view(bs, each, *tensor.shape[2:]) for tensor in buffers.inputs
     )
     state, rule = temporal.index_select(0, slots).float(), TorchDeltaRule()
     for token in range(each):

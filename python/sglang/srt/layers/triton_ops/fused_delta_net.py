@@ -156,7 +156,7 @@ def _rule_kernel(
             return
     # One program of a value head has its gates, one of a key head its query and key.
     has_gates = tl.program_id(0) == 0
-    has_keys = is_key & has_gates & (nth == 0)
+    has_keys = has_gates & (nth == 0)
     state = state.to(tl.float32)
     kept = temporal_ptr.dtype.element_ty
     track_len = begin * 0
@@ -181,12 +181,14 @@ def _rule_kernel(
         step = a + bias
         if KEEP:
             own_conv = kept_conv_ptr + token * channels
-            tl.store(own_conv + q_channels, xq, mask=has_keys)
-            tl.store(own_conv + k_channels, xk, mask=has_keys)
-            tl.store(own_conv + v_channels, xv, mask=is_value)
-            tl.store(kept_k_ptr + token * KEY_HEADS * KEY_DIM + q_channels, k, mask=has_keys)
             own_v = kept_v_ptr + (token * heads + head) * VALUE_DIM
+            tl.store(own_conv + v_channels, xv, mask=is_value)
             tl.store(own_v + values, v, mask=is_value)
+            if has_keys:
+                own_k = kept_k_ptr + (token * KEY_HEADS + key_head) * KEY_DIM
+                tl.store(own_conv + q_channels, xq, mask=is_key)
+                tl.store(own_conv + k_channels, xk, mask=is_key)
+                tl.store(own_k + keys, k, mask=is_key)
         if EACH != 1:
             q_1st, q_2nd, q_3rd = q_2nd + xq * qt1, q_3rd + xq * qt2, xq * qt3
             k_1st, k_2nd, k_3rd = k_2nd + xk * kt1, k_3rd + xk * kt2, xk * kt3
@@ -205,8 +207,9 @@ def _rule_kernel(
         out = tl.sum(state * q[:, None], axis=0)
         tl.store(out_ptr + (token * heads + head) * VALUE_DIM + values, out, mask=is_value)
         if KEEP:
-            tl.store(kept_g_ptr + token * heads + head, g, mask=has_gates)
-            tl.store(kept_beta_ptr + token * heads + head, beta, mask=has_gates)
+            if has_gates:
+                tl.store(kept_g_ptr + token * heads + head, g)
+                tl.store(kept_beta_ptr + token * heads + head, beta)
             # The next decode step would read the state as stored.
             state = state.to(kept).to(tl.float32)
         if TRACK:  # noqa: SIM102 - known when this is compiled

@@ -18,6 +18,7 @@ from rigs.models.delta_layers import (
 )
 from rigs.models.kernel_layers import DEVICE, HALF, delta_net, randn, relative_error
 from sglang.srt.layers.cuda_kernels import KERNELS
+from sglang.srt.layers.linear_attention import delta_net as delta_net_module
 from sglang.srt.layers.linear_attention import verify as verify_module
 from sglang.srt.layers.linear_attention.verify import commit_verified
 from sglang.srt.mem_cache.device.state_pool import MambaPool
@@ -92,8 +93,11 @@ def test_what_is_rejected_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_kernels_of_decode_steps_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even a verification of more tokens than a short prefill has is computed token by token."""
     layer = delta_net(torch.float32)
     layer._kernels = KERNELS
+    monkeypatch.setattr(delta_net_module, "SHORT", 1)
+    monkeypatch.setattr(layer, "_rule", None)
     monkeypatch.setattr(verify_module, "fused_kernels", lambda device: KERNELS)
     pool = pool_of(layer, HALF, torch.float32)
     x, slots, steps = randn(2, 3, 32, seed=13), ids(3, 7), copied(pool)
@@ -102,7 +106,7 @@ def test_kernels_of_decode_steps_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     commit_verified(buffers, pool, slots, ids(3, 3), slots)
     assert relative_error(out, decode_all(layer, steps, x, slots)) < 1e-5
     assert relative_error(pool.temporal, steps.temporal) < 1e-4
-    assert torch.equal(pool.conv, steps.conv)
+    assert relative_error(pool.conv, steps.conv) < 1e-5
 
 
 if __name__ == "__main__":
