@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.drafts.guesses import guessed, recorded
 from rigs.models.tiny_models import save_tiny_checkpoint
-from rigs.schedulers.drafts import guessed, recorded
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
@@ -74,7 +74,9 @@ def test_sampled_words_are_those_without_speculation(model: Path) -> None:
     for settings in ({}, SPECULATES):
         rig = SchedulerRig(model, page_size=4, **settings)
         rids = [f"sampled-{number}" for number in range(len(PROMPTS))]
-        texts = [[*ids, *words] for ids, words in zip(PROMPTS, said[0], strict=True)] if said else []
+        texts = (
+            [[*ids, *words] for ids, words in zip(PROMPTS, said[0], strict=True)] if said else []
+        )
         with guessed(texts, 0.8):
             rig.run(
                 *(
