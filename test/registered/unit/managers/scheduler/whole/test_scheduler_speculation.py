@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from rigs.drafts.draft_driver import draft_reference
 from rigs.drafts.guesses import guessed, recorded
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
@@ -28,12 +30,19 @@ NEW_TOKENS = 24
 SPECULATES: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(name="reference", scope="module", params=FAMILIES)
+def make_reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, PreTrainedModel]:
+    """A tiny checkpoint, and transformers' model."""
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp(request.param)
-    save_tiny_checkpoint(path, request.param, eos_token_id=None, mtp=True)
-    return path
+    return path, save_tiny_checkpoint(path, request.param, eos_token_id=None, mtp=True)
+
+
+@pytest.fixture(scope="module")
+def model(reference: tuple[Path, PreTrainedModel]) -> Path:
+    return reference[0]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +75,26 @@ def test_words_are_those_without_speculation(
     assert counters.decode_tokens == 2 * len(PROMPTS) * (NEW_TOKENS - 1)
     if right == 1.0:
         assert counters.decode_steps <= 2 * len(PROMPTS) * (NEW_TOKENS - 1) / 3
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_drafts_equal_those_of_transformers(
+    reference: tuple[Path, PreTrainedModel],
+    alone: list[list[int]],
+    texts: list[list[int]],
+    right: float,
+) -> None:
+    """After accepted drafts, whose entries came from drafts first, and after rejected ones."""
+    path, hf = reference
+    rig = SchedulerRig(path, page_size=4, chunked_prefill_size=8, **SPECULATES)
+    with recorded() as drafts, guessed(texts, right):
+        assert rig.generate([PROMPTS[2]], NEW_TOKENS) == [alone[2]]
+    assert len(drafts) >= NEW_TOKENS // 4
+    for (newest, before), got in drafts.items():
+        text = texts[2][: before + 1]
+        assert text[-1] == newest
+        logits = draft_reference(hf, text, steps=3).logits[-3:]
+        assert got == logits.argmax(-1).tolist(), f"after {before} tokens"
 
 
 def test_sampled_words_are_those_without_speculation(model: Path) -> None:
