@@ -11,6 +11,7 @@ that does not parse, it raises a `ValueError` that names the variable and the va
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -168,6 +169,13 @@ def _parse_share(text: str) -> float:
     return share
 
 
+def _parse_length(text: str) -> float:
+    length = float(text)
+    if not (length == 0.0 or 1.0 <= length < math.inf):
+        raise ValueError(text)
+    return length
+
+
 _SWITCH = "1/true/yes/on or 0/false/no/off"
 
 
@@ -255,6 +263,14 @@ class Envs:
         "their checksums.",
         _parse_share,
         "a number from 0 to 1",
+    )
+
+    SGLANG_SIMULATE_ACC_LEN = EnvField(
+        0.0,
+        "For benchmarks of speculation on random weights: tokens that a verification gives on "
+        "average, whatever was drafted; 0: those that it accepts.",
+        _parse_length,
+        "0, or a number from 1 on",
     )
 
     SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT = _env_int(

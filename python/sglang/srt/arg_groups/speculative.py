@@ -68,6 +68,11 @@ def check_speculative(args: ServerArgs) -> Iterator[str]:
             f"--speculative-num-draft-tokens {asked} must be one more than "
             f"--speculative-num-steps: give {needed}, or leave it out"
         )
+    if args.attention_backend == "ascend":
+        yield (
+            "--speculative-algorithm with --attention-backend ascend: it reads whole pages, and "
+            "the draft layer's contexts begin inside one: use torch_native"
+        )
     if args.attn_cp_size > 1:
         yield (
             f"--speculative-algorithm with --attn-cp-size {args.attn_cp_size}: not supported yet; "

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.linear_attention.verify import VerifyBuffers, commit_verified
@@ -89,6 +90,8 @@ class EAGLEWorker:
         self._runner = runner
         self.num_draft_tokens = num_draft_tokens
         self._last = LastHidden(runner)
+        self._simulated = envs.SGLANG_SIMULATE_ACC_LEN.get()
+        self._num_verified = 0
         rows = copy.copy(runner.req_to_token_pool)
         rows.req_to_token = rows.req_to_token[:, 1:]
         self._rows = rows
@@ -161,6 +164,12 @@ class EAGLEWorker:
         Returns:
             int64 `[bs]`.
         """
+        if self._simulated:
+            before, after = (
+                int((self._num_verified + more) * (self._simulated - 1)) for more in (0, 1)
+            )
+            self._num_verified += 1
+            return most.clamp(max=after - before)
         sampled = token_ids.view(len(drafts), -1)[:, :-1]
         agreed = (sampled == drafts).to(torch.int64).cumprod(dim=1).sum(dim=1)
         return torch.minimum(agreed, most)

@@ -97,6 +97,15 @@ def test_drafts_equal_those_of_transformers(
         assert got == logits.argmax(-1).tolist(), f"after {before} tokens"
 
 
+def test_a_simulated_length_is_kept_on_average(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3_5", eos_token_id=None, mtp=True)
+    with envs.SGLANG_SIMULATE_ACC_LEN.override("2.7"):
+        rig = SchedulerRig(tmp_path, page_size=4, **SPECULATES)
+        rig.generate([PROMPTS[2]], 28)
+    # The first token comes from the prefill, and ten verifications give 27.
+    assert rig.scheduler.state.counters.decode_steps == 10
+
+
 def test_sampled_words_are_those_without_speculation(model: Path) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     said = []
