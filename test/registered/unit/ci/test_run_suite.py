@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from sglang.srt.utils.process import is_alive
+from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
@@ -44,6 +45,8 @@ def write(root: Path, name: str, register: str, body: str = "", main: str = MAIN
 def run(root: Path, *argv: str) -> tuple[int, list[str]]:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--hw", "cpu", "--root", str(root), *argv],
+        # The temporary files do not have the project's settings.
+        env=child_environment({"PYTEST_ADDOPTS": "-p no:schemathesis -p no:anyio"}),
         capture_output=True,
         text=True,
         timeout=240,
