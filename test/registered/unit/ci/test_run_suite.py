@@ -14,8 +14,8 @@ from types import ModuleType
 import psutil
 import pytest
 
-from sglang.srt.utils.process import is_alive
 from sglang.srt.environ import child_environment
+from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
