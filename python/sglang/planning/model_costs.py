@@ -42,7 +42,7 @@ class ModelCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParameters:
-    """Numbers of parameters of a whole model, without layers that only draft tokens."""
+    """Numbers of parameters of a whole model, with its draft layer if that is loaded."""
 
     total: int
     active: int

@@ -51,7 +51,8 @@ def draft_reference(model: PreTrainedModel, tokens: Sequence[int], steps: int = 
 class DraftDriver(StepDriver):
     """A `StepDriver` of a model with a draft layer.
 
-    The draft layer's contexts begin at position 1: its table of slots lacks the first column.
+    The draft layer's contexts begin at position 1: its table of slots lacks the first column. So
+    they do not begin with a page, and its backends take slots one by one (pages of one token).
     """
 
     def __init__(self, model_path: Path | str, **config: Any) -> None:
@@ -59,8 +60,8 @@ class DraftDriver(StepDriver):
         self._backends = self.runner._draft_backends
         self._rows = copy.copy(self.runner.req_to_token_pool)
         self._rows.req_to_token = self._rows.req_to_token[:, 1:]
-        self._last: dict[int, torch.Tensor] = {}
-        """The model's hidden state at the last token of each row."""
+        self.states: dict[int, torch.Tensor] = {}
+        """The model's hidden states at the tokens of each row, `[tokens, hidden_size]`."""
 
     def run(self, work: Sequence[tuple[int, Sequence[int]]], *, decodes: bool = False) -> Drafted:
         """Run a step of `(row, new tokens)`, then the draft layer on the same tokens.
@@ -79,33 +80,36 @@ class DraftDriver(StepDriver):
             output = self.extend(work, before=captures)
         assert output.hidden_states is not None
         counts = [len(tokens) for _, tokens in work]
-        inputs, passes = [], []
+        passes = []
         parts = torch.split(output.hidden_states, counts)
         for (row, tokens), begin, part in zip(work, begins, parts, strict=True):
-            before = [self._last[row]] if begin else []
-            inputs += [*before, part[:-1]]
-            self._last[row] = part[-1:]
+            self.states[row] = torch.cat((self.states.get(row, part[:0]), part))
             skipped = 0 if begin else 1
             passes.append((row, begin + skipped, tokens[skipped:]))
         mode = ForwardMode.DECODE if decodes else ForwardMode.EXTEND
-        return self.draft(passes, torch.cat(inputs), mode)
+        return self.draft(passes, mode=mode)
 
     @torch.inference_mode()
     def draft(
         self,
         work: Sequence[tuple[int, int, Sequence[int]]],
-        hidden: torch.Tensor,
-        mode: ForwardMode = ForwardMode.EXTEND,
+        hidden: torch.Tensor | None = None,
         *,
+        mode: ForwardMode = ForwardMode.EXTEND,
         only_last: bool = False,
     ) -> Drafted:
         """Run the draft layer alone.
 
         Args:
             work: Row, position of the first token, tokens.
-            hidden: `[tokens of all, hidden_size]`: the state before each token.
+            hidden: `[tokens of all, hidden_size]`: the state before each token; None: the model's.
             only_last: Whether only each request's last row is asked for.
         """
+        if hidden is None:
+            before = [
+                self.states[row][begin - 1 : begin - 1 + len(tokens)] for row, begin, tokens in work
+            ]
+            hidden = torch.cat(before)
         rows = [row for row, _, _ in work]
         lens = [begin + len(tokens) - 1 for _, begin, tokens in work]
         slots = [
@@ -150,7 +154,8 @@ class DraftDriver(StepDriver):
         hidden, logits = [drafted.hidden], [drafted.logits]
         for step in range(steps - 1):
             token = int(logits[-1][-1].argmax())
-            out = self.draft([(row, begin + step, [token])], hidden[-1][-1:], ForwardMode.DECODE)
+            work = [(row, begin + step, [token])]
+            out = self.draft(work, hidden[-1][-1:], mode=ForwardMode.DECODE)
             hidden.append(out.hidden)
             logits.append(out.logits)
         return Drafted(torch.cat(hidden), torch.cat(logits))

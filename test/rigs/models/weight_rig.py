@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -74,11 +75,11 @@ class WeightRig:
 
     Args:
         session_ids: Session ids of the seed's ranks, one for each.
-        dtype: Dtype of all models.
+        model: Further arguments of `ModelConfig.from_path`, for all models.
     """
 
-    def __init__(self, path: Path, session_ids: Sequence[str], dtype: str = "auto") -> None:
-        self.config = ModelConfig.from_path(str(path), dtype=dtype)
+    def __init__(self, path: Path, session_ids: Sequence[str], **model: Any) -> None:
+        self.config = ModelConfig.from_path(str(path), **model)
         self.fakes = FakeTransferEngines(answer=copying)
         size = len(session_ids)
         self.seed_models = [self.load_rank(rank, size) for rank in range(size)]
@@ -161,10 +162,10 @@ def with_session(answer: SeedAnswer, session_id: str) -> SeedAnswer:
 
 
 @contextlib.contextmanager
-def weight_rig(path: Path, size: int = 1, dtype: str = "auto") -> Iterator[WeightRig]:
-    """A rig whose seed has `size` ranks and accepts connections."""
+def weight_rig(path: Path, size: int = 1, **model: Any) -> Iterator[WeightRig]:
+    """A rig whose seed has `size` ranks and accepts connections; `model` as for `WeightRig`."""
     with contextlib.ExitStack() as stack:
         session_ids = [stack.enter_context(listening_peer()) for _ in range(size)]
-        rig = WeightRig(path, session_ids, dtype)
+        rig = WeightRig(path, session_ids, **model)
         yield rig
         rig.engine.close()

@@ -70,6 +70,7 @@ def on_rank_threads(
     work: Callable[[StepDriver, MemoryTensorGroup], T],
     *,
     cp_size: int = 1,
+    make_driver: Callable[..., StepDriver] = StepDriver,
     **config: Any,
 ) -> list[T]:
     """Run `work` on each of `size` ranks of the model at `path`; returns the results.
@@ -77,13 +78,14 @@ def on_rank_threads(
     Args:
         work: Takes the rank's driver, and the group that it shares layers with.
         cp_size: See `RankThreads`.
+        make_driver: Makes the driver from the path and `config`.
         config: See `StepDriver`.
     """
     threads = RankThreads(size, cp_size)
 
     def on(rank: int) -> T:
         tp_group, cp_group = threads.tp_groups[rank], threads.cp_groups[rank]
-        return work(StepDriver(path, tp_group=tp_group, cp_group=cp_group, **config), tp_group)
+        return work(make_driver(path, tp_group=tp_group, cp_group=cp_group, **config), tp_group)
 
     try:
         return threads.run(on)

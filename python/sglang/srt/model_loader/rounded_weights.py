@@ -27,7 +27,7 @@ _FP8_MAX: Final = 448.0
 _INT4_MAX: Final = 7
 _PLAIN: Final = re.compile(
     r"(^|\.)(lm_head|embed_tokens|gate|shared_expert_gate|kv_b_proj|weights_proj|conv1d"
-    r"|in_proj_ba|in_proj_b|in_proj_a|\w*norm)\.weight$"
+    r"|in_proj_ba|in_proj_b|in_proj_a|eh_proj|fc|\w*norm)\.weight$"
 )
 _STACKED: Final = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
@@ -37,7 +37,7 @@ def is_rounded(name: str) -> bool:
 
     Head, embedding, routers and other gates are left plain because results depend on them more than
     on others; convolutions and the up-projection of latent attention because no kernel multiplies
-    them in a format.
+    them in a format; the input projection of a draft layer because published checkpoints do so.
     """
     is_weight = name.endswith(".weight") or _STACKED.search(name) is not None
     return is_weight and _PLAIN.search(name) is None

@@ -268,7 +268,8 @@ def _columns(data: torch.Tensor, held: HeldRanges, part: Range) -> torch.Tensor:
 
 def _not_in(where: str, name: str) -> ValueError:
     return ValueError(
-        f"tensor {name!r} is not in {where}: start both with the same model and release"
+        f"tensor {name!r} is not in {where}: start both with the same model, release "
+        "and --speculative-algorithm"
     )
 
 

@@ -138,7 +138,8 @@ class DraftLayer(torch.nn.Module):
                 token before it, after the model's final norm; for a token that was drafted, this
                 method's own result at the token before it.
             forward_batch: The tokens' slots and contexts. A context has no position 0, for which
-                there is no hidden state.
+                there is no hidden state; so it begins inside a page, and the attention backends of
+                the batch have `page_size` 1.
             rows: int64 `[bs]`: tokens whose output is needed, each request's last; None: all.
 
         Returns:

@@ -69,6 +69,22 @@ def test_every_bit_arrives_and_nothing_is_written(tmp_path: Path, dtype: torch.d
         assert {call.op for call in rig.fakes.calls} == {"read"}
 
 
+@pytest.mark.usefixtures("on_a_cpu_over_tcp")
+def test_a_draft_layer_travels_with_the_model(tmp_path: Path) -> None:
+    """Both servers have one, or neither has."""
+    save_tiny_checkpoint(tmp_path, "qwen3_5_moe", mtp=True)
+    with weight_rig(tmp_path, has_draft_layer=True) as rig:
+        model, _ = rig.read()
+        want, got = weights_of(rig.seed_model), weights_of(model)
+        assert "mtp.fc.weight" in want and set(got) == set(want)
+        for name, tensor in want.items():
+            assert torch.equal(got[name], tensor), name
+        rig.config = ModelConfig.from_path(str(tmp_path))
+        line = refusal(rig)
+    assert "tensor 'mtp.fc.weight' is not in this server's model: start both with the " in line
+    assert "--speculative-algorithm" in line
+
+
 def test_neighbours_travel_together(rig: WeightRig) -> None:
     rig.read()
     (call,) = rig.fakes.calls

@@ -87,7 +87,7 @@ def assert_equal(got: CausalLM, want: CausalLM) -> None:
 
 def check(path: Path, there: int, sizes: tuple[int, ...], dtype: str = "auto") -> None:
     """Each rank of servers of `sizes` reads what it would load from files."""
-    with weight_rig(path, there, dtype) as rig:
+    with weight_rig(path, there, dtype=dtype) as rig:
         for size in sizes:
             for rank in range(size):
                 model, source = rig.read(rank, size)

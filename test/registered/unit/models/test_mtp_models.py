@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rigs.caches.memory_ranks import MemoryTensorGroup
 from rigs.drafts.draft_driver import (
     DraftDriver,
     Drafted,
@@ -15,7 +17,9 @@ from rigs.drafts.draft_driver import (
     rows_in_steps,
 )
 from rigs.models.model_oracle import assert_close, prompt, reference
-from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.schedulers.rank_threads import on_rank_threads
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
@@ -72,6 +76,72 @@ def test_a_chain_of_three_drafts_equals_transformers(tmp_path: Path, family: str
     assert_equal(got, want)
     # The model's own words are those without a draft layer.
     assert_close(driver.decode([(0, 7)]).next_token_logits, reference(hf, [*tokens, 7])[-1:])
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa_shared", "qwen3_5_moe"])
+def test_any_pass_gives_the_same_drafts(tmp_path: Path, family: str) -> None:
+    """One by one or several at once, for all tokens or for each request's last alone."""
+    save_tiny_checkpoint(tmp_path, family, mtp=True)
+    driver = DraftDriver(tmp_path, page_size=4)
+    tokens, other = prompt(60, 4), prompt(9, 5)
+    driver.run([(0, tokens[:50]), (1, other[:5])])
+    steps = [driver.run([(0, [token])], decodes=True) for token in tokens[50:54]]
+    want = Drafted(*(torch.cat(parts) for parts in zip(*steps, strict=True)))
+    work = [(1, 1, other[1:5]), (0, 50, tokens[50:54])]
+    for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
+        got = driver.draft(work, mode=mode)
+        assert_equal(Drafted(got.hidden[4:], got.logits[4:]), want)
+        last = driver.draft(work, mode=mode, only_last=True)
+        assert_equal(last, Drafted(got.hidden[[3, 7]], got.logits[[3, 7]]))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("deepseek_v3", {"num_key_value_heads": 8}),
+        ("deepseek_v32", {"num_key_value_heads": 8}),
+        ("glm4_moe", {}),
+        ("qwen3_next", {"linear_num_key_heads": 4}),
+        ("qwen3_5", {"linear_num_key_heads": 4, "tie_word_embeddings": True}),
+        ("qwen3_5_moe_vision", {"linear_num_key_heads": 4}),
+    ],
+)
+def test_ranks_that_split_the_layer_draft_what_one_does(
+    tmp_path: Path, family: str, overrides: dict[str, Any]
+) -> None:
+    overrides = {"num_attention_heads": 8, "vocab_size": 162, **overrides}
+    hf = save_tiny_checkpoint(tmp_path, family, mtp=True, **overrides)
+    long, short = prompt(82, 1), prompt(21, 2)
+
+    def work(driver: StepDriver, group: MemoryTensorGroup) -> Drafted:
+        assert isinstance(driver, DraftDriver)
+        return drafted_in_steps(driver, long, short)
+
+    found = on_rank_threads(2, tmp_path, work, make_driver=DraftDriver, page_size=16)
+    assert_equal(found[0], rows_in_steps(draft_reference(hf, long), draft_reference(hf, short)))
+    assert torch.equal(found[0].hidden, found[1].hidden)
+    assert torch.equal(found[0].logits, found[1].logits)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5"])
+def test_steps_of_the_model_pass_three_quarters_of_its_own_layers(
+    tmp_path: Path, family: str
+) -> None:
+    """Even if the pool has one layer of the model, and that of drafts."""
+    save_tiny_checkpoint(tmp_path, family, mtp=True)
+    driver = DraftDriver(tmp_path)
+    recorded: list[int] = []
+
+    class Counting:
+        def record(self) -> None:
+            recorded.append(1)
+
+    def counts(batch: ForwardBatch) -> None:
+        batch.mostly_done = Counting()  # type: ignore[assignment]
+
+    driver.extend([(0, prompt(9, 6))], before=counts)
+    driver.decode([(0, 5)], before=counts)
+    assert len(recorded) == 2
 
 
 if __name__ == "__main__":
