@@ -40,7 +40,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import Block, Tr
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 2048,
     "intermediate_size": 5632,

@@ -116,14 +116,14 @@ class DraftDriver(StepDriver):
             self.runner.req_to_token_pool.req_to_token[row, begin : begin + len(tokens)]
             for row, begin, tokens in work
         ]
-        places = [torch.arange(begin, begin + len(tokens)) for _, begin, tokens in work]
+        places = [place for _, begin, ids in work for place in range(begin, begin + len(ids))]
         batch = ForwardBatch(
             forward_mode=mode,
-            input_ids=torch.tensor([token for _, _, tokens in work for token in tokens]),
-            positions=torch.cat(places),
-            req_pool_indices=torch.tensor(rows),
+            input_ids=self._tensor([token for _, _, tokens in work for token in tokens]),
+            positions=self._tensor(places),
+            req_pool_indices=self._tensor(rows),
             req_pool_indices_cpu=rows,
-            seq_lens=torch.tensor(lens),
+            seq_lens=self._tensor(lens),
             seq_lens_cpu=lens,
             out_cache_loc=torch.cat(slots).long(),
             req_to_token_pool=self._rows,

@@ -28,8 +28,8 @@ register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
 pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
 
-WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
-WIDER = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 128}
+WIDE: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
+WIDER: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 128}
 NEEDS_FLASHINFER = pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed"
 )

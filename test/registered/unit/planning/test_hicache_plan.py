@@ -62,6 +62,19 @@ def test_figures_by_hand(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["flags"] == ["--enable-hierarchical-cache", "--hicache-size 89"]
 
 
+def test_speculation_adds_a_layer(
+    tmp_path: Path, qwen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(PUBLISHED["DeepSeek-V3.2"].write(tmp_path))
+    flags = ("--model-path", path, "--tp-size", "8")
+    plans = [plan(capsys, *flags, *more) for more in ((), ("--speculative-algorithm", "NEXTN"))]
+    for pool, drafting in zip(plans[0]["pools"], plans[1]["pools"], strict=True):
+        assert drafting["rank_bytes"] * 61 == pool["rank_bytes"] * 62
+    assert plans[1]["weight_bytes"] > plans[0]["weight_bytes"]
+    line = refusal(capsys, "--model-path", qwen, "--speculative-algorithm", "NEXTN")
+    assert "Qwen3ForCausalLM has no layer that drafts tokens" in line
+
+
 def test_ranks_share_the_host_and_divide_the_heads(
     qwen: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

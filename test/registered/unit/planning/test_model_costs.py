@@ -23,8 +23,8 @@ DOCUMENT: Final = Path(__file__).parents[4] / "docs" / "models.md"
 RANKS: Final = (1, 4, 8, 16)
 
 
-def published(name: str, directory: Path) -> ModelConfig:
-    return ModelConfig.from_path(str(PUBLISHED[name].write(directory)))
+def published(name: str, directory: Path, *, drafts: bool = False) -> ModelConfig:
+    return ModelConfig.from_path(str(PUBLISHED[name].write(directory)), has_draft_layer=drafts)
 
 
 @pytest.mark.parametrize("model", [BUILTIN_MODEL_DIR, BUILTIN_HYBRID_MODEL_DIR])
@@ -40,6 +40,28 @@ def test_the_engine_has_the_same_states_and_weights(model: Path) -> None:
 def test_parameters_are_as_many_as_published(name: str, tmp_path: Path) -> None:
     count = parameters_of(published(name, tmp_path)).total
     assert count / 1e9 == pytest.approx(PUBLISHED[name].billions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "layers"),
+    [
+        # README_WEIGHTS.md of DeepSeek-V3: 11.5 billion without embedding and head.
+        ("DeepSeek-V3", 11.5, 62),
+        # 257 experts of 3 x 6,144 x 2,048; projection and attention.
+        ("GLM-5", 9.70 + 0.08 + 0.17, 79),
+        # 513 experts of 3 x 2,048 x 512; projection and attention.
+        ("Qwen3-Next-80B-A3B", 1.61 + 0.01 + 0.03, 13),
+    ],
+)
+def test_a_draft_layer_adds_its_weights_and_its_state(
+    name: str, billions: float, layers: int, tmp_path: Path
+) -> None:
+    without, whole = (published(name, tmp_path, drafts=drafts) for drafts in (False, True))
+    added = parameters_of(whole).total - parameters_of(without).total
+    assert added / 1e9 == pytest.approx(billions, rel=0.03)
+    specs = costs_of_rank(whole, whole.dtype, tp_size=8, formats=None).specs
+    assert len(specs[0].layers) == layers
+    assert specs[0].layers[-1] == whole.num_hidden_layers
 
 
 def test_a_token_uses_some_of_the_experts(tmp_path: Path) -> None:

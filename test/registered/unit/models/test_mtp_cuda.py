@@ -1,0 +1,63 @@
+"""The layer that drafts tokens (MTP) on a GPU: hidden states and logits equal those on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rigs.drafts.draft_driver import DraftDriver, Drafted, drafted_in_steps
+from rigs.models.model_oracle import logits_of_batches, prompt
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.srt.layers.forward_batch_info import ForwardMode
+from sglang.test.ci.ci_register import register_cuda_ci
+
+register_cuda_ci(est_time=40, suite="base-b-test-1-gpu-large")
+
+pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
+
+FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa_shared", "qwen3_next", "qwen3_5")
+
+
+def assert_near(got: Drafted, want: Drafted) -> None:
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.cpu(), other.cpu(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_equal_those_of_a_cpu(tmp_path: Path, family: str) -> None:
+    save_tiny_checkpoint(tmp_path, family, mtp=True)
+    long, short = prompt(82, 1), prompt(21, 2)
+    want = drafted_in_steps(DraftDriver(tmp_path, page_size=16), long, short)
+    # Captured steps return no hidden states.
+    driver = DraftDriver(tmp_path, page_size=16, device="cuda", disable_cuda_graph=True)
+    assert_near(drafted_in_steps(driver, long, short), want)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chains_and_passes_of_several_tokens(tmp_path: Path, family: str) -> None:
+    save_tiny_checkpoint(tmp_path, family, mtp=True)
+    tokens = prompt(60, 3)
+    found = []
+    for device in ("cpu", "cuda"):
+        driver = DraftDriver(tmp_path, page_size=16, device=device, disable_cuda_graph=True)
+        chain = driver.chain(0, driver.run([(0, tokens)]), 3)
+        last = [(0, 56, tokens[56:])]
+        again = driver.draft(last, mode=ForwardMode.TARGET_VERIFY)
+        assert_near(again, Drafted(chain.hidden[55:59], chain.logits[55:59]))
+        found.append(chain)
+    assert_near(found[1], found[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps_of_the_model_leave_the_layer_out(tmp_path: Path, family: str) -> None:
+    save_tiny_checkpoint(tmp_path, family, mtp=True)
+    want = logits_of_batches(StepDriver(tmp_path, page_size=16))
+    driver = StepDriver(tmp_path, page_size=16, device="cuda", has_draft_layer=True)
+    torch.testing.assert_close(logits_of_batches(driver), want, rtol=1e-3, atol=1e-3)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
