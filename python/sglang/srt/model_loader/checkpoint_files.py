@@ -49,6 +49,7 @@ class CheckpointFiles:
         self.name = model_config.model_path
         self._format = load_config.load_format
         self._quantization = model_config.quantization
+        self._has_draft_layer = model_config.has_draft_layer
         if self._format == "pt" and self._quantization is not None:
             raise ValueError(
                 f"{self.name}: weights with a format ({self._quantization}) are read from "
@@ -87,7 +88,12 @@ class CheckpointFiles:
             self._check_unchanged()
             config = self._quantization
             rounding = str(config) if config is not None and config.is_at_load else ""
-            identity = weights_identity(self.name, load_format=self._format, rounding=rounding)
+            identity = weights_identity(
+                self.name,
+                load_format=self._format,
+                rounding=rounding,
+                has_draft_layer=self._has_draft_layer,
+            )
             self._check_unchanged()  # a file may have changed while it was hashed
             self._identity = identity
         return self._identity

@@ -47,6 +47,7 @@ class DummyWeights:
             load_format="dummy",
             random_seed=self._seed,
             rounding="" if self._format is None else str(self._config),
+            has_draft_layer=model_config.has_draft_layer,
         )
 
     def formats(self) -> FormatOf:

@@ -97,6 +97,7 @@ def weights_identity(
     load_format: str,
     random_seed: int = 0,
     rounding: str = "",
+    has_draft_layer: bool = False,
     cache_dir: Path | None = None,
 ) -> str:
     """Identity of the weights of the directory `model_path` under `load_format`.
@@ -105,6 +106,7 @@ def weights_identity(
         load_format: See `LoadConfig`. The identity of "dummy" weights comes from config.json and
             the random seed.
         rounding: The format that plain or random weights are rounded to, in words; empty: none.
+        has_draft_layer: Whether the draft layer is loaded too, whose state is a part of each page.
         cache_dir: Directory in which digests are cached; None: `~/.cache/sglang`.
 
     Returns:
@@ -114,17 +116,18 @@ def weights_identity(
         ValueError: The directory has no config.json or no weights.
     """
     config = config_file(model_path)
+    draft = " and a draft layer" if has_draft_layer else ""
     if load_format == "dummy":
         digest = xxhash.xxh3_128(b"dummy 2")  # the generator's version
         digest.update(config.read_bytes())
-        digest.update(f"seed {random_seed}{rounding}".encode())
+        digest.update(f"seed {random_seed}{rounding}{draft}".encode())
         return digest.hexdigest()
     cache = _DigestCache((cache_dir or Path.home() / ".cache" / "sglang") / CACHE_FILE)
     digest = xxhash.xxh3_128(b"files")
     for file in (config, *weight_files(Path(model_path), load_format)):
         digest.update(bytes.fromhex(cache.digest(file)))
     cache.save()
-    digest.update(rounding.encode())
+    digest.update(f"{rounding}{draft}".encode())
     return digest.hexdigest()
 
 

@@ -91,6 +91,21 @@ def test_dummy_weights_need_no_files(tmp_path: Path, family: str) -> None:
     assert logits.isfinite().all() and not torch.equal(logits[0], logits[1])
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_pages_with_and_without_its_state_are_not_mixed_up(
+    tmp_path: Path, load_format: str
+) -> None:
+    """Stores and other servers know the weights by their identity."""
+    save_tiny_checkpoint(tmp_path, "qwen3_5", mtp=True)
+    found = [
+        StepDriver(
+            tmp_path, has_draft_layer=has, load_format=load_format
+        ).runner.weight_source.identity()
+        for has in (False, True, True)
+    ]
+    assert found[0] != found[1] == found[2]
+
+
 def test_only_the_first_of_several_layers_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
