@@ -109,7 +109,7 @@ def test_rejected_tokens_leave_no_trace(rejected: float) -> None:
         verify(layer, pool, tokens, slots, buffers)
         commit_verified(buffers, pool, slots, counts, slots)
         pools.append(pool)
-    assert_same_states(*pools, torch.arange(1, 13))
+    assert_same_states(pools[0], pools[1], torch.arange(1, 13))
     assert not pools[0].temporal.isnan().any()
 
 
