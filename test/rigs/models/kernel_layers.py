@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rigs.models import delta_layers
+from rigs.layers import delta_layers
 from rigs.models.triton_device import triton_device
 from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
 

@@ -18,7 +18,6 @@ from sglang.srt.hardware_backend.device_runtime import Event, on_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.context_parallel import ContextShare
-    from sglang.srt.layers.linear_attention.verify import VerifyBuffers
     from sglang.srt.layers.radix_attention import Attention, AttentionKind, IndexQuery
     from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
@@ -80,9 +79,9 @@ class StateBatch:
     track_lens_cpu: list[int] | None = None
     """Extend only, with `track_slots`: new tokens of each request before its snapshot; 0: no
     snapshot. Later tokens continue from the snapshot as stored."""
-    verify: VerifyBuffers | None = None
-    """Verification only: where delta-net layers keep their inputs until `commit_verified`. They
-    leave the running states as they are."""
+    verify: object | None = None
+    """Verification only: `VerifyBuffers`, in which delta-net layers keep their inputs until
+    `commit_verified`. They leave the running states as they are."""
     plan: object | None = None
     """Extend only: the plan that layers of linear attention share. The first of them makes it; see
     `extend_plan_of` and `kernel_plan_of`."""

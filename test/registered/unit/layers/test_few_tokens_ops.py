@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rigs.models.delta_layers import batch_of, fill, pool_of
+from rigs.layers.delta_layers import batch_of, fill, pool_of
 from rigs.models.kernel_layers import DEVICE, HALF, delta_net, randn, relative_error
 from sglang.srt.environ import envs
 from sglang.srt.layers.cuda_kernels import KERNELS

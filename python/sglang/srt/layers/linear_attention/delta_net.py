@@ -23,6 +23,7 @@ from sglang.srt.layers.linear_attention.extend_plan import (
     kernel_plan_of,
 )
 from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, TorchDeltaRule
+from sglang.srt.layers.linear_attention.verify import VerifyBuffers
 from sglang.srt.layers.placement import (
     NamedSlots,
     Share,
@@ -381,13 +382,15 @@ class GatedDeltaNet(torch.nn.Module):
         states = forward_batch.states
         assert states is not None, "the maker of the batch gave it states"
         is_verify = forward_batch.forward_mode is ForwardMode.TARGET_VERIFY
-        assert is_verify == (states.verify is not None), "a verification, and it alone, has buffers"
+        buffers = states.verify
+        assert is_verify == (buffers is not None), "a verification, and it alone, has buffers"
         pool = forward_batch.pools[PoolName.MAMBA]
         assert isinstance(pool, MambaPool)
         place = pool.wait_for_layer(self.layer_id)
         kept = None
-        if states.verify is not None:
-            kept = states.verify.of_layer(place, len(forward_batch.input_ids), len(states.slots))
+        if buffers is not None:
+            assert isinstance(buffers, VerifyBuffers)
+            kept = buffers.of_layer(place, len(forward_batch.input_ids), len(states.slots))
         return DeltaStates(
             temporal=pool.temporal[place],
             conv=pool.conv[place],

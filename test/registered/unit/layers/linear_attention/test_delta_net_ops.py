@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rigs.models.delta_layers import pool_of, run_step
+from rigs.layers.delta_layers import pool_of, run_step
 from rigs.models.kernel_layers import DEVICE, HALF, delta_net, randn, relative_error
 from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.forward_batch_info import StateBatch

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rigs.models.delta_layers import (
+from rigs.layers.delta_layers import (
     buffers_of,
     copied,
     decode_all,
