@@ -17,9 +17,12 @@ from sglang.srt.layers.triton_ops.fused_delta_net import advanced
 _VALUES_AT_ONCE = 32
 """Values of a head per program."""
 _WARPS = 2
+_PROGRAMS = 4096
+"""Enough programs to fill a device. With more work, a program has several layers, because a commit
+of snapshots leaves most requests out, and starting programs for them would take longer."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layers", "at_once"])
 def _advance_kernel(
     inputs_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -31,6 +34,8 @@ def _advance_kernel(
     slots_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     targets_ptr: tl.tensor,
+    layers: tl.tensor,
+    at_once: tl.tensor,
     tokens: tl.tensor,
     temporal_stride: tl.tensor,
     conv_stride: tl.tensor,
@@ -45,49 +50,50 @@ def _advance_kernel(
     ALL_V: tl.constexpr,
     EACH: tl.constexpr,
 ) -> None:
-    """Move on some values of one head's state of a request in a layer; the first program of a head
-    has its conv state too. `tokens` is the number of a layer's tokens in the buffers."""
+    """Advance some values of one head's state of a request in `at_once` layers; the first program
+    of a head has its conv state too. `tokens` is the number of a layer's tokens in the buffers."""
     heads: tl.constexpr = KEY_HEADS * REPEATS
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM
     head = tl.program_id(0) % heads
     block = tl.program_id(0) // heads
     request = tl.program_id(1)
-    layer = tl.program_id(2).to(tl.int64)
     slot = tl.load(slots_ptr + request)
     count = tl.load(counts_ptr + request)
     target = tl.load(targets_ptr + request)
     is_as_it_was = (count == 0) & (slot == target)
     if (target == 0) | is_as_it_was:
         return
-    begin = layer * tokens + request * EACH
-    end = begin + count
     keys = tl.arange(0, BLOCK_K)
     is_key = keys < KEY_DIM
     values = block * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value = values < VALUE_DIM
     inside = is_key[:, None] & is_value[None, :]
     place = head * KEY_DIM * VALUE_DIM + keys[:, None] * VALUE_DIM + values[None, :]
-    states = temporal_ptr + layer * temporal_stride
     size: tl.constexpr = heads * KEY_DIM * VALUE_DIM
     kept = temporal_ptr.dtype.element_ty
-    state = tl.load(states + slot * size + place, mask=inside, other=0.0).to(tl.float32)
-    for token in range(begin, end):
-        row = token * heads + head
-        k = tl.load(
-            k_ptr + (token * KEY_HEADS + head // REPEATS) * KEY_DIM + keys, mask=is_key, other=0.0
-        ).to(tl.float32)
-        v = tl.load(v_ptr + row * VALUE_DIM + values, mask=is_value, other=0.0).to(tl.float32)
-        state = advanced(state, k, v, tl.load(g_ptr + row), tl.load(beta_ptr + row))
-        state = state.to(kept).to(tl.float32)
-    tl.store(states + target * size + place, state.to(kept), mask=inside)
-    if block == 0:
-        # The kept inputs lie like conv states: all queries, all keys, all values.
-        keep_conv_states(
-            inputs_ptr, conv_ptr + layer * conv_stride, head, slot, target, target, count,
-            begin, end, CHANNELS, 0, KEY_HEADS * KEY_DIM, 2 * KEY_HEADS * KEY_DIM,
-            KEY_DIM, REPEATS * VALUE_DIM, KEY_HEADS, REPEATS, KEY_DIM, VALUE_DIM, KERNEL, PAST,
-            BLOCK_K, ALL_V, False,
-        )  # fmt: skip
+    first = tl.program_id(2).to(tl.int64) * at_once
+    for layer in range(first, tl.minimum(first + at_once, layers)):
+        begin = layer * tokens + request * EACH
+        end = begin + count
+        states = temporal_ptr + layer * temporal_stride
+        state = tl.load(states + slot * size + place, mask=inside, other=0.0).to(tl.float32)
+        for token in range(begin, end):
+            row = token * heads + head
+            own_k = k_ptr + (token * KEY_HEADS + head // REPEATS) * KEY_DIM
+            k = tl.load(own_k + keys, mask=is_key, other=0.0).to(tl.float32)
+            v = tl.load(v_ptr + row * VALUE_DIM + values, mask=is_value, other=0.0)
+            g, beta = tl.load(g_ptr + row), tl.load(beta_ptr + row)
+            state = advanced(state, k, v.to(tl.float32), g, beta)
+            state = state.to(kept).to(tl.float32)
+        tl.store(states + target * size + place, state.to(kept), mask=inside)
+        if block == 0:
+            # The kept inputs lie like conv states: all queries, all keys, all values.
+            keep_conv_states(
+                inputs_ptr, conv_ptr + layer * conv_stride, head, slot, target, target, count,
+                begin, end, CHANNELS, 0, KEY_HEADS * KEY_DIM, 2 * KEY_HEADS * KEY_DIM,
+                KEY_DIM, REPEATS * VALUE_DIM, KEY_HEADS, REPEATS, KEY_DIM, VALUE_DIM, KERNEL,
+                PAST, BLOCK_K, ALL_V, False,
+            )  # fmt: skip
 
 
 def advance_states(
@@ -114,11 +120,13 @@ def advance_states(
     assert temporal.is_contiguous() and conv.is_contiguous()
     assert len(slots) * num_draft_tokens <= tokens
     block_v = min(_VALUES_AT_ONCE, triton.next_power_of_2(value_dim))
-    grid = (triton.cdiv(value_dim, block_v) * heads, len(slots), layers)
-    _advance_kernel[grid](
-        *inputs, temporal, conv, slots, counts, targets, tokens, temporal.stride(0),
-        conv.stride(0), KEY_HEADS=key_heads, REPEATS=heads // key_heads, KEY_DIM=key_dim,
-        VALUE_DIM=value_dim, KERNEL=kernel, PAST=triton.next_power_of_2(kernel - 1),
-        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v,
-        ALL_V=triton.next_power_of_2(value_dim), EACH=num_draft_tokens, num_warps=_WARPS,
+    of_layer = triton.cdiv(value_dim, block_v) * heads
+    at_once = min(layers, triton.cdiv(of_layer * len(slots) * layers, _PROGRAMS))
+    _advance_kernel[(of_layer, len(slots), triton.cdiv(layers, at_once))](
+        *inputs, temporal, conv, slots, counts, targets, layers, at_once, tokens,
+        temporal.stride(0), conv.stride(0), KEY_HEADS=key_heads, REPEATS=heads // key_heads,
+        KEY_DIM=key_dim, VALUE_DIM=value_dim, KERNEL=kernel,
+        PAST=triton.next_power_of_2(kernel - 1), BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_V=block_v, ALL_V=triton.next_power_of_2(value_dim), EACH=num_draft_tokens,
+        num_warps=_WARPS,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.linear_attention import delta_net as delta_net_module
 from sglang.srt.layers.linear_attention import verify as verify_module
 from sglang.srt.layers.linear_attention.verify import commit_verified
+from sglang.srt.layers.triton_ops import verified_delta_net
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -107,6 +108,22 @@ def test_kernels_of_decode_steps_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_error(out, decode_all(layer, steps, x, slots)) < 1e-5
     assert relative_error(pool.temporal, steps.temporal) < 1e-4
     assert relative_error(pool.conv, steps.conv) < 1e-5
+
+
+@pytest.mark.parametrize("programs", [1, 4, 100])
+def test_programs_have_one_layer_or_several(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers, two and the one that is left, or one."""
+    monkeypatch.setattr(verified_delta_net, "_PROGRAMS", programs)
+    pool = pool_of(delta_net(torch.float32), torch.float32, torch.float32, layers=(0, 1, 2))
+    want, buffers = copied(pool), buffers_of(pool, randn(1, 2, 32, seed=14))
+    for nth, tensor in enumerate(buffers.inputs):
+        tensor.copy_(randn(*tensor.shape, seed=15 + nth))
+    buffers.inputs.g.abs_().neg_()
+    for kernels, states in ((None, want), (KERNELS, pool)):
+        monkeypatch.setattr(verify_module, "fused_kernels", lambda device, found=kernels: found)
+        commit_verified(buffers, states, ids(3), ids(2), ids(8))
+    assert relative_error(pool.temporal, want.temporal) < 1e-6
+    assert torch.equal(pool.conv, want.conv)
 
 
 if __name__ == "__main__":
