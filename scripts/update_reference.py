@@ -23,6 +23,7 @@ from sglang.srt.observability.engine_metrics import (
     SchedulerMetrics,
     ServerMetrics,
     TransferMetrics,
+    count_dropped_spans,
 )
 from sglang.srt.server_args import ServerArgs
 
@@ -83,6 +84,8 @@ def metrics(registry: CollectorRegistry) -> Iterator[tuple[str, str, str]]:
 
 def page() -> str:
     """The text of the page."""
+    server = ServerMetrics()
+    count_dropped_spans(server.registry)
     scheduler = SchedulerMetrics()
     HiCacheMetrics(scheduler.registry)
     SessionMetrics(scheduler.registry)
@@ -112,7 +115,7 @@ def page() -> str:
         "",
         "### Of each server",
         "",
-        *table(("metric", "type", "meaning"), metrics(ServerMetrics().registry)),
+        *table(("metric", "type", "meaning"), metrics(server.registry)),
         "",
         "### Of the scheduler and the cache",
         "",

@@ -251,10 +251,12 @@ def test_the_reference_is_what_the_code_has() -> None:
     script = runpy.run_path(str(REPO / "scripts" / "update_reference.py"))
     text = (REPO / "docs" / "reference.md").read_text(encoding="utf-8")
     assert text == script["page"](), "run scripts/update_reference.py"
-    package = (p.read_text(encoding="utf-8") for p in (REPO / "python").rglob("*.py"))
+    package = [p.read_text(encoding="utf-8") for p in (REPO / "python").rglob("*.py")]
     kinds = {name for one in package for name in re.findall(r"^class (\w+Metrics)\b", one, re.M)}
     kinds.remove("CacheMetrics")  # HiCacheMetrics has them too.
     assert len(kinds) > 3 and kinds <= script.keys(), "metrics that the script does not know"
+    metrics = {name for one in package for name in re.findall(r'"(sglang:\w+)"', one)}
+    assert len(metrics) > 10 and not {one for one in metrics if f"| `{one}" not in text}
     for name in ("--page-size", "MOONCAKE_MASTER", "sglang:hicache_hit_tokens_total"):
         assert f"| `{name}`" in text
 

@@ -95,6 +95,16 @@ class ServerMetrics:
         return render(self.registry, self._labels)
 
 
+def count_dropped_spans(registry: CollectorRegistry | None) -> Counter:
+    """The counter of lost spans of a server with `--enable-trace`, in `registry`. It is here because
+    the modules of tracing need packages that other servers do without."""
+    return Counter(
+        "sglang:trace_spans_dropped",
+        "Spans that did not reach the collector of --otlp-traces-endpoint",
+        registry=registry,
+    )
+
+
 _QUEUE_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _STAGE_SECONDS: Final = (
     0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,

@@ -27,8 +27,8 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from sglang.srt.environ import envs
+from sglang.srt.observability.engine_metrics import count_dropped_spans
 from sglang.srt.utils.logging_utils import RateLimitedLogger
-from sglang.srt.utils.metrics import Counter
 
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
@@ -110,11 +110,7 @@ class SpanQueue(SpanProcessor):
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._log = RateLimitedLogger(logger)
-        self._counter = Counter(
-            "sglang:trace_spans_dropped",
-            "Spans that did not reach the collector of --otlp-traces-endpoint",
-            registry=registry,
-        )
+        self._counter = count_dropped_spans(registry)
         self._thread = threading.Thread(target=self._run, name="trace-export", daemon=True)
         self._thread.start()
 
