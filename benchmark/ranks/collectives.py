@@ -1,7 +1,7 @@
 """Costs of a tick and a tick sync for the ranks of one machine, over gloo on loopback.
 
 The ranks are processes. In each tick rank 0 broadcasts a `Tick`, as `Scheduler.run` does; in some
-cases all ranks then sync, `agree`, as the prefix cache does while anything is under way.
+cases all ranks then sync, `TickSync`, as the prefix cache does while anything is under way.
 A case has the times of rank 0 and of the slowest other rank, and the collectives and bytes of a
 tick. Bytes are those passed to a collective, not those on the wire. Further cases compare ways to
 reduce the tick sync's vector.
@@ -37,8 +37,9 @@ from sglang.srt.managers.messages.io_struct import (
     encode,
 )
 from sglang.srt.mem_cache.tree.digest import CacheState
+from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Progress, agree, to_vector
+from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Progress, TickSync, to_vector
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -97,6 +98,7 @@ def measure_tick(prompt_tokens: int, has_tick_sync: bool, ticks: int) -> dict[st
     group = TorchRankGroup(counted, counted, get_attention_cp_group())
     state, tick = make_state(), make_tick(prompt_tokens)
     of_ticks, of_tick_syncs = [], []
+    sync = TickSync(group, state, group.reduce_min, HiCacheMetrics(None).rank_lag)
     cpu = psutil.Process()
     begun = began_cpu = 0.0
     for number in range(WARM_UP + ticks):
@@ -110,7 +112,7 @@ def measure_tick(prompt_tokens: int, has_tick_sync: bool, ticks: int) -> dict[st
         told = time.perf_counter()
         if has_tick_sync:
             progress = Progress(writes=1, prefetches=[PrefetchProgress(4, 2)] * 4)
-            agree(progress, group, state, group.reduce_min)
+            sync.agree(progress)
         of_ticks.append(told - started)
         of_tick_syncs.append(time.perf_counter() - told)
     seconds = time.perf_counter() - begun

@@ -213,6 +213,10 @@ def _store(store: Mapping[str, Any] | None) -> Text:
     state = ("answers", "green") if store["is_available"] else ("does not answer", "red")
     line = Text.assemble("\nStore (L3): ", store["backend"], " ", state)
     line.append(f", namespace {store['namespace']}, prefetch {store['prefetch_policy']}")
+    pages = ", ".join(f"{name} {value}" for name, value in store["pages_of"].items() if value)
+    line.append(f"\npages of {pages}", "dim")
+    if others := (store["usage"] or {}).get("num_other_namespaces"):
+        line.append(f"\n{others} other namespaces, whose pages this server cannot read", "dim")
     for kind in ("reads", "writes"):
         counts = ", ".join(f"{why} {_short(count)}" for why, count in store[kind].items())
         line.append(f"\n{kind}: {counts or 'none'}", "dim")

@@ -68,7 +68,7 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
         return
     storage = attached.client
     assert isinstance(tree, HiRadixCache) and storage.storage_config is not None
-    namespace = tree.store.namespace()
+    namespace = tree.store.namespace().digest()
     pools = attached.pools
     for node in tree.nodes():
         pages = [f"{namespace}/{page}" for page in node.page_hashes(tree.page_size)]

@@ -103,10 +103,11 @@ def _store(cache: HiRadixCache) -> dict[str, Any] | None:
     if attached is None:
         return None
     usage = store.usage()
-    client = attached.client
+    client, own = attached.client, store.namespace()
     return {
         "backend": attached.backend,
-        "namespace": store.namespace(),
+        "namespace": own.digest(),
+        "pages_of": own.described(),
         "transport": None if client is None else client.describe_transport(),
         "prefetch_policy": store.prefetch_policy.value,
         "write_policy": cache.host_backup.write_policy,

@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.tree.pool_tier import PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
-from sglang.srt.mem_cache.tree.tick_sync import Progress, agree
+from sglang.srt.mem_cache.tree.tick_sync import Progress, TickSync
 from sglang.srt.mem_cache.tree.tier_use import HostUse, host_use
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
@@ -120,6 +120,8 @@ class HiRadixCache(RadixCache):
         for tier in tree.tiers:
             counts[f"free slots of {tier.name}"] = tier.pool.available_size
         self._replicated = CacheState(lambda: tree.root, counts)
+        reduce_min = self._all_reduce_prefetch_groups
+        self._sync = TickSync(self._group, self._replicated, reduce_min, metrics.rank_lag)
         if backend is not None:
             try:
                 on_all_ranks(self._group, lambda: store.attach(backend, extra_config))
@@ -193,7 +195,7 @@ class HiRadixCache(RadixCache):
             self.storage_prefetch.report(progress)
         if is_writing:
             self.storage_backup.report(progress)
-        agreed = agree(progress, self._group, self._replicated, self._all_reduce_prefetch_groups)
+        agreed = self._sync.agree(progress)
         self.store.act_on(agreed)
         if "administration" in busy:
             self.administration.act_on(agreed)

@@ -96,7 +96,7 @@ class ServerMetrics:
 
 
 def count_dropped_spans(registry: CollectorRegistry | None) -> Counter:
-    """The counter of lost spans of a server with `--enable-trace`, in `registry`. It is here because
+    """The counter of lost spans of a server with `--enable-trace`, in `registry`. It is here, since
     the modules of tracing need packages that other servers do without."""
     return Counter(
         "sglang:trace_spans_dropped",

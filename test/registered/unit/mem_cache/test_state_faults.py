@@ -337,9 +337,10 @@ def test_a_flushed_prompt_comes_from_storage_or_has_a_counted_reason(rigs: Stora
     rig.flush()
     assert rig.run(PROMPT[:3]) == Reused()
     after = counts(rig.hi.metrics.prefetch_outcomes)
-    assert {name: after[name] - before.get(name, 0) for name in after} == {
+    changes = {name: after[name] - before.get(name, 0) for name in after}
+    assert {name: change for name, change in changes.items() if change} == {
         "landed": 1,
-        "miss": 1,
+        "no_state": 1,
         "too_short": 1,
     }
 

@@ -249,8 +249,8 @@ class AttachedStore:
 
     def hit_pages(
         self, prompts: Sequence[Sequence[PageHash]], prefixes: Sequence[Sequence[PageHash]]
-    ) -> list[int]:
-        """Ask, in one call, how many pages of each prompt the store has in all pools.
+    ) -> list[answers.PromptHit]:
+        """Ask, in one call, how many pages of each prompt the store has.
 
         Args:
             prompts: Page hashes.

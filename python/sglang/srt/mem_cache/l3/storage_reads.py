@@ -110,11 +110,14 @@ class StorageReads:
                 [group[i].hashes[: reaches[i]] for i in asked],
                 [group[i].prefix_hashes for i in asked],
             )
-            known.update(zip(asked, hits, strict=True))
             for i, hit in zip(asked, hits, strict=True):
+                known[i] = hit.pages
+                if not group[i].has_states:
+                    if hit.pages < reaches[i]:
+                        group[i].whole_pages = hit.pages
                 # A hit ends with a state, if there are states, and the next page may be there.
-                if hit < reaches[i] and not group[i].has_states:
-                    group[i].whole_pages = hit
+                elif hit.pages < self._store.threshold_pages <= hit.primary_pages:
+                    known[i] = CacheOutcome.NO_STATE
         return list(known.values())
 
     def _read_pages(self, operation: PrefetchOperation) -> CacheOutcome:
@@ -171,7 +174,7 @@ class StorageReads:
             return len(hashes)
         there: int | None = None
         with self._store.reporting_failures("question"):
-            (there,) = self._store.hit_pages([hashes], [()])
+            ((there, _),) = self._store.hit_pages([hashes], [()])
         if there is None:
             return len(hashes)
         is_whole = there == len(hashes)

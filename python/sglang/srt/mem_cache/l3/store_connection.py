@@ -248,12 +248,14 @@ class StoreConnection:
             page_bytes=group.page_bytes,
             pages_per_read=pages_per_read(group.primary.page_num),
             metrics=self._metrics,
-            pools=StoredPools(self.namespace(), group.extra_queries, group.auxiliary_pools, shards),
+            pools=StoredPools(
+                self.namespace().digest(), group.extra_queries, group.auxiliary_pools, shards
+            ),
         )
 
-    def namespace(self) -> str:
-        """First part of every key: engines with other weights or another format of pages find none
-        of these objects."""
+    def namespace(self) -> CacheNamespace:
+        """Its digest is the first part of every key: engines with other weights or another format
+        of pages find none of these objects."""
         group = self.host_pools
         return CacheNamespace(
             weights_identity=self._weights_identity,
@@ -264,7 +266,7 @@ class StoreConnection:
                 f"{name} {pool.page_format}" for name, pool in group.extra_pools.items()
             )
             or msgspec.UNSET,
-        ).digest()
+        )
 
     def get_attn_cp_rank_and_size(self) -> tuple[int, int]:
         """Number of this rank among the ranks with the same heads, and their count."""
@@ -304,7 +306,7 @@ class StoreConnection:
             tp_lcm_size=settings.tp_lcm_size,
             should_split_heads=any(one.is_split for one in shards.values()),
             extra_config=config,
-            namespace=self.namespace(),
+            namespace=self.namespace().digest(),
             object_names={one.pool: one.name for all in shards.values() for one in all.objects},
         )
         deadline = time.monotonic() + _WAIT_BOUND_S
@@ -361,7 +363,8 @@ class StoreConnection:
         name = store.backend_name or f"{store.backend}, not reached yet"
         return (
             f"L3: {name}, sized by the store itself; prefetch policy {self.prefetch_policy.value}, "
-            f"from {store.settings.prefetch_threshold} tokens; namespace {self.namespace()}"
+            f"from {store.settings.prefetch_threshold} tokens; "
+            f"namespace {self.namespace().digest()}"
         )
 
     # ---- one tick ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ class and call, then counts as a failure of the store. Pure, any thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -32,7 +32,16 @@ def page_count(backend: object, call: str, answer: object, asked: int) -> int:
     return int(answer)
 
 
-def prompt_hits(backend: object, call: str, answer: object, asked: Sequence[int]) -> list[int]:
+class PromptHit(NamedTuple):
+    """Leading pages of a prompt that the store has: in all pools, and in the primary pool."""
+
+    pages: int
+    primary_pages: int
+
+
+def prompt_hits(
+    backend: object, call: str, answer: object, asked: Sequence[int]
+) -> list[PromptHit]:
     """Check the numbers of leading pages that the store has of several prompts.
 
     Args:
@@ -46,7 +55,8 @@ def prompt_hits(backend: object, call: str, answer: object, asked: Sequence[int]
     for result, pages in zip(results, asked, strict=True):
         if not isinstance(result, PoolTransferResult):
             _refuse(backend, call, f"{_describe(result)} where a PoolTransferResult is due")
-        hits.append(page_count(backend, call, result.kv_hit_pages, pages))
+        found = (result.kv_hit_pages, result.primary_pages)
+        hits.append(PromptHit(*(page_count(backend, call, one, pages) for one in found)))
     return hits
 
 

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import logging
 import os
+import re
 import stat
 import string
 import time
@@ -43,6 +44,8 @@ _MAX_NAME: Final = 200
 """Bytes of a file name; file systems take 255."""
 _STALE_SECONDS: Final = 3600.0
 _TEMPORARY: Final = ".tmp"
+_NAMESPACE: Final = re.compile("[0-9a-f]{32}")
+"""`CacheNamespace.digest`."""
 
 
 class MalformedObject(Exception):
@@ -154,6 +157,10 @@ class ObjectFiles:
             _remove_empty(Path(entry.path))
         _remove_empty(folder)
         return removed
+
+    def namespaces(self) -> set[str]:
+        """Namespaces of engines that have files."""
+        return {entry.name for entry in _scan(self.root) if _NAMESPACE.fullmatch(entry.name)}
 
     def remove_stale_temporaries(self) -> int:
         """Remove temporary files that dead writers left at least an hour ago."""
@@ -329,14 +336,17 @@ class HiCacheFile(HiCacheStorage):
         return self._counters.snapshot()
 
     def get_usage(self) -> StorageUsage:
-        """Usage of the whole file system; other files count too."""
+        """Usage of the whole file system; other files count too. Folders of the root that have no
+        name of an engine's namespace do not count as namespaces."""
         try:
             found = os.statvfs(self._files.root)
         except OSError as error:
             raise StorageUnavailable(f"{self._files.root}: {error.strerror}") from None
         free = found.f_bavail * found.f_frsize
         used = (found.f_blocks - found.f_bfree) * found.f_frsize
-        return StorageUsage(used, used + free)
+        own = self.storage_config.namespace if self.storage_config else ""
+        others = self._files.namespaces() - {own}
+        return StorageUsage(used, used + free, num_other_namespaces=len(others))
 
     # -- files -------------------------------------------------------------------------------------
 

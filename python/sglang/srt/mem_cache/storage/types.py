@@ -35,6 +35,8 @@ class CacheOutcome(StrEnum):
     """Did not arrive in time."""
     OVERTAKEN = "overtaken"
     """A read that was cancelled, because computing was faster or was going to be."""
+    NO_STATE = "no_state"
+    """Not read: the store has the pages, but no recurrent state that continues them."""
     REVOKED = "revoked"
     """Not read, because the hit is below the threshold."""
     UNAVAILABLE = "unavailable"
@@ -67,6 +69,8 @@ class PoolTransferResult:
 
     kv_hit_pages: int
     """Pages of the longest prefix that every pool can serve."""
+    primary_pages: int = 0
+    """Pages of the longest prefix that the primary pool alone can serve; 0 also if unknown."""
     extra_pool_hit_pages: dict[str, int] = field(default_factory=dict)
     """Extra pool to pages of the longest prefix that it and the primary pool can serve."""
 
@@ -91,10 +95,15 @@ class StorageUsage(NamedTuple):
     num_objects: int | None = None
     num_evicted: int | None = None
     """Objects that the store evicted since its start."""
+    num_other_namespaces: int | None = None
+    """Namespaces with objects, beside that of the engine that asks."""
 
 
 FORMAT_VERSION: Final = 1
 """Increased when the bytes or the keys of objects change their meaning."""
+
+
+_SHOWN_DIGITS: Final = 12
 
 
 class CacheNamespace(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +124,17 @@ class CacheNamespace(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> str:
         """32 hex digits."""
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(self))
+
+    def described(self) -> dict[str, str]:
+        """The properties for operators, who compare them between servers."""
+        return {
+            "weights": self.weights_identity[:_SHOWN_DIGITS],
+            "kv_dtype": self.kv_dtype,
+            "page_size": str(self.page_size),
+            "byte_order": self.page_byte_order,
+            "extra_pools": "; ".join(self.extra_pools or ()),
+            "format_version": str(self.format_version),
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.tree.decisions import Decision, DecisionLog
 from sglang.srt.utils.metrics import Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.storage.types import StorageUsage
+    from sglang.srt.mem_cache.storage.types import CacheNamespace, StorageUsage
 
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -139,12 +139,25 @@ class HiCacheMetrics(CacheMetrics):
             "Transfers, by kind: write (L1 to L2), backup (L2 to L3), prefetch (L3 to L2)",
             "kind",
         )
+        self.rank_lag = counter(
+            "rank_lag_seconds_total",
+            "Seconds that other ranks waited for this one, which came last to an agreement on "
+            "copies and transfers",
+            "rank",
+        )
         self.breaker_open = gauge("hicache_breaker_open", "1 while L3 is left alone after failures")
         self._storage_info = gauge(
             "hicache_storage_info",
-            "1 for the attached L3: servers share pages if they have the same namespace",
+            "1 for the attached L3: servers share pages if they have the same namespace, which the "
+            "labels after it make",
             "backend",
             "namespace",
+            "weights",
+            "kv_dtype",
+            "page_size",
+            "byte_order",
+            "extra_pools",
+            "format_version",
         )
         self._storage_used = gauge(
             "hicache_storage_used_bytes", "L3 (the whole store): bytes in use; NaN if unknown"
@@ -159,17 +172,27 @@ class HiCacheMetrics(CacheMetrics):
             "hicache_storage_evicted_objects",
             "L3 (the whole store): objects evicted since its start; NaN if unknown",
         )
+        self._storage_others = gauge(
+            "hicache_storage_other_namespaces",
+            "L3 (the whole store): namespaces with objects that this server cannot read; NaN if "
+            "unknown",
+        )
 
-    def set_storage(self, attached: tuple[str, str] | None, usage: StorageUsage | None) -> None:
+    def set_storage(
+        self, attached: tuple[str, CacheNamespace] | None, usage: StorageUsage | None
+    ) -> None:
         """Set the gauges of L3, before the metrics are read: backend and namespace of the attached
         store, and the last known usage."""
         self._storage_info.clear()
         if attached is not None:
-            self._storage_info.labels(*attached).set(1)
-        known = (None,) * 4 if usage is None else usage
+            backend, own = attached
+            labels = {"backend": backend, "namespace": own.digest(), **own.described()}
+            self._storage_info.labels(**labels).set(1)
         gauges = (
             self._storage_used, self._storage_total, self._storage_objects, self._storage_evicted,
+            self._storage_others,
         )  # fmt: skip
+        known = (None,) * len(gauges) if usage is None else usage
         for gauge, value in zip(gauges, known, strict=True):
             gauge.set(math.nan if value is None else value)
 

@@ -5,14 +5,16 @@ same decisions. So progress enters a decision only through one int64 vector of f
 by MIN over the ranks. It also compares a digest of the ranks' states, which must be equal.
 
 Layout of the vector: the digest and its negative, `available`, the two `rates`,
-`-has_reconnected`, `writes`, `loads`, `check`, `administration`; a status for each backup slot;
-for each prefetch slot `hit`, `landed`, `ended`, `-expired`, `-handed` and `whole`.
+`-has_reconnected`, `writes`, `loads`, `check`, `administration`; the time that the rank waited in
+the last sync, with its number, and the negative of that time; a status for each backup slot; for
+each prefetch slot `hit`, `landed`, `ended`, `-expired`, `-handed` and `whole`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -22,17 +24,19 @@ import torch
 
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
 from sglang.srt.mem_cache.tree.digest import ReplicatedState, explain_difference
+from sglang.srt.utils.metrics import Counter
 
 MAX_PREFETCHES: Final = 64
 """Most prefetches that own host pages: the vector has a fixed size (unequal ones abort gloo)."""
 MAX_SETTLED: Final = 256
 """Most writes to L3 that one tick settles, for the same reason."""
 
-_HEAD: Final = 10
+_HEAD: Final = 12
 _SLOT: Final = 6
 _BACKUPS_END: Final = _HEAD + MAX_SETTLED
 _VECTOR_SIZE: Final = _BACKUPS_END + _SLOT * MAX_PREFETCHES
 _ALL: Final = 1 << 62
+_RANK_BITS: Final = 16
 
 
 class Status(IntEnum):
@@ -57,6 +61,20 @@ class Rates(NamedTuple):
     prefills: int = 0
 
 
+class Wait(NamedTuple):
+    """How long a rank waited for others in a sync. The one that waited least came last."""
+
+    microseconds: int
+    rank: int
+
+
+class Lag(NamedTuple):
+    """The rank that came last to the sync before, and the seconds that another waited for it."""
+
+    rank: int
+    seconds: float
+
+
 class PrefetchProgress(NamedTuple):
     """Progress of one prefetch, in pages."""
 
@@ -75,6 +93,8 @@ class PrefetchProgress(NamedTuple):
 
 
 _NO_RATES: Final = Rates()
+_NO_WAIT: Final = Wait(0, 0)
+_NO_LAG: Final = Lag(0, 0.0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,6 +119,10 @@ class Progress:
     still has."""
     administration: Status = Status.UNDER_WAY
     """Status of the preparation of an operator's change of L3."""
+    wait: Wait = _NO_WAIT
+    """Of one rank alone: its wait in the last sync."""
+    lag: Lag = _NO_LAG
+    """Of the agreement alone: the difference of the waits. For metrics; decisions ignore it."""
     backups: Sequence[Status] = ()
     """Statuses of the writes to L3 that have ended, from the head of their queue on; at most
     `MAX_SETTLED`."""
@@ -114,7 +138,8 @@ def to_vector(progress: Progress) -> torch.Tensor:
     values = [progress.digest, -progress.digest]
     values += [int(progress.available), *progress.rates, -int(progress.has_reconnected)]
     values += [progress.writes, progress.loads, progress.check]
-    values += [progress.administration, *progress.backups]
+    waited, rank = progress.wait
+    values += [progress.administration, waited << _RANK_BITS | rank, -waited, *progress.backups]
     slots: list[int] = []
     for one in progress.prefetches:
         slots += [one.hit, one.landed, int(one.ended), -int(one.expired), -one.handed, one.whole]
@@ -128,6 +153,7 @@ def to_vector(progress: Progress) -> torch.Tensor:
 def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
     """The agreement in a reduced vector of ranks with equal states."""
     values = vector.tolist()
+    least, minus_most = values[10:_HEAD]
     ended = itertools.takewhile(bool, values[_HEAD:_BACKUPS_END])
     begins = range(_BACKUPS_END, _BACKUPS_END + _SLOT * num_prefetches, _SLOT)
     slots = [values[begin : begin + _SLOT] for begin in begins]
@@ -144,32 +170,57 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
         loads=values[7],
         check=values[8],
         administration=Status(values[9]),
+        lag=Lag(least & (1 << _RANK_BITS) - 1, (-minus_most - (least >> _RANK_BITS)) / 1e6),
         backups=[Status(value) for value in ended],
         prefetches=prefetches,
     )
 
 
-def agree(
-    progress: Progress,
-    group: RankGroup,
-    state: ReplicatedState,
-    reduce_min: Callable[[torch.Tensor], torch.Tensor],
-) -> Progress:
-    """Agree with all ranks on progress; a single rank's own progress counts. A collective.
+class TickSync:
+    """The agreement of all ranks on progress.
 
     Args:
-        progress: Observations of this rank. `digest` is filled in here.
-        state: State of this rank at the time of the observations.
+        group: All ranks.
+        state: State of this rank, which must be equal on all.
         reduce_min: Element-wise MIN over these ranks.
-
-    Raises:
-        RanksDiverged: The ranks' states differ. Names the ranks, and the first difference of each.
+        lag: Counter of the seconds for which others waited, by rank.
     """
-    if group.size == 1:
-        return progress
-    progress.digest = state.digest
-    vector = reduce_min(to_vector(progress))
-    least, minus_most = vector[:2].tolist()
-    if least != -minus_most:
-        raise RanksDiverged(f"the ranks' states differ: {explain_difference(group, state)}")
-    return from_vector(vector, len(progress.prefetches))
+
+    def __init__(
+        self,
+        group: RankGroup,
+        state: ReplicatedState,
+        reduce_min: Callable[[torch.Tensor], torch.Tensor],
+        lag: Counter,
+    ) -> None:
+        self._group = group
+        self._state = state
+        self._reduce_min = reduce_min
+        self._lag = lag
+        self._wait = Wait(0, group.rank)
+        for rank in range(group.size):
+            lag.labels(rank)
+
+    def agree(self, progress: Progress) -> Progress:
+        """Agree with all ranks on progress; a single rank's own progress counts. A collective.
+
+        Args:
+            progress: Observations of this rank. `digest` and `wait` are filled in here.
+
+        Raises:
+            RanksDiverged: The ranks' states differ. Names the ranks, and the first difference of
+                each.
+        """
+        if self._group.size == 1:
+            return progress
+        progress.digest, progress.wait = self._state.digest, self._wait
+        vector, began = to_vector(progress), time.monotonic()
+        vector = self._reduce_min(vector)
+        self._wait = Wait(int((time.monotonic() - began) * 1e6), self._group.rank)
+        least, minus_most = vector[:2].tolist()
+        if least != -minus_most:
+            difference = explain_difference(self._group, self._state)
+            raise RanksDiverged(f"the ranks' states differ: {difference}")
+        agreed = from_vector(vector, len(progress.prefetches))
+        self._lag.labels(agreed.lag.rank).inc(agreed.lag.seconds)
+        return agreed

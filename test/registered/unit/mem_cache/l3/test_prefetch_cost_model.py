@@ -207,7 +207,7 @@ class TwoRanks:
         self._pool = ThreadPoolExecutor(len(rates))
         for rank, (rig, known) in enumerate(zip(self.rigs, rates, strict=True)):
             rig.hi._destroy_prefetch_sync_groups()
-            rig.hi._group = exchange.group(rank)
+            rig.hi._group = rig.hi._sync._group = exchange.group(rank)
             rig.hi._create_prefetch_sync_groups()
             attached = rig.hi.store.attached
             assert attached is not None

@@ -142,7 +142,7 @@ def test_a_prefix_without_a_state_is_no_hit(bench: Bench) -> None:
     assert marks_of(bench.pools.states, torch.tensor([1])) == [50, 51]
     bench.file(2, "mamba").unlink()
     operation = bench.read()
-    assert (operation.hit_pages, operation.outcome) == (0, MISS)
+    assert (operation.hit_pages, operation.outcome) == (0, CacheOutcome.NO_STATE)
 
 
 @pytest.mark.parametrize("pool", ["kv", "mamba"])

@@ -46,14 +46,14 @@ def test_the_answer_comes_with_a_later_call_and_is_kept_for_ten_seconds() -> Non
     client, usage, now = Client(StorageUsage(5, 10)), StoreUsage(), 100.0
     assert usage.latest(client, lambda: now) is None
     assert wait_until(lambda: usage.latest(client, lambda: now) is not None, 30)
-    assert usage.latest(client, lambda: now) == (5, 10, None, None)
+    assert usage.latest(client, lambda: now) == (5, 10, None, None, None)
     client.answer = StorageUsage(6, 10)
     now = 109.9
     usage.latest(client, lambda: now)
     assert client.num_asked == 1
     now = 110.0
-    assert usage.latest(client, lambda: now) == (5, 10, None, None)
-    assert wait_until(lambda: usage.latest(client, lambda: now) == (6, 10, None, None), 30)
+    assert usage.latest(client, lambda: now) == (5, 10, None, None, None)
+    assert wait_until(lambda: usage.latest(client, lambda: now) == (6, 10, None, None, None), 30)
     assert client.num_asked == 2
 
 

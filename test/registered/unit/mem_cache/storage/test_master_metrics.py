@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
+from sglang.srt.mem_cache.hicache_storage import StorageUnavailable, StorageUsage
 from sglang.srt.mem_cache.storage.mooncake_store.master_metrics import read_usage
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -54,7 +54,9 @@ def port() -> Iterator[int]:
 
 
 def test_bytes_and_objects(port: int) -> None:
-    assert read_usage("127.0.0.1", port) == (1_500_000_000, 4_000_000_000, 12, 3)
+    assert read_usage("127.0.0.1", port) == StorageUsage(
+        1_500_000_000, 4_000_000_000, num_objects=12, num_evicted=3
+    )
 
 
 @pytest.mark.parametrize("text", [b"", b"<html>", b"\xff\xfe", b"master_key_count 1\n"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from rigs.caches.memory_ranks import EchoGroup, MemoryExchange
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, SingleRank
 from sglang.srt.mem_cache.tree.digest import CacheState
+from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import (
     MAX_PREFETCHES,
@@ -18,7 +20,8 @@ from sglang.srt.mem_cache.tree.tick_sync import (
     Progress,
     Rates,
     Status,
-    agree,
+    TickSync,
+    Wait,
     from_vector,
     to_vector,
 )
@@ -95,6 +98,10 @@ def state(free: int) -> CacheState:
     return CacheState(lambda: root, {"free tokens": lambda: free})
 
 
+def sync_of(group: RankGroup, mine: CacheState) -> TickSync:
+    return TickSync(group, mine, group.reduce_min, HiCacheMetrics(None).rank_lag)
+
+
 def tick_sync(*free: int) -> list[str]:
     """Result of a tick sync on each rank, by the free tokens in its state."""
     exchange = MemoryExchange(len(free), deadline_s=60)
@@ -102,7 +109,7 @@ def tick_sync(*free: int) -> list[str]:
     def on(group: RankGroup) -> str:
         try:
             mine = state(free[group.rank])
-            agreed = agree(Progress(writes=3), group, mine, group.reduce_min)
+            agreed = sync_of(group, mine).agree(Progress(writes=3))
             return f"writes {agreed.writes}"
         except RanksDiverged as error:
             return str(error)
@@ -127,8 +134,31 @@ def test_the_vector_has_one_size_whatever_happens() -> None:
 def test_one_rank_agrees_with_itself() -> None:
     progress = Progress(loads=1)
     alone, echo = SingleRank(), EchoGroup()
-    assert agree(progress, alone, state(4), alone.reduce_min) is progress
-    assert agree(progress, echo, state(4), echo.reduce_min).loads == 1
+    assert sync_of(alone, state(4)).agree(progress) is progress
+    assert sync_of(echo, state(4)).agree(progress).loads == 1
+
+
+def test_the_rank_that_waited_least_came_last() -> None:
+    waits = [Wait(2_500_000, 0), Wait(40, 1), Wait(1_000_000, 2)]
+    assert vote(*(Progress(wait=wait) for wait in waits)).lag == (1, 2.49996)
+    assert vote(Progress(wait=Wait(7, 0)), Progress(wait=Wait(7, 1))).lag.seconds == 0
+
+
+def test_the_wait_for_a_late_rank_is_counted_under_its_number() -> None:
+    exchange = MemoryExchange(2, deadline_s=60)
+    counters = [HiCacheMetrics(None).rank_lag for _ in range(2)]
+
+    def on(group: RankGroup) -> None:
+        sync = TickSync(group, state(1), group.reduce_min, counters[group.rank])
+        for _ in range(3):
+            time.sleep(0.05 * group.rank)
+            sync.agree(Progress())
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(on, map(exchange.group, range(2))))
+    for counter in counters:
+        assert counter.labels(1)._value.get() > 0.08, "two of the three waits are known"
+        assert counter.labels(0)._value.get() < 0.01
 
 
 if __name__ == "__main__":
