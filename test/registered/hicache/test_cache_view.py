@@ -205,7 +205,7 @@ def test_every_query_finds_its_metric_with_its_labels(server: EngineServer) -> N
 
 def test_alerts_say_what_to_do() -> None:
     for rule in rules():
-        assert rule["labels"]["severity"] in ("warning", "critical"), rule
+        assert rule["labels"]["severity"] in ("info", "warning", "critical"), rule
         assert {"summary", "description"} <= set(rule["annotations"]), rule
         assert "docs/" in rule["annotations"]["description"], rule
 

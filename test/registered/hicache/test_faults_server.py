@@ -6,20 +6,18 @@ C11, C13 and C14 hold for the built-in hybrid too, whose prefixes end with a rec
 from __future__ import annotations
 
 import random
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
+from rigs.servers.spoiled_models import perturbed_model
 from rigs.stores.mooncake_cluster import MooncakeCluster
-from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
+from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
@@ -61,18 +59,6 @@ def either(request: pytest.FixtureRequest) -> EngineServer:
     """A server of a model without, and one with recurrent states."""
     found: EngineServer = request.getfixturevalue(request.param)
     return found
-
-
-def perturbed_model(folder: Path) -> Path:
-    """The built-in model with one number of one weight changed."""
-    copy = folder / "perturbed"
-    shutil.copytree(BUILTIN_MODEL_DIR, copy)
-    weights = load_file(copy / "model.safetensors")
-    first = next(iter(sorted(weights)))
-    weights[first] = weights[first].clone()
-    weights[first].view(-1)[0] += torch.tensor(0.5, dtype=weights[first].dtype)
-    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    return copy
 
 
 def test_c5_engines_that_differ_share_nothing(

@@ -29,6 +29,18 @@ def weights(model: Path) -> dict[str, torch.Tensor]:
     return load_file(model / WEIGHTS)
 
 
+def perturbed_model(folder: Path) -> Path:
+    """The built-in model with one number of one weight changed."""
+    copy = folder / "perturbed"
+    shutil.copytree(BUILTIN_MODEL_DIR, copy)
+    weights = load_file(copy / "model.safetensors")
+    first = next(iter(sorted(weights)))
+    weights[first] = weights[first].clone()
+    weights[first].view(-1)[0] += torch.tensor(0.5, dtype=weights[first].dtype)
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
 def change_config(model: Path, **changes: object) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **changes}))
