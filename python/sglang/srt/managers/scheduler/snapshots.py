@@ -59,7 +59,7 @@ class TakenSnapshots:
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`rows`, `slots` and `counts`, int64 `[n]` on the device."""
         every = on_device([*self.rows, *self.slots, *self.counts], device, torch.int64)
-        rows, slots, counts = every.split(len(self.rows))
+        rows, slots, counts = every.view(3, -1)
         return rows, slots, counts
 
 

@@ -57,8 +57,9 @@ def make_texts(alone: list[list[int]]) -> list[list[int]]:
     return [[*ids, *said] for ids, said in zip(PROMPTS, alone, strict=True)]
 
 
-@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, -1), (4, 8), (16, 16)])
+@pytest.mark.parametrize(
+    ("page_size", "chunk", "right"), [(1, -1, 0.7), (4, 8, 0.0), (4, 8, 1.0), (16, 16, 0.7)]
+)
 def test_words_are_those_without_speculation(
     model: Path,
     alone: list[list[int]],
@@ -77,6 +78,7 @@ def test_words_are_those_without_speculation(
         assert counters.decode_steps <= 2 * len(PROMPTS) * (NEW_TOKENS - 1) / 3
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_drafts_equal_those_of_transformers(
     reference: tuple[Path, PreTrainedModel],
@@ -97,18 +99,20 @@ def test_drafts_equal_those_of_transformers(
         assert got == logits.argmax(-1).tolist(), f"after {before} tokens"
 
 
+@pytest.mark.settled
 def test_a_simulated_length_is_kept_on_average(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path, "qwen3_5", eos_token_id=None, mtp=True)
-    with envs.SGLANG_SIMULATE_ACC_LEN.override("2.7"):
+    with envs.SGLANG_SIMULATE_ACC_LEN.override(2.7):
         rig = SchedulerRig(tmp_path, page_size=4, **SPECULATES)
         rig.generate([PROMPTS[2]], 28)
     # The first token comes from the prefill, and ten verifications give 27.
     assert rig.scheduler.state.counters.decode_steps == 10
 
 
+@pytest.mark.settled
 def test_sampled_words_are_those_without_speculation(model: Path) -> None:
     params = SamplingParams(temperature=0.8, top_p=0.9, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    said = []
+    said: list[list[list[int]]] = []
     for settings in ({}, SPECULATES):
         rig = SchedulerRig(model, page_size=4, **settings)
         rids = [f"sampled-{number}" for number in range(len(PROMPTS))]
@@ -145,6 +149,7 @@ def evict_l1(rig: SchedulerRig) -> None:
     ask(rig, f"other-{len(rig.results)}", prompt(99 + len(rig.results), 480))
 
 
+@pytest.mark.settled
 @pytest.mark.usefixtures("storage_dir")
 def test_drafts_do_not_depend_on_the_tier_of_the_prefix(model: Path) -> None:
     """Of a prompt whose page edge is shared with another prompt that goes on differently, too."""
@@ -195,6 +200,7 @@ def test_retracted_requests_say_and_draft_the_same(model: Path) -> None:
     assert rig.scheduler.state.counters.retractions > 0
 
 
+@pytest.mark.settled
 def test_penalties_take_one_token_a_step(model: Path) -> None:
     params = SamplingParams(
         temperature=0.0, frequency_penalty=0.7, max_new_tokens=NEW_TOKENS, ignore_eos=True
@@ -207,6 +213,7 @@ def test_penalties_take_one_token_a_step(model: Path) -> None:
     assert said[0] == said[1]
 
 
+@pytest.mark.settled
 def test_a_stop_among_accepted_drafts_drops_the_rest(
     model: Path, alone: list[list[int]], texts: list[list[int]]
 ) -> None:
