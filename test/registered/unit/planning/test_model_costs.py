@@ -45,7 +45,7 @@ def test_parameters_are_as_many_as_published(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "billions", "layers"),
     [
-        # README_WEIGHTS.md of DeepSeek-V3: 11.5 billion without embedding and head.
+        # Its publisher counts 11.5 billion, without embedding and head.
         ("DeepSeek-V3", 11.5, 62),
         # 257 experts of 3 x 6,144 x 2,048; projection and attention.
         ("GLM-5", 9.70 + 0.08 + 0.17, 79),
