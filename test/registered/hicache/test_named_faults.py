@@ -85,6 +85,10 @@ def view(server: EngineServer) -> Mapping[str, Any]:
     return hicache_top.ask(server.url, ADMIN_KEY)
 
 
+def has_one(server: EngineServer, name: str) -> bool:
+    return server.metrics()[name] == 1
+
+
 def test_a_client_that_never_repeats_a_prefix(server: EngineServer) -> None:
     ask(server, 1)
     assert alerts(server, lambda: ask(server, 1, 1, 1)) == set()
@@ -117,7 +121,7 @@ def test_a_starved_prefill_queue(server: EngineServer) -> None:
             thread.start()
             stack.callback(thread.join)
             name = ("sglang:num_running_reqs", "sglang:num_queue_reqs")[number]
-            assert wait_until(lambda name=name: server.metrics()[name] == 1, 60)
+            assert wait_until(partial(has_one, server, name), 60)
         body = {"abort_all": True}
         stack.callback(server.request, "POST", "/abort_request", body, admin=True)
         before = scrape(server)

@@ -65,6 +65,12 @@ def scrape(*servers: EngineServer, job: str = "sglang") -> Scrape:
     return Scrape(time.monotonic(), series)
 
 
+def differing_labels(scraped: Scrape, name: str) -> set[str]:
+    """Labels, beside `instance`, in which the series of `name` differ."""
+    series = [dict(labels) for labels in scraped.series[name]]
+    return {one for one in series[0] if len({labels[one] for labels in series}) > 1} - {"instance"}
+
+
 @cache
 def rules() -> dict[str, str]:
     """Expression of each alert, by name."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+import sglang
+from sglang.srt import constants
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3 import store_connection, store_usage
@@ -65,6 +67,13 @@ def has_format(version: int, rank: int) -> None:
     """The server writes and reads pages of another version of their format."""
     made = partial(CacheNamespace, format_version=version)
     mock.patch.object(store_connection, "CacheNamespace", made).start()
+    asks_often(rank)
+
+
+def has_version(version: str, rank: int) -> None:
+    """The server's scheduler is one of another version of the engine, with the same format."""
+    mock.patch.object(constants, "VERSION", version).start()
+    mock.patch.object(sglang, "__version__", version).start()
     asks_often(rank)
 
 

@@ -1,0 +1,148 @@
+"""As test_named_faults.py, with a Mooncake store: cold, full, without its master, and shared by
+servers that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from rigs.servers import planted_faults
+from rigs.servers.alert_rules import differing_labels, firing, scrape
+from rigs.servers.engine_server import ADMIN_KEY, EXACT, EngineServer
+from rigs.servers.forked_servers import ForkedServer, InRank
+from rigs.servers.spoiled_models import perturbed_model
+from rigs.stores.mooncake_cluster import MooncakeCluster
+from sglang import hicache_top
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+
+PAGE: Final = 64
+PAGES: Final = 6
+LONG_PAGES: Final = 40
+OTHER_VERSION: Final = "9.9.9"
+
+
+def prompt(seed: int, pages: int = PAGES) -> list[int]:
+    return [300 + (seed * 37 + i * 11) % 1000 for i in range(pages * PAGE)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MooncakeCluster]:
+    # Each page of the model takes 128 KB.
+    flags = {"default_kv_lease_ttl": 200}
+    with MooncakeCluster(segment_size="128mb", master_flags=flags) as running:
+        yield running
+
+
+def server_on(
+    cluster: MooncakeCluster,
+    *more: str,
+    model: str | None = None,
+    in_rank: InRank = planted_faults.asks_often,
+) -> AbstractContextManager[EngineServer]:
+    return ForkedServer(
+        "--enable-metrics", "--hicache-storage-backend", "mooncake", "--page-size", str(PAGE),
+        "--hicache-storage-prefetch-policy", "wait_complete", "--served-model-name", "served",
+        "--max-total-tokens", str(2 * LONG_PAGES * PAGE), *EXACT, *more,
+        env=cluster.engine_env(), model=model, in_rank=in_rank,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(cluster: MooncakeCluster) -> Iterator[EngineServer]:
+    with server_on(cluster) as running:
+        yield running
+
+
+def alerts(cluster: MooncakeCluster, server: EngineServer, work: Callable[[], object]) -> set[str]:
+    """The alerts that fire after `work` and the writes to the store."""
+    before = scrape(server)
+    work()
+    name = 'sglang:hicache_queue_length{queue="backups"}'
+    assert wait_until(lambda: server.metrics()[name] == 0, 60)
+    # A scrape shows the answer of the store to the one before.
+    name = "sglang:hicache_storage_used_bytes"
+    truth = partial(cluster.master.metric, "master_allocated_bytes")
+    assert wait_until(lambda: server.metrics()[name] == truth(), 60)
+    return set(firing(before, scrape(server)))
+
+
+def ask(server: EngineServer, *seeds: int, pages: int = PAGES) -> None:
+    for seed in seeds:
+        server.generate(prompt(seed, pages), max_new_tokens=1)
+
+
+def test_a_cold_store(cluster: MooncakeCluster, server: EngineServer) -> None:
+    assert alerts(cluster, server, lambda: ask(server, 1, 2)) == {"StoreCold"}
+    server.flush()
+    assert alerts(cluster, server, lambda: ask(server, 1, 2)) == set()
+    reads = hicache_top.ask(server.url, ADMIN_KEY)["store"]["reads"]
+    assert (reads["miss"], reads["landed"]) == (2, 2)
+
+
+def test_servers_that_differ_and_one_of_another_version(
+    cluster: MooncakeCluster, server: EngineServer, tmp_path: Path
+) -> None:
+    cold = server.generate(prompt(1), max_new_tokens=8).output_ids
+    server.flush()
+    others: list[tuple[tuple[str, ...], str | None, set[str]]] = [
+        (("--page-size", "32"), None, {"namespace", "page_size"}),
+        ((), str(perturbed_model(tmp_path)), {"namespace", "weights"}),
+    ]
+    for flags, model, differ in others:
+        with server_on(cluster, *flags, model=model) as other:
+            assert other.generate(prompt(1), 1).meta_info["cached_tokens"] == 0
+            both = scrape(server, other)
+            assert "NamespacesDiffer" in firing(both, both)
+            assert differing_labels(both, "sglang:hicache_storage_info") == differ
+    # The version of the engine is no part of the namespace.
+    renamed = partial(planted_faults.has_version, OTHER_VERSION)
+    with server_on(cluster, in_rank=renamed) as same:
+        answer = same.generate(prompt(1), max_new_tokens=8)
+        assert answer.output_ids == cold
+        assert answer.cached["storage"] == PAGES * PAGE - 1
+        both = scrape(server, same)
+        assert "NamespacesDiffer" not in firing(both, both)
+        assert differing_labels(both, "sglang:hicache_storage_info") == set()
+
+
+def test_a_full_store(cluster: MooncakeCluster, server: EngineServer) -> None:
+    assert cluster.master.metric("master_allocated_bytes") < 0.5 * cluster.capacity_bytes()
+
+    def fill() -> None:
+        for seed in range(100, 200):
+            ask(server, seed, pages=LONG_PAGES)
+            if cluster.master.metric("master_evicted_key_count") > 0:
+                return
+        raise AssertionError("the store has not evicted")
+
+    quiet = {"StoreNearlyFull", "StoreEvicts"}
+    assert not quiet & alerts(cluster, server, lambda: ask(server, 1))
+    assert quiet <= alerts(cluster, server, fill)
+
+
+def test_a_dead_master(cluster: MooncakeCluster, server: EngineServer) -> None:
+    assert "StoreLeftAlone" not in alerts(cluster, server, lambda: ask(server, 1))
+    cluster.master.kill()
+    seeds = iter(range(300, 400))
+
+    def is_left_alone() -> bool:
+        ask(server, next(seeds))
+        return server.metrics()["sglang:hicache_breaker_open"] == 1
+
+    assert wait_until(is_left_alone, 60)
+    now = scrape(server)
+    assert "StoreLeftAlone" in firing(now, now)
+    # A view is a second old at most.
+    assert wait_until(lambda: hicache_top.ask(server.url, ADMIN_KEY)["store"]["is_left_alone"], 30)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,71 @@
+"""Servers of two formats of pages on one store: neither reads the other's, and both can be told."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from rigs.servers import planted_faults
+from rigs.servers.alert_rules import differing_labels, firing, scrape
+from rigs.servers.engine_server import ADMIN_KEY, EXACT, EngineServer
+from rigs.servers.forked_servers import ForkedServer
+from sglang import hicache_top
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.storage.types import FORMAT_VERSION
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=12, suite="base-b-test-cpu")
+
+PAGE: Final = 64
+PROMPT: Final = [300 + i * 7 % 1000 for i in range(6 * PAGE + 5)]
+WHOLE: Final = 6 * PAGE
+
+
+def server_of(version: int, folder: Path) -> ForkedServer:
+    return ForkedServer(
+        "--enable-metrics", "--hicache-storage-backend", "file", "--page-size", str(PAGE), *EXACT,
+        "--hicache-storage-prefetch-policy", "wait_complete", "--max-total-tokens", "4096",
+        env={envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.name: str(folder)},
+        in_rank=partial(planted_faults.has_format, version),
+    )  # fmt: skip
+
+
+def sees(server: EngineServer, others: int) -> bool:
+    """True if `/hicache` counts `others` namespaces in the store that the server cannot read."""
+    usage = hicache_top.ask(server.url, ADMIN_KEY)["store"]["usage"]
+    return usage is not None and usage["num_other_namespaces"] == others
+
+
+def test_a_rolling_upgrade_to_another_format(tmp_path: Path) -> None:
+    with server_of(FORMAT_VERSION, tmp_path) as old, server_of(FORMAT_VERSION + 1, tmp_path) as new:
+        words = old.generate(PROMPT).output_ids
+        old.flush()
+        assert wait_until(partial(sees, old, 0), 30)
+        cold = new.generate(PROMPT)
+        assert (cold.output_ids, cold.meta_info["cached_tokens"]) == (words, 0)
+        new.flush()
+        for server in (old, new):
+            warm = server.generate(PROMPT)
+            assert (warm.output_ids, warm.cached["storage"]) == (words, WHOLE)
+            assert wait_until(partial(sees, server, 1), 30)
+        both = scrape(old, new)
+        assert "NamespacesDiffer" in firing(both, both)
+        found = differing_labels(both, "sglang:hicache_storage_info")
+        assert found == {"namespace", "format_version"}
+
+        # The old one takes its objects with it; the new one keeps its own.
+        for server in (old, new):
+            server.flush()
+        path = "/hicache/storage-backend/clear"
+        assert old.request("POST", path, admin=True).status == 200
+        assert wait_until(partial(sees, new, 0), 30)
+        assert old.generate(PROMPT).cached["storage"] == 0
+        assert new.generate(PROMPT).cached["storage"] == WHOLE
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
