@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rigs.servers.alert_rules import Scrape, Value, differing_labels, evaluate, firing, rules
+from rigs.views.alert_rules import Scrape, Value, differing_labels, evaluate, firing, rules
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -1,7 +1,7 @@
 """Each fault of a cache makes the alert of its name fire, and no other one: real servers with a
 file store.
 
-Tests first do the same without the fault, when nothing may fire. `rigs/servers/alert_rules.py`
+Tests first do the same without the fault, when nothing may fire. `rigs/views/alert_rules.py`
 evaluates docs/monitoring/alerts.yml on two scrapes.
 """
 
@@ -18,11 +18,11 @@ from typing import Any, Final
 import pytest
 
 from rigs.models.tiny_models import save_tiny_checkpoint
-from rigs.servers import planted_faults
-from rigs.servers.alert_rules import firing, scrape
 from rigs.servers.engine_server import ADMIN_KEY, EngineServer
 from rigs.servers.forked_servers import ForkedServer
-from rigs.servers.planted_faults import switched
+from rigs.views import planted_faults
+from rigs.views.alert_rules import firing, scrape
+from rigs.views.planted_faults import switched
 from sglang import hicache_top
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
 from sglang.srt.environ import envs

@@ -27,7 +27,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
 PAGE: Final = 64
-MONITORING: Final = Path(__file__).resolve().parents[3] / "docs" / "monitoring"
+MONITORING: Final = Path(__file__).resolve().parents[4] / "docs" / "monitoring"
 
 
 def prompt(seed: int, pages: int = 8) -> list[int]:

@@ -11,12 +11,12 @@ from typing import Final
 
 import pytest
 
-from rigs.servers import planted_faults
-from rigs.servers.alert_rules import differing_labels, firing, scrape
 from rigs.servers.engine_server import ADMIN_KEY, EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer, InRank
 from rigs.servers.spoiled_models import perturbed_model
 from rigs.stores.mooncake_cluster import MooncakeCluster
+from rigs.views import planted_faults
+from rigs.views.alert_rules import differing_labels, firing, scrape
 from sglang import hicache_top
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -8,10 +8,10 @@ from typing import Final
 
 import pytest
 
-from rigs.servers import planted_faults
-from rigs.servers.alert_rules import differing_labels, firing, scrape
 from rigs.servers.engine_server import ADMIN_KEY, EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
+from rigs.views import planted_faults
+from rigs.views.alert_rules import differing_labels, firing, scrape
 from sglang import hicache_top
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.types import FORMAT_VERSION
