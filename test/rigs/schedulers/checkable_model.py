@@ -20,6 +20,8 @@ VOCAB_SIZE: Final = 1009
 
 Words = npt.NDArray[np.uint64]
 """Facts are two words each: the hash; the place and the token."""
+NOISE: Final = 0x5EED
+"""Stands for the hash of a wrong context: no prompt has it."""
 
 _MASK: Final = (1 << 64) - 1
 _HASH_FACTOR: Final = 6364136223846793005  # Knuth, The Art of Computer Programming 2, MMIX

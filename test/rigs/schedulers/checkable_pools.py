@@ -23,8 +23,16 @@ from sglang.srt.mem_cache.device.memory_pool import (
 )
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
-from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
-from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool
+from sglang.srt.mem_cache.device.state_spec import (
+    ItemKind,
+    PoolHitPolicy,
+    PoolName,
+    RankShare,
+    RankSplit,
+    StateBuffer,
+    StateSpec,
+)
 
 _ALL_HEADS: Final = RankShare(RankSplit.HEADS, 0, 1, 1)
 _MOST_HEADS: Final = 16
@@ -35,18 +43,21 @@ _NAMES: Final = {
     "index_k": "indexer keys",
     "temporal": "recurrent states",
     "conv": "convolution states",
+    "hidden": "hidden states",
 }
 """What errors call the buffers of specs."""
 _MARKS: Final = dict(
     zip(
         _NAMES,
         np.random.default_rng(0).integers(
-            0, 1 << 63, (len(_NAMES), 6, 3, _MOST_HEADS, 2), dtype=np.uint64
+            0, 1 << 63, (len(_NAMES), 7, 3, _MOST_HEADS, 2), dtype=np.uint64
         ),
         strict=True,
     )
 )
 """For each buffer `[layer, part, head, word]`."""
+HIDDEN_SIZE: Final = 8
+"""fp32 numbers of a hidden state, which hold two copies of a fact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +72,14 @@ class CheckableState:
     """Positions of snapshots are multiples of this many tokens."""
     heads: RankShare = _ALL_HEADS
     """The heads of this rank."""
+    drafts: bool = False
+    """True if it has a draft layer behind the others, which has state for each token."""
 
     @property
     def token_layers(self) -> tuple[int, ...]:
-        """Layers with state for each token."""
-        return (1, 4) if self.num_states else (0, 1, 2)
+        """Layers with state for each token, the draft layer last."""
+        layers = (1, 4) if self.num_states else (0, 1, 2)
+        return (*layers, self.draft_layer) if self.drafts else layers
 
     @property
     def state_layers(self) -> tuple[int, ...]:
@@ -74,7 +88,13 @@ class CheckableState:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model; where there are states the last one keeps nothing."""
+        """Layers of the model, the draft layer included; where there are states the last one before
+        it keeps nothing."""
+        return self.draft_layer + self.drafts
+
+    @property
+    def draft_layer(self) -> int:
+        """The draft layer, if there is one."""
         return 6 if self.num_states else 3
 
 
@@ -120,6 +140,8 @@ class CheckablePools:
     """Buffers of tokens."""
     prefixes: list[FactBuffer] = field(init=False, default_factory=list)
     """Buffers of recurrent states."""
+    hidden: StatePool | None = field(init=False, default=None)
+    """Hidden states beside the recurrent ones, for the draft layer."""
 
     def __post_init__(self) -> None:
         state, heads = self.state, self.state.heads
@@ -146,6 +168,9 @@ class CheckablePools:
             )
             self.states = self.make_states(spec, state.num_states)
             self.prefixes = _buffers(self.states, [list(one) for one in self.states.buffers], heads)
+            if state.drafts:
+                self.hidden = StatePool(_hidden_spec(state.draft_layer), state.num_states, "cpu")
+                self.states.share_slots_with(self.hidden)
 
     def _token_pool(self) -> KVCache:
         state, layers = self.state, self.state.token_layers
@@ -177,14 +202,31 @@ class CheckablePools:
 
     def model_pools(self) -> ModelPools:
         """All pools, the primary pool first."""
-        states = () if self.states is None else (self.states,)
+        states = [pool for pool in (self.states, self.hidden) if pool is not None]
         return ModelPools.of([self.kv, *self.kv.auxiliary_pools, *states], self.state.num_layers)
+
+    @property
+    def hidden_marks(self) -> Words:
+        """`[copies, 2]`: the marks of a hidden state."""
+        return np.ascontiguousarray(_MARKS["hidden"][self.state.draft_layer, : HIDDEN_SIZE // 4, 0])
 
     def rows(self, max_requests: int, context_len: int) -> ReqToTokenPool:
         """The rows of requests, each with a state if the model keeps some."""
         if self.states is None:
             return ReqToTokenPool(max_requests, context_len, "cpu")
         return HybridReqToTokenPool(max_requests, context_len, "cpu", self.states)
+
+
+def _hidden_spec(layer: int) -> StateSpec:
+    """The spec of hidden states that share the slots of recurrent ones."""
+    return StateSpec(
+        name=PoolName.HIDDEN,
+        layers=(layer,),
+        buffers=(StateBuffer("hidden", (HIDDEN_SIZE,), torch.float32),),
+        item=ItemKind.STATE,
+        hit_policy=PoolHitPolicy.TRAILING_PAGES,
+        indices_from_pool=PoolName.MAMBA,
+    )
 
 
 def _buffers(

@@ -43,15 +43,21 @@ class Context:
     seed: int
     slots: npt.NDArray[np.int64]
     num_old: int
-    """Positions that the pool has before the step: all, or all but those of `new_tokens`."""
+    """Positions that the pool has before the step: those before `new_tokens`, and maybe the first
+    of these, which the step then reads and does not store."""
     new_tokens: list[int]
+    """The tokens that the step computes. The drafts of a verification are known when it runs."""
     state: StateUse | None
     """None: the model keeps no states."""
 
     @property
+    def begin(self) -> int:
+        """Position of the first new token."""
+        return len(self.slots) - len(self.new_tokens)
+
+    @property
     def is_whole(self) -> bool:
-        """True if the pool has the request's one new token too, which the step reads and does not
-        store."""
+        """True if the pool has the request's one new token too."""
         return self.num_old == len(self.slots)
 
 
@@ -71,6 +77,8 @@ class Step:
 
     pools: CheckablePools
     contexts: list[Context]
+    verifies: bool = False
+    """True if it leaves recurrent states as they are."""
     hashes: list[list[int]] = field(default_factory=list)
     """For each request the hashes of its new positions."""
     _ends: Words | None = None
@@ -90,7 +98,7 @@ class Step:
             WrongContext: A slot does not hold what it must.
         """
         state = self.pools.state
-        for layer in range(state.num_layers):
+        for layer in range(state.draft_layer):
             if layer in state.state_layers:
                 for buffer in self.pools.prefixes:
                     self._run_states(buffer, layer)
@@ -103,15 +111,18 @@ class Step:
         """Compute the new facts, which follow the facts `ends`."""
         self._ends = ends
         for one, end in zip(self.contexts, ends, strict=True):
-            if one.is_whole:
-                token = token_of(end)
-                expect(one.new_tokens == [token], f"row {one.row}: {one.new_tokens}, not {token}")
-                self.hashes.append([int(end[0])])
-                self._new.append(facts([], 0, []))
-                continue
+            num_again = one.num_old - one.begin
+            again, tokens = one.new_tokens[:num_again], one.new_tokens[num_again:]
+            stored = [token_of(end)] * num_again
+            expect(again == stored, f"row {one.row}: {again}, not {stored}")
             at = int(end[0]) if one.num_old else start(one.seed)
-            self.hashes.append(extend(at, one.new_tokens))
-            self._new.append(facts(self.hashes[-1], one.num_old, one.new_tokens))
+            self.hashes.append([at] * num_again + extend(at, tokens))
+            self._new.append(facts(self.hashes[-1][num_again:], one.num_old, tokens))
+
+    def facts(self) -> list[Words]:
+        """For each request the facts of the new positions, once the step has run."""
+        pairs = zip(self.contexts, self.hashes, strict=True)
+        return [facts(hashes, one.begin, one.new_tokens) for one, hashes in pairs]
 
     # ---- recurrent states ----------------------------------------------------------------------
 
@@ -126,6 +137,8 @@ class Step:
         wanted = np.where(has_prefix, self._ends[:, None] ^ marks, np.uint64(0))
         if not np.array_equal(found, wanted):
             raise self._wrong_state(buffer, layer, found, wanted)
+        if self.verifies:
+            return
         for use, new in zip(uses, self._new, strict=True):
             words[use.running] = new[-1] ^ marks
             if use.snapshot:

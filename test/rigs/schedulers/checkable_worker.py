@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rigs.schedulers.checkable_model import VOCAB_SIZE, WrongContext, logprob, word
+from rigs.schedulers.checkable_drafts import CheckableSpeculation
+from rigs.schedulers.checkable_model import NOISE, VOCAB_SIZE, WrongContext, logprob, word
 from rigs.schedulers.checkable_pools import CheckablePools, CheckableState
 from rigs.schedulers.checkable_step import Context, StateUse, Step, expect
 from rigs.schedulers.lagging_device import LaggingDevice, LaggingStates
 from rigs.schedulers.scheduler_rig import SchedulerRig
+from sglang.srt.arg_groups.speculative import num_draft_tokens
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import InputLogprobs, LogitsProcessorOutput
 from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
@@ -35,8 +37,6 @@ from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 
 _DENSE = CheckableState()
-_NOISE = 0x5EED
-"""Stands for the hash of a wrong context: no prompt has it."""
 
 
 class CheckableWorker(TpModelWorker):
@@ -54,6 +54,7 @@ class CheckableWorker(TpModelWorker):
         device: Runs the steps; None: a step runs when it is launched.
         tolerates_damage: True if wrong contexts give wrong words, as with a real model, instead of
             an error. For runs that damage L2: the engine must drop these words.
+        num_draft_tokens: Tokens of a decode step for each request; above 1 the model drafts.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class CheckableWorker(TpModelWorker):
         state: CheckableState = _DENSE,
         device: LaggingDevice | None = None,
         tolerates_damage: bool = False,
+        num_draft_tokens: int = 1,
     ) -> None:
         self._tolerates_damage = tolerates_damage
+        state = dataclasses.replace(state, drafts=num_draft_tokens > 1)
         make_states = (
             partial(MambaPool, device="cpu")
             if device is None
@@ -78,7 +81,15 @@ class CheckableWorker(TpModelWorker):
             (lambda work: work()) if device is None else device.submit
         )
         self.model_pools = self._pools.model_pools()
-        self.req_to_token_pool = self._pools.rows(max_requests, context_len)
+        # Drafts may lie beyond the end of the longest context.
+        rows = self._pools.rows(max_requests, context_len + num_draft_tokens - 1)
+        self.req_to_token_pool = rows
+        self.num_draft_tokens = num_draft_tokens
+        self._drafts: CheckableSpeculation | None = None
+        if state.drafts:
+            self._drafts = CheckableSpeculation(
+                self._pools, rows, num_draft_tokens, self._on_wrong
+            )
         self.token_to_kv_pool = self._pools.kv
         self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
         self.vocab_size = VOCAB_SIZE
@@ -96,22 +107,32 @@ class CheckableWorker(TpModelWorker):
         """Wrong contexts that were tolerated."""
         self.num_continued = 0
         """Contexts that went on from a state of the tree, in all forwards."""
+        self.num_accepted = 0
+        """Accepted drafts of all verifications."""
+        self.num_rejected = 0
+        """Rejected drafts of all verifications."""
 
     def forward_batch_generation(
         self, batch: ModelWorkerBatch
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
         """See `TpModelWorker`. Raises WrongContext, or the device does when results are awaited."""
-        forward = batch.forward
-        step = Step(self._pools, self._contexts(forward, batch.seeds.tolist()))
-        tokens = -1 - torch.arange(self._num_said, self._num_said + len(step.contexts))
-        self._num_said += len(step.contexts)
+        forward, verified = batch.forward, batch.verified
+        step = Step(self._pools, self._contexts(batch), verified is not None)
+        num_rows = len(batch.seeds)
+        tokens = -1 - torch.arange(self._num_said, self._num_said + num_rows)
+        self._num_said += num_rows
         output = LogitsProcessorOutput(logits=VocabLogits.of(torch.empty(0)))
+        if verified is not None:
+            output.accepted = torch.full_like(verified.most, -1)
         if forward.return_logprob:
-            output.next_token_logprobs = torch.empty(len(step.contexts))
+            output.next_token_logprobs = torch.empty(num_rows)
             if forward.extend_logprob_start_lens_cpu is not None:
                 output.input_logprobs = InputLogprobs([], [])
         counter = self._awaiting(batch.hicache_consumer_index)
-        self._submit(partial(self._run, batch, step, counter, output, tokens, tokens.tolist()))
+        numbers = tokens.tolist()
+        # The next step changes the rows, maybe before this one has run.
+        table = None if self._drafts is None else self.req_to_token_pool.req_to_token.clone()
+        self._submit(partial(self._run, batch, step, counter, output, tokens, numbers, table))
         return output, tokens
 
     def _awaiting(self, load: int) -> LayerTransferCounter | None:
@@ -131,14 +152,24 @@ class CheckableWorker(TpModelWorker):
         output: LogitsProcessorOutput,
         tokens: torch.Tensor,
         numbers: list[int],
+        table: torch.Tensor | None,
     ) -> None:
-        """Run a step, and fill in `output` and `tokens`, which `numbers` stood for."""
+        """Run a step, and fill in `output` and `tokens`, which `numbers` stood for. `table`: the
+        slots of rows at its launch, for a model that drafts."""
         forward = batch.forward
         if counter is not None:
             for pool in self.model_pools.pools:
                 pool.register_layer_transfer_counter(counter)
         for one in step.contexts:
             one.new_tokens[:] = [self._said.get(token, token) for token in one.new_tokens]
+        drafts = None
+        if self._drafts is not None:
+            assert table is not None
+            self._drafts.begin(step, table)
+            if batch.verified is not None:
+                drafts = self._drafts.draft(forward)
+                for one, ids in zip(step.contexts, drafts.tolist(), strict=True):
+                    one.new_tokens[1:] = ids
         try:
             self._run_contexts(step, forward.begin_layer)
         finally:
@@ -147,12 +178,15 @@ class CheckableWorker(TpModelWorker):
         if forward.states is not None and forward.states.decoded is not None:
             assert self._pools.states is not None
             MambaPool.copy_from(self._pools.states, *forward.states.decoded)
-        said = [word(one[-1]) for one in step.hashes]
+        sampled = [at for one in step.hashes for at in (one if drafts is not None else one[-1:])]
+        said = [word(at) for at in sampled]
         self._said.update(zip(numbers, said, strict=True))
         tokens.copy_(torch.tensor(said))
+        if self._drafts is not None:
+            self._follow(self._drafts, batch, step, output, drafts, tokens)
         if output.next_token_logprobs is not None:
-            pairs = zip(step.hashes, said, strict=True)
-            values = torch.tensor([logprob(one[-1], token) for one, token in pairs])
+            pairs = zip(sampled, said, strict=True)
+            values = torch.tensor([logprob(at, token) for at, token in pairs])
             output.next_token_logprobs.copy_(values)
         if output.input_logprobs is not None:
             output.input_logprobs.values[:] = _input_logprobs_of(forward, step.hashes)
@@ -163,31 +197,62 @@ class CheckableWorker(TpModelWorker):
             one.state is not None and one.state.read != one.state.running for one in step.contexts
         )
 
+    def _follow(
+        self,
+        speculation: CheckableSpeculation,
+        batch: ModelWorkerBatch,
+        step: Step,
+        output: LogitsProcessorOutput,
+        drafts: torch.Tensor | None,
+        tokens: torch.Tensor,
+    ) -> None:
+        """Accept `drafts` of a verification, and let the draft layer follow the step, which has
+        run."""
+        snapshots = None
+        if drafts is not None:
+            assert output.accepted is not None and batch.verified is not None
+            most, snapshots = batch.verified.most, batch.verified.snapshots
+            output.accepted.copy_(speculation.accept(drafts, tokens, most))
+            expect(bool((output.accepted <= most).all()), f"accepted {output.accepted} of {most}")
+            num_accepted = int(output.accepted.sum())
+            self.num_accepted += num_accepted
+            self.num_rejected += drafts.numel() - num_accepted
+        speculation.end(step, batch.forward, output.accepted, snapshots)
+
+    def _on_wrong(self, error: WrongContext) -> None:
+        if not self._tolerates_damage:
+            raise error
+        self.num_wrong += 1
+
     def _run_contexts(self, step: Step, begin_layer: Callable[[int], None]) -> None:
         """Run a step; a wrong context spoils no other if it is tolerated."""
         if not self._tolerates_damage:
             step.run(begin_layer)
             return
         for one in step.contexts:
-            alone = Step(self._pools, [one])
+            alone = Step(self._pools, [one], step.verifies)
             try:
                 alone.run(begin_layer)
                 step.hashes += alone.hashes
-            except WrongContext:
-                self.num_wrong += 1
-                step.hashes.append([_NOISE] * len(one.new_tokens))
+            except WrongContext as error:
+                self._on_wrong(error)
+                step.hashes.append([NOISE] * len(one.new_tokens))
 
     # ---- the batch -----------------------------------------------------------------------------
 
-    def _contexts(self, forward: ForwardBatch, seeds: list[int]) -> list[Context]:
+    def _contexts(self, batch: ModelWorkerBatch) -> list[Context]:
         """Split the batch into requests, and check its tensors for consistency."""
+        forward = batch.forward
         table = self.req_to_token_pool.req_to_token.numpy()
         rows, lengths = forward.req_pool_indices.tolist(), forward.seq_lens_cpu
+        width = self.num_draft_tokens if batch.verified is not None else 1
+        seeds = batch.seeds[::width].tolist()
+        expect(batch.seeds.tolist() == [seed for seed in seeds for _ in range(width)], "seeds")
         expect(forward.seq_lens.tolist() == lengths, "seq_lens differs from seq_lens_cpu")
         expect(len(set(rows)) == len(rows) == len(seeds), f"rows {rows}, seeds {seeds}")
         num_new = forward.extend_seq_lens_cpu or [1] * len(rows)
-        uses = self._state_uses(forward, num_new)
-        tokens = forward.input_ids.tolist()
+        uses = self._state_uses(batch, num_new)
+        tokens = forward.input_ids.repeat_interleave(width).tolist()
         page_size = self.token_to_kv_pool.page_size
         stored = forward.out_cache_loc.tolist()
         contexts: list[Context] = []
@@ -196,10 +261,10 @@ class CheckableWorker(TpModelWorker):
         for row, length, new, seed, use in zip(rows, lengths, num_new, seeds, uses, strict=True):
             slots = table[row, :length].astype(np.int64)
             num_old = length - new
-            if stored[done : done + new] == [0]:
-                expect(length % page_size == 0, f"row {row}, {length} tokens: cached in part")
+            if stored[done] == 0:
+                num_old += 1
+                expect(num_old % page_size == 0, f"row {row}, {num_old} tokens: cached in part")
                 expect(use is None, f"row {row}: its state includes the token to be computed")
-                num_old = length
             contexts.append(Context(row, seed, slots, num_old, tokens[done : done + new], use))
             positions += range(length - new, length)
             done += new
@@ -220,16 +285,21 @@ class CheckableWorker(TpModelWorker):
         return contexts
 
     def _state_uses(
-        self, forward: ForwardBatch, num_new: Sequence[int]
+        self, batch: ModelWorkerBatch, num_new: Sequence[int]
     ) -> Sequence[StateUse | None]:
         """The states that the batch uses, one for each request, checked for consistency."""
-        states, pool = forward.states, self._pools.states
+        forward, pool = batch.forward, self._pools.states
+        states = forward.states
         if states is None or pool is None:
             expect(states is None and pool is None, "states do not fit the model")
             return [None] * len(num_new)
         running, read = states.slots.tolist(), states.read_slots.tolist()
         snapshots = [0] * len(num_new) if states.track_slots is None else states.track_slots
         lens = states.track_lens_cpu or [0] * len(num_new)
+        if batch.verified is not None:
+            expect(states.track_slots is None, "snapshots of a prefill and of a verification")
+            if batch.verified.snapshots is not None:
+                snapshots, lens = (part.tolist() for part in batch.verified.snapshots)
         taken = [slot for slot in map(int, snapshots) if slot]
         if states.decoded is not None:
             expect(states.track_slots is None, "snapshots of a prefill and of a decode step")
@@ -318,6 +388,7 @@ class CheckableRig(SchedulerRig):
             state=state,
             device=self._device,
             tolerates_damage=self._tolerates_damage,
+            num_draft_tokens=num_draft_tokens(self.server_args),
         )
         self.model_pools = worker.model_pools
         return worker

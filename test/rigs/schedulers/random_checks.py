@@ -74,7 +74,7 @@ def assert_stored(tree: RadixCache, store: ObjectStore, backend: str, epoch_bega
         pages = [f"{namespace}/{page}" for page in node.page_hashes(tree.page_size)]
         if node.storage_epoch == tree.store.epoch:
             for pool, shards in pools.shards.items():
-                is_of_prefix = pool == PoolName.MAMBA
+                is_of_prefix = pool in (PoolName.MAMBA, PoolName.HIDDEN)
                 if is_of_prefix and node.states[0].host_value is None:
                     continue
                 for one in shards.objects:

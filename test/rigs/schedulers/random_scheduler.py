@@ -77,6 +77,8 @@ class SchedulerOutcome(Outcome):
         what = "sparse" if one.is_sparse else "dense"
         if one.num_states:
             what += f" with {one.num_states} states every {one.alignment} tokens"
+        if one.num_draft_tokens > 1:
+            what += f", {one.num_draft_tokens} tokens a step"
         overlap = f", overlap, lag {one.most_lag_s} s" if one.overlap else ""
         return (
             f"{what}, {one.tiers} tiers, pages of {one.page_size}, {one.schedule_policy}, "
@@ -391,6 +393,8 @@ class RandomScheduler:
         counts["retractions"] = counters.retractions
         counts["started again"] = counters.redone
         counts["wrong contexts"] = worker.num_wrong
+        counts["drafts accepted"] = worker.num_accepted
+        counts["drafts rejected"] = worker.num_rejected
         counts["prefill batches"] = counters.prefill_batches
         counts["decode steps"] = counters.decode_steps
         counts.update({f"store: {what}": n for what, n in self.store.happened.items()})
@@ -420,7 +424,7 @@ class RandomScheduler:
     def _describe(self) -> str:
         state = None if self._rig is None else self._rig.scheduler.state
         lines = [
-            f"after {self.outcome.steps} steps",
+            f"after {self.outcome.steps} steps: {self.outcome.describe()}",
             f"mood of the store: {self.store.mood}; on their way: {list(self._sent)}",
         ]
         if state is not None:

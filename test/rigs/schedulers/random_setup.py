@@ -8,7 +8,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -80,6 +80,8 @@ class Setup:
     """See `LaggingDevice`; 0: steps run when they are launched."""
     damages_l2: bool = False
     """True if pages of L2 change their bytes now and then."""
+    num_draft_tokens: int = field(default=1, repr=False)
+    """Tokens of a decode step for each request; above 1, all but one are drafts."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setup:
@@ -105,14 +107,16 @@ class Setup:
             heads=rng.choice((0, 1, 1, 2)),
             writes_like_gpu=rng.random() < 0.4,
             most_lag_s=rng.choice((0.0, 0.001, 0.004)) if setup.overlap else 0.0,
-        )._with_damage()
+        )._with_damage_and_drafts()
 
-    def _with_damage(self) -> Setup:
-        """The setup, maybe with damage in L2, if each page there has a checksum in L3 too."""
+    def _with_damage_and_drafts(self) -> Setup:
+        """The setup, maybe with damage in L2, if each page there has a checksum in L3 too, and
+        maybe with drafts."""
         rng = random.Random(repr(self))  # Later draws stay those of the seed.
         has_checksums = self.tiers == 2 or (self.verify_checksum and self.heads < 2)
         damages = rng.random() < 0.5 and self.tiers > 1 and has_checksums
-        return dataclasses.replace(self, damages_l2=damages)
+        drafts = rng.choice((1, 1, 2, 4, 9))
+        return dataclasses.replace(self, damages_l2=damages, num_draft_tokens=drafts)
 
     @classmethod
     def _draw_dense(cls, rng: random.Random) -> Setup:
@@ -185,6 +189,11 @@ class Setup:
             args["mamba_track_interval"] = self.track_interval
         elif self.num_states:
             args["mamba_scheduler_strategy"] = "no_buffer"
+        if self.num_draft_tokens > 1:
+            args |= {
+                "speculative_algorithm": "NEXTN",
+                "speculative_num_steps": self.num_draft_tokens - 1,
+            }
         if self.tiers > 1:
             args |= {
                 "enable_hierarchical_cache": True,

@@ -253,9 +253,10 @@ class DecodeBatch:
     def update(self, queues: RequestQueues, *, in_flight: bool) -> None:
         """Take the requests that decode, from the same `queues` in each call. Each has a row, and
         exactly one token without keys and values that no step in flight computes. Requests that end
-        with a step `in_flight` are left out."""
+        with a step `in_flight` are left out; it is not known which do if the step verifies drafts.
+        """
         reqs = list(queues.decoding)
-        if in_flight:
+        if in_flight and self.width == 1:
             reqs = [req for req in reqs if not req.ends_in_flight]
         # A request that left comes back only by joining again.
         if queues.num_joined != self._num_joined or len(reqs) != len(self.reqs):
