@@ -126,7 +126,11 @@ class _DraftLayer:
 
     def hidden_of(self, found: Words) -> torch.Tensor:
         """`[n, hidden_size]`: the hidden states of the facts `[n, 2]`."""
-        return torch.from_numpy(found[:, None] ^ self._pools.hidden_marks).view(torch.float32).flatten(1)
+        return (
+            torch.from_numpy(found[:, None] ^ self._pools.hidden_marks)
+            .view(torch.float32)
+            .flatten(1)
+        )
 
     def draft_logits(self, hidden: torch.Tensor) -> _Drafts:
         """What is drafted behind tokens; `hidden`: the layer's own hidden states."""
@@ -148,7 +152,9 @@ class _DraftLayer:
             part = slice(done, done + new)
             done += new
             wanted = [*range(length - new + 1, length + 1)]
-            expect(positions[part] == wanted, f"row {row}: entries at {positions[part]}, not {wanted}")
+            expect(
+                positions[part] == wanted, f"row {row}: entries at {positions[part]}, not {wanted}"
+            )
             slots = table[row, :length].astype(np.int64)
             is_stored = stored[part][0] == 0
             expect(

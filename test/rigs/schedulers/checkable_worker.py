@@ -87,9 +87,7 @@ class CheckableWorker(TpModelWorker):
         self.num_draft_tokens = num_draft_tokens
         self._drafts: CheckableSpeculation | None = None
         if state.drafts:
-            self._drafts = CheckableSpeculation(
-                self._pools, rows, num_draft_tokens, self._on_wrong
-            )
+            self._drafts = CheckableSpeculation(self._pools, rows, num_draft_tokens, self._on_wrong)
         self.token_to_kv_pool = self._pools.kv
         self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
         self.vocab_size = VOCAB_SIZE
