@@ -11,6 +11,7 @@ import torch
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.layers import penalties
+from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.batch import DecodeBatch
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
@@ -36,19 +37,39 @@ def test_decode_tensors_move_on_without_being_rebuilt(
     assert built == [["a", "b"], ["a"]], "when both joined, and when one left"
 
 
+def joined(rig: SchedulerRig, queues: RequestQueues, rid: str, max_new_tokens: int) -> Req:
+    """A request with one token, which decodes."""
+    req = Req(rig.request(rid, [1, 2]), max_new_tokens=max_new_tokens)
+    rig.scheduler.state.pools.req_to_token_pool.alloc([req.slots])
+    req.progress.output_ids.append(3)
+    queues.arrive(req)
+    queues.admit(req)
+    queues.join(req)
+    return req
+
+
+def test_who_may_end_with_a_verification_does_not_hide_who_ended(model: Path) -> None:
+    rig, queues = SchedulerRig(model), RequestQueues()
+    batch = DecodeBatch(rig.scheduler.state.pools, width=4)
+    ends = joined(rig, queues, "ends", 62)
+    goes_on = joined(rig, queues, "goes on", 5)
+    batch.update(queues, in_flight=False)
+    goes_on.progress.num_in_flight = 4
+    assert goes_on.ends_in_flight, "if all drafts are accepted"
+    batch.update(queues, in_flight=True)
+    goes_on.progress.num_in_flight = 0
+    queues.finish(ends, FinishReason(type="length"))
+    batch.update(queues, in_flight=False)
+    assert batch.reqs == [goes_on]
+
+
 def test_a_request_that_left_and_joined_again_is_a_change_of_the_batch(model: Path) -> None:
     """Though the batch has the same requests in the same order."""
     rig = SchedulerRig(model)
-    pools, queues = rig.scheduler.state.pools, RequestQueues()
-    batch = DecodeBatch(pools)
+    queues = RequestQueues()
+    batch = DecodeBatch(rig.scheduler.state.pools)
     for rid in "ab":
-        message = rig.request(rid, [1, 2])
-        req = Req(message, max_new_tokens=62)
-        pools.req_to_token_pool.alloc([req.slots])
-        req.progress.output_ids.append(3)
-        queues.arrive(req)
-        queues.admit(req)
-        queues.join(req)
+        req = joined(rig, queues, rid, 62)
     seen: list[tuple[list[str], bool]] = []
     for act in (None, None, queues.retract, queues.admit, queues.join):
         if act is not None:
