@@ -86,7 +86,7 @@ def page() -> str:
     """The text of the page."""
     server = ServerMetrics()
     count_dropped_spans(server.registry)
-    scheduler = SchedulerMetrics()
+    scheduler = SchedulerMetrics(num_drafts=1)
     HiCacheMetrics(scheduler.registry)
     SessionMetrics(scheduler.registry)
     StateMetrics(scheduler.registry).set_host(total=0, free=0)
@@ -120,7 +120,7 @@ def page() -> str:
         "### Of the scheduler and the cache",
         "",
         "Metrics of L2 and L3 exist with a hierarchical cache, metrics of states with a model that "
-        "has them; "
+        "has them, metrics of drafts (`spec_`) with `--speculative-algorithm`; "
         "[hicache.md](hicache.md) explains labels.",
         "",
         *table(("metric", "type", "meaning"), metrics(scheduler.registry)),

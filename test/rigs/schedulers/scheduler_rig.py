@@ -136,7 +136,7 @@ class SchedulerRig:
         """Pools of all kinds of state; None: keys and values alone."""
         self.worker = self.make_worker(model_path, page_size, pool_tokens, max_requests)
         mark_device_set(RIG_DEVICE)
-        metrics = SchedulerMetrics()
+        metrics = SchedulerMetrics(num_drafts=num_draft_tokens(self.server_args) - 1)
         self.tree = create_tree_cache(
             TreeCacheBuildContext(
                 server_args=self.server_args,

@@ -106,6 +106,9 @@ class AnswerWriter:
             meta["e2e_latency"] = state.seconds
         if state.stages is not None:
             meta["stages"] = msgspec.to_builtins(state.stages)
+        if state.verifications is not None:
+            meta["spec_verify_ct"] = state.verifications.count
+            meta["spec_accept_length"] = state.verifications.accept_length
         if self._request.return_cache_report and state.ended:
             meta["cache_report"] = state.shown_cache_report()
         return meta

@@ -10,10 +10,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from prometheus_client import CollectorRegistry
 
+from sglang.srt.managers.messages.io_struct import Tier, Verifications
 from sglang.srt.utils.metrics import Counter, Gauge, Histogram, render
 
 if TYPE_CHECKING:
@@ -141,18 +142,22 @@ class SchedulerMetrics:
         num_generated: Tokens generated so far; a plain number, because it changes at every token.
         num_prompt: Prompt tokens of scheduled requests.
         num_cached: Those of them that were reused, by where they were.
+        verifications: Verifications of drafts, by the tier that the prompt's prefix came from.
 
     Args:
         labels: Labels of every sample.
+        num_drafts: Drafts of a verification; 0: the server does not speculate.
     """
 
-    def __init__(self, labels: Mapping[str, str] = NO_LABELS) -> None:
+    def __init__(self, labels: Mapping[str, str] = NO_LABELS, num_drafts: int = 0) -> None:
         self.registry = CollectorRegistry()
         self._labels = labels
         self.num_generated = 0
         self._window = (time.monotonic(), 0)
         self.num_prompt = 0
         self.num_cached = dict.fromkeys(("device", "host", "storage"), 0)
+        self.verifications = {tier: Verifications() for tier in get_args(Tier)}
+        self._num_drafts = num_drafts
         self._num_exported: dict[Counter, int] = {}
         self._gauges = {
             name: Gauge(f"sglang:{name}", text, registry=self.registry)
@@ -182,6 +187,24 @@ class SchedulerMetrics:
             ["source"],
             registry=self.registry,
         )
+        self._spec_gauges: list[Gauge] = []
+        self._spec_counters: list[Counter] = []
+        if num_drafts:
+            self._spec_gauges = [
+                Gauge(f"sglang:{name}", text, registry=self.registry)
+                for name, text in (
+                    ("spec_accept_length", "Output tokens of a verification of drafts on average"),
+                    ("spec_accept_rate", "Share of the drafts that became output"),
+                )
+            ]
+            self._spec_counters = [
+                Counter(f"sglang:{name}", text, ["tier"], registry=self.registry)
+                for name, text in (
+                    ("spec_verifications", "Verifications of drafts"),
+                    ("spec_accepted_drafts", "Drafts that became output"),
+                    ("spec_drafts", "Drafts"),
+                )
+            ]
         self._queue_time = Histogram(
             "sglang:queue_time_seconds",
             "From arrival to being scheduled",
@@ -236,7 +259,23 @@ class SchedulerMetrics:
         }
         for name, value in values.items():
             self._gauges[name].set(value)
+        if self._num_drafts:
+            self._export_speculation()
         return render(self.registry, self._labels)
+
+    def _export_speculation(self) -> None:
+        parts = self.verifications.values()
+        whole = Verifications(
+            count=sum(part.count for part in parts), accepted=sum(part.accepted for part in parts)
+        )
+        drafts = whole.count * self._num_drafts
+        length, rate = self._spec_gauges
+        length.set(whole.accept_length)
+        rate.set(whole.accepted / drafts if drafts else 0.0)
+        for tier, part in self.verifications.items():
+            totals = part.count, part.accepted, part.count * self._num_drafts
+            for counter, total in zip(self._spec_counters, totals, strict=True):
+                self._export(counter.labels(tier), total)
 
     def _export(self, counter: Counter, total: int) -> None:
         """Raise `counter` to the plain number `total`."""

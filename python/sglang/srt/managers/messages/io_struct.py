@@ -13,7 +13,7 @@ such inputs the ranks agree by the cache's tick sync or the status of transfers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -193,6 +193,10 @@ output."""
 ABORTED_BY_CLIENT: Final = abort_reason("aborted by the client", CLIENT_ABORT_STATUS)
 
 
+Tier: TypeAlias = Literal["none", "device", "host", "storage"]
+"""Where a prefix came from; `none`: nothing of it was cached."""
+
+
 class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
     """Tokens of the prefix that a request reused when it was first scheduled, by tier."""
 
@@ -205,6 +209,28 @@ class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def total(self) -> int:
         return self.device + self.host + self.storage
+
+    @property
+    def lowest_tier(self) -> Tier:
+        """The lowest tier that contributed."""
+        if self.storage:
+            return "storage"
+        if self.host:
+            return "host"
+        return "device" if self.device else "none"
+
+
+class Verifications(msgspec.Struct, kw_only=True):
+    """Verifications of drafted tokens, one for each request and decode step."""
+
+    count: int = 0
+    accepted: int = 0
+    """Drafts that became output."""
+
+    @property
+    def accept_length(self) -> float:
+        """Output tokens of one on average: the accepted drafts and one more. 0 without any."""
+        return (self.count + self.accepted) / self.count if self.count else 0.0
 
 
 class Stages(msgspec.Struct, kw_only=True):
@@ -246,6 +272,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     queue_time: float = 0.0
     stages: Stages | None = None
     """Only in the last message."""
+    verifications: Verifications | None = None
+    """So far; None: no drafts of the request have been verified."""
     cache_report: CacheReport | None = None
     """Only in the last message of a request that asks for it or is traced, if it was
     scheduled."""

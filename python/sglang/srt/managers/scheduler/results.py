@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from sglang.srt.managers.messages.io_struct import (
     ControlReqOutput,
     FinishReason,
     RequestOutput,
+    Verifications,
     abort_reason,
 )
 from sglang.srt.managers.scheduler.requests.req import Req
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 class OutputCollector:
     """Collects the messages that leave at the end of a tick.
 
-    A request that streams has an output for its first token, then one every `stream_interval`
-    tokens, and one at its end. Any other request has one at its end.
+    A request that streams has an output for its first token, then one whenever at least
+    `stream_interval` tokens are new, and one at its end. Any other request has one at its end.
     """
 
     def __init__(self, stream_interval: int) -> None:
@@ -35,7 +37,7 @@ class OutputCollector:
         self._answers: list[ControlReqOutput] = []
 
     def on_tokens(self, req: Req) -> None:
-        """`req` has a new token, or has ended."""
+        """`req` has new tokens, or has ended."""
         if req.progress.finish_reason is None:
             if not req.spec.stream:
                 return
@@ -83,6 +85,7 @@ def _take_new(req: Req) -> RequestOutput:
         input_top_logprobs=progress.input_top_logprobs if is_first else None,
         queue_time=report.queue_time,
         stages=None if progress.finish_reason is None else report.stages,
+        verifications=copy.copy(report.verifications),
         cache_report=(
             report.cache if progress.finish_reason is not None and report.was_scheduled else None
         ),
@@ -148,7 +151,7 @@ class ResultProcessor:
         for req, reason in zip(kept, self._stop_checker.check(kept), strict=True):
             self._role.hand_over(req, reason)
             state.queues.hold(req)
-        for req in self._end_finished(complete):
+        for req in self._end_or_output(complete):
             state.queues.join(req)
         state.counters.prefill_batches += 1
 
@@ -165,7 +168,7 @@ class ResultProcessor:
             alive.append(req)
         if step.has_joined:
             self._observe_first_decode(alive)
-        self._end_finished(alive)
+        self._end_or_output(alive)
         self._state.counters.decode_tokens += len(alive)
         self._state.counters.decode_steps += 1
 
@@ -181,14 +184,31 @@ class ResultProcessor:
                 req.progress.kv_committed_len += 1
                 self._state.snapshots.on_decoded(req)
                 self._append(req, row * width + nth, result)
+                self._count_verified(req, is_draft=nth > 0)
             if nth == 0 and step.has_joined:
                 self._observe_first_decode(list(newest))
             self._state.counters.decode_tokens += len(newest)
             still = set(self._end_finished(list(newest)))
             going_on = [(row, req) for row, req in going_on if req not in newest or req in still]
         for _, req in going_on:
+            self._outputs.on_tokens(req)
             self._state.trim(req)
         self._state.counters.decode_steps += 1
+
+    def _count_verified(self, req: Req, *, is_draft: bool) -> None:
+        """Count a token that a verification gave; the first is not a draft."""
+        report, state = req.report, self._state
+        if report.verifications is None:
+            report.verifications = Verifications()
+        figures = [report.verifications]
+        if not req.is_probe:
+            tier = report.cached_tokens_details.lowest_tier
+            figures += [state.metrics.verifications[tier], state.recent.verifications]
+        for one in figures:
+            if is_draft:
+                one.accepted += 1
+            else:
+                one.count += 1
 
     def _end_prefill(self, req: Req) -> None:
         """Its first token is known, unless it was computed again: then a later one is."""
@@ -232,7 +252,7 @@ class ResultProcessor:
                 progress.output_logprobs.append(first.logprob or 0.0)
                 if spec.top_logprobs_num:
                     progress.output_top_logprobs.append(first.top_logprobs or [])
-        for going_on in self._end_finished([req]):
+        for going_on in self._end_or_output([req]):
             self._state.queues.join(going_on)
 
     def end(self, req: Req, reason: FinishReason) -> None:
@@ -274,14 +294,20 @@ class ResultProcessor:
         if not req.is_probe:
             self._state.metrics.num_generated += 1
 
-    def _end_finished(self, reqs: list[Req]) -> list[Req]:
+    def _end_or_output(self, reqs: list[Req]) -> list[Req]:
         """End the requests that their newest token ends. Output the token of the others, and return
         them."""
+        going_on = self._end_finished(reqs)
+        for req in going_on:
+            self._outputs.on_tokens(req)
+        return going_on
+
+    def _end_finished(self, reqs: list[Req]) -> list[Req]:
+        """End the requests that their newest token ends, and return the others."""
         going_on: list[Req] = []
         for req, reason in zip(reqs, self._stop_checker.check(reqs), strict=True):
             if reason is not None:
                 self.end(req, reason)
                 continue
-            self._outputs.on_tokens(req)
             going_on.append(req)
         return going_on

@@ -13,6 +13,7 @@ import torch
 
 from sglang.srt.layers.penalties import GrammarRow
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.managers.messages.io_struct import Verifications
 from sglang.srt.managers.scheduler.batch import BatchPools
 from sglang.srt.managers.scheduler.policy import (
     BatchLimits,
@@ -71,6 +72,7 @@ class RecentRequests:
     """Number of requests whose first token came."""
     first_token_s: float = 0.0
     """Sum of the times from arrival to that token."""
+    verifications: Verifications = field(default_factory=Verifications)
 
     def on_scheduled(self, req: Req) -> None:
         """`req` was scheduled for the first time."""
@@ -90,10 +92,12 @@ class RecentRequests:
     def __str__(self) -> str:
         queue = self.queue_s / max(1, self.scheduled)
         first = self.first_token_s / max(1, self.first_tokens)
+        verified = self.verifications
+        accepted = f", mean accepted length {verified.accept_length:.2f}" if verified.count else ""
         return (
             f"since the last such line {self.scheduled} prompts of {self.prompt_tokens} tokens "
             f"(cached: device {self.device}, host {self.host}, storage {self.storage}), mean queue "
-            f"{queue:.3f} s, mean first token {first:.3f} s"
+            f"{queue:.3f} s, mean first token {first:.3f} s{accepted}"
         )
 
 

@@ -18,6 +18,7 @@ from sglang.srt.managers.messages.io_struct import (
     Stages,
     TextOutput,
     TopLogprobs,
+    Verifications,
 )
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
@@ -56,6 +57,7 @@ class RequestState:
     cached_tokens_details: CachedTokensDetails = field(default_factory=CachedTokensDetails)
     queue_time: float = 0.0
     stages: Stages | None = None
+    verifications: Verifications | None = None
     cache_report: CacheReport | None = None
     trace_context: Context | None = None
     """Where its spans belong; None: it is not traced."""
@@ -147,6 +149,7 @@ class RequestState:
         self.cached_tokens_details = output.cached_tokens_details
         self.queue_time = output.queue_time
         self.stages = output.stages
+        self.verifications = output.verifications
         self.cache_report = output.cache_report
         if reason is not None:
             self._finish(reason)

@@ -125,7 +125,7 @@ def build_scheduler(
     group = SingleRank() if rendezvous is None else TorchRankGroup.of_world()
     tiers = init_pools(runner, server_args, group)
     role, routes = _make_role(server_args, runner, group)
-    metrics = SchedulerMetrics(model_label(server_args))
+    metrics = SchedulerMetrics(model_label(server_args), num_draft_tokens(server_args) - 1)
     # The ranks' trees are equal, so one of them tells.
     events = server_args.kv_events()
     publisher = None if events is None or group.rank else ZmqEventPublisher(events)

@@ -23,6 +23,7 @@ from sglang.srt.managers.messages.io_struct import (
     Stages,
     TokenizedGenerateReqInput,
     TopLogprobs,
+    Verifications,
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray, token_array
 
@@ -177,6 +178,8 @@ class RequestReport:
     """Cached tokens by tier that its first prefill found."""
     cache: CacheReport | None = None
     """Report on these for the client; complete once it was scheduled. None: not asked for."""
+    verifications: Verifications | None = None
+    """None: none yet."""
     num_sent: int = 0
     """Number of `output_ids` that were sent to the detokenizer."""
     stages: Stages = field(default_factory=Stages)
