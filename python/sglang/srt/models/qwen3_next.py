@@ -136,7 +136,8 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     @classmethod
     def draft_names(cls, config: ModelConfig) -> DraftNames:
         """Beside the model, even if that has a prefix."""
-        return DraftNames.as_model("mtp", getattr(config.hf_config, "mtp_num_hidden_layers", 1))
+        count = getattr(config.hf_config, "mtp_num_hidden_layers", None)
+        return DraftNames.as_model("mtp", count if isinstance(count, int) else 1)
 
     @classmethod
     def _make_attention(

@@ -22,7 +22,7 @@ from rigs.schedulers.rank_threads import on_rank_threads
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 FAMILIES = (
     "deepseek_v3",

@@ -22,7 +22,7 @@ from sglang.srt.model_loader.loader import get_model
 from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
 DRAFT_FILE = "model-draft.safetensors"
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
@@ -124,6 +124,14 @@ def test_only_the_first_of_several_layers_is_read(
             StepDriver(path, has_draft_layer=True)
         assert f"{count}=2: the first layer that drafts tokens is loaded" in caplog.text
         StepDriver(path)
+
+
+def test_a_number_of_layers_that_is_left_out_is_one(tmp_path: Path) -> None:
+    """As in Qwen3-Next's config.json."""
+    save_tiny_checkpoint(tmp_path, "qwen3_next", mtp=True)
+    change_config(tmp_path, mtp_num_hidden_layers=None)
+    for has_draft_layer in (True, False):
+        StepDriver(tmp_path, has_draft_layer=has_draft_layer)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_5_vision"])
