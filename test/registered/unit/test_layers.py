@@ -58,6 +58,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
         "model_executor.graph_capture",
         "model_executor.warm_up",
     ),
+    ("speculative",),
     (
         "managers.scheduler.requests",
         "managers.scheduler.batch",
