@@ -133,8 +133,9 @@ def draft(
     hidden: torch.Tensor,
     anchors: torch.Tensor,
     forced: torch.Tensor | None = None,
+    steps: int = NUM_STEPS,
 ) -> Chains:
-    """Run a chain of `NUM_STEPS` drafts at each anchor, all anchors at once.
+    """Run a chain of `steps` drafts at each anchor, all anchors at once.
 
     Step s of the chain at anchor p runs at position p + s - 1 and predicts token p + s. Step 1
     takes token p and the trunk's hidden state p - 1; a later step takes the token drafted before
@@ -145,7 +146,7 @@ def draft(
         ids: Tokens, int64 [rows, length].
         hidden: The trunk's hidden states after its final norm, [rows, length, hidden size].
         anchors: Positions, int64 [rows, n], from 1 to length - 1.
-        forced: Tokens that the steps but the last draft, int64 [NUM_STEPS - 1, rows, n]; None: the
+        forced: Tokens that the steps but the last draft, int64 [>= steps - 1, rows, n]; None: the
             most likely ones.
     """
     rows, length = ids.shape
@@ -159,7 +160,7 @@ def draft(
     outputs: list[torch.Tensor] = []
     logits: list[torch.Tensor] = []
     attention = []
-    for step in range(NUM_STEPS):
+    for step in range(steps):
         if step > 0:
             tokens = logits[-1].argmax(-1) if forced is None else forced[step - 1]
             mixed = _enter(trunk, layer, tokens, outputs[-1])

@@ -1,8 +1,8 @@
-"""Trains the hybrid's MTP layer on its frozen trunk: python scripts/builtin_model/train_mtp.py --out DIR
+"""Trains the hybrid's MTP layer: python scripts/builtin_model/train_mtp.py --out DIR
 
-The layer learns what the trunk itself says in recall conversations, in chains of three drafts, so
-that the later ones are as good as the first. Writes DIR: the built-in hybrid with the new layer,
-its other weights bit by bit as they were. Computes on one CPU core, which `nice` can share.
+The trunk is frozen. The layer learns what the trunk says in recall conversations, in chains of
+three drafts, so that the later ones are as good as the first. Writes DIR: the built-in hybrid with
+the layer, its other weights bit by bit as they were. Computes on one CPU core.
 `--seconds 60 --lengths 272` is a quick test; `--seconds 0 --layer DIR` scores the layer of DIR.
 """
 
@@ -22,16 +22,13 @@ from typing import Any
 import torch
 from batches import NO_TARGET, Batch, BatchBuilder, TrainingStream
 from make_tokenizer import PACKAGE_DIR
+from mtp_lessons import CODE_TOKENS, Lesson, Teacher
 from mtp_model import (
     NUM_STEPS,
-    TEACHER_LAYER,
     Chains,
-    attention_scores,
     checkpoint_weights,
     draft,
-    gathered,
     imitate,
-    keys_values,
     load_layer,
     load_trunk,
     new_layer,
@@ -42,144 +39,38 @@ from training import BETAS, GRADIENT_NORM, batch_shape, cosine, parameter_groups
 from transformers import AutoTokenizer
 
 HYBRID_DIR = PACKAGE_DIR.with_name("builtin_hybrid_model")
-LEARNING_RATE = 5e-3
+LEARNING_RATE = 8e-3
 FINAL_SHARE = 0.02  # of the learning rate
 WARMUP_STEPS = 20
 STEP_TOKENS = 2_176
 LENGTHS = (272, 272, 1088, 272, 272, 2160)  # of the conversations of batches, in turn
-LESSON_USES = 4  # steps for each lesson: one when it is new, the others at random
+LESSON_USES = 12  # steps for each lesson: one when it is new, the others at random
 KEPT_LESSONS = 128
-EASY_SHARE = 0.1  # of the anchors whose next tokens need no memory
+FIRST_SHARE = 0.4  # of the time, in which chains have one step: the attention learns where to look
+OTHER_SHARE = 0.2  # of the anchors that are not the first digit of a code
 FIT_BATCHES = 16  # for the first weights of `fc`
 ATTENTION_WEIGHT = 1.0  # of the divergence from the trunk's attention
 HIDDEN_WEIGHT = 1.0  # of the error of hidden states beside the cross entropy
 VALIDATION_LENGTHS = (272, 1088, 2160)
 VALIDATION_TOKENS = 8_704  # for each length
-AFTER_END = 3  # positions after the last answer that learn; there the trunk repeats the end token
-CODE_TOKENS = 5  # of the answer to a question: four digits and the end token
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """Conversations with what the trunk says at the positions that draft. Tensors on the CPU.
-
-    Attributes:
-        ids: int64 [rows, length]. After the last answer of a row, all are the end token.
-        hidden: The trunk's hidden states after its final norm, [rows, length, hidden size].
-        anchors: int64 [rows, n], positions of tokens that the trunk said, each the last token
-            before a chain of drafts. Rows with fewer have position 1 in their place.
-        places: int64 [rows, n], the number of an anchor's token in the code that it belongs to
-            (from 0); elsewhere -1.
-        targets: int64 [NUM_STEPS, rows, n], what the trunk says at each step of a chain;
-            `NO_TARGET` after a step at which the conversation goes on in other words.
-        attention: The trunk's own at each step's position, to positions 1 up to the anchor;
-            [NUM_STEPS, rows, heads, n, length - 1].
-    """
-
-    ids: torch.Tensor
-    hidden: torch.Tensor
-    anchors: torch.Tensor
-    places: torch.Tensor
-    targets: torch.Tensor
-    attention: torch.Tensor
-
-
-class Teacher:
-    """Writes lessons: the trunk's words about the conversations of `BatchBuilder`."""
-
-    def __init__(self, trunk: Any, seed: int = 0) -> None:
-        self._trunk = trunk
-        self._random = torch.Generator().manual_seed(seed)
-
-    @torch.no_grad()
-    def teach(self, batch: Batch, easy_share: float = 1.0) -> Lesson:
-        """Run the trunk on the conversations of a batch.
-
-        Args:
-            easy_share: Share of the anchors whose next tokens need no memory. All others are in.
-        """
-        end: int = self._trunk.config.eos_token_id
-        rows, length = batch.ids.shape
-        position = torch.arange(length).expand(rows, -1)
-        is_answer = functional.pad(batch.targets != NO_TARGET, (1, 0))[:, :-1]
-        answered = (is_answer * position).amax(1, keepdim=True)
-        is_after = (position > answered) & (answered > 0)
-        ids = batch.ids.masked_fill(is_after, end)
-        normed: list[torch.Tensor] = []
-        attention = self._trunk.model.layers[TEACHER_LAYER].self_attn
-        hook = attention.register_forward_pre_hook(
-            lambda _, __, inputs: normed.append(inputs["hidden_states"]), with_kwargs=True
-        )
-        hidden = self._trunk.model(input_ids=ids, use_cache=False).last_hidden_state
-        hook.remove()
-        places = _places(batch.answers)
-        is_anchor = is_answer | (is_after & (position <= answered + AFTER_END))
-        is_easy = (places < 0) | (places >= CODE_TOKENS - 2)
-        drawn = torch.rand(is_easy.shape, generator=self._random) < easy_share
-        is_anchor &= (~is_easy | drawn) & (position < length - NUM_STEPS)
-        anchors = _padded(is_anchor)
-        said = self._said(hidden, is_anchor)
-        agrees = is_anchor.gather(1, anchors)
-        keys, _ = keys_values(self._trunk, attention, normed[0][:, 1:], position[:, 1:])
-        seen = position[:, None, 1:] <= anchors[:, :, None]
-        targets, looks = [], []
-        for step in range(NUM_STEPS):
-            at = anchors + step
-            target = said.gather(1, at)
-            targets.append(target.masked_fill(~agrees, NO_TARGET))
-            agrees = agrees & (ids.gather(1, at + 1) == target)
-            queries = gathered(normed[0], at)
-            scores = attention_scores(self._trunk, attention, queries, at, keys, seen)
-            looks.append(scores.softmax(-1))
-        places = places.gather(1, anchors).masked_fill(targets[0] == NO_TARGET, -1)
-        return Lesson(ids, hidden, anchors, places, torch.stack(targets), torch.stack(looks))
-
-    def _said(self, hidden: torch.Tensor, is_anchor: torch.Tensor) -> torch.Tensor:
-        """Return the trunk's next tokens, [rows, length], at anchors and the steps after them."""
-        wanted = is_anchor.clone()
-        for step in range(1, NUM_STEPS):
-            wanted[:, step:] |= is_anchor[:, :-step]
-        said = torch.full(is_anchor.shape, NO_TARGET)
-        said[wanted] = self._trunk.lm_head(hidden[wanted]).argmax(-1)
-        return said
-
-
-def _padded(is_anchor: torch.Tensor) -> torch.Tensor:
-    """Return the true positions of each row, [rows, most of a row], padded with 1."""
-    most = max(1, int(is_anchor.sum(1).max()))
-    order = is_anchor.int().sort(dim=1, descending=True, stable=True)
-    return order.indices[:, :most].masked_fill(order.values[:, :most] == 0, 1)
-
-
-def _places(answers: torch.Tensor) -> torch.Tensor:
-    """Return for each token of a code its number in it, from 0, else -1: [rows, length].
-
-    Args:
-        answers: Of a `Batch`: the number of the question whose answer has the *next* token.
-    """
-    places = torch.full_like(answers, -1)
-    for row, numbers in enumerate(answers):
-        for number in torch.unique(numbers[numbers >= 0]):
-            before = (numbers == number).nonzero()[:, 0]
-            if len(before) == CODE_TOKENS and before[-1] + 1 < answers.shape[1]:
-                places[row, before + 1] = torch.arange(CODE_TOKENS)
-    return places
 
 
 def loss_of(chains: Chains, lesson: Lesson) -> torch.Tensor:
-    """Return the loss of chains that were forced to the lesson's tokens.
+    """Return the three parts of the loss, [3], of chains that were forced to the lesson's tokens.
 
-    It has the cross entropy; the divergence of each head's attention from that of the trunk's
+    They are the cross entropy; the divergence of each head's attention from that of the trunk's
     head, which finds the codes; and the error of the hidden states, which the next step of a
     chain takes for the trunk's, as a share of the trunk's variance.
     """
-    wanted = lesson.targets != NO_TARGET
-    words = functional.cross_entropy(chains.logits[wanted], lesson.targets[wanted])
-    own, trunk = (part.transpose(2, 3)[wanted] for part in (chains.attention, lesson.attention))
+    steps = len(chains.logits)
+    targets, looks = lesson.targets[:steps], lesson.attention[:steps]
+    wanted = targets != NO_TARGET
+    words = functional.cross_entropy(chains.logits[wanted], targets[wanted])
+    own, trunk = (part.transpose(2, 3)[wanted] for part in (chains.attention, looks))
     attention = (torch.xlogy(trunk, trunk) - trunk * own.clamp(min=-1e4)).sum(-1).mean()
     rows = torch.arange(len(lesson.ids))[:, None]
-    steps = torch.arange(NUM_STEPS)[:, None, None]
-    hidden = lesson.hidden[rows, lesson.anchors + steps][wanted]
+    after = torch.arange(steps)[:, None, None]
+    hidden = lesson.hidden[rows, lesson.anchors + after][wanted]
     error = functional.mse_loss(chains.hidden[wanted], hidden) / hidden.var()
     return torch.stack([words, ATTENTION_WEIGHT * attention, HIDDEN_WEIGHT * error])
 
@@ -265,7 +156,7 @@ class Run:
             self._layer = load_layer(self._trunk, args.layer)
         else:
             self._layer = new_layer(self._trunk.config)
-        groups = parameter_groups(self._layer.parameters(), LEARNING_RATE)
+        groups = parameter_groups(self._layer.parameters(), args.learning_rate)
         self._optimizer = torch.optim.AdamW(groups, betas=BETAS)
         self._held_out = {
             length: self._held_out_lessons(length) for length in args.validation_lengths
@@ -282,37 +173,37 @@ class Run:
         began, step, reported = time.monotonic(), 0, time.monotonic()
         while (passed := time.monotonic() - began) < args.seconds:
             if step % LESSON_USES == 0:
-                lessons.append(self._teacher.teach(next(batches), EASY_SHARE))
+                lessons.append(self._teacher.teach(next(batches), OTHER_SHARE))
                 lesson = lessons[-1]
             else:
                 lesson = self._rng.choice(lessons)
-            losses, right = self._step(lesson, step, passed / args.seconds)
+            losses = self._step(lesson, step, passed / args.seconds)
             step += 1
             if time.monotonic() - reported > args.report_seconds:
                 reported = time.monotonic()
-                self._print(
-                    f"step {step} losses {[round(loss, 3) for loss in losses]}, right by step {right}; {self._scores()}"
-                )
+                self._print(f"step {step}, losses {losses}, held out: {self._scores()}")
                 self._save()
         if step:
             self._save()
             self._print(f"step {step}, held out: {self._scores()}")
 
-    def _step(self, lesson: Lesson, step: int, progress: float) -> tuple[list[float], list[float]]:
+    def _step(self, lesson: Lesson, step: int, progress: float) -> str:
+        """Take one optimizer step; return the parts of the loss."""
         warmth = min(1.0, (step + 1) / WARMUP_STEPS)
         for group in self._optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * warmth * cosine(progress, FINAL_SHARE)
+            group["lr"] = self._args.learning_rate * warmth * cosine(progress, FINAL_SHARE)
         after = torch.arange(1, NUM_STEPS)[:, None, None]
         forced = lesson.ids[torch.arange(len(lesson.ids))[:, None], lesson.anchors + after]
-        chains = draft(self._trunk, self._layer, lesson.ids, lesson.hidden, lesson.anchors, forced)
+        steps = NUM_STEPS if progress >= self._args.first_share else 1
+        chains = draft(
+            self._trunk, self._layer, lesson.ids, lesson.hidden, lesson.anchors, forced, steps
+        )
         losses = loss_of(chains, lesson)
         self._optimizer.zero_grad(set_to_none=True)
         losses.sum().backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._layer.parameters(), GRADIENT_NORM)
         self._optimizer.step()
-        wanted = lesson.targets != NO_TARGET
-        right = (chains.logits.argmax(-1) == lesson.targets).sum((1, 2)) / wanted.sum((1, 2))
-        return losses.tolist(), [round(share, 3) for share in right.tolist()]
+        return ", ".join(f"{part:.3f}" for part in losses.tolist())
 
     def _batches(self) -> Iterator[Batch]:
         lengths = self._args.lengths
@@ -360,6 +251,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=1500.0, help="of training")
+    parser.add_argument("--first-share", type=float, default=FIRST_SHARE)
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="at the peak")
     parser.add_argument("--layer", type=Path, help="checkpoint whose layer goes on learning")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS)
