@@ -390,7 +390,7 @@ def combine_hits(
         primary: Name of the pool whose pages form the prefix.
     """
     primary_pages = leading_run(exists(primary, keys))
-    result = PoolTransferResult(primary_pages, primary_pages)
+    result = PoolTransferResult(primary_pages, primary_pages=primary_pages)
     boundaries = set(range(primary_pages + 1))
     for transfer in pool_transfers or ():
         own = _boundaries(keys[:primary_pages], transfer, exists)

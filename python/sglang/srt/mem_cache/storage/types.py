@@ -69,10 +69,10 @@ class PoolTransferResult:
 
     kv_hit_pages: int
     """Pages of the longest prefix that every pool can serve."""
-    primary_pages: int = 0
-    """Pages of the longest prefix that the primary pool alone can serve; 0 also if unknown."""
     extra_pool_hit_pages: dict[str, int] = field(default_factory=dict)
     """Extra pool to pages of the longest prefix that it and the primary pool can serve."""
+    primary_pages: int = 0
+    """Pages of the longest prefix that the primary pool alone can serve; 0 also if unknown."""
 
     @classmethod
     def empty(cls) -> PoolTransferResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -446,6 +447,16 @@ def test_a_directory_of_another_user_causes_a_warning(
     os.chown(tmp_path, 12345, -1)
     HiCacheFile(storage_config(), str(tmp_path))
     assert "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR" in caplog.text
+
+
+def test_other_namespaces_are_counted_and_other_folders_are_not(tmp_path: Path) -> None:
+    own, other, empty = "a" * 32, "0123456789abcdef" * 2, "lost+found"
+    config = dataclasses.replace(storage_config(), namespace=own)
+    storage = HiCacheFile(config, str(tmp_path))
+    assert storage.get_usage().num_other_namespaces == 0
+    for folder in (own, other, empty):
+        (tmp_path / folder).mkdir()
+    assert storage.get_usage().num_other_namespaces == 1
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ def hits(stored: dict[str, str], *transfers: PoolTransfer) -> tuple[int, dict[st
         return [key in stored.get(pool, "") for key in keys]
 
     result = combine_hits(KEYS, transfers, exists, "kv")
+    assert result.primary_pages == combine_hits(KEYS, None, exists, "kv").kv_hit_pages
     return result.kv_hit_pages, {str(k): v for k, v in result.extra_pool_hit_pages.items()}
 
 
