@@ -7,7 +7,7 @@ the same model has said before.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -43,6 +43,20 @@ def guessed(texts: Sequence[Sequence[int]], right: float, seed: int = 0) -> Iter
 
     The draft layer runs nevertheless, for what it stores.
     """
+    with mock.patch.object(EAGLEWorker, "draft", _guessing(texts, right, seed)):
+        yield
+
+
+def guess_in_rank(texts: Sequence[Sequence[int]], right: float, rank: int) -> None:
+    """`guessed` for all of a rank's process; `functools.partial` of it is an `InRank`. All ranks
+    draft the same."""
+    mock.patch.object(EAGLEWorker, "draft", _guessing(texts, right, seed=0)).start()
+
+
+def _guessing(
+    texts: Sequence[Sequence[int]], right: float, seed: int
+) -> Callable[[EAGLEWorker, ForwardBatch], torch.Tensor]:
+    """A function in place of `EAGLEWorker.draft`."""
     rng = random.Random(seed)
     real = EAGLEWorker.draft
 
@@ -67,5 +81,4 @@ def guessed(texts: Sequence[Sequence[int]], right: float, seed: int = 0) -> Iter
         batch.input_ids = tokens.flatten()
         return tokens[:, 1:]
 
-    with mock.patch.object(EAGLEWorker, "draft", draft):
-        yield
+    return draft
