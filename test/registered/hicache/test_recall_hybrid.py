@@ -3,7 +3,8 @@
 Conversations of about 4,000 tokens, of which L1 holds one. Each is answered by a server without a
 cache, then again from L1, L2, L3 and by a second server. All answers must be the right codes, and
 `cached_tokens_details` must have the prefix in the expected tier: its keys and values, and the
-recurrent state at its end.
+recurrent state at its end. With speculation each answer also takes as many verifications as in a
+cold run: the draft layer's entries are right in every tier.
 
 The model computes in bf16, as users run it. No CPU's rounding changes an answer: the logits of its
 tokens lead by 2.8 here, and bf16 moves a logit by 0.3 at most.
@@ -50,8 +51,9 @@ def questions() -> list[HeldoutQuestion]:
     return found
 
 
-def check(server: EngineServer, question: HeldoutQuestion, tier: str | None) -> None:
-    """Ask; all whole pages must come from `tier`, or nothing from a cache."""
+def check(server: EngineServer, question: HeldoutQuestion, tier: str | None) -> int:
+    """Ask; all whole pages must come from `tier`, or nothing from a cache. Returns the number of
+    verifications."""
     got = server.generate(question.ids)
     assert got.text == question.answer
     counts = {name: got.cached.get(name, 0) for name in ("device", "host", "storage")}
@@ -59,29 +61,36 @@ def check(server: EngineServer, question: HeldoutQuestion, tier: str | None) -> 
     if tier is not None:
         expected[tier] = whole_pages(question)
     assert counts == expected
+    return int(got.meta_info.get("spec_verify_ct", 0))
 
 
-@pytest.mark.parametrize("backend", ["file", "mooncake"])
+@pytest.mark.parametrize(
+    ("backend", "more"),
+    [("file", ()), ("mooncake", ()), ("mooncake", ("--speculative-algorithm", "NEXTN"))],
+    ids=["file", "mooncake", "speculation"],
+)
 def test_right_from_every_tier(
-    questions: list[HeldoutQuestion], backend: str, tmp_path: Path
+    questions: list[HeldoutQuestion], backend: str, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    flags = ("--hicache-storage-backend", backend, *TIERS)
+    flags = ("--hicache-storage-backend", backend, *TIERS, *more)
     with ExitStack() as stack:
         env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
         if backend == "mooncake":
             env = stack.enter_context(MooncakeCluster(segment_size="256mb")).engine_env()
         writer = stack.enter_context(ForkedServer(*flags, env=env, model=MODEL))
+        cold = []
         for question in questions:
-            check(writer, question, None)
-            check(writer, question, "device")
-        for question in questions:
-            check(writer, question, "host")
+            cold.append(check(writer, question, None))
+            assert check(writer, question, "device") == cold[-1]
+        assert all(cold) == bool(more)
+        assert [check(writer, question, "host") for question in questions] == cold
         writer.flush()
-        for question in questions:
-            check(writer, question, "storage")
+        assert [check(writer, question, "storage") for question in questions] == cold
         reader = stack.enter_context(ForkedServer(*flags, env=env, model=MODEL))
-        for question in questions:
-            check(reader, question, "storage")
+        assert [check(reader, question, "storage") for question in questions] == cold
+        if more:
+            tokens = sum(len(question.answer) for question in questions)
+            print(f"{tokens} digits in {sum(cold)} verifications")
 
 
 if __name__ == "__main__":
