@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -151,8 +153,33 @@ def test_storage_backends(backend: str) -> None:
             assert list(map(len, raw)) == [1, 1]
 
 
+LENGTH_SCALE: Final = 1 / 8
+"""A block of the trace has 64 tokens then."""
+
+
+def few_that_share(path: Path) -> tuple[Path, int]:
+    """A trace of eight short requests of the excerpt that begin like others, at `path`; and the
+    tokens of whole blocks that came before, scaled."""
+    lines = (ROOT / "benchmark/data/mooncake_synthetic_excerpt.jsonl").read_text().splitlines()
+    requests = [json.loads(line) for line in lines]
+    firsts = Counter(one["hash_ids"][0] for one in requests)
+    shared = [one for one in requests if firsts[one["hash_ids"][0]] > 1]
+    few = sorted(
+        sorted(shared, key=lambda one: one["input_length"])[:8], key=lambda one: one["timestamp"]
+    )
+    path.write_text("".join(json.dumps(one) + "\n" for one in few))
+    seen: set[int] = set()
+    blocks = 0
+    for one in few:
+        whole = one["hash_ids"][: one["input_length"] // 512]
+        blocks += sum(block in seen for block in whole)
+        seen.update(whole)
+    return path, blocks * 64
+
+
 def test_against_a_real_server(tmp_path: Path) -> None:
-    plot, output = tmp_path / "rounds.png", tmp_path / "load.jsonl"
+    plot, output, replayed = (tmp_path / name for name in ("rounds.png", "load", "replay"))
+    trace, shared_tokens = few_that_share(tmp_path / "trace")
     with ForkedServer("--page-size", "16") as server:
         talk = ("--num-clients", "3", "--num-rounds", "3", "--request-length", "64")
         short = ("--output-length", "8", "--base-url", server.url, "--plot", str(plot))
@@ -164,6 +191,16 @@ def test_against_a_real_server(tmp_path: Path) -> None:
             *("--random-range-ratio", "1", "--backend", "sglang-oai-chat"),
             *("--output-file", str(output)),
         )
+        replay = run_forked(
+            *("sglang.bench_serving", "--base-url", server.url, "--dataset-name", "mooncake"),
+            *("--dataset-path", str(trace), "--mooncake-length-scale", str(LENGTH_SCALE)),
+            *("--mooncake-output-scale", "0.01", "--mooncake-slowdown-factor", "0"),
+            *("--max-concurrency", "1", "--output-file", str(replayed)),
+        )
+    assert replay.returncode == 0, replay.stderr[-2000:]
+    record = json.loads(replayed.read_text())
+    assert (record["completed"], record["failed"]) == (8, 0)
+    assert record["cached_tokens"] == shared_tokens > 1000
     assert [one["failed"] for one in rounds] == [0, 0, 0]
     # Each round has 64 new tokens and an answer of 8, whose last token has no KV; pages of 16.
     assert [one["prompt_tokens"] for one in rounds] == [3 * 64, 3 * 136, 3 * 208]
