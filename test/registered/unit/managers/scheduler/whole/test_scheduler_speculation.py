@@ -212,15 +212,18 @@ def test_retracted_requests_say_and_draft_the_same(model: Path) -> None:
 
 
 @pytest.mark.settled
-def test_penalties_take_one_token_a_step(model: Path) -> None:
+def test_penalties_take_one_token_a_step(model: Path, texts: list[list[int]]) -> None:
+    """Though the drafts are what the model says without them."""
     params = SamplingParams(
         temperature=0.0, frequency_penalty=0.7, max_new_tokens=NEW_TOKENS, ignore_eos=True
     )
     said = []
     for settings in ({}, SPECULATES):
         rig = SchedulerRig(model, page_size=4, **settings)
-        rig.run(rig.request("penalised", PROMPTS[2], params), rig.request("free", PROMPTS[3]))
+        with guessed(texts, 1.0):
+            rig.run(rig.request("penalised", PROMPTS[2], params), rig.request("free", PROMPTS[3]))
         said.append([rig.results[rid].output_ids for rid in ("penalised", "free")])
+        assert rig.scheduler.state.counters.decode_steps == NEW_TOKENS - 1
     assert said[0] == said[1]
 
 
