@@ -174,7 +174,8 @@ class PrefillAdder:
         this step."""
         assert plan.is_admitted
         self._num_added += 1
-        self._budget -= plan.extend_tokens
+        # A cached token that is computed again may be one too many.
+        self._budget = max(0, self._budget - plan.extend_tokens)
         self._reserved += reserve
         if plan.outcome is AddOutcome.CHUNKED:
             self._budget = 0

@@ -136,6 +136,15 @@ def test_the_last_token_of_a_cached_prompt_is_computed_and_takes_no_slot() -> No
     assert adder.plan(30, 0, 2, 100).extend_tokens == limits().chunk_tokens - 4  # type: ignore[operator]
 
 
+def test_a_batch_with_one_token_too_many_is_full() -> None:
+    """A draft layer has the last token of a cached prefix computed again."""
+    adder = PrefillAdder(limits(), num_running=0, reserved_tokens=0)
+    plan = adder.plan(rest=16, load=0, new_tokens=1, free_tokens=100)
+    again = AddPlan(plan.outcome, plan.extend_tokens + 1)
+    adder.commit(again, reserve=1)
+    assert adder.plan(30, 0, 1, 100) == AddPlan(AddOutcome.NO_BUDGET)
+
+
 def test_no_more_requests_than_rows() -> None:
     adder = PrefillAdder(limits(rows=2), num_running=1, reserved_tokens=0)
     adder.commit(adder.plan(1, 0, 1, 100), reserve=1)
