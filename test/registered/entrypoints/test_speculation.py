@@ -24,7 +24,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
-SIZES: Final[dict[str, dict[str, int]]] = {
+SIZES: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v3": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "qwen3_next": {
         "num_attention_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4

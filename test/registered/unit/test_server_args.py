@@ -143,7 +143,7 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         (["--zzz"], "unknown flag --zzz; --help lists"),
         (["--log-requests", "true"], "'true' belongs to no flag"),
         (["--lora-paths", "x"], "--lora-paths: SGLang has it, this engine does not: LoRA"),
-        (["--speculative-algorithm=EAGLE"], "does not: speculative decoding"),
+        (["--speculative-algorithm=NGRAM"], "--speculative-algorithm NGRAM: choose one of NEXTN"),
         (["--dp-size", "2"], "python -m sglang_router.launch_server starts several"),
         (["--torchao-config", "int4wo-128"], "does not: quantization at load"),
         (["--quantization", "bitsandbytes"], "bitsandbytes: choose one of fp8, compressed-tensors"),

@@ -70,6 +70,7 @@ def make_manager(
     host: str = LOOPBACK,
     link: LinkCosts | None = None,
     unit_bytes: int = UNIT_BYTES,
+    hidden_bytes: int = 0,
 ) -> MooncakeKVManager:
     """A rank's manager, over `engine`."""
     args = KVArgs(
@@ -77,7 +78,7 @@ def make_manager(
         pools=pools,
         weights_identity=identity,
         dtype=torch.float32,
-        aux_buffers=MetadataBuffers.beside(pools[0].device),
+        aux_buffers=MetadataBuffers.beside(pools[0].device, hidden_bytes),
     )
     return MooncakeKVManager(
         args,
@@ -267,6 +268,7 @@ class RoleRig(SchedulerRig):
                 identity=identity,
                 link=link,
                 unit_bytes=unit_bytes or UNIT_BYTES,
+                hidden_bytes=self.worker.req_to_token_pool.hidden_bytes,
             )
             self.routes = self.manager.register_to_bootstrap()
             return role_of(mode, self.manager, group)

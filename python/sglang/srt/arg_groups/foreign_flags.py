@@ -86,7 +86,9 @@ SGLANG_FLAGS: Final = (
         max_loaded_loras"""),
     _row(_NEVER, "speculative decoding other than by the checkpoint's own layer",
         """speculative_accept_threshold_single=1.0 speculative_accept_threshold_acc=1.0
-        speculative_* enable_multi_layer_eagle"""),
+        speculative_accept_* speculative_adaptive* speculative_attention_* speculative_dflash_*
+        speculative_draft_* speculative_moe_* speculative_ngram_* speculative_token_*
+        enable_multi_layer_eagle"""),
     _row(_NEVER, "sessions", "enable_streaming_session session_* enable_session_*"),
     _row(_NEVER, "weight updates", """custom_weight_loader enable_weights_*
         enable_draft_weights_* checkpoint_engine_*"""),

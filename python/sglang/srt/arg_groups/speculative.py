@@ -26,6 +26,7 @@ class SpeculativeArgs:
         None,
         "Draft tokens with the checkpoint's own layer (MTP), and verify them together.",
         choices=ALGORITHMS,
+        aliases=("--speculative-algo",),
     )
     speculative_num_steps: int | None = flag(
         None, f"Tokens drafted a step; absent: {_DEFAULT_STEPS}."

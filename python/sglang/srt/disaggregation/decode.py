@@ -67,6 +67,8 @@ class DecodeRequest:
     arrived: float
     """Time of the arrival, in seconds of the scheduler's ticks."""
     vocab_size: int
+    hidden_bytes: int
+    """Bytes of the hidden state with which its drafts begin; 0: none comes with the metadata."""
     receiver: BaseKVReceiver
     bootstrap_room: int
     is_asked: bool = False
@@ -89,7 +91,9 @@ class DecodeRequest:
             return poll
         if self.mismatch is None:
             metadata = self.receiver.metadata
-            found = metadata and mismatch_of(self.req.spec, metadata, self.vocab_size)
+            found = metadata and mismatch_of(
+                self.req.spec, metadata, self.vocab_size, self.hidden_bytes
+            )
             self.mismatch = found or ""
         return KVPoll.Failed if self.mismatch else poll
 
@@ -165,8 +169,9 @@ class DecodeRole(Role):
         room, port, state = bootstrap.room, bootstrap.port, self._state
         receiver = self._receiver_class(self._kv_manager, (bootstrap.host, port), room)
         peer = canonical_host(bootstrap.host), port
+        hidden_bytes = state.pools.req_to_token_pool.hidden_bytes
         self._waiting[req.rid] = DecodeRequest(
-            req, peer, state.now, state.vocab_size, receiver, room
+            req, peer, state.now, state.vocab_size, hidden_bytes, receiver, room
         )
         return None
 
@@ -307,6 +312,9 @@ class DecodeRole(Role):
         req, receiver = one.req, one.receiver
         first = receiver.metadata or fake_metadata(req.spec, one.vocab_size)
         del self._transferring[req.rid]
+        last_hidden = self._state.pools.req_to_token_pool.last_hidden
+        if last_hidden is not None and first.hidden is not None:
+            last_hidden.write(req.slots.row, first.hidden)
         stages, metric = req.report.stages, receiver.get_transfer_metric()
         stages.queue = (stages.queue or 0.0) + first.queue_seconds
         stages.prefill, stages.transfer = first.prefill_seconds, metric.transfer_latency_s

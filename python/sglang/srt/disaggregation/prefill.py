@@ -192,6 +192,7 @@ class PrefillRole(Role):
         prefill_seconds = report.stages.prefill
         assert prefill_seconds is not None, "its prompt is computed"
         first_step = report.stage_began - prefill_seconds
+        rows = self._state.pools.req_to_token_pool
         first_token = FirstToken(
             token_id=outputs[0] if outputs else None,
             prompt_len=len(spec.input_ids),
@@ -205,7 +206,8 @@ class PrefillRole(Role):
             cache_report=_shared_report(req),
             queue_seconds=0.0 if room.asked is None else max(0.0, first_step - room.asked),
             prefill_seconds=prefill_seconds,
-            state_slot=self._state.pools.req_to_token_pool.state_of(req.slots.row),
+            state_slot=rows.state_of(req.slots.row),
+            hidden=None if rows.last_hidden is None else rows.last_hidden.read(req.slots.row),
         )
         room.held = req, reason or FinishReason(type="length", length=len(outputs))
         room.sender.send_aux(first_token)

@@ -46,7 +46,7 @@ from sglang.srt.hardware_backend.device_kinds import CUDA, device_kind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 NUM_ROWS: Final = 512
-"""Rows of a rank, 2 MiB together. Requests that need one more wait."""
+"""Rows of a rank, 2 MiB together without hidden states. Requests that need one more wait."""
 _WORD_BYTES: Final = 4
 POLL_SLOTS: Final = 512
 """Requests in one vector of statuses. Its size is fixed, since unequal ones abort gloo."""
@@ -100,22 +100,30 @@ class ReqToMetadataIdxAllocator:
 
 
 class MetadataBuffers(ReqToMetadataIdxAllocator):
-    """Rows of `ROW_BYTES` (see `metadata_reader`): those of a prefill server, which decode servers
-    read, or those that a decode server reads into. Any thread; each row has one owner at a time."""
+    """Rows for metadata (see `metadata_reader`): those of a prefill server, which decode servers
+    read, or those that a decode server reads into. Any thread; each row has one owner at a time.
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    Attributes:
+        row_bytes: Bytes of a row: `ROW_BYTES`, and those of a hidden state.
+
+    Args:
+        hidden_bytes: Bytes of the hidden state in `FirstToken`; 0: there is none.
+    """
+
+    def __init__(self, size: int, device: torch.device, hidden_bytes: int = 0) -> None:
         super().__init__(size)
-        self._rows = torch.zeros((size, ROW_BYTES), dtype=torch.uint8, device=device)
+        self.row_bytes = ROW_BYTES + _whole_words(hidden_bytes)
+        self._rows = torch.zeros((size, self.row_bytes), dtype=torch.uint8, device=device)
         self.device = self._rows.device
         self._runtime = device_runtime(device)
         self._stream = self._runtime.make_side_stream()
         self._stream.follow()  # The stream must see the zeros.
 
     @classmethod
-    def beside(cls, pages: torch.device) -> MetadataBuffers | None:
+    def beside(cls, pages: torch.device, hidden_bytes: int = 0) -> MetadataBuffers | None:
         """The rows of a rank with pages on `pages`; None: see `metadata_device`."""
         device = metadata_device(pages)
-        return None if device is None else cls(NUM_ROWS, device)
+        return None if device is None else cls(NUM_ROWS, device, hidden_bytes)
 
     def allocations(self) -> dict[int, int]:
         """Memory to register: address to bytes."""
@@ -123,18 +131,18 @@ class MetadataBuffers(ReqToMetadataIdxAllocator):
 
     def get_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Address, bytes, and bytes of a row, of the only tensor."""
-        return [self._rows.data_ptr()], [self._rows.nbytes], [ROW_BYTES]
+        return [self._rows.data_ptr()], [self._rows.nbytes], [self.row_bytes]
 
     def address(self, index: int) -> int:
-        return self._rows.data_ptr() + index * ROW_BYTES
+        return self._rows.data_ptr() + index * self.row_bytes
 
     def set_buf(self, index: int, room: int, metadata: FirstToken) -> bool:
         """Write the metadata. Peers can read them after the return. False: they do not fit."""
-        raw = pack_row(room, metadata)
+        raw = pack_row(room, metadata, self.row_bytes)
         if raw is None:
             return False
         # Whole words: such short copies to a GPU do not wait behind long ones.
-        raw = raw.ljust(-(-len(raw) // _WORD_BYTES) * _WORD_BYTES, b"\0")
+        raw = raw.ljust(_whole_words(len(raw)), b"\0")
         row = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         with self._runtime.waiting_for(self._stream):
             self._rows[index, : len(raw)].copy_(self._runtime.stage_to_device(row))
@@ -152,6 +160,10 @@ class MetadataBuffers(ReqToMetadataIdxAllocator):
             (row,) = self._runtime.copy_to_host([self._rows[index]]).wait()
         assert row is not None
         return unpack_row(row.numpy().tobytes(), room)
+
+
+def _whole_words(num_bytes: int) -> int:
+    return -(-num_bytes // _WORD_BYTES) * _WORD_BYTES
 
 
 def poll_and_all_reduce(pollers: Sequence[KVPoller], gloo_group: RankGroup) -> list[KVPoll]:

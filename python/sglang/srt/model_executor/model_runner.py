@@ -39,6 +39,7 @@ from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import AttentionKind, RadixAttention
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
 from sglang.srt.mem_cache.device.memory_pool import HybridReqToTokenPool, KVCache, ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
 from sglang.srt.mem_cache.device.state_pool import state_pool
@@ -364,7 +365,11 @@ class ModelRunner:
         states = state_pool(self.pools.values())
         if states is not None:
             return HybridReqToTokenPool(rows, context_len, device, states)
-        return ReqToTokenPool(rows, context_len, device)
+        pool = ReqToTokenPool(rows, context_len, device)
+        if self.config.num_draft_tokens > 1:
+            config = self.model_config
+            pool.last_hidden = HiddenRows(rows, config.hidden_size, config.dtype, device)
+        return pool
 
     @property
     def _captures_graphs(self) -> bool:

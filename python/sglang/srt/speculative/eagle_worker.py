@@ -7,8 +7,8 @@ begins with its tokens, and all tiers carry the entries as they carry the other 
 has no entry: rows of slots, as the layer sees them, begin at position 1.
 
 An entry needs the hidden state before it. For each request that of its last computed token is kept,
-in a table by row; with recurrent states in a pool that shares their slots, so that a snapshot has
-it too.
+in `HiddenRows`; with recurrent states in a pool that shares their slots, so that a snapshot has it
+too.
 """
 
 from __future__ import annotations
@@ -39,25 +39,20 @@ class LastHidden:
         pool = runner.pools.get(PoolName.HIDDEN)
         assert pool is None or isinstance(pool, StatePool)
         self._pool = pool
-        config, rows = runner.model_config, runner.req_to_token_pool
-        self._by_row = torch.zeros(
-            (0 if pool is not None else rows.size, config.hidden_size),
-            dtype=config.dtype,
-            device=rows.device,
-        )
+        self._rows = runner.req_to_token_pool.last_hidden
 
     def read(self, batch: ForwardBatch) -> torch.Tensor:
         """`[bs, hidden_size]`: of the last token that each request computed before this step. It
         means nothing for a request that begins at its first token, or computes a cached one."""
-        if self._pool is None:
-            return self._by_row.index_select(0, batch.req_pool_indices)
+        if self._rows is not None:
+            return self._rows.table.index_select(0, batch.req_pool_indices)
         assert batch.states is not None, "the model has recurrent states"
         return self._table().index_select(0, batch.states.read_slots)
 
     def write(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
         """Keep `hidden`, `[bs, hidden_size]`, as that of the last tokens of this step."""
-        if self._pool is None:
-            self._by_row.index_copy_(0, batch.req_pool_indices, hidden)
+        if self._rows is not None:
+            self._rows.table.index_copy_(0, batch.req_pool_indices, hidden)
             return
         assert batch.states is not None, "the model has recurrent states"
         self.write_snapshots(batch.states.slots, hidden)

@@ -131,14 +131,7 @@ def test_a_command_line_that_is_changed_as_the_answer_says_is_accepted(name: str
                 "several, and a router in front of them",
             ],
         ),
-        (
-            "Qwen3-Next",
-            [
-                "--speculative-num-steps, --speculative-eagle-topk, "
-                "--speculative-num-draft-tokens, --speculative-algo: SGLang has them, this engine "
-                "does not: speculative decoding; remove the flags"
-            ],
-        ),
+        ("Qwen3-Next", []),
         (
             "PD, DeepSeek on two nodes",
             [

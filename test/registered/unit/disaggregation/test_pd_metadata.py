@@ -143,8 +143,8 @@ def test_requests_wait_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_metadata_that_does_not_fit_a_row_is_sent_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.srt.disaggregation.utils.ROW_BYTES", 60)
     with make_pair() as pair:
-        monkeypatch.setattr("sglang.srt.disaggregation.common.metadata_reader.ROW_BYTES", 60)
         run_all(pair, "long")
         inline, moved = metadata_bytes(pair)
         assert inline > 0 and moved == 0
@@ -159,7 +159,7 @@ def test_a_pair_of_which_one_server_has_rows(
     make = MetadataBuffers.beside
     sides = iter((DisaggregationMode.PREFILL, DisaggregationMode.DECODE))
     monkeypatch.setattr(
-        MetadataBuffers, "beside", lambda device: make(device) if next(sides) == side else None
+        MetadataBuffers, "beside", lambda *args: make(*args) if next(sides) == side else None
     )
     with caplog.at_level(logging.WARNING), make_pair() as pair:
         run_all(pair, "inline")

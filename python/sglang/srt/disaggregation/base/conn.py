@@ -75,6 +75,7 @@ class AuxBuffers(Protocol):
     def set_buf(self, index: int, room: int, metadata: FirstToken) -> bool: ...
 
     device: torch.device
+    row_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,9 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     state_slot: int | None = None
     """Slot, in the prefill server's pool, of the recurrent state after the prompt's last token;
     None: the model has none."""
+    hidden: bytes | None = None
+    """The hidden state of the prompt's last token, in the model's dtype, with which drafts begin;
+    None: nothing is drafted, or the recurrent state has it."""
     queue_seconds: float = 0.0
     """Seconds from the first question for the room to the request's first step, by the prefill
     server's clock."""
@@ -69,14 +72,21 @@ def sampling_digest(params: SamplingParams) -> str:
 
 
 def mismatch_of(
-    spec: TokenizedGenerateReqInput, metadata: FirstToken, vocab_size: int
+    spec: TokenizedGenerateReqInput, metadata: FirstToken, vocab_size: int, hidden_bytes: int = 0
 ) -> str | None:
-    """Reason why a request cannot go on with the prefill server's result, or None."""
+    """Reason why a request cannot go on with the prefill server's result, or None. This server
+    needs a hidden state of `hidden_bytes`."""
     ids, token = spec.input_ids, metadata.token_id
     if metadata.prompt_len != len(ids) or metadata.prompt_digest != prompt_digest(ids):
         return (
             f"the prefill server computed another prompt, of {metadata.prompt_len} tokens: "
             "both servers need the same tokenizer and chat template"
+        )
+    found = len(metadata.hidden or b"")
+    if found != hidden_bytes:
+        return (
+            f"the prefill server sent a hidden state of {found} bytes, not of {hidden_bytes}: both "
+            "servers need the same --speculative-* flags"
         )
     is_unlike = (
         (token is not None) != (spec.sampling_params.max_new_tokens > 0)

@@ -154,7 +154,7 @@ class PoolGeometry:
         ]
         return (
             f"its pages differ: {'; '.join(unlike)}; start both with the same model, --page-size, "
-            "--dtype and --kv-cache-dtype"
+            "--dtype, --kv-cache-dtype and --speculative-algorithm"
         )
 
     def why_no_split(self, num_ranks: int) -> str | None:

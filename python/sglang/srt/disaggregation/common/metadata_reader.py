@@ -45,7 +45,7 @@ TRANSPORT: Final = "transport"
 """Read over the transport of the pages."""
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 ROW_BYTES: Final = 4096
-"""Bytes of each row; 128 top logprobs take 1,900."""
+"""Bytes of each row without a hidden state; 128 top logprobs take 1,900."""
 HEAD_BYTES: Final = 20
 _HEAD: Final = struct.Struct("<QQI")
 _LENGTH: Final = struct.Struct("<I")
@@ -60,10 +60,10 @@ class BadRow(RoomFailed):
         super().__init__(f"reading the metadata from the prefill server failed: {what}")
 
 
-def pack_row(room: int, metadata: FirstToken) -> bytes | None:
-    """The used bytes of a row; None: they do not fit into a row."""
+def pack_row(room: int, metadata: FirstToken, row_bytes: int) -> bytes | None:
+    """The used bytes of a row; None: they do not fit into one of `row_bytes`."""
     body = msgspec.msgpack.encode(metadata)
-    if HEAD_BYTES + len(body) > ROW_BYTES:
+    if HEAD_BYTES + len(body) > row_bytes:
         return None
     return _HEAD.pack(room, _checksum(room, body), len(body)) + body
 
@@ -72,7 +72,7 @@ def unpack_row(raw: bytes, room: int) -> FirstToken:
     """Decode the row that was written for `room`.
 
     Args:
-        raw: `ROW_BYTES` bytes.
+        raw: All bytes of the row.
 
     Raises:
         BadRow: The row is empty, or has other content.
@@ -129,8 +129,8 @@ class MetadataReader:
         theirs = layout.rows
         if theirs is None:
             why = "it has no rows (SGLANG_MOONCAKE_CUSTOM_MEM_POOL, SGLANG_MOONCAKE_SEND_AUX_TCP)"
-        elif theirs.row_bytes != ROW_BYTES:
-            why = f"its rows have {theirs.row_bytes} bytes, those here {ROW_BYTES}"
+        elif theirs.row_bytes != self.rows.row_bytes:
+            why = f"its rows have {theirs.row_bytes} bytes, those here {self.rows.row_bytes}"
         elif theirs.host not in ("", self._host):
             why = "it is on another host, which NVLink within a node does not reach"
         else:
@@ -191,13 +191,14 @@ class RowRead:
         index = take_within(self._timeout, rows.alloc, heartbeat, "row for metadata")
         self._index = index
         rows.clear(index)  # The row of an earlier room could pass for this one's.
-        block = Block(rows.address(index), theirs.address + row * ROW_BYTES, ROW_BYTES)
+        size = rows.row_bytes
+        block = Block(rows.address(index), theirs.address + row * size, size)
         why = self._move(layout.session_id, block, heartbeat)
         if why is not None:
             self._context.metadata.read_no_more(layout, where, why)
             self.settle()
             return None
-        self.num_bytes = ROW_BYTES
+        self.num_bytes = size
         metadata = rows.get_buf(index, room)
         self.settle()
         return metadata

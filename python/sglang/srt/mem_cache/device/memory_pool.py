@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.device.base_device_pool import (
 from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, StateSpec
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
     from sglang.srt.mem_cache.device.state_pool import StatePool
 
 
@@ -40,9 +41,12 @@ class ReqToTokenPool:
             the token at position p. Columns past a request's length are garbage.
         mamba_pool: Pool in which each request with a row has a recurrent state; None: the model
             keeps none.
+        last_hidden: Hidden states for drafts, by row; None: nothing is drafted, or `mamba_pool`'s
+            slots have them.
     """
 
     mamba_pool: StatePool | None = None
+    last_hidden: HiddenRows | None = None
 
     def __init__(
         self,
@@ -62,6 +66,11 @@ class ReqToTokenPool:
         )
         self._free_rows: list[int] = []
         self.clear()
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of a row of `last_hidden`; 0: there is none."""
+        return 0 if self.last_hidden is None else self.last_hidden.row_bytes
 
     def available_size(self) -> int:
         """Rows that no request holds."""

@@ -39,7 +39,7 @@ NO_TOKEN = FirstToken(token_id=None, prompt_len=1, prompt_digest="")
 
 def row_of(words: FirstToken, room: int = ROOM, *, before: bytes = b"") -> bytes:
     """A whole row, which had `before` in it."""
-    raw = pack_row(room, words)
+    raw = pack_row(room, words, ROW_BYTES)
     assert raw is not None
     return (raw + before[len(raw) :]).ljust(ROW_BYTES, b"\0")
 
@@ -55,7 +55,9 @@ def test_what_an_earlier_room_left_behind_it_does_not_matter() -> None:
 
 
 def test_metadata_that_is_too_long_has_no_row() -> None:
-    assert pack_row(ROOM, FirstToken(token_id=1, prompt_len=1, prompt_digest="d" * 4000)) is None
+    words = FirstToken(token_id=1, prompt_len=1, prompt_digest="d" * 4000)
+    assert pack_row(ROOM, words, ROW_BYTES) is None
+    assert pack_row(ROOM, words, 2 * ROW_BYTES) is not None
 
 
 def test_an_empty_row() -> None:
@@ -72,7 +74,7 @@ def test_a_stale_row() -> None:
 def test_each_byte_counts(words: FirstToken) -> None:
     """One that differs, anywhere."""
     row = row_of(words)
-    used = len(pack_row(ROOM, words) or b"")
+    used = len(pack_row(ROOM, words, ROW_BYTES) or b"")
     for at in {*range(HEAD_BYTES + 40), *range(HEAD_BYTES, used, 37), used - 1}:
         torn = bytearray(row)
         torn[at] ^= 0x10

@@ -371,7 +371,7 @@ def _make_role(
         pools=pools,
         weights_identity=runner.weight_source.identity(),
         dtype=runner.model_config.dtype,
-        aux_buffers=MetadataBuffers.beside(pools[0].device),
+        aux_buffers=MetadataBuffers.beside(pools[0].device, runner.req_to_token_pool.hidden_bytes),
     )
     backend = TransferBackend(server_args.disaggregation_transfer_backend)
     manager = get_kv_class(backend, KVClassType.MANAGER)(args, mode, server_args)
