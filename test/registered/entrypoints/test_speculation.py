@@ -155,7 +155,7 @@ def test_an_abort_between_verifications(server: ForkedServer) -> None:
     with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
-        assert server.request("POST", "/abort_request", {"rid": "goes"}).status == 200
+        assert server.request("POST", "/abort_request", {"rid": "goes"}, admin=True).status == 200
         events = [line for line in lines if line.startswith("data: {")]
     last = json.loads(events[-1].removeprefix("data: "))
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
