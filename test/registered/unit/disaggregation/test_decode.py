@@ -178,6 +178,7 @@ def test_a_prompt_that_fails_between_two_looks_at_it(rig: DecodeRig) -> None:
     [
         ({"prompt_len": 9}, "computed another prompt, of 9 tokens"),
         ({"prompt_digest": "other"}, "computed another prompt, of 10 tokens"),
+        ({"hidden": b"1234"}, "a hidden state of 4 bytes, not of 0: both servers need the same"),
         ({"token_id": None}, "was sent another request"),
         ({"logprob": None}, "was sent another request"),
         ({"top_logprobs": [(-1.0, 11)]}, "was sent another request"),

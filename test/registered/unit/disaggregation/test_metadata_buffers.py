@@ -135,5 +135,16 @@ def test_what_is_registered_is_all_of_them() -> None:
     assert [buffers.address(n) - address for n in range(4)] == [n * ROW_BYTES for n in range(4)]
 
 
+def test_rows_have_room_for_a_hidden_state() -> None:
+    """Rows are whole words."""
+    words = FirstToken(token_id=1, prompt_len=1, prompt_digest="d", hidden=bytes(range(256)) * 20)
+    assert not MetadataBuffers(1, CPU).set_buf(0, 7, words)
+    buffers = MetadataBuffers(2, CPU, hidden_bytes=5119)
+    assert buffers.row_bytes == ROW_BYTES + 5120
+    assert buffers.address(1) - buffers.address(0) == buffers.row_bytes
+    assert buffers.set_buf(1, 7, words)
+    assert buffers.get_buf(1, 7) == words
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))
