@@ -67,7 +67,8 @@ def with_model(argv: Sequence[str]) -> list[str]:
         return [*argv]
     model_path = str(BUILTIN_HYBRID_MODEL_DIR)
     name = BUILTIN_HYBRID_MODEL_NAME
-    return ["--model-path", model_path, "--served-model-name", name, *argv]
+    own = ["--model-path", model_path, "--served-model-name", name]
+    return [*own, "--speculative-algorithm", "NEXTN", *argv]
 
 
 def chat_body(question: str) -> dict[str, Any]:

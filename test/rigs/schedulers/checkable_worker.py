@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rigs.schedulers.checkable_drafts import CheckableSpeculation
+from rigs.drafts.checkable_drafts import CheckableSpeculation
 from rigs.schedulers.checkable_model import NOISE, VOCAB_SIZE, WrongContext, logprob, word
 from rigs.schedulers.checkable_pools import CheckablePools, CheckableState
 from rigs.schedulers.checkable_step import Context, StateUse, Step, expect
