@@ -94,6 +94,7 @@ def imitate(trunk: Any, layer: MtpLayer, batches: Iterable[torch.Tensor]) -> Non
     """
     teacher = trunk.model.layers[TEACHER_LAYER]
     layer.mtp_block.load_state_dict(teacher.state_dict())
+    assert layer.post_norm is not None
     layer.post_norm.load_state_dict(trunk.model.norm.state_dict())
     entering: list[torch.Tensor] = []
     hook = teacher.register_forward_pre_hook(lambda _, inputs: entering.append(inputs[0]))
@@ -214,7 +215,8 @@ def attention_scores(
     queries = _queries_gates(attention, normed)[..., : attention.head_dim]
     queries = _rotated(trunk, attention.q_norm(queries).transpose(1, 2), positions)
     scores = queries @ keys.transpose(2, 3) * attention.scaling
-    return scores.masked_fill(~seen[:, None], -torch.inf)
+    masked: torch.Tensor = scores.masked_fill(~seen[:, None], -torch.inf)
+    return masked
 
 
 def _gates(attention: Any, normed: torch.Tensor) -> torch.Tensor:
@@ -224,12 +226,12 @@ def _gates(attention: Any, normed: torch.Tensor) -> torch.Tensor:
 def _queries_gates(attention: Any, normed: torch.Tensor) -> torch.Tensor:
     """[rows, n, heads, 2 * head dim]: each head's query, then its gate."""
     joint: torch.Tensor = attention.q_proj(normed)
-    return joint.unflatten(-1, (-1, 2 * attention.head_dim))
+    return joint.view(*joint.shape[:-1], -1, 2 * attention.head_dim)
 
 
 def _rotated(trunk: Any, parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     cos, sin = trunk.model.rotary_emb(parts, position_ids=positions)
-    rotated: torch.Tensor = apply_rotary_pos_emb(parts, parts, cos, sin)[0]
+    rotated: torch.Tensor = apply_rotary_pos_emb(parts, parts, cos, sin)[0]  # type: ignore[no-untyped-call]
     return rotated
 
 
