@@ -48,13 +48,13 @@ def run_alone(model: Path) -> list[tuple[list[int], Drafts]]:
     return found
 
 
-@pytest.mark.parametrize("is_inline", [False, True])
+@pytest.mark.parametrize(("is_inline", "overlap"), [(False, True), (True, False)])
 def test_the_words_and_drafts_of_one_server(
-    model: Path, alone: list[tuple[list[int], Drafts]], is_inline: bool
+    model: Path, alone: list[tuple[list[int], Drafts]], is_inline: bool, overlap: bool
 ) -> None:
     with (
         envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(is_inline),
-        PdRig(model, LocalMover(), **ARGS) as pair,
+        PdRig(model, LocalMover(), overlap=overlap, **ARGS) as pair,
     ):
         for number, (ids, (words, drafts)) in enumerate(zip(PROMPTS, alone, strict=True)):
             for turn in ("cold", "cached"):
