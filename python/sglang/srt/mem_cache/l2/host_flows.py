@@ -401,7 +401,10 @@ class HostLoad:
         page."""
         intact, page_size = copy.length, self._tree.page_size
         for pool, pages in damaged.items():
-            state = next((s for c, s in copy.host_states.items() if c.pool.spec.name == pool), None)
+            entry = self._controller.mem_pool_host.entries[pool]
+            owner = entry.spec.indices_from_pool or pool
+            states = copy.host_states.items()
+            state = next((slot for c, slot in states if c.pool.spec.name == owner), None)
             if state is not None:
                 if np.isin(state.numpy(), pages).any():
                     intact = min(intact, copy.length - page_size)
