@@ -93,7 +93,6 @@ class CheckableWorker(TpModelWorker):
         self.vocab_size = VOCAB_SIZE
         self.context_len = context_len
         self.eos_token_ids: tuple[int, ...] = ()
-        self.num_draft_tokens = 1
         self._loads: LayerTransferCounter | None = None
         self._num_said = 0
         self._said: dict[int, int] = {}
