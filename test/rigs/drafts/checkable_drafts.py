@@ -32,7 +32,9 @@ from rigs.schedulers.checkable_model import (
 from rigs.schedulers.checkable_pools import HIDDEN_SIZE, CheckablePools
 from rigs.schedulers.checkable_step import Step, expect
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.speculative.eagle_worker import EAGLEWorker
 
 if TYPE_CHECKING:
@@ -85,11 +87,6 @@ class CheckableSpeculation(EAGLEWorker):
     ) -> None:
         """Follow `step`, which has run; see `follow`."""
         self._facts = step.facts()
-        first = [int(one.slots[0]) for one in step.contexts if not one.num_old]
-        for buffer in self._pools.tokens:
-            # Position 0 has no entry. A real model leaves there what was there, but the driver
-            # compares all pages that are written under one key.
-            buffer.read(self._pools.state.draft_layer)[first] = 0
         self.follow(batch, self._layer.hidden_of(np.concatenate(self._facts)), accepted, snapshots)
 
     def _commit(self, batch: ForwardBatch, counts: torch.Tensor, targets: torch.Tensor) -> None:
@@ -117,9 +114,13 @@ class _DraftLayer:
         self._pools = pools
         self._on_wrong = on_wrong
         self.pools = {pool.spec.name: pool for pool in pools.model_pools().pools}
-        self.model_config = SimpleNamespace(hidden_size=HIDDEN_SIZE, dtype=torch.float32)
+        self.model_config = SimpleNamespace(num_hidden_layers=pools.state.draft_layer)
         self.req_to_token_pool = copy.copy(rows)
         self.req_to_token_pool.req_to_token = rows.req_to_token.clone()
+        if PoolName.HIDDEN not in self.pools:
+            self.req_to_token_pool.last_hidden = HiddenRows(
+                rows.size, HIDDEN_SIZE, torch.float32, "cpu"
+            )
         self.model = self
         self.seeds: dict[int, int] = {}
         """Seeds of the step's requests, by row."""

@@ -25,6 +25,7 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.linear_attention.verify import VerifyBuffers, commit_verified
+from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
@@ -222,6 +223,15 @@ class EAGLEWorker:
         assert self._verified is not None
         commit_verified(self._verified, self._states, batch.states.slots, counts, targets)
 
+    def _clear(self, slots: torch.Tensor) -> None:
+        """Zero the layer's part of `slots`, int64 `[n]`, which have no entry, so that equal
+        prompts have equal pages."""
+        layer = self._runner.model_config.num_hidden_layers
+        for pool in self._runner.pools.values():
+            if isinstance(pool, PagedDevicePool) and layer in pool.spec.layers:
+                for part in pool.parts:
+                    part[pool.place_to_write(layer)].index_fill_(0, slots, 0)
+
     def _store(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
         """Run the layer over a step's tokens for what it stores.
 
@@ -232,7 +242,8 @@ class EAGLEWorker:
         assert prefix is not None and new is not None, "the maker of the batch gave them"
         ids, positions, slots = batch.input_ids, batch.positions, batch.out_cache_loc
         if 0 in prefix:
-            kept = _after_position_0(prefix, new)
+            first, kept = _parts_at_position_0(prefix, new)
+            self._clear(slots.index_select(0, on_device(first, ids.device)))
             if not kept:
                 return
             places = on_device(kept, ids.device)
@@ -266,9 +277,9 @@ class EAGLEWorker:
         self._runner.forward_draft(of_draft, hidden)
 
 
-def _after_position_0(prefix: Sequence[int], new: Sequence[int]) -> list[int]:
-    """Indices of a step's tokens without those at position 0, which have no entry."""
+def _parts_at_position_0(prefix: Sequence[int], new: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Indices of a step's tokens at position 0, which have no entry, and of the others."""
     starts = itertools.accumulate(new, initial=0)
     first = [start for start, before in zip(starts, prefix, strict=False) if before == 0]
     kept: list[int] = np.delete(np.arange(sum(new)), first).tolist()
-    return kept
+    return first, kept
