@@ -190,10 +190,10 @@ class ModelRunner:
         layers, page_size = self.model.attention_layers(), config.page_size
         self.attn_backends = self._make_attention_backends(layers, page_size)
         # Rows of slots that begin at position 1 have no whole pages.
-        drafting = self.model.draft_layer
-        self._draft_backends = self._make_attention_backends(
-            () if drafting is None else attention_layers(drafting), page_size=1
-        )
+        self._draft_backends: dict[AttentionKind, AttentionBackend] = {}
+        if self.model.draft_layer is not None:
+            drafting = attention_layers(self.model.draft_layer)
+            self._draft_backends = self._make_attention_backends(drafting, page_size=1)
         self.remote_instance_transfer_engine: MooncakeTransferEngine | None = None
         self.remote_instance_transfer_engine_session_id = ""
         if config.offers_weights:
