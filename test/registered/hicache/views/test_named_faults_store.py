@@ -29,6 +29,9 @@ LONG_PAGES: Final = 40
 OTHER_VERSION: Final = "9.9.9"
 
 
+_BACKUPS: Final = 'sglang:hicache_queue_length{queue="backups"}'
+
+
 def prompt(seed: int, pages: int = PAGES) -> list[int]:
     return [300 + (seed * 37 + i * 11) % 1000 for i in range(pages * PAGE)]
 
@@ -65,8 +68,7 @@ def alerts(cluster: MooncakeCluster, server: EngineServer, work: Callable[[], ob
     """The alerts that fire after `work` and the writes to the store."""
     before = scrape(server)
     work()
-    name = 'sglang:hicache_queue_length{queue="backups"}'
-    assert wait_until(lambda: server.metrics()[name] == 0, 60)
+    assert wait_until(lambda: server.metrics()[_BACKUPS] == 0, 60)
     # A scrape shows the answer of the store to the one before.
     name = "sglang:hicache_storage_used_bytes"
     truth = partial(cluster.master.metric, "master_allocated_bytes")
@@ -116,16 +118,21 @@ def test_servers_that_differ_and_one_of_another_version(
 def test_a_full_store(cluster: MooncakeCluster, server: EngineServer) -> None:
     assert cluster.master.metric("master_allocated_bytes") < 0.5 * cluster.capacity_bytes()
 
-    def fill() -> None:
-        for seed in range(100, 200):
-            ask(server, seed, pages=LONG_PAGES)
-            if cluster.master.metric("master_evicted_key_count") > 0:
-                return
-        raise AssertionError("the store has not evicted")
+    seeds = iter(range(100, 200))
+
+    def fill(name: str, above: float) -> None:
+        while cluster.master.metric(name) <= above:
+            ask(server, next(seeds), pages=LONG_PAGES)
+            assert wait_until(lambda: server.metrics()[_BACKUPS] == 0, 60)
 
     quiet = {"StoreNearlyFull", "StoreEvicts"}
     assert not quiet & alerts(cluster, server, lambda: ask(server, 1))
-    assert quiet <= alerts(cluster, server, fill)
+    share = 0.86 * cluster.capacity_bytes()
+    fill_most = partial(fill, "master_allocated_bytes", share)
+    assert "StoreNearlyFull" in alerts(cluster, server, fill_most)
+    # Afterwards less is in use again.
+    evict = partial(fill, "master_evicted_key_count", 0)
+    assert "StoreEvicts" in alerts(cluster, server, evict)
 
 
 def test_a_dead_master(cluster: MooncakeCluster, server: EngineServer) -> None:
