@@ -186,37 +186,29 @@ class EAGLEWorker:
             snapshots: For a verification, slots for snapshots of recurrent states and after how
                 many of the step's tokens each is taken, int64 `[bs]` each; slot 0: none.
         """
-        before = self._last.read(batch)
-        bs = batch.batch_size
-        if accepted is not None:
-            by_request = hidden.view(bs, -1, hidden.shape[-1])
-            shifted = torch.cat([before.unsqueeze(1), by_request[:, :-1]], dim=1).flatten(0, 1)
-            self._store(batch, shifted)
-            places = torch.arange(bs, device=hidden.device)
-            if snapshots is not None:
-                slots, counts = snapshots
-                self._commit(batch, counts, slots)
-                self._last.write_snapshots(slots, by_request[places, (counts - 1).clamp_(min=0)])
-            if batch.states is not None:
-                self._commit(batch, accepted + 1, batch.states.slots)
-            self._last.write(batch, by_request[places, accepted])
-            return
-        if batch.forward_mode.is_decode():
-            self._store(batch, before)
-            self._last.write(batch, hidden)
-            return
-        assert batch.extend_seq_lens_cpu is not None
-        starts = list(itertools.accumulate(batch.extend_seq_lens_cpu, initial=0))[:-1]
+        states, device = batch.states, hidden.device
+        if batch.forward_mode is ForwardMode.EXTEND:
+            assert batch.extend_seq_lens_cpu is not None
+            ends = itertools.accumulate(batch.extend_seq_lens_cpu, initial=0)
+            starts, last = on_device(list(ends)[:-1], device), batch.last_rows()
+        else:
+            starts = torch.arange(0, len(hidden), len(hidden) // batch.batch_size, device=device)
+            last = starts if accepted is None else starts + accepted
         shifted = hidden.roll(1, dims=0)
-        shifted.index_copy_(0, on_device(starts, hidden.device), before)
+        shifted.index_copy_(0, starts, self._last.read(batch))
         self._store(batch, shifted)
-        states = batch.states
-        if states is not None and states.track_slots is not None:
-            lens = states.track_lens_cpu or []
-            ends = [start + max(length, 1) - 1 for start, length in zip(starts, lens, strict=True)]
-            at_snapshot = hidden.index_select(0, on_device(ends, hidden.device))
-            self._last.write_snapshots(states.track_slots, at_snapshot)
-        self._last.write(batch, hidden.index_select(0, batch.last_rows()))
+        if snapshots is None and states is not None and states.track_slots is not None:
+            assert states.track_lens_cpu is not None
+            snapshots = states.track_slots, on_device(states.track_lens_cpu, device)
+        if snapshots is not None:
+            slots, counts = snapshots
+            if accepted is not None:
+                self._commit(batch, counts, slots)
+            at_snapshot = starts + (counts - 1).clamp_(min=0)
+            self._last.write_snapshots(slots, hidden.index_select(0, at_snapshot))
+        if accepted is not None and states is not None:
+            self._commit(batch, accepted + 1, states.slots)
+        self._last.write(batch, hidden.index_select(0, last))
 
     def _commit(self, batch: ForwardBatch, counts: torch.Tensor, targets: torch.Tensor) -> None:
         assert batch.states is not None and self._states is not None

@@ -22,7 +22,7 @@ from sglang.srt.managers.scheduler.requests.req import NO_SLOTS, Req
 if TYPE_CHECKING:
     from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
-    from sglang.srt.managers.scheduler.snapshots import Snapshots, TakenSnapshots
+    from sglang.srt.managers.scheduler.snapshots import Snapshots
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
     from sglang.srt.mem_cache.tree.radix_key import TokenArray
@@ -211,13 +211,20 @@ def _states_of(
         states.first_slots = first.where(first > 0, states.slots)
     tracks = [work.track_slot for work in works]
     if is_decode and any(tracks):
-        tracked = [place for place, slot in enumerate(tracks) if slot]
-        targets = pools.int64([tracks[place] for place in tracked])
-        states.decoded = states.slots[pools.int64(tracked)], targets
+        states.decoded = _decoded(states, tracks, pools)
     elif any(tracks):
         states.track_slots = pools.int64(tracks)
         states.track_lens_cpu = [work.track_len for work in works]
     return states
+
+
+def _decoded(
+    states: StateBatch, tracks: Sequence[int], pools: BatchPools
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`StateBatch.decoded` of requests whose snapshots go to the slots `tracks`; 0: no snapshot."""
+    tracked = [row for row, slot in enumerate(tracks) if slot]
+    rows, targets = pools.columns(tracked, [tracks[row] for row in tracked])
+    return states.slots[rows], targets
 
 
 class DecodeBatch:
@@ -323,8 +330,8 @@ class DecodeBatch:
         if self.width > 1:
             return self._verification(sampling_info, left)
         if states is not None and left is not None:
-            taken, slots, _ = left.on(self._pools.device)
-            states = dataclasses.replace(states, decoded=(states.slots[taken], slots))
+            decoded = _decoded(states, left[0], self._pools)
+            states = dataclasses.replace(states, decoded=decoded)
         return ModelWorkerBatch(
             forward=ForwardBatch(
                 forward_mode=ForwardMode.DECODE,
@@ -346,20 +353,17 @@ class DecodeBatch:
         )
 
     def _verification(
-        self, sampling_info: SamplingBatchInfo, left: TakenSnapshots | None
+        self, sampling_info: SamplingBatchInfo, left: tuple[list[int], list[int]] | None
     ) -> ModelWorkerBatch:
-        """`worker_batch` of a step that verifies drafts."""
+        """`worker_batch` of a step that verifies drafts; `left`: see `Snapshots.in_decoding`."""
         width, pools, bs = self.width, self._pools, len(self.reqs)
         before = [length - width for length in self._seq_lens_cpu]
-        # A token whose sampling depends on those before it is not known to be right after drafts.
-        (most,) = pools.columns(
-            [0 if req.is_sampled_by_history else width - 1 for req in self.reqs]
-        )
+        # Penalties and grammars need the tokens before, and drafts are not yet such tokens.
+        most = [0 if req.is_sampled_by_history else width - 1 for req in self.reqs]
         snapshots = None
         if left is not None:
-            rows, slots, counts = left.on(pools.device)
-            none = torch.zeros(bs, dtype=torch.int64, device=pools.device)
-            snapshots = none.index_copy(0, rows, slots), none.index_copy(0, rows, counts)
+            slots, counts = pools.columns(*left)
+            snapshots = slots, counts
         return ModelWorkerBatch(
             forward=ForwardBatch(
                 forward_mode=ForwardMode.TARGET_VERIFY,
@@ -381,7 +385,7 @@ class DecodeBatch:
             sampling_info=sampling_info,
             seeds=self._seeds.repeat_interleave(width),
             steps=self._positions(self._steps),
-            verified=Verification(most, snapshots),
+            verified=Verification(pools.int64(most), snapshots),
         )
 
     def advance(self, next_token_ids: torch.Tensor) -> None:

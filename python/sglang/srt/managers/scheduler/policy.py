@@ -274,7 +274,12 @@ class NewTokenEstimate:
 
 def pages_to_decode(seq_lens: Sequence[int], page_size: int, width: int = 1) -> int:
     """New pages for `width` more tokens of each request; `seq_lens`: lengths before them."""
-    return sum(-(-(length + width) // page_size) - -(-length // page_size) for length in seq_lens)
+    # `left`: slots of its last page that a request has not used.
+    return sum(
+        1 + (width - 1 - left) // page_size
+        for length in seq_lens
+        if (left := -length % page_size) < width
+    )
 
 
 def states_to_load(free: int, evictable: int, spare: int) -> int:

@@ -338,19 +338,19 @@ class PrefillScheduler:
             state.snapshots.make_room(state.queues.decoding)
             if not pools.req_to_token_pool.available_size():
                 return None
-        slots = self._padding_slot[:0] if begin == committed else self._padding_slot
+        slots = self._padding_slot
         if begin < end:
             state.make_room(end - begin)
             pages = pools.allocator.alloc(ceil_to_page(end, page_size) - begin)
             if pages is None:
                 return None
-            slots = torch.cat([slots, pages[: end - begin]])
+            new = pages[: end - begin]
+            slots = new if begin == committed else torch.cat([slots, new])
         rows = pools.req_to_token_pool.alloc([req.slots])
         assert rows is not None, "there is a row for it"
         if prefix is not None:
             pools.req_to_token_pool.write((rows[0], slice(0, begin)), prefix)
         if begin < end:
-            new = slots[begin - committed :]
             pools.req_to_token_pool.write((rows[0], slice(begin, end)), new)
         return slots
 

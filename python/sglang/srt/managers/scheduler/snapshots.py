@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.managers.scheduler.policy import states_to_load
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, StatefulRequest
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
@@ -43,24 +42,6 @@ class Spare:
     slots: RequestSlots
     is_next: bool
     """True if the slot is `snapshot_slot`, and not `mamba_track_slot`."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakenSnapshots:
-    """The snapshots that a decode step leaves."""
-
-    rows: list[int]
-    """Rows in the batch of the requests that leave one."""
-    slots: list[int]
-    """The slot of each."""
-    counts: list[int]
-    """After how many of its request's tokens in this step each is taken."""
-
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`rows`, `slots` and `counts`, int64 `[n]` on the device."""
-        every = on_device([*self.rows, *self.slots, *self.counts], device, torch.int64)
-        rows, slots, counts = every.view(3, -1)
-        return rows, slots, counts
 
 
 def first_to_give_up(spares: Sequence[Spare]) -> Spare:
@@ -164,24 +145,30 @@ class Snapshots:
 
     def in_decoding(
         self, reqs: Sequence[Req], seq_lens: Sequence[int], width: int = 1
-    ) -> TakenSnapshots | None:
+    ) -> tuple[list[int], list[int]] | None:
         """Choose the requests that leave a snapshot of a decode step, which is going to be
-        launched; None: no request does.
+        launched.
 
         Args:
             seq_lens: Context lengths, the tokens of this step included.
             width: Tokens of each request in this step.
+
+        Returns:
+            For each request the slot of its snapshot (0: it leaves none), and after how many of its
+            tokens in this step it is taken; None: no request leaves one.
         """
         if self._alignment is None or not self._interval:
             return None
-        taken = TakenSnapshots([], [], [])
-        for row, (req, length) in enumerate(zip(reqs, seq_lens, strict=True)):
-            at = length // self._interval * self._interval
-            if at > length - width and (slot := self._track(req, at)):
-                taken.rows.append(row)
-                taken.slots.append(slot)
-                taken.counts.append(at - length + width)
-        return taken if taken.rows else None
+        taken = {
+            row: (slot, width - after)
+            for row, (req, length) in enumerate(zip(reqs, seq_lens, strict=True))
+            if (after := length % self._interval) < width
+            and (slot := self._track(req, length - after))
+        }
+        if not taken:
+            return None
+        by_row = [taken.get(row, (0, 0)) for row in range(len(reqs))]
+        return [slot for slot, _ in by_row], [count for _, count in by_row]
 
     def on_decoded(self, req: Req) -> None:
         """A decode step of `req` has ended, and its token is counted. If the step left a snapshot,
