@@ -373,7 +373,9 @@ class ModelRunner:
 
     @property
     def _captures_graphs(self) -> bool:
-        return self._device_kind.captures_graphs and not self.config.disable_cuda_graph
+        # Steps that keep hidden states for drafts are not captured yet.
+        drafts = self.config.num_draft_tokens > 1
+        return self._device_kind.captures_graphs and not (self.config.disable_cuda_graph or drafts)
 
     def _capture(self, batch_sizes: list[int]) -> None:
         """Capture decode steps of `batch_sizes` and short prefills, if all backends support it."""
@@ -450,7 +452,7 @@ class ModelRunner:
 
     def _forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         for graphs in self._graphs:
-            if not forward_batch.capture_hidden and graphs.can_run(forward_batch):
+            if graphs.can_run(forward_batch):
                 return graphs.replay(forward_batch)
         # Captured prefills are short, so each rank computes them whole: graphs exchange nothing.
         if self.cp_group.size > 1 and forward_batch.forward_mode.is_extend():

@@ -262,8 +262,8 @@ class PrefillScheduler:
         """Set where the computation of `req` begins, and return what is computed now.
 
         The last token of a prompt that is cached whole is computed again, for its logits. With a
-        draft layer that of any cached prefix is, for its hidden state, unless a recurrent state
-        brings that.
+        draft layer the last token of any cached prefix is computed again, for its hidden state.
+        A recurrent state brings that state itself.
         """
         state, progress = self._state, req.progress
         drafts = state.decode_batch.width > 1
