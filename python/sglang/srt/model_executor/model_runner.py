@@ -373,9 +373,9 @@ class ModelRunner:
 
     @property
     def _captures_graphs(self) -> bool:
-        # Steps that keep hidden states for drafts are not captured yet.
-        drafts = self.config.num_draft_tokens > 1
-        return self._device_kind.captures_graphs and not (self.config.disable_cuda_graph or drafts)
+        config = self.config  # Steps that keep hidden states for drafts are not captured yet.
+        is_off = config.disable_cuda_graph or config.num_draft_tokens > 1
+        return self._device_kind.captures_graphs and not is_off
 
     def _capture(self, batch_sizes: list[int]) -> None:
         """Capture decode steps of `batch_sizes` and short prefills, if all backends support it."""
@@ -438,9 +438,8 @@ class ModelRunner:
         layer = self.model.draft_layer
         assert layer is not None, "the model was loaded with its draft layer"
         self._prepare(forward_batch, self._draft_backends)
-        return layer.forward(
-            forward_batch.input_ids, forward_batch.positions, hidden, forward_batch
-        )
+        ids, positions = forward_batch.input_ids, forward_batch.positions
+        return layer.forward(ids, positions, hidden, forward_batch)
 
     def _prepare(
         self, forward_batch: ForwardBatch, backends: dict[AttentionKind, AttentionBackend]
