@@ -373,8 +373,8 @@ class ModelRunner:
 
     @property
     def _captures_graphs(self) -> bool:
-        config = self.config  # Steps that keep hidden states for drafts are not captured yet.
-        is_off = config.disable_cuda_graph or config.num_draft_tokens > 1
+        # Steps that keep hidden states for drafts are not captured yet.
+        is_off = self.config.disable_cuda_graph or self.config.num_draft_tokens > 1
         return self._device_kind.captures_graphs and not is_off
 
     def _capture(self, batch_sizes: list[int]) -> None:
@@ -435,11 +435,10 @@ class ModelRunner:
         Returns:
             `[num_tokens, hidden_size]`: the layer's own hidden states.
         """
-        layer = self.model.draft_layer
+        layer, batch = self.model.draft_layer, forward_batch
         assert layer is not None, "the model was loaded with its draft layer"
-        self._prepare(forward_batch, self._draft_backends)
-        ids, positions = forward_batch.input_ids, forward_batch.positions
-        return layer.forward(ids, positions, hidden, forward_batch)
+        self._prepare(batch, self._draft_backends)
+        return layer.forward(batch.input_ids, batch.positions, hidden, batch)
 
     def _prepare(
         self, forward_batch: ForwardBatch, backends: dict[AttentionKind, AttentionBackend]
