@@ -16,7 +16,7 @@ AFTER_END = 3  # positions after the last answer that learn; there the trunk rep
 
 @dataclass(frozen=True)
 class Lesson:
-    """Conversations with what the trunk says at the positions that draft. Tensors on the CPU.
+    """Conversations with what the trunk says at the positions that draft. On torch's default device.
 
     Attributes:
         ids: int64 [rows, length]. After the last answer of a row, all are the end token.
@@ -44,7 +44,7 @@ class Teacher:
 
     def __init__(self, trunk: Any, seed: int = 0) -> None:
         self._trunk = trunk
-        self._random = torch.Generator().manual_seed(seed)
+        self._random = torch.Generator(torch.get_default_device()).manual_seed(seed)
 
     @torch.no_grad()
     def teach(self, batch: Batch, other_share: float = 1.0) -> Lesson:

@@ -37,7 +37,7 @@ CHECKPOINT_NAMES = {
 
 
 def load_trunk(directory: Path) -> Any:
-    """Return the frozen `Qwen3_5ForCausalLM` in fp32, with the delta nets of `hybrid_model`.
+    """Return the frozen `Qwen3_5ForCausalLM` in fp32 on torch's default device, with the delta nets of `hybrid_model`.
 
     These are several times as fast as those of transformers on a CPU.
     """
@@ -47,14 +47,15 @@ def load_trunk(directory: Path) -> Any:
             net = DeltaNet(trunk.config, index)
             net.load_state_dict(layer.linear_attn.state_dict())
             layer.linear_attn = net
-    return trunk.eval().requires_grad_(False)
+    return trunk.to(torch.get_default_device()).eval().requires_grad_(False)
 
 
 def new_layer(config: Any) -> MtpLayer:
-    """Return an fp32 MTP layer of random weights for the trunk with this config."""
+    """Return an fp32 MTP layer of random weights on torch's default device."""
     config = copy.deepcopy(config)
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
-    return MtpLayer(config, Qwen3_5DecoderLayer, Qwen3_5RMSNorm, layer_idx=0).float()
+    layer = MtpLayer(config, Qwen3_5DecoderLayer, Qwen3_5RMSNorm, layer_idx=0)
+    return layer.to(torch.get_default_device(), torch.float32)
 
 
 def load_layer(trunk: Any, directory: Path) -> MtpLayer:

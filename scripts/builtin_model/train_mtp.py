@@ -2,7 +2,7 @@
 
 The trunk is frozen. The layer learns what the trunk says in recall conversations, in chains of
 three drafts, so that the later ones are as good as the first. Writes DIR: the built-in hybrid with
-the layer, its other weights bit by bit as they were. Computes on one CPU core.
+the layer, its other weights bit by bit as they were. Computes on one CPU core or one GPU.
 `--seconds 60 --lengths 272` is a quick test; `--seconds 0 --layer DIR` scores the layer of DIR.
 """
 
@@ -261,8 +261,11 @@ def main() -> None:
     parser.add_argument("--validation-tokens", type=int, default=VALIDATION_TOKENS)
     parser.add_argument("--report-seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    Run(parser.parse_args()).train()
+    torch.set_default_device(args.device)
+    Run(args).train()
 
 
 if __name__ == "__main__":
