@@ -11,6 +11,7 @@ from typing import Any, Final
 from transformers import DeepseekV32Config, Qwen3NextConfig
 
 from benchmark.prompts import random_prompt
+from sglang.srt.configs.config_fields import FIELDS
 
 LENGTH: Final = 8192
 STEPS: Final = 32
@@ -51,13 +52,17 @@ def add_families(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def model_of(family: str) -> Iterator[str]:
-    """A temporary directory with only the configuration."""
+def model_of(family: str, *, drafts: bool = False) -> Iterator[str]:
+    """A temporary directory with only the configuration; `drafts`: with a layer that drafts."""
     config_class, architecture, shape = SHAPES[family]
     with tempfile.TemporaryDirectory() as directory:
         config = config_class(vocab_size=VOCABULARY, max_position_embeddings=40960, **shape)
         config.architectures = [architecture]
         config.dtype = "bfloat16"
+        if drafts:
+            field = FIELDS[architecture].of_text.num_draft_layers
+            assert field is not None, f"{architecture} has no layer that drafts"
+            setattr(config, field, 1)
         config.save_pretrained(directory)
         yield directory
 

@@ -16,7 +16,9 @@ AFTER_END = 3  # positions after the last answer that learn; there the trunk rep
 
 @dataclass(frozen=True)
 class Lesson:
-    """Conversations with what the trunk says at the positions that draft. On torch's default device.
+    """Conversations with what the trunk says at the positions that draft.
+
+    Tensors are on torch's default device.
 
     Attributes:
         ids: int64 [rows, length]. After the last answer of a row, all are the end token.

@@ -37,9 +37,10 @@ CHECKPOINT_NAMES = {
 
 
 def load_trunk(directory: Path) -> Any:
-    """Return the frozen `Qwen3_5ForCausalLM` in fp32 on torch's default device, with the delta nets of `hybrid_model`.
+    """Return the frozen `Qwen3_5ForCausalLM` in fp32, with the delta nets of `hybrid_model`.
 
-    These are several times as fast as those of transformers on a CPU.
+    It is on torch's default device. These delta nets are several times as fast as those of
+    transformers on a CPU.
     """
     trunk: Any = Qwen3_5ForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for index, layer in enumerate(trunk.model.layers):
@@ -231,7 +232,7 @@ def _queries_gates(attention: Any, normed: torch.Tensor) -> torch.Tensor:
 
 
 def _rotated(trunk: Any, parts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    cos, sin = trunk.model.rotary_emb(parts, position_ids=positions)
+    cos, sin = trunk.model.rotary_emb(parts, position_ids=positions.expand(3, -1, -1))
     rotated: torch.Tensor = apply_rotary_pos_emb(parts, parts, cos, sin)[0]  # type: ignore[no-untyped-call]
     return rotated
 

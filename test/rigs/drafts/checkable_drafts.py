@@ -125,6 +125,10 @@ class _DraftLayer:
         self.seeds: dict[int, int] = {}
         """Seeds of the step's requests, by row."""
 
+    def capture_decoding(self, forward: object) -> list[int]:
+        """Nothing is captured."""
+        return []
+
     def hidden_of(self, found: Words) -> torch.Tensor:
         """`[n, hidden_size]`: the hidden states of the facts `[n, 2]`."""
         return (

@@ -87,7 +87,9 @@ def run_step(
     """The layer's output for a batch (`batch_of`)."""
     nothing: Any = None
     batch = batch_of(pool, len(x), new, states)
-    out, _ = layer.forward(x, torch.zeros_like(x), nothing, batch, rows)
+    out, residual = layer.forward(x, torch.zeros_like(x), nothing, batch, rows)
+    if out is None:
+        return residual
     assert isinstance(out, torch.Tensor)
     return out
 

@@ -15,6 +15,7 @@ import torch
 
 from rigs.schedulers.checkable_model import Words
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
+from sglang.srt.mem_cache.device.hidden_rows import hidden_spec
 from sglang.srt.mem_cache.device.memory_pool import (
     HybridReqToTokenPool,
     KVCache,
@@ -25,13 +26,8 @@ from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool
 from sglang.srt.mem_cache.device.state_spec import (
-    ItemKind,
-    PoolHitPolicy,
-    PoolName,
     RankShare,
     RankSplit,
-    StateBuffer,
-    StateSpec,
 )
 
 _ALL_HEADS: Final = RankShare(RankSplit.HEADS, 0, 1, 1)
@@ -169,7 +165,8 @@ class CheckablePools:
             self.states = self.make_states(spec, state.num_states)
             self.prefixes = _buffers(self.states, [list(one) for one in self.states.buffers], heads)
             if state.drafts:
-                self.hidden = StatePool(_hidden_spec(state.draft_layer), state.num_states, "cpu")
+                spec = hidden_spec(state.draft_layer, HIDDEN_SIZE, torch.float32)
+                self.hidden = StatePool(spec, state.num_states, "cpu")
                 self.states.share_slots_with(self.hidden)
 
     def _token_pool(self) -> KVCache:
@@ -215,18 +212,6 @@ class CheckablePools:
         if self.states is None:
             return ReqToTokenPool(max_requests, context_len, "cpu")
         return HybridReqToTokenPool(max_requests, context_len, "cpu", self.states)
-
-
-def _hidden_spec(layer: int) -> StateSpec:
-    """The spec of hidden states that share the slots of recurrent ones."""
-    return StateSpec(
-        name=PoolName.HIDDEN,
-        layers=(layer,),
-        buffers=(StateBuffer("hidden", (HIDDEN_SIZE,), torch.float32),),
-        item=ItemKind.STATE,
-        hit_policy=PoolHitPolicy.TRAILING_PAGES,
-        indices_from_pool=PoolName.MAMBA,
-    )
 
 
 def _buffers(

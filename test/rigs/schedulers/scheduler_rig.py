@@ -103,6 +103,8 @@ class SchedulerRig:
     device: ClassVar[str] = RIG_DEVICE
     overlap: ClassVar[bool] = False
     """Default of `overlap` for new rigs."""
+    captures_graphs: ClassVar[bool] = False
+    """Whether steps run as CUDA graphs."""
     tick_s: ClassVar[float] = 1.0
     """Seconds between two ticks."""
 
@@ -192,7 +194,7 @@ class SchedulerRig:
                 device=self.device,
                 page_size=page_size,
                 kv_cache_dtype=self.server_args.kv_cache_dtype,
-                disable_cuda_graph=True,
+                disable_cuda_graph=not self.captures_graphs,
                 num_draft_tokens=num_draft_tokens(self.server_args),
                 show_progress=False,
                 tp_group=self._tp_group,

@@ -156,6 +156,8 @@ class ForwardBatch:
     context_share: ContextShare | None = None
     """Extend only, set by the runner: this batch is one rank's share of a step, and each run of
     tokens counts as a request. None: this is the whole step."""
+    token_contexts: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Verification only: see `contexts_of_tokens`, whose first call sets it."""
     index: IndexQuery | None = None
     """Queries of the last layer with an indexer whose choice later layers share. Set by it."""
     attn_backends: Mapping[AttentionKind, Attention] | None = None
@@ -187,6 +189,17 @@ class ForwardBatch:
         begins = itertools.accumulate(counts, initial=0)
         # One begin more than requests: the end.
         return list(map(Segment, rows, begins, prefix_lens, counts))
+
+    def contexts_of_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Verification only: rows of `req_to_token` and lengths of the contexts that tokens see,
+        int64 `[num_tokens]` each. With them, each token attends like a request that decodes. They
+        are computed on the device alone."""
+        if self.token_contexts is None:
+            width = len(self.input_ids) // self.batch_size
+            lens = torch.arange(1 - width, 1, device=self.seq_lens.device) + self.seq_lens[:, None]
+            rows = self.req_pool_indices.repeat_interleave(width, output_size=lens.numel())
+            self.token_contexts = rows, lens.flatten()
+        return self.token_contexts
 
     def begin_layer(self, layer_id: int) -> None:
         """Note that a layer's attention is about to be launched."""

@@ -35,6 +35,14 @@ class LogitsProcessorOutput:
     """`[num_tokens, hidden_size]`, after the final norm: the input of the draft layer. None: the
     step did not capture them."""
 
+    def first(self, rows: int, num_tokens: int | None = None) -> LogitsProcessorOutput:
+        """The output of the first `rows` rows of `logits`, and hidden states of `num_tokens`, by
+        default as many. For captured steps, which are padded and have nothing else."""
+        hidden = self.hidden_states
+        if hidden is not None:
+            hidden = hidden[: rows if num_tokens is None else num_tokens]
+        return LogitsProcessorOutput(logits=self.logits.first(rows), hidden_states=hidden)
+
     @property
     def next_token_logits(self) -> torch.Tensor:
         """fp32 `[bs, vocab_size]`, gathered from all ranks. Sampling never writes to it."""

@@ -2,7 +2,7 @@
 
 For small decode steps, the CPU takes longer to launch the kernels than the GPU to run them; a graph
 launches them all at once. A batch is padded to the next captured size with requests of one token,
-in row 0 of the table and slot 0, the padding page, which no request owns.
+in the last row of the table and slot 0, the padding page, which no request owns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.radix_attention import AttentionKind
-from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
@@ -79,6 +78,7 @@ class CudaGraphRunner:
         batch_sizes: Sequence[int],
         num_logits: int,
         show_progress: bool,
+        least_context: int = 1,
     ) -> None:
         """Args:
         forward: The model's `forward`.
@@ -86,6 +86,7 @@ class CudaGraphRunner:
         batch_sizes: Ascending.
         num_logits: Number of logits per request on this rank.
         show_progress: See `progress_bar`.
+        least_context: Fewest tokens of a context, the new one included.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
@@ -94,17 +95,20 @@ class CudaGraphRunner:
         self._req_to_token_pool = req_to_token_pool
         self._pools = pools
         self._loaded_last = max(pools.values(), key=lambda pool: pool.end_layer)
-        self._batch_sizes = list(batch_sizes)
+        self._batch_sizes, self._least_context = list(batch_sizes), least_context
         largest, device = self._batch_sizes[-1], req_to_token_pool.device
         with torch.inference_mode():
             # Rows: input_ids, positions, req_pool_indices, seq_lens, out_cache_loc, slots of
             # running states (if the model has states).
-            self._padding = torch.tensor([[0], [0], [0], [1], [0], [0]], device=device)
+            row = req_to_token_pool.size
+            self._padding = torch.tensor(
+                [[0], [0], [row], [least_context], [0], [0]], device=device
+            )
             self._inputs = self._padding.repeat(1, largest)
             self._logits_out = torch.empty(
                 (largest, num_logits), dtype=torch.float32, device=device
             )
-            self._logits: dict[int, VocabLogits] = {}
+            self._outputs: dict[int, LogitsProcessorOutput] = {}
             self._batches = {size: self._static_batch(size) for size in self._batch_sizes}
             capture = GraphCapture(show_progress=show_progress)
             self._graphs = capture.capture_sizes(
@@ -119,7 +123,8 @@ class CudaGraphRunner:
         states = forward_batch.states
         if states is not None and states.first_slots is not None:
             return False  # a graph reads the same slots of states that it overwrites
-        return forward_batch.forward_mode.is_decode() and is_small
+        is_long = self._least_context == 1 or min(forward_batch.seq_lens_cpu) >= self._least_context
+        return forward_batch.forward_mode.is_decode() and is_small and is_long
 
     def replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run a decode step.
@@ -144,11 +149,12 @@ class CudaGraphRunner:
             values.append(forward_batch.states.slots)
         torch._foreach_copy_(list(self._inputs[: len(values), :count].unbind()), values)
         batch = self._batches[size]
-        batch.seq_lens_cpu = forward_batch.seq_lens_cpu + [1] * (size - count)
+        padding = [self._least_context] * (size - count)
+        batch.seq_lens_cpu = forward_batch.seq_lens_cpu + padding
         for backend in self._attn_backends.values():
             backend.init_forward_metadata_graph(batch)
         self._graphs[size].replay()
-        return LogitsProcessorOutput(logits=self._logits[size].first(count))
+        return self._outputs[size].first(count)
 
     def _capture(self, size: int, capture: GraphCapture) -> Graph:
         batch = self._batches[size]
@@ -156,8 +162,7 @@ class CudaGraphRunner:
             backend.init_forward_metadata_graph(batch)
 
         def run() -> None:
-            output = self._forward(batch.input_ids, batch.positions, batch)
-            self._logits[size] = output.logits
+            self._outputs[size] = self._forward(batch.input_ids, batch.positions, batch)
 
         return capture.capture(run)
 
@@ -169,7 +174,7 @@ class CudaGraphRunner:
             positions=inputs[1],
             req_pool_indices=inputs[2],
             seq_lens=inputs[3],
-            seq_lens_cpu=[1] * size,
+            seq_lens_cpu=[self._least_context] * size,
             out_cache_loc=inputs[4],
             req_to_token_pool=self._req_to_token_pool,
             token_to_kv_pool=kv_pool(self._pools),

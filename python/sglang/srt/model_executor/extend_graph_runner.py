@@ -20,7 +20,6 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, Stat
 from sglang.srt.layers.linear_attention.extend_plan import SHORT, ShortPlan
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.radix_attention import AttentionKind
-from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
@@ -57,6 +56,7 @@ class ExtendGraphRunner:
         *,
         num_logits: int,
         show_progress: bool,
+        capture_hidden: bool = False,
     ) -> None:
         """Args:
         forward: The model's `forward`.
@@ -64,10 +64,12 @@ class ExtendGraphRunner:
         pools: The pools of all the model's state.
         num_logits: Number of logits per request on this rank.
         show_progress: See `progress_bar`.
+        capture_hidden: If true, steps return the hidden states of all their tokens.
         """
         for pool in pools.values():
             assert pool.layer_transfer_counter is None, "waits cannot be captured"
         self._forward = forward
+        self._capture_hidden = capture_hidden
         self._attn_backends = attn_backends
         self._req_to_token_pool = req_to_token_pool
         self._pools = pools
@@ -76,7 +78,7 @@ class ExtendGraphRunner:
         """Layers with state, ascending, each with a pool that can wait for the layer's load."""
         table = req_to_token_pool.req_to_token
         device = table.device
-        self._max_requests = min(MAX_REQUESTS, len(table))
+        self._max_requests = min(MAX_REQUESTS, req_to_token_pool.size)
         self._token_counts = [count for count in TOKEN_COUNTS if count <= table.shape[1]]
         with torch.inference_mode():
             # Rows: input_ids, positions, out_cache_loc.
@@ -92,7 +94,7 @@ class ExtendGraphRunner:
             self._logits_out = torch.empty(
                 (self._max_requests, num_logits), dtype=torch.float32, device=device
             )
-            self._logits: dict[Size, VocabLogits] = {}
+            self._outputs: dict[Size, LogitsProcessorOutput] = {}
             capture = GraphCapture(show_progress=show_progress)
             sizes = [
                 Size(tokens, requests)
@@ -107,7 +109,7 @@ class ExtendGraphRunner:
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         """True if there are graphs for this batch."""
         return (
-            forward_batch.forward_mode.is_extend()
+            forward_batch.forward_mode is ForwardMode.EXTEND
             and bool(self._token_counts)
             and len(forward_batch.input_ids) <= self._token_counts[-1]
             and forward_batch.batch_size <= self._max_requests
@@ -118,7 +120,7 @@ class ExtendGraphRunner:
         """Run a short prefill.
 
         Returns:
-            Logits that the next replay overwrites.
+            Logits, and hidden states, that the next replay overwrites.
         """
         count, requests = len(forward_batch.input_ids), forward_batch.batch_size
         size = self._size_of(count, requests)
@@ -148,7 +150,7 @@ class ExtendGraphRunner:
             forward_batch.begin_layer(layer)
             pool.wait_for_layer(layer)
             piece.replay()
-        return LogitsProcessorOutput(logits=self._logits[size].first(requests))
+        return self._outputs[size].first(requests, count)
 
     def _size_of(self, tokens: int, requests: int) -> Size:
         """The smallest captured size that has room for a step."""
@@ -175,8 +177,7 @@ class ExtendGraphRunner:
 
         def run(cut: Callable[[], None]) -> None:
             batch.on_layer = lambda layer: cut()
-            output = self._forward(batch.input_ids, batch.positions, batch)
-            self._logits[size] = output.logits
+            self._outputs[size] = self._forward(batch.input_ids, batch.positions, batch)
 
         return capture.capture_pieces(run)
 
@@ -201,6 +202,7 @@ class ExtendGraphRunner:
             extend_seq_lens_cpu=[size.tokens],
             logits_out=self._logits_out[: size.requests],
             last_rows_in=last_rows,
+            capture_hidden=self._capture_hidden,
             states=None
             if self._short_plan is None
             else StateBatch(

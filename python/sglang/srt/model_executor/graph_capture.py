@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 import torch
 
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionKind
 from sglang.srt.utils.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -86,3 +88,20 @@ class GraphCapture:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool)
         return graph
+
+
+def uncaptured(
+    backends: Iterable[tuple[AttentionKind, AttentionBackend]],
+    captures: Callable[[AttentionBackend], bool],
+) -> str:
+    """Kinds whose backends keep a step from being captured, for the log; "" if none does.
+
+    Args:
+        captures: True if a backend lets the step be captured.
+    """
+    names = [
+        f"{kind!r} by {type(backend).__name__}"
+        for kind, backend in backends
+        if not captures(backend)
+    ]
+    return ", ".join(names)

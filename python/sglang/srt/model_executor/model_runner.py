@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,26 +39,25 @@ from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import AttentionKind, RadixAttention
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
+from sglang.srt.mem_cache.device.hidden_rows import HiddenRows, hidden_spec
 from sglang.srt.mem_cache.device.memory_pool import HybridReqToTokenPool, KVCache, ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
 from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
-    PoolHitPolicy,
     PoolName,
-    StateBuffer,
-    StateSpec,
     bytes_per_state,
     bytes_per_token,
 )
 from sglang.srt.model_executor.cuda_graph_runner import (
     MAX_BATCH_SIZE,
     CudaGraphRunner,
+    Forward,
     estimate_graph_bytes,
     graph_batch_sizes,
 )
 from sglang.srt.model_executor.extend_graph_runner import TOKEN_COUNTS, ExtendGraphRunner
+from sglang.srt.model_executor.graph_capture import uncaptured
 from sglang.srt.model_executor.warm_up import warm_up_batches
 from sglang.srt.model_loader.loader import build_model, load_weights
 from sglang.srt.model_loader.weight_seed import register_weights
@@ -174,12 +173,13 @@ class ModelRunner:
             seed_instance=config.seed_instance,
             device=config.device,
             tp_group=self.tp_group,
-            show_progress=self._shows_progress,
+            show_progress=self.shows_progress,
         )
         self.model = build_model(config.model_config, load_config)
         self.state_specs = self.model.state_specs(self.kv_cache_dtype)
         if config.model_config.has_draft_layer and self.state_bytes():
-            self.state_specs += (_hidden_spec(config.model_config),)
+            layer, size = config.model_config.num_hidden_layers, config.model_config.hidden_size
+            self.state_specs += (hidden_spec(layer, size, config.model_config.dtype),)
         if self.cp_group.size > 1 and self.state_bytes():
             raise ValueError(
                 f"--attn-cp-size {self.cp_group.size}: a recurrent state of "
@@ -230,7 +230,7 @@ class ModelRunner:
             self.tp_group = config.tp_group or get_attention_tp_group()
             self.cp_group = config.cp_group or get_attention_cp_group()
         is_first_rank = rendezvous is None or rendezvous.rank == 0
-        self._shows_progress = self.config.show_progress and is_first_rank
+        self.shows_progress = self.config.show_progress and is_first_rank
 
     def init_shared_mooncake_transfer_engine(self) -> None:
         """Start the Transfer Engine that features of this server share, if any needs it.
@@ -342,8 +342,11 @@ class ModelRunner:
         if not self._device_kind.warms_up:
             return
         self._warm_up(longest_pass)
-        if self._captures_graphs:
-            self._capture(graph_batch_sizes(self.config.cuda_graph_max_bs, max_running_requests))
+        if not self._captures_graphs:
+            return
+        if self.model.draft_layer is None:
+            self.capture_decoding(self.model.forward)
+        self._capture_prefills()
 
     def _warm_up(self, longest_pass: int) -> None:
         """Do the device's one-time work, most of which compiles kernels."""
@@ -352,7 +355,7 @@ class ModelRunner:
         work.append(self.token_to_kv_pool_allocator.warm_up)
         work += [partial(self.forward, batch) for batch in warm_up_batches(*pools, longest_pass)]
         with progress_bar(
-            logger.info, desc="Warming up", total=len(work), disable=not self._shows_progress
+            logger.info, desc="Warming up", total=len(work), disable=not self.shows_progress
         ) as progress:
             for do_next in work:
                 do_next()
@@ -373,41 +376,63 @@ class ModelRunner:
 
     @property
     def _captures_graphs(self) -> bool:
-        # Steps that keep hidden states for drafts are not captured yet.
-        is_off = self.config.disable_cuda_graph or self.config.num_draft_tokens > 1
-        return self._device_kind.captures_graphs and not is_off
+        return self._device_kind.captures_graphs and not self.config.disable_cuda_graph
 
-    def _capture(self, batch_sizes: list[int]) -> None:
-        """Capture decode steps of `batch_sizes` and short prefills, if all backends support it."""
-        backends = self.attn_backends
-        num_logits = -(-self.model_config.vocab_size // self.tp_group.size)
-        refusal = uncaptured(backends, lambda backend: backend.can_be_captured)
+    @property
+    def num_logits(self) -> int:
+        """Number of logits of a token on this rank."""
+        return -(-self.model_config.vocab_size // self.tp_group.size)
+
+    def capture_decoding(self, forward: Forward) -> list[int]:
+        """Capture decode steps, if all backends support it. Call it before loads exist.
+
+        Args:
+            forward: The model's `forward`, or one that also runs the draft layer.
+
+        Returns:
+            The captured batch sizes, ascending; empty: steps run without graphs.
+        """
+        if not self._captures_graphs:
+            return []
+        backends = list(self.attn_backends.items())
+        can_be_captured = "can_be_captured"
+        if self.model.draft_layer is not None:
+            backends += self._draft_backends.items()
+            can_be_captured = "captures_verify"
+        refusal = uncaptured(backends, lambda backend: getattr(backend, can_be_captured))
         if refusal:
             logger.info("Decoding runs without CUDA graphs: attention %s is not captured", refusal)
-        else:
-            decoding = CudaGraphRunner(
-                self.model.forward,
-                backends,
-                self.req_to_token_pool,
-                self.pools,
-                batch_sizes=batch_sizes,
-                num_logits=num_logits,
-                show_progress=self._shows_progress,
-            )
-            self._graphs.append(decoding)
-        refusal = uncaptured(backends, lambda backend: backend.captures_extend)
+            return []
+        sizes = graph_batch_sizes(self.config.cuda_graph_max_bs, self.req_to_token_pool.size)
+        decoding = CudaGraphRunner(
+            forward,
+            self.attn_backends,
+            self.req_to_token_pool,
+            self.pools,
+            batch_sizes=sizes,
+            num_logits=self.num_logits,
+            show_progress=self.shows_progress,
+            least_context=1 if self.model.draft_layer is None else 2,
+        )
+        self._graphs.append(decoding)
+        return sizes
+
+    def _capture_prefills(self) -> None:
+        """Capture short prefills, if all backends support it."""
+        refusal = uncaptured(self.attn_backends.items(), lambda backend: backend.captures_extend)
         if refusal:
             logger.info("Prefills run without CUDA graphs: attention %s is not captured", refusal)
-        else:
-            short_prefills = ExtendGraphRunner(
-                self.model.forward,
-                backends,
-                self.req_to_token_pool,
-                self.pools,
-                num_logits=num_logits,
-                show_progress=self._shows_progress,
-            )
-            self._graphs.append(short_prefills)
+            return
+        short_prefills = ExtendGraphRunner(
+            self.model.forward,
+            self.attn_backends,
+            self.req_to_token_pool,
+            self.pools,
+            num_logits=self.num_logits,
+            show_progress=self.shows_progress,
+            capture_hidden=self.model.draft_layer is not None,
+        )
+        self._graphs.append(short_prefills)
 
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
@@ -457,34 +482,6 @@ class ModelRunner:
             forward_batch = split_context(forward_batch, self.cp_group) or forward_batch
         self._prepare(forward_batch, self.attn_backends)
         return self.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
-
-
-def _hidden_spec(config: ModelConfig) -> StateSpec:
-    """Spec of the hidden state that the draft layer reads, beside each recurrent state."""
-    return StateSpec(
-        name=PoolName.HIDDEN,
-        layers=(config.num_hidden_layers,),
-        buffers=(StateBuffer("hidden", (config.hidden_size,), config.dtype),),
-        item=ItemKind.STATE,
-        hit_policy=PoolHitPolicy.TRAILING_PAGES,
-        indices_from_pool=PoolName.MAMBA,
-    )
-
-
-def uncaptured(
-    backends: Mapping[AttentionKind, AttentionBackend], captures: Callable[[AttentionBackend], bool]
-) -> str:
-    """Kinds whose backends keep a step from being captured, for the log; "" if none does.
-
-    Args:
-        captures: True if a backend lets the step be captured.
-    """
-    names = [
-        f"{kind!r} by {type(backend).__name__}"
-        for kind, backend in backends.items()
-        if not captures(backend)
-    ]
-    return ", ".join(names)
 
 
 def resolve_kv_dtype(name: str, model_dtype: torch.dtype, kind: DeviceKind) -> torch.dtype:

@@ -25,9 +25,11 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.linear_attention.verify import VerifyBuffers, commit_verified
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.speculative.verify_graphs import MAX_TOKENS, Snapshots, VerifyGraphs
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -57,7 +59,10 @@ class LastHidden:
             return
         assert batch.states is not None, "the model has recurrent states"
         self.write_snapshots(batch.states.slots, hidden)
-        if batch.states.decoded is not None:
+
+    def write_decoded(self, batch: ForwardBatch) -> None:
+        """Copy what `write` kept to the snapshots of a decode step (`StateBatch.decoded`)."""
+        if batch.states is not None and batch.states.decoded is not None:
             running, targets = batch.states.decoded
             self.write_snapshots(targets, self._table().index_select(0, running))
 
@@ -104,6 +109,48 @@ class EAGLEWorker:
                 num_draft_tokens=num_draft_tokens,
                 device=pool.device,
             )
+        self._graphs: VerifyGraphs | None = None
+        sizes = runner.capture_decoding(self._decode)
+        sizes = [size for size in sizes if size * num_draft_tokens <= MAX_TOKENS]
+        if sizes:
+            self._graphs = VerifyGraphs(
+                runner,
+                self._draft_and_verify,
+                self._follow,
+                num_draft_tokens=num_draft_tokens,
+                batch_sizes=sizes,
+            )
+
+    def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor | None, LogitsProcessorOutput]:
+        """Run the model on one step. For a verification draft its tokens first.
+
+        Args:
+            batch: As for `ModelRunner.forward`; a verification as for `draft`.
+
+        Returns:
+            The drafts, int64 `[bs, num_draft_tokens - 1]` (None: no verification), and the model's
+            output. The next step may overwrite both.
+        """
+        batch.capture_hidden = True
+        if batch.forward_mode is not ForwardMode.TARGET_VERIFY:
+            return None, self._runner.forward(batch)
+        if self._graphs is not None and self._graphs.can_run(batch):
+            return self._graphs.verify(batch)
+        return self._draft_and_verify(batch)
+
+    def _draft_and_verify(self, batch: ForwardBatch) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+        drafts = self.draft(batch)
+        return drafts, self._runner.forward(batch)
+
+    def _decode(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """A decode step of the model with `_follow`, for a graph. Returns no hidden states."""
+        batch.capture_hidden = True
+        output = self._runner.model.forward(input_ids, positions, batch)
+        assert output.hidden_states is not None, "the step captured them"
+        self._follow(batch, output.hidden_states)
+        return LogitsProcessorOutput(logits=output.logits)
 
     def draft(self, batch: ForwardBatch) -> torch.Tensor:
         """Draft the tokens of a verification.
@@ -132,6 +179,7 @@ class EAGLEWorker:
                 out_cache_loc=slots[:, nth].contiguous(),
                 req_to_token_pool=self._rows,
                 token_to_kv_pool=batch.token_to_kv_pool,
+                is_captured=batch.is_captured,
             )
             hidden = self._runner.forward_draft(one, hidden)
             tokens.append(self._runner.model.draft_logits(hidden).argmax())
@@ -173,19 +221,34 @@ class EAGLEWorker:
     def follow(
         self,
         batch: ForwardBatch,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | None,
         accepted: torch.Tensor | None = None,
-        snapshots: tuple[torch.Tensor, torch.Tensor] | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         """Store the draft layer's entries of a step's tokens, and keep what the next step needs.
 
         Args:
-            batch: The step, which has been launched.
-            hidden: `[num_tokens, hidden_size]`: the model's hidden states.
+            batch: The step, which `forward` has launched.
+            hidden: `[num_tokens, hidden_size]`: the model's hidden states; None: a graph has done
+                it.
             accepted: int64 `[bs]`: accepted drafts of each request; None: no verification.
-            snapshots: For a verification, slots for snapshots of recurrent states and after how
-                many of the step's tokens each is taken, int64 `[bs]` each; slot 0: none.
+            snapshots: Of a verification; None: no request leaves one.
         """
+        if accepted is not None and self._graphs is not None and self._graphs.can_run(batch):
+            self._graphs.follow(batch, accepted, snapshots)
+            return
+        if hidden is not None:
+            self._follow(batch, hidden, accepted, snapshots)
+        self._last.write_decoded(batch)
+
+    @torch.inference_mode()
+    def _follow(
+        self,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        accepted: torch.Tensor | None = None,
+        snapshots: Snapshots | None = None,
+    ) -> None:
         states, device = batch.states, hidden.device
         if batch.forward_mode is ForwardMode.EXTEND:
             assert batch.extend_seq_lens_cpu is not None
@@ -230,8 +293,8 @@ class EAGLEWorker:
         Args:
             hidden: `[num_tokens, hidden_size]`: the hidden state before each token.
         """
-        prefix, new = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-        assert prefix is not None and new is not None, "the maker of the batch gave them"
+        prefix = batch.extend_prefix_lens_cpu or [length - 1 for length in batch.seq_lens_cpu]
+        new = batch.extend_seq_lens_cpu or [1] * len(prefix)
         ids, positions, slots = batch.input_ids, batch.positions, batch.out_cache_loc
         if 0 in prefix:
             first, kept = _parts_at_position_0(prefix, new)
@@ -250,10 +313,12 @@ class EAGLEWorker:
         prefix_lens = [max(prefix[at] - 1, 0) for at in requests]
         seq_lens = [prefix[at] + new[at] - 1 for at in requests]
         new_lens = [end - begin for begin, end in zip(prefix_lens, seq_lens, strict=True)]
-        is_decode = max(new_lens) == 1
+        mode = batch.forward_mode
+        if mode is ForwardMode.EXTEND and max(new_lens) == 1:
+            mode = ForwardMode.DECODE
         rows_cpu = batch.req_pool_indices_cpu
         of_draft = ForwardBatch(
-            forward_mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
+            forward_mode=mode,
             input_ids=ids,
             positions=positions,
             req_pool_indices=rows,
@@ -265,6 +330,7 @@ class EAGLEWorker:
             token_to_kv_pool=batch.token_to_kv_pool,
             extend_prefix_lens_cpu=prefix_lens,
             extend_seq_lens_cpu=new_lens,
+            is_captured=batch.is_captured,
         )
         self._runner.forward_draft(of_draft, hidden)
 

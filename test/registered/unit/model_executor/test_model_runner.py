@@ -37,7 +37,7 @@ def test_pools_have_the_sizes_that_were_asked_for(checkpoint: Path) -> None:
     runner.init_memory_pool(256, 3)
     assert runner.kv_bytes_per_token() == 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, dims, fp32
     assert runner.token_to_kv_pool_allocator.available_size() == 256
-    assert runner.req_to_token_pool.req_to_token.shape == (3, 512)
+    assert runner.req_to_token_pool.req_to_token.shape == (3 + 1, 512)
     assert sum(runner.token_to_kv_pool.get_kv_size_bytes()) == (256 + 16) * 512
     assert runner.weight_bytes() == sum(p.numel() * 4 for p in runner.model.parameters())
 

@@ -1,17 +1,24 @@
-"""The layer that drafts tokens (MTP) on a GPU: hidden states and logits equal those on a CPU."""
+"""The layer that drafts tokens (MTP) on a GPU: hidden states and logits equal those on a CPU, and
+captured verifications draft and say what launched ones do."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rigs.drafts.draft_driver import DraftDriver, Drafted, drafted_in_steps
+from rigs.drafts.guesses import Drafts, recorded
 from rigs.models.model_oracle import logits_of_batches, prompt
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig
+from rigs.servers.engine_server import EngineServer
+from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR
 from sglang.srt.hardware_backend.device_runtime import detect_device
-from sglang.srt.layers.forward_batch_info import ForwardMode
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.speculative.verify_graphs import VerifyGraphs
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=40, suite="base-b-test-1-gpu-large")
@@ -31,7 +38,6 @@ def test_drafts_equal_those_of_a_cpu(tmp_path: Path, family: str) -> None:
     save_tiny_checkpoint(tmp_path, family, mtp=True)
     long, short = prompt(82, 1), prompt(21, 2)
     want = drafted_in_steps(DraftDriver(tmp_path, page_size=16), long, short)
-    # Captured steps return no hidden states.
     driver = DraftDriver(tmp_path, page_size=16, device="cuda", disable_cuda_graph=True)
     assert_near(drafted_in_steps(driver, long, short), want)
 
@@ -57,6 +63,60 @@ def test_captured_steps_of_the_model_leave_the_layer_out(tmp_path: Path, family:
     want = logits_of_batches(StepDriver(tmp_path, page_size=16))
     driver = StepDriver(tmp_path, page_size=16, device="cuda", has_draft_layer=True)
     torch.testing.assert_close(logits_of_batches(driver), want, rtol=1e-3, atol=1e-3)
+
+
+SPECULATES: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_verifications_draft_what_launched_ones_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    save_tiny_checkpoint(tmp_path, family, eos_token_id=None, mtp=True)
+    plain = SchedulerRig(tmp_path, disable_radix_cache=True)
+    alone = [plain.generate([ids], 16)[0] for ids in PROMPTS]
+    launched = SchedulerRig(tmp_path, page_size=16, **SPECULATES)
+    with recorded() as want:
+        assert [launched.generate([ids], 16)[0] for ids in PROMPTS] == alone
+    got: Drafts = {}
+    real = VerifyGraphs.verify
+
+    def verify(self: VerifyGraphs, batch: ForwardBatch) -> Any:
+        drafts, output = real(self, batch)
+        for row, token in enumerate(batch.input_ids.tolist()):
+            got[token, batch.seq_lens_cpu[row] - 4] = drafts[row].tolist()
+        return drafts, output
+
+    monkeypatch.setattr(VerifyGraphs, "verify", verify)
+    monkeypatch.setattr(SchedulerRig, "captures_graphs", True)
+    captured = SchedulerRig(tmp_path, page_size=16, **SPECULATES)
+    assert [captured.generate([ids], 16)[0] for ids in PROMPTS] == alone
+    assert got == want
+    assert captured.generate(PROMPTS, 16) == alone, "together, with the prompts cached"
+    captured.close()
+
+
+def test_a_trained_layer_is_as_often_right_in_graphs() -> None:
+    question = "The code of heron is 7391. The code of otter is 2846. What is the code of heron?"
+    flags = "--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"
+    found = {}
+    for name, more in {
+        "plain": (),
+        "graphs": flags,
+        "launches": (*flags, "--disable-cuda-graph"),
+    }.items():
+        server = EngineServer("--device", "cuda", *more, model=str(BUILTIN_HYBRID_MODEL_DIR))
+        server.start()
+        try:
+            answer = server.generate(question, max_new_tokens=12)
+            repeated = server.generate(question, max_new_tokens=12)
+        finally:
+            server.kill()
+        assert answer.text == repeated.text
+        found[name] = answer.text, answer.meta_info.get("spec_verify_ct")
+    assert "7391" in found["plain"][0]
+    assert found["graphs"] == found["launches"]
+    assert found["graphs"][0] == found["plain"][0]
 
 
 if __name__ == "__main__":

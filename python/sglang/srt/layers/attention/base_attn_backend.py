@@ -72,6 +72,10 @@ class AttentionBackend(ABC):
     """True if graphs can capture short prefills; `init_forward_metadata_extend_graph` runs before
     each capture and replay."""
 
+    captures_verify = False
+    """True if graphs can capture verifications, and decode steps too: `init_forward_metadata` does
+    nothing for them."""
+
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan the batch (runs of slots, masks), once for all layers."""

@@ -26,7 +26,7 @@ from sglang.srt.layers.attention.dense_attention import (
 )
 from sglang.srt.layers.attention.dsa_backend import Pools
 from sglang.srt.layers.attention.mla_backend import as_latent, as_stored
-from sglang.srt.layers.forward_batch_info import ForwardBatch, Segment
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, Segment
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
 from sglang.srt.layers.triton_ops.attention.indexer_scores import index_scores
@@ -104,6 +104,7 @@ class LatentTritonBackend(AttentionBackend):
 
     can_be_captured = True
     captures_extend = True
+    captures_verify = True
 
     def __init__(self, config: AttentionConfig) -> None:
         self._config = config
@@ -116,7 +117,7 @@ class LatentTritonBackend(AttentionBackend):
         self._positions = torch.arange(MASKED_CONTEXT, dtype=torch.int32, device=config.device)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        if not forward_batch.forward_mode.is_extend():
+        if forward_batch.forward_mode is not ForwardMode.EXTEND:
             return
         segments = forward_batch.segments()
         rows, lens = self._runtime.stage_to_device(_rows_and_lens(segments))
@@ -181,9 +182,9 @@ class LatentTritonBackend(AttentionBackend):
     ) -> torch.Tensor:
         if save_kv_cache:
             forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
-        if forward_batch.forward_mode.is_decode():
-            return self.forward_decode(q, layer, forward_batch, index)
-        return self.forward_extend(q, k, v, layer, forward_batch, rows, index)
+        if forward_batch.forward_mode is ForwardMode.EXTEND:
+            return self.forward_extend(q, k, v, layer, forward_batch, rows, index)
+        return self.forward_decode(q, layer, forward_batch, index)
 
     def forward_decode(
         self,
@@ -192,11 +193,13 @@ class LatentTritonBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         index: IndexQuery | None = None,
     ) -> torch.Tensor:
-        """Attend from one token of each request to its context or, with `index`, to chosen
-        tokens."""
+        """Attend from one token of each request, or each token of a verification, to its context
+        or, with `index`, to chosen tokens."""
         latent = as_latent(layer)
-        lens, longest = forward_batch.seq_lens, forward_batch.longest_context
-        lists = SlotLists(forward_batch.req_pool_indices, lens, longest)
+        rows, lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
+            rows, lens = forward_batch.contexts_of_tokens()
+        lists = SlotLists(rows, lens, forward_batch.longest_context)
         out = _empty_out(q, latent)
         self._attend(q, latent, forward_batch, lists, index, out)
         return out.flatten(1)

@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.dense_attention import (
     dense_attention,
     plan_dense,
 )
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.triton_ops.attention.decode_attention import decode_attention, make_arrivals
 from sglang.srt.layers.triton_ops.attention.extend_attention import (
@@ -61,6 +61,7 @@ class TritonAttnBackend(AttentionBackend):
 
     can_be_captured = True
     captures_extend = True
+    captures_verify = True
 
     def __init__(self, config: AttentionConfig) -> None:
         self._config = config
@@ -75,7 +76,7 @@ class TritonAttnBackend(AttentionBackend):
         self._arrivals = make_arrivals(config.device)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        if not forward_batch.forward_mode.is_extend():
+        if forward_batch.forward_mode is not ForwardMode.EXTEND:
             return
         table = forward_batch.req_to_token_pool.req_to_token
         plan = _ExtendPlan()
@@ -126,6 +127,8 @@ class TritonAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         if rows is not None:  # a request's last token sees all of its context, as in decoding
             return self.forward_decode(q.index_select(0, rows), layer, forward_batch)
+        if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
+            return self._decode(q, None, layer, forward_batch)
         plan = self._plan
         pool = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if plan.paged is None and len(plan.dense) == 1:
@@ -162,13 +165,16 @@ class TritonAttnBackend(AttentionBackend):
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        rows, lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
+            rows, lens = forward_batch.contexts_of_tokens()
         return decode_attention(
             q,
             pool_k,
             pool_v,
             forward_batch.req_to_token_pool.req_to_token,
-            forward_batch.req_pool_indices,
-            forward_batch.seq_lens,
+            rows,
+            lens,
             layer.scaling,
             self._arrivals,
             gates=gates,

@@ -54,10 +54,9 @@ class TpModelWorker:
             counter.set_consumer(batch.hicache_consumer_index)
         forward, drafts = batch.forward, None
         if self._speculation is not None:
-            forward.capture_hidden = True
-            if batch.verified is not None:
-                drafts = self._speculation.draft(forward)
-        output = self._runner.forward(forward)
+            drafts, output = self._speculation.forward(forward)
+        else:
+            output = self._runner.forward(forward)
         token_ids = self._sampler(
             output,
             batch.sampling_info,
@@ -68,14 +67,12 @@ class TpModelWorker:
         )
         if self._speculation is None:
             return output, token_ids
-        hidden = output.hidden_states
-        assert hidden is not None, "the step captured them"
         snapshots = None
         if batch.verified is not None:
-            assert drafts is not None
+            assert drafts is not None, "the step is a verification"
             output.accepted = self._speculation.accept(drafts, token_ids, batch.verified.most)
             snapshots = batch.verified.snapshots
-        self._speculation.follow(forward, hidden, output.accepted, snapshots)
+        self._speculation.follow(forward, output.hidden_states, output.accepted, snapshots)
         return output, token_ids
 
 

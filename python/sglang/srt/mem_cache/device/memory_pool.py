@@ -37,8 +37,9 @@ class ReqToTokenPool:
     """Rows of slots, one for each running request.
 
     Attributes:
-        req_to_token: int32 `[size, max_context_len]` on `device`. Row r, column p is the slot of
-            the token at position p. Columns past a request's length are garbage.
+        req_to_token: int32 `[size + 1, max_context_len]` on `device`. Row r, column p is the slot
+            of the token at position p. Columns past a request's length are garbage. The last row
+            stays zero, for requests that only pad a batch.
         mamba_pool: Pool in which each request with a row has a recurrent state; None: the model
             keeps none.
         last_hidden: Hidden states for drafts, by row; None: nothing is drafted, or `mamba_pool`'s
@@ -62,7 +63,7 @@ class ReqToTokenPool:
         self.max_context_len = max_context_len
         self.device = torch.device(device)
         self.req_to_token = torch.zeros(
-            (size, max_context_len), dtype=torch.int32, device=self.device
+            (size + 1, max_context_len), dtype=torch.int32, device=self.device
         )
         self._free_rows: list[int] = []
         self.clear()
