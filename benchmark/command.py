@@ -26,7 +26,7 @@ COMMANDS: Final[dict[str, tuple[str, ...]]] = {
     "gpu-forward": ("steps", "attention", "kernels"),
     "gpu-server": ("ttft", "scheduler", "idle"),
     "gpu-hicache": ("unused", "turns", "copies"),
-    "gpu-hybrid": ("steps", "server", "experts", "transformers", "unused"),
+    "gpu-hybrid": ("steps", "server", "experts", "speculation", "transformers", "unused"),
     "gpu-pd": ("servers", "pages"),
     "gpu-ranks": ("sums", "forward", "ttft", "unused", "kernels"),
 }

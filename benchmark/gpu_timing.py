@@ -52,7 +52,7 @@ def graph_us(run: Callable[[], object]) -> float:
             run()
 
     with torch.inference_mode():
-        graph = GraphCapture().capture(many)
+        graph, _ = GraphCapture().capture(many)
         seconds = []
         for _ in range(_REPLAYS + 2):
             torch.cuda.synchronize()

@@ -44,7 +44,7 @@ def measure_experts(family: str, model: str, report: Report) -> None:
             for block in blocks:
                 block._few = block._few if name == "few" else None
             with torch.inference_mode(), mock.patch("sglang.srt.layers.moe.experts.FEW", 64):
-                graph = GraphCapture().capture(run)
+                graph, _ = GraphCapture().capture(run)
             found[name] = device_ms(graph.replay, 20) / len(blocks) * 1e3
             for block, few in zip(blocks, kept, strict=True):
                 block._few = few

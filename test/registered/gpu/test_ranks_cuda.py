@@ -103,7 +103,7 @@ def sums() -> dict[str, Any]:
                 with torch.inference_mode():
                     results = run(mine)
                     made: list[torch.Tensor] = []
-                    graph = GraphCapture().capture(partial(collect, made, run, mine))
+                    graph, _ = GraphCapture().capture(partial(collect, made, run, mine))
                     for _ in range(300):
                         graph.replay()
                     graphed = made[-len(wanted) :]

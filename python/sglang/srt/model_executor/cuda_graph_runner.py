@@ -108,7 +108,6 @@ class CudaGraphRunner:
             self._logits_out = torch.empty(
                 (largest, num_logits), dtype=torch.float32, device=device
             )
-            self._outputs: dict[int, LogitsProcessorOutput] = {}
             self._batches = {size: self._static_batch(size) for size in self._batch_sizes}
             capture = GraphCapture(show_progress=show_progress)
             self._graphs = capture.capture_sizes(
@@ -153,18 +152,15 @@ class CudaGraphRunner:
         batch.seq_lens_cpu = forward_batch.seq_lens_cpu + padding
         for backend in self._attn_backends.values():
             backend.init_forward_metadata_graph(batch)
-        self._graphs[size].replay()
-        return self._outputs[size].first(count)
+        graph, output = self._graphs[size]
+        graph.replay()
+        return output.first(count)
 
-    def _capture(self, size: int, capture: GraphCapture) -> Graph:
+    def _capture(self, size: int, capture: GraphCapture) -> tuple[Graph, LogitsProcessorOutput]:
         batch = self._batches[size]
         for backend in self._attn_backends.values():
             backend.init_forward_metadata_graph(batch)
-
-        def run() -> None:
-            self._outputs[size] = self._forward(batch.input_ids, batch.positions, batch)
-
-        return capture.capture(run)
+        return capture.capture(lambda: self._forward(batch.input_ids, batch.positions, batch))
 
     def _static_batch(self, size: int) -> ForwardBatch:
         inputs = self._inputs[:, :size]

@@ -94,7 +94,6 @@ class ExtendGraphRunner:
             self._logits_out = torch.empty(
                 (self._max_requests, num_logits), dtype=torch.float32, device=device
             )
-            self._outputs: dict[Size, LogitsProcessorOutput] = {}
             capture = GraphCapture(show_progress=show_progress)
             sizes = [
                 Size(tokens, requests)
@@ -102,7 +101,7 @@ class ExtendGraphRunner:
                 for tokens in self._token_counts
                 if tokens >= requests
             ]
-            self._pieces = capture.capture_sizes(
+            self._captured = capture.capture_sizes(
                 "prefills of tokens/requests %s", sizes, lambda size: self._capture(size, capture)
             )
 
@@ -143,14 +142,14 @@ class ExtendGraphRunner:
         torch._foreach_copy_(places[: len(values)], values)
         for backend in self._attn_backends.values():
             backend.init_forward_metadata_extend_graph(forward_batch, *size)
-        first, *others = self._pieces[size]
+        (first, *others), output = self._captured[size]
         first.replay()
         # A draft layer, the last one, is no part of this pass.
         for (layer, pool), piece in zip(self._waits[: len(others)], others, strict=True):
             forward_batch.begin_layer(layer)
             pool.wait_for_layer(layer)
             piece.replay()
-        return self._outputs[size].first(requests, count)
+        return output.first(requests, count)
 
     def _size_of(self, tokens: int, requests: int) -> Size:
         """The smallest captured size that has room for a step."""
@@ -169,15 +168,17 @@ class ExtendGraphRunner:
         targets = states.slots if states.track_slots is None else states.track_slots
         return [states.slots, states.read_slots, targets, *plan]
 
-    def _capture(self, size: Size, capture: GraphCapture) -> list[Graph]:
-        """Graphs of a forward, cut before the attention of each layer."""
+    def _capture(
+        self, size: Size, capture: GraphCapture
+    ) -> tuple[list[Graph], LogitsProcessorOutput]:
+        """Graphs of a forward, cut before the attention of each layer, and its output."""
         batch = self._static_batch(size)
         for backend in self._attn_backends.values():
             backend.init_forward_metadata_extend_graph(batch, *size)
 
-        def run(cut: Callable[[], None]) -> None:
+        def run(cut: Callable[[], None]) -> LogitsProcessorOutput:
             batch.on_layer = lambda layer: cut()
-            self._outputs[size] = self._forward(batch.input_ids, batch.positions, batch)
+            return self._forward(batch.input_ids, batch.positions, batch)
 
         return capture.capture_pieces(run)
 

@@ -55,12 +55,14 @@ class GraphCapture:
         logger.info("Captured %s, %.2f s", named, time.monotonic() - started)
         return made
 
-    def capture(self, run: Callable[[], object]) -> Graph:
-        """Capture one graph of all that `run` launches."""
-        return self.capture_pieces(lambda cut: run())[0]
+    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
+        """Capture one graph of all that `run` launches. Returns it with the result of `run`, whose
+        tensors each replay overwrites."""
+        (graph,), result = self.capture_pieces(lambda cut: run())
+        return graph, result
 
-    def capture_pieces(self, run: Callable[[Callable[[], None]], object]) -> list[Graph]:
-        """Capture graphs to be replayed one after the other.
+    def capture_pieces(self, run: Callable[[Callable[[], None]], T]) -> tuple[list[Graph], T]:
+        """Capture graphs to be replayed one after the other; results as of `capture`.
 
         Args:
             run: Launches kernels, and calls its argument at the start of each further graph. It
@@ -79,10 +81,10 @@ class GraphCapture:
                 pieces[-1].capture_end()
                 pieces.append(self._begin())
 
-            run(cut)
+            result = run(cut)
             pieces[-1].capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        return pieces
+        return pieces, result
 
     def _begin(self) -> Graph:
         graph = torch.cuda.CUDAGraph()

@@ -103,6 +103,7 @@ class VerifyGraphs:
         """True if there are graphs for this verification."""
         return batch.batch_size <= self._batch_sizes[-1]
 
+    @torch.inference_mode()
     def verify(self, batch: ForwardBatch) -> tuple[torch.Tensor, LogitsProcessorOutput]:
         """Run the first graph.
 
@@ -125,6 +126,7 @@ class VerifyGraphs:
         found.verify.replay()
         return found.drafts[:count], found.output.first(count * self._width)
 
+    @torch.inference_mode()
     def follow(
         self, batch: ForwardBatch, accepted: torch.Tensor, snapshots: Snapshots | None
     ) -> None:
@@ -142,22 +144,19 @@ class VerifyGraphs:
 
     def _capture(self, size: int, capture: GraphCapture) -> _Captured:
         inputs = self._inputs.first(size)
-        snapshots = inputs.snapshot_slots, inputs.snapshot_counts
-        steps = []
+        snapshots = None
+        if self._has_states:
+            snapshots = inputs.snapshot_slots, inputs.snapshot_counts
 
-        def verify() -> None:
+        def draft_and_verify() -> tuple[ForwardBatch, torch.Tensor, LogitsProcessorOutput]:
             batch = self._batch(size)
-            steps.append((batch, *self._verify(batch)))
+            return batch, *self._verify(batch)
 
-        def follow() -> None:
-            batch, _, output = steps[-1]
-            assert output.hidden_states is not None, "the step captured them"
-            left = snapshots if self._has_states else None
-            self._follow(batch, output.hidden_states, inputs.accepted, left)
-
-        graphs = capture.capture(verify), capture.capture(follow)
-        _, drafts, output = steps[-1]
-        return _Captured(*graphs, drafts, output)
+        verify, (batch, drafts, output) = capture.capture(draft_and_verify)
+        hidden = output.hidden_states
+        assert hidden is not None, "the step captured them"
+        follow, _ = capture.capture(lambda: self._follow(batch, hidden, inputs.accepted, snapshots))
+        return _Captured(verify, follow, drafts, output)
 
     def _batch(self, size: int) -> ForwardBatch:
         inputs, width, runner = self._inputs.first(size), self._width, self._runner

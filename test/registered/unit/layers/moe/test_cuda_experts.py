@@ -80,7 +80,7 @@ def test_a_graph_serves_tokens_that_choose_others(dtype: torch.dtype) -> None:
     gpu, cpu = pair(dtype, 256, 128)
     inputs = work(8, 256, dtype)
     outputs: list[torch.Tensor] = []
-    graph = GraphCapture().capture(lambda: outputs.append(gpu.forward(*inputs)))
+    graph, _ = GraphCapture().capture(lambda: outputs.append(gpu.forward(*inputs)))
     for experts in (EXPERTS, TOP_K, 9):
         given = work(8, 256, dtype, experts)
         for tensor, value in zip(inputs, given, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rigs.drafts.draft_driver import draft_reference
-from rigs.drafts.guesses import guessed, recorded
+from rigs.drafts.guesses import Drafts, guessed, recorded
+from rigs.models.replayed_graphs import replayed_graphs
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
@@ -86,6 +88,26 @@ def test_words_are_those_without_speculation(
     assert counters.decode_tokens == 2 * len(PROMPTS) * (NEW_TOKENS - 1)
     if right == 1.0:
         assert counters.decode_steps <= 2 * len(PROMPTS) * (NEW_TOKENS - 1) / 2.5
+
+
+@pytest.mark.settled
+def test_graphs_change_no_words_and_no_drafts(
+    model: Path, alone: list[list[int]], texts: list[list[int]]
+) -> None:
+    """Padded batches of captured sizes, which requests join and leave, and their snapshots."""
+    found: list[Drafts] = []
+    for is_captured in (False, True):
+        graphs = replayed_graphs() if is_captured else nullcontext()
+        with graphs, recorded() as drafts, guessed(texts, 0.7):
+            rig = SchedulerRig(model, page_size=4, **SPECULATES)
+            assert rig.generate(PROMPTS, NEW_TOKENS) == alone
+            assert rig.generate(PROMPTS[::-1], NEW_TOKENS) == alone[::-1], "cached"
+            assert rig.generate([PROMPTS[5]], NEW_TOKENS) == [alone[5]], "of one token"
+        found.append(drafts)
+    launched, captured = found
+    both = launched.keys() & captured.keys()
+    assert len(both) > 20, "what is accepted depends on luck, and where drafts begin with it"
+    assert {at: launched[at] for at in both} == {at: captured[at] for at in both}
 
 
 @pytest.mark.settled
