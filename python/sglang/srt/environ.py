@@ -272,6 +272,10 @@ class Envs:
         _parse_length,
         "0, or a number from 1 on",
     )
+    SGLANG_SPECULATE_ALWAYS = _env_bool(
+        False,
+        "Verify drafts even where plain steps have been measured to be faster.",
+    )
 
     SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT = _env_int(
         300, "Seconds for which a server waits to hear from the other server of a request."

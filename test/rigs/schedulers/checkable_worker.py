@@ -367,6 +367,9 @@ class CheckableRig(SchedulerRig):
         self._device: LaggingDevice | None = None
         alignment = self._state.alignment if self._state.num_states else None
         super().__init__(model_path, snapshot_alignment=alignment, **args)
+        policy = self.scheduler._draft_policy
+        # Both kinds of steps, often in turn.
+        policy.first_steps, policy.trial_steps, policy.period_steps = 3, 2, 4
 
     def make_worker(
         self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int

@@ -105,7 +105,7 @@ class EAGLEWorker:
             assert isinstance(pool.spec, MambaSpec)
             self._verified = VerifyBuffers.of(
                 pool.spec,
-                max_batch_size=rows.size,
+                max_batch_size=min(rows.size, max(1, MAX_TOKENS // num_draft_tokens)),
                 num_draft_tokens=num_draft_tokens,
                 device=pool.device,
             )

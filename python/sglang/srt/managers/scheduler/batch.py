@@ -272,6 +272,10 @@ class DecodeBatch:
             self.reqs = reqs
             self._is_stale = True
 
+    def change_width(self, width: int) -> None:
+        """Compute `width` tokens of each request from the next step on. No step is in flight."""
+        self.width, self._is_stale = width, True
+
     @property
     def is_stale(self) -> bool:
         """True if requests joined or left since the last step, so that tensors by row are void."""

@@ -266,7 +266,7 @@ class PrefillScheduler:
         A recurrent state brings that state itself.
         """
         state, progress = self._state, req.progress
-        drafts = state.decode_batch.width > 1
+        drafts = state.limits.decode_tokens > 1
         again = bool(num_cached) and drafts and state.pools.req_to_token_pool.mamba_pool is None
         progress.kv_committed_len = min(num_cached - again, progress.num_tokens - 1)
         tokens = min(plan.extend_tokens + again, progress.uncommitted_tokens)

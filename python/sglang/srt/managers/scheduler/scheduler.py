@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
+from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.managers.messages.io_struct import (
     BatchTokenIDOutput,
@@ -37,6 +38,7 @@ from sglang.srt.managers.scheduler.batch import (
 )
 from sglang.srt.managers.scheduler.control import ControlHandler, InputHandler
 from sglang.srt.managers.scheduler.decode import DecodeScheduler
+from sglang.srt.managers.scheduler.draft_policy import DraftPolicy
 from sglang.srt.managers.scheduler.grammar import GrammarManager
 from sglang.srt.managers.scheduler.launched_step import (
     LaunchedStep,
@@ -55,6 +57,7 @@ from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcess
 from sglang.srt.managers.scheduler.role import Role
 from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.managers.scheduler.state import RecentRequests, SchedulerState
+from sglang.srt.speculative.verify_graphs import MAX_TOKENS
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
@@ -149,6 +152,11 @@ class Scheduler:
         )
         self._decode = DecodeScheduler(state, self._role.keeps)
         self._batch_policy = BatchPolicy(server_args.target_inter_token_latency)
+        self._draft_policy = DraftPolicy(
+            resources.worker.num_draft_tokens,
+            MAX_TOKENS,
+            always=envs.SGLANG_SPECULATE_ALWAYS.get(),
+        )
         resources.tree.watch_workload(state.workload)
         resources.tree.watch_queues(state.queues)
         # Warm-up is over.
@@ -261,6 +269,7 @@ class Scheduler:
         state = self.state
         was_in_flight = state.in_flight is not None
         launched = self._launch()
+        self._draft_policy.on_tick(state.now, launched)
         # Issued while the device computes, since issuing copies takes the CPU milliseconds.
         state.tree.start_writing_host_cache()
         before, state.in_flight = state.in_flight, launched
@@ -298,6 +307,8 @@ class Scheduler:
             self.state.tree.verify_load(step.load)
         with explaining_out_of_memory():
             self._results.process(step)
+        if step.width > 1:
+            self._draft_policy.on_verified(len(step.reqs), sum(step.result.accepted))
         now = time.monotonic()
         if step.is_prefill:
             # The device began it when the step before it ended.
@@ -381,6 +392,11 @@ class Scheduler:
     def _prepare_decode(self) -> bool:
         """Prepare slots and sampling of the next decode step. False: none can run."""
         state, decode = self.state, self._decode
+        ready = len(state.queues.decoding)
+        width = self._draft_policy.width(ready)
+        if ready and width != state.decode_batch.width:
+            self._settle()
+            state.decode_batch.change_width(width)
         num_ready = decode.gather()
         if state.in_flight is not None and not decode.can_run_ahead():
             self._settle()

@@ -1,0 +1,136 @@
+"""Decides by measurement whether a decode step verifies drafts or gives each request one token.
+
+A verification takes longer than a plain step, and gives more tokens. Which of both is faster
+depends on the batch, the model, the device and on how often drafts are right, so both are timed in
+service.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.launched_step import LaunchedStep
+
+logger = logging.getLogger(__name__)
+
+_SAMPLES: Final = 16
+
+
+class _SizeClass:
+    """What is known of batches of about the same size. Times are seconds of the last few steps."""
+
+    def __init__(self, steps: int) -> None:
+        """`steps`: steps before plain ones are tried."""
+        self.is_chosen = True
+        """True if steps verify, but in a trial."""
+        self.is_trial = False
+        self.steps_left = steps
+        self.seconds: dict[bool, deque[float]] = {
+            verifies: deque(maxlen=_SAMPLES) for verifies in (False, True)
+        }
+        self.tokens: deque[float] = deque(maxlen=_SAMPLES)
+        """Tokens that the last verifications gave a request, on average."""
+
+    @property
+    def verifies(self) -> bool:
+        """True if the next step verifies."""
+        return self.is_chosen != self.is_trial
+
+    def seconds_per_token(self, *, verifies: bool) -> float:
+        """Median over the last steps."""
+        seconds = statistics.median(self.seconds[verifies])
+        return seconds / statistics.fmean(self.tokens) if verifies else seconds
+
+
+class DraftPolicy:
+    """Chooses the tokens of the next decode step for each request. Scheduler thread only.
+
+    Batches are divided into classes by size, from a power of two to the next. Steps of a class
+    verify at first. After `first_steps` of them, and then every `period_steps`, `trial_steps` are
+    of the other kind, and the faster kind is used until the next trial. A trial of a kind that is
+    half as fast costs less than 1%. Clocks are those of ticks and tokens are the same on all
+    ranks, so ranks agree.
+
+    Args:
+        num_draft_tokens: Tokens of a verification for each request.
+        max_tokens: Most tokens of a verification; larger batches are never verified.
+        always: If true, all other batches are: nothing is measured.
+    """
+
+    def __init__(self, num_draft_tokens: int, max_tokens: int, *, always: bool) -> None:
+        self.first_steps, self.trial_steps, self.period_steps = 64, _SAMPLES, 2048
+        self._width = num_draft_tokens
+        self._most = max(1, max_tokens // num_draft_tokens)
+        self._always = always
+        self._classes: dict[int, _SizeClass] = {}
+        self._last: tuple[int, int] | None = None
+        """Size class and width of the last tick's decode step; None: it had none."""
+        self._last_time = 0.0
+
+    def width(self, batch_size: int) -> int:
+        """Tokens of each request in a step of `batch_size` requests: `num_draft_tokens`, or 1."""
+        if self._width == 1 or batch_size > self._most:
+            return 1
+        if self._always or self._class(batch_size).verifies:
+            return self._width
+        return 1
+
+    def on_tick(self, now: float, step: LaunchedStep | None) -> None:
+        """Note the step that a tick has launched; `now`: seconds of the tick's clock.
+
+        The time from tick to tick is that of a step if both ticks launched a step of one kind.
+        """
+        if self._width == 1 or self._always:
+            return
+        kind = None
+        if step is not None and not step.is_prefill and len(step.reqs) <= self._most:
+            kind = len(step.reqs).bit_length(), step.width
+        if kind is not None and kind == self._last:
+            assert step is not None
+            self._add(len(step.reqs), kind[1] > 1, now - self._last_time)
+        self._last, self._last_time = kind, now
+
+    def on_verified(self, batch_size: int, num_accepted: int) -> None:
+        """Note the drafts of all requests that a verification has accepted."""
+        if not self._always:
+            self._class(batch_size).tokens.append(1 + num_accepted / batch_size)
+
+    def _class(self, batch_size: int) -> _SizeClass:
+        return self._classes.setdefault(batch_size.bit_length(), _SizeClass(self.first_steps))
+
+    def _add(self, batch_size: int, verifies: bool, seconds: float) -> None:
+        one = self._class(batch_size)
+        if verifies is not one.verifies:
+            return  # The batch was of another class when its step was chosen.
+        one.seconds[verifies].append(seconds)
+        one.steps_left -= 1
+        if one.steps_left > 0:
+            return
+        one.is_trial = not one.is_trial
+        if one.is_trial:
+            one.seconds[one.verifies].clear()
+            one.steps_left = self.trial_steps
+            return
+        plain, verified = (one.seconds_per_token(verifies=kind) for kind in (False, True))
+        was_chosen, one.is_chosen = one.is_chosen, verified <= plain
+        one.steps_left = self.period_steps
+        if one.is_chosen is not was_chosen:
+            self._log(batch_size, one)
+
+    def _log(self, batch_size: int, one: _SizeClass) -> None:
+        first = 1 << batch_size.bit_length() - 1
+        plain, verified = (statistics.median(one.seconds[kind]) * 1e3 for kind in (False, True))
+        logger.info(
+            "Batches of %d to %d requests decode %s drafts: a verification takes %.2f ms and gives "
+            "%.2f tokens of a request, a plain step takes %.2f ms",
+            first,
+            min(2 * first - 1, self._most),
+            "with" if one.is_chosen else "without",
+            verified,
+            statistics.fmean(one.tokens),
+            plain,
+        )
