@@ -164,6 +164,8 @@ class CheckableWorker(TpModelWorker):
         if self._drafts is not None:
             assert table is not None
             self._drafts.begin(step, table)
+            known = [self._said.get(token, token) for token in forward.input_ids.tolist()]
+            forward.input_ids = torch.tensor(known)
             if batch.verified is not None:
                 drafts = self._drafts.draft(forward)
                 for one, ids in zip(step.contexts, drafts.tolist(), strict=True):

@@ -24,7 +24,7 @@ register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 SCRIPTS: Final = Path(__file__).resolve().parents[4] / "scripts" / "builtin_model"
 TOKENIZER: Any = AutoTokenizer.from_pretrained(BUILTIN_HYBRID_MODEL_DIR, local_files_only=True)
 QUESTIONS: Final = 8
-TOKENS_PER_VERIFY: Final = 2.2
+TOKENS_PER_VERIFY: Final = 3.3
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 
 from rigs.drafts.draft_driver import DraftDriver, Drafted, drafted_in_steps
 from rigs.drafts.guesses import Drafts, recorded
+from rigs.models.heldout_question import HeldoutQuestion
 from rigs.models.model_oracle import logits_of_batches, prompt
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig
@@ -97,26 +98,23 @@ def test_captured_verifications_draft_what_launched_ones_do(
 
 
 def test_a_trained_layer_is_as_often_right_in_graphs() -> None:
-    question = "The code of heron is 7391. The code of otter is 2846. What is the code of heron?"
-    flags = "--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"
-    found = {}
-    for name, more in {
-        "plain": (),
-        "graphs": flags,
-        "launches": (*flags, "--disable-cuda-graph"),
-    }.items():
-        server = EngineServer("--device", "cuda", *more, model=str(BUILTIN_HYBRID_MODEL_DIR))
+    questions = [HeldoutQuestion.of(seed, 1000) for seed in range(4)]
+    counts = []
+    for more in ((), ("--disable-cuda-graph",)):
+        server = EngineServer(
+            *("--device", "cuda", "--speculative-algorithm", "NEXTN", *more),
+            model=str(BUILTIN_HYBRID_MODEL_DIR),
+            env={"SGLANG_SPECULATE_ALWAYS": "1"},
+        )
         server.start()
         try:
-            answer = server.generate(question, max_new_tokens=12)
-            repeated = server.generate(question, max_new_tokens=12)
+            answers = [server.generate(question.ids) for question in questions]
         finally:
             server.kill()
-        assert answer.text == repeated.text
-        found[name] = answer.text, answer.meta_info.get("spec_verify_ct")
-    assert "7391" in found["plain"][0]
-    assert found["graphs"] == found["launches"]
-    assert found["graphs"][0] == found["plain"][0]
+        assert [answer.text for answer in answers] == [one.answer for one in questions]
+        counts.append([answer.meta_info["spec_verify_ct"] for answer in answers])
+    assert counts[0] == counts[1]
+    assert sum(counts[0]) < 4 * 3, "four tokens follow the first digit, its end is one"
 
 
 if __name__ == "__main__":
