@@ -21,7 +21,8 @@ SHORT = [(0, new) for new in (1, 4, 8, 16, 32, 64)]
 def test_long_passes_come_first_in_the_context_and_after_an_uneven_prefix() -> None:
     lengths = warm_up_lengths(40_960, 8192)
     after_prefix = [(4096, new) for new in (1, 4, 8, 16, 32, 64)]
-    assert lengths == [*SHORT, (0, 8192), *after_prefix, (8288, 8192)]
+    between = [(0, new) for new in (128, 256, 512, 1024, 2048, 4096)]
+    assert lengths == [*SHORT, *between, (0, 8192), *after_prefix, (8288, 8192)]
 
 
 def test_no_step_is_longer_than_the_context() -> None:
