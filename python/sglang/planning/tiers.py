@@ -12,6 +12,7 @@ from typing import Final
 
 from sglang.planning.machine import COMPUTE_SHARE, Machine
 from sglang.planning.model_costs import ModelCosts
+from sglang.srt.arg_groups.speculative import num_draft_tokens
 from sglang.srt.constants import GB
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import (
@@ -26,6 +27,7 @@ from sglang.srt.mem_cache.tree.tick_sync import Rates
 from sglang.srt.model_executor.cuda_graph_runner import MAX_BATCH_SIZE, estimate_graph_bytes
 from sglang.srt.model_executor.pool_sizing import DeviceMemory, PoolSizes, size_pools
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.eagle_worker import verification_bytes
 
 HOST_SHARE: Final = 0.9
 """Share of the free host memory, less the engine's reserve, that the planner gives to L2."""
@@ -91,6 +93,7 @@ def device_tier(
         graphs = estimate_graph_bytes(
             args.cuda_graph_max_bs or MAX_BATCH_SIZE, vocab_size, max(states, default=0)
         )
+    graphs += verification_bytes(costs.specs, num_draft_tokens(args), vocab_size // args.tp_size)
     available = int(machine.device_free_bytes) - costs.weight_bytes
     if available <= 0:
         raise ValueError(

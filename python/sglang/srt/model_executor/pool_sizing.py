@@ -57,7 +57,7 @@ class DeviceMemory:
     weight_bytes: int = 0
     """Bytes of the weights, part of the static share."""
     graph_bytes: int = 0
-    """Bytes that CUDA graphs will take."""
+    """Bytes that CUDA graphs, and verifications of drafts, will take."""
 
     def pool_budget(self) -> Sizing:
         """Decide how many bytes all device pools may take, unless the user asks for sizes.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,11 +28,40 @@ from sglang.srt.layers.linear_attention.verify import VerifyBuffers, commit_veri
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool
-from sglang.srt.mem_cache.device.state_spec import PoolName
-from sglang.srt.speculative.verify_graphs import MAX_TOKENS, Snapshots, VerifyGraphs
+from sglang.srt.mem_cache.device.state_spec import PoolName, StateSpec
+from sglang.srt.speculative.verify_graphs import (
+    MAX_TOKENS,
+    Snapshots,
+    VerifyGraphs,
+    largest_verification,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def verification_bytes(specs: Iterable[StateSpec], num_draft_tokens: int, num_logits: int) -> int:
+    """Bytes of device memory that verifications take beside the pools: logits of captured ones,
+    as computed and as sampled, and what recurrences keep of their tokens.
+
+    Args:
+        specs: Specs of the model's state.
+        num_draft_tokens: Tokens of a verification for each request; 1: there are none.
+        num_logits: Logits of a token on this rank.
+    """
+    if num_draft_tokens == 1:
+        return 0
+    kept = (
+        VerifyBuffers.of(
+            spec,
+            max_batch_size=largest_verification(num_draft_tokens),
+            num_draft_tokens=num_draft_tokens,
+            device="meta",
+        ).num_bytes
+        for spec in specs
+        if isinstance(spec, MambaSpec)
+    )
+    return sum(kept) + 2 * 4 * MAX_TOKENS * num_logits
 
 
 class LastHidden:
@@ -105,13 +134,13 @@ class EAGLEWorker:
             assert isinstance(pool.spec, MambaSpec)
             self._verified = VerifyBuffers.of(
                 pool.spec,
-                max_batch_size=min(rows.size, max(1, MAX_TOKENS // num_draft_tokens)),
+                max_batch_size=min(rows.size, largest_verification(num_draft_tokens)),
                 num_draft_tokens=num_draft_tokens,
                 device=pool.device,
             )
         self._graphs: VerifyGraphs | None = None
         sizes = runner.capture_decoding(self._decode)
-        sizes = [size for size in sizes if size * num_draft_tokens <= MAX_TOKENS]
+        sizes = [size for size in sizes if size <= largest_verification(num_draft_tokens)]
         if sizes:
             self._graphs = VerifyGraphs(
                 runner,

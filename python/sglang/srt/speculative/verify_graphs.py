@@ -29,6 +29,11 @@ Verify: TypeAlias = Callable[[ForwardBatch], tuple[torch.Tensor, LogitsProcessor
 Follow: TypeAlias = Callable[[ForwardBatch, torch.Tensor, torch.Tensor, Snapshots | None], None]
 
 
+def largest_verification(num_draft_tokens: int) -> int:
+    """Most requests of a verification of `num_draft_tokens` tokens each."""
+    return max(1, MAX_TOKENS // num_draft_tokens)
+
+
 class _Inputs(NamedTuple):
     """Static tensors, int64 `[largest batch]` each."""
 

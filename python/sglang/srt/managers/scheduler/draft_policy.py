@@ -12,6 +12,8 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from sglang.srt.speculative.verify_graphs import largest_verification
+
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.launched_step import LaunchedStep
 
@@ -57,14 +59,13 @@ class DraftPolicy:
 
     Args:
         num_draft_tokens: Tokens of a verification for each request.
-        max_tokens: Most tokens of a verification; larger batches are never verified.
-        always: If true, all other batches are: nothing is measured.
+        always: If true, steps verify wherever they can: nothing is measured.
     """
 
-    def __init__(self, num_draft_tokens: int, max_tokens: int, *, always: bool) -> None:
+    def __init__(self, num_draft_tokens: int, *, always: bool) -> None:
         self.first_steps, self.trial_steps, self.period_steps = 64, _SAMPLES, 2048
         self._width = num_draft_tokens
-        self._most = max(1, max_tokens // num_draft_tokens)
+        self._most = largest_verification(num_draft_tokens)
         self._always = always
         self._classes: dict[int, _SizeClass] = {}
         self._last: tuple[int, int] | None = None

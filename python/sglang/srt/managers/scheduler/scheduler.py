@@ -57,7 +57,6 @@ from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcess
 from sglang.srt.managers.scheduler.role import Role
 from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.managers.scheduler.state import RecentRequests, SchedulerState
-from sglang.srt.speculative.verify_graphs import MAX_TOKENS
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
@@ -153,9 +152,7 @@ class Scheduler:
         self._decode = DecodeScheduler(state, self._role.keeps)
         self._batch_policy = BatchPolicy(server_args.target_inter_token_latency)
         self._draft_policy = DraftPolicy(
-            resources.worker.num_draft_tokens,
-            MAX_TOKENS,
-            always=envs.SGLANG_SPECULATE_ALWAYS.get(),
+            resources.worker.num_draft_tokens, always=envs.SGLANG_SPECULATE_ALWAYS.get()
         )
         resources.tree.watch_workload(state.workload)
         resources.tree.watch_queues(state.queues)

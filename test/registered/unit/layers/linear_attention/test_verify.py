@@ -22,6 +22,7 @@ from rigs.layers.delta_layers import (
 from sglang.srt.layers.forward_batch_info import StateBatch
 from sglang.srt.layers.linear_attention.verify import VerifyBuffers, commit_verified
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
+from sglang.srt.speculative.eagle_worker import verification_bytes
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -171,6 +172,9 @@ def test_their_size_is_known_before_they_are_made() -> None:
     )  # fmt: skip
     buffers = VerifyBuffers.of(spec, max_batch_size=64, num_draft_tokens=4, device="meta")
     assert buffers.num_bytes == 64 * 4 * 36 * (2 * (8192 + 2048 + 4096) + 4 * (32 + 32))
+    logits = 256 * 1000 * 4
+    assert verification_bytes([spec], 4, 1000) == buffers.num_bytes + 2 * logits
+    assert verification_bytes([spec], 1, 1000) == 0, "nothing is drafted"
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

@@ -48,7 +48,7 @@ def _step(size: int, width: int) -> LaunchedStep:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock(DraftPolicy(4, 256, always=False))
+    return Clock(DraftPolicy(4, always=False))
 
 
 def test_drafts_stay_where_they_pay(clock: Clock) -> None:
@@ -88,17 +88,17 @@ def test_steps_beside_prefills_are_not_timed(clock: Clock) -> None:
 
 def test_large_batches_are_never_verified(clock: Clock) -> None:
     assert (clock.policy.width(64), clock.policy.width(65)) == (4, 1)
-    assert DraftPolicy(4, 256, always=True).width(65) == 1
+    assert DraftPolicy(4, always=True).width(65) == 1
 
 
 def test_nothing_is_measured_if_asked_to_speculate_always() -> None:
-    clock = Clock(DraftPolicy(4, 256, always=True))
+    clock = Clock(DraftPolicy(4, always=True))
     clock.verify_s = 10.0
     assert set(clock.run(5, 300)) == {4}
 
 
 def test_a_server_without_drafts_has_plain_steps() -> None:
-    assert set(Clock(DraftPolicy(1, 256, always=False)).run(5, 300)) == {1}
+    assert set(Clock(DraftPolicy(1, always=False)).run(5, 300)) == {1}
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ from sglang.srt.model_loader.weight_files import config_values
 from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.model_loader.weight_source import SeedAddress
 from sglang.srt.observability.engine_metrics import SchedulerMetrics, model_label
+from sglang.srt.speculative.eagle_worker import verification_bytes
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.network import address_for_peers
 
@@ -197,7 +198,8 @@ def memory_beside(runner: ModelRunner, server_args: ServerArgs) -> DeviceMemory:
         available_bytes=available,
         mem_fraction_static=server_args.mem_fraction_static,
         weight_bytes=runner.weight_bytes(),
-        graph_bytes=runner.graph_bytes(),
+        graph_bytes=runner.graph_bytes()
+        + verification_bytes(runner.state_specs, runner.config.num_draft_tokens, runner.num_logits),
     )
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from rigs.drafts.draft_driver import draft_reference
 from rigs.drafts.guesses import Drafts, guessed, recorded
-from rigs.models.replayed_graphs import replayed_graphs
+from rigs.drafts.replayed_graphs import replayed_graphs
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
