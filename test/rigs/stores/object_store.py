@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import random
 import tempfile
@@ -114,8 +115,10 @@ class ObjectStore:
         self._damages = damages
         self._breaks_contract = breaks_contract
         self._objects: dict[str, bytes] = {}
+        self._first_writes: dict[str, int] = {}
+        """Key to the number of its first write among the first writes of all keys."""
         self._first: dict[str, bytes] = {}
-        """The first value of each key. The KV of a page has only one value."""
+        """The first intact value of each key. The KV of a page has only one."""
         self.contradictions: list[str] = []
         """Keys with different values at different times."""
         self._lost_at: dict[str, float] = {}
@@ -168,9 +171,10 @@ class ObjectStore:
                 other = self._objects[rng.choice(keys)]
                 self._objects[key] = damaged(self._objects[key], other, rng)
 
-    def has_had(self, key: str) -> bool:
-        """True if an object was ever written under `key`."""
-        return key in self._first
+    def first_write(self, key: str) -> float:
+        """Number of the first write under `key`, also of a damaged object, in the order of the
+        first writes of all keys; infinite: there was none."""
+        return self._first_writes.get(key, math.inf)
 
     def has_had_since(self, key: str, when: float) -> bool:
         """True if the object existed at any time after `when` (`time.monotonic()` seconds)."""
@@ -220,6 +224,7 @@ class ObjectStore:
     def write(self, key: str, value: bytes) -> None:
         with self._lock:
             self._objects[key] = value
+            self._first_writes.setdefault(key, len(self._first_writes))
             if not _is_intact(value):
                 # L2 was damaged before the write; readers see that.
                 self.happened["damaged before its write"] += 1

@@ -16,20 +16,24 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.caches.host_damage import flip, host_pages, pool_of
 from rigs.caches.storage_rigs import counts
 from rigs.schedulers.checkable_model import WrongContext, words
 from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
+from rigs.schedulers.random_checks import assert_stored
 from rigs.schedulers.random_scheduler import RandomScheduler, run_seed
 from rigs.schedulers.random_setup import impatient
 from rigs.schedulers.scheduler_rig import greedy
 from rigs.schedulers.step_watchdog import StepHangs, Watchdog
 from rigs.stores import chaotic_store, object_store
+from rigs.stores.chaotic_store import InPlaceStore
 from rigs.stores.object_store import (
     FILE,
     IN_PLACE,
     MOODS,
     PLAIN,
     STORE_KEY,
+    Call,
     Mood,
     ObjectFolder,
     ObjectStore,
@@ -43,7 +47,11 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3 import attached_store
+from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
+from sglang.srt.mem_cache.l3.storage_writes import StorageOperation
 from sglang.srt.mem_cache.storage import base
+from sglang.srt.mem_cache.storage.types import CacheOutcome
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=7, suite="base-a-test-cpu")
@@ -57,6 +65,12 @@ def quick() -> Iterator[None]:
     torch.set_num_threads(1)
     with impatient():
         yield
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call to L3 counts as stuck because the machine is slow."""
+    monkeypatch.setattr(attached_store, "_STUCK_AFTER_S", 20.0)
 
 
 @pytest.fixture(name="store")
@@ -285,11 +299,11 @@ def test_files_that_rot_are_found_damaged() -> None:
         assert counts(rig.tree.metrics.prefetch_outcomes)["damaged"]
 
 
+@pytest.mark.usefixtures("patient")
 def test_writes_that_wait_for_room_end_with_what_is_above_them(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that refuses is not asked again and again by an engine that has nothing to do."""
-    monkeypatch.setattr(attached_store, "_STUCK_AFTER_S", 20.0)
     monkeypatch.setitem(MOODS, "hung", Mood(hang=1.0))
     rig = make_rig(hicache_ratio=14 / 16)  # Writes under way have half of it: 7 pages.
     try:
@@ -312,6 +326,63 @@ def test_writes_that_wait_for_room_end_with_what_is_above_them(
         store.set_mood("quick")
         store.release()
         rig.close()
+
+
+def attach_after_a_split(rig: CheckableRig, store: ObjectStore) -> HiRadixCache:
+    """Attach L3 to a tree in L1 and L2 with a node of two pages, and two nodes below it."""
+    for rid, ids in (("whole", PROMPT), ("splits", [*PROMPT[: 2 * PAGE], *range(50, 60)])):
+        rig.step(rig.request(rid, ids, greedy(1), seed=1))
+        settle(rig)
+    attach(rig, store, IN_PLACE, prefetch_threshold=1000)
+    assert isinstance(rig.tree, HiRadixCache)
+    return rig.tree
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_page_that_was_damaged_before_its_write_counts_as_written(store: ObjectStore) -> None:
+    with contextlib.closing(make_rig(hicache_ratio=4.0)) as rig:
+        cache = attach_after_a_split(rig, store)
+        flip(pool_of(cache), host_pages(cache, PROMPT)[0])
+        ask(rig, "writes")
+        assert store.happened["damaged before its write"] == 1
+        stored = map(cache.storage_backup.has_stored, cache.tree.walk(RadixKey(PROMPT)))
+        assert list(stored) == [True, True]
+        assert_stored(cache, store, IN_PLACE, epoch_began=0.0)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("fault", ["none", "after a refused page", "before its parent"])
+def test_a_page_that_is_written_before_its_parent_shows(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    refused: list[str] = []
+    set_page = InPlaceStore._set_page
+
+    def refuse_first(backend: InPlaceStore, call: Call, key: str, *args: Any) -> CacheOutcome:
+        if not refused or key == refused[0]:
+            refused.append(key)
+            return CacheOutcome.FAILED
+        return set_page(backend, call, key, *args)
+
+    if fault == "before its parent":
+        write_all = StorageBackup._write_all
+        monkeypatch.setattr(StorageBackup, "_refusal", lambda *_: None)
+        monkeypatch.setattr(
+            StorageBackup, "_write_all", lambda flow, nodes: write_all(flow, nodes[::-1])
+        )
+    else:
+        monkeypatch.setattr(InPlaceStore, "_set_page", refuse_first)
+    if fault == "after a refused page":
+        monkeypatch.setattr(StorageOperation, "lacks_predecessor", False)
+    with contextlib.closing(make_rig(hicache_ratio=4.0)) as rig:
+        cache = attach_after_a_split(rig, store)
+        ask(rig, "writes")
+        if fault == "none":
+            assert refused
+            assert_stored(cache, store, IN_PLACE, epoch_began=0.0)
+        else:
+            with pytest.raises(AssertionError, match="written before a page above it"):
+                assert_stored(cache, store, IN_PLACE, epoch_began=0.0)
 
 
 def test_what_befalls_a_call_follows_from_the_seed() -> None:
