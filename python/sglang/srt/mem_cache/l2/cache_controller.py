@@ -102,7 +102,8 @@ class HiCacheAck:
     num_loads: int
     """Loads that were issued up to now, this one included."""
     digests: list[PageDigests] = field(default_factory=list)
-    """Checksums of the pages on the device; complete when the copy has ended."""
+    """Checksums of the pages on the device, until they are kept; complete when the copy has
+    ended."""
 
 
 class HiCacheController:
@@ -277,13 +278,18 @@ class HiCacheController:
             )
 
     def keep_checksums(self, ack: HiCacheAck) -> None:
-        """Keep the checksums of the pages of a write that has ended, before they are published."""
+        """Keep the checksums of the pages of a write that has ended, before they are published.
+
+        A second call does nothing. An eviction publishes pages before their write is settled, so
+        that they may have other owners by then.
+        """
         for one in ack.digests:
             checksums, digests = self.mem_pool_host.get_pool(one.pool).checksums, one.wait()
             if digests is None:
                 checksums.forget(one.pages)
             else:
                 checksums.keep(one.pages, digests)
+        ack.digests.clear()
 
     # ---- L2 to L1 --------------------------------------------------------------------------
 

@@ -7,7 +7,10 @@ import random
 import pytest
 
 from rigs.caches.cache_rig import Reused
+from rigs.caches.host_damage import host_pages
+from rigs.caches.storage_rigs import counts
 from rigs.caches.tier_rigs import other_prompts, three_tiers, two_tiers
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
@@ -67,6 +70,31 @@ def test_write_back_writes_when_l1_is_left_and_not_before() -> None:
     assert rig.hi.host_pool.available_size() == rig.hi.host_pool.size
     other_prompts(rig)
     assert rig.run(range(17)) == Reused(host=16)
+
+
+def test_the_checksums_of_a_copy_are_kept_once() -> None:
+    """A page that was written back has another owner before its copy is settled."""
+    with envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0):
+        rig = two_tiers(hicache_write_policy="write_back", hicache_ratio=0.5)
+    first, second = range(8), range(100, 108)
+    for prompt in (first, second):
+        rig.run(prompt)
+    rig.settle()
+    rig.tree.evict(EvictParams(num_tokens=8))
+    pages = host_pages(rig.hi, first)
+    taken = rig.hi.host_pool.alloc(rig.hi.host_pool.available_size())
+    assert taken is not None and rig.hi.evict_host(8) == 8
+    rig.tree.evict(EvictParams(num_tokens=8))
+    rig.hi.host_pool.free(taken)
+    assert set(host_pages(rig.hi, second)) == set(pages)
+    # The first copy alone is settled, and a load of the second is compared.
+    rig.hi.host_backup.settle(1)
+    match = rig.tree.match_prefix(MatchPrefixParams(RadixKey(list(second))))
+    rig.tree.init_load_back(InitLoadBackParams(match.best_match_node, 8))
+    rig.hi.verify_load(rig.hi.ready_to_load_host_cache())
+    assert counts(rig.hi.metrics.checked_pages) == {"host/intact": 2}
+    rig.settle()
+    rig.close()
 
 
 def test_one_eviction_frees_all_that_can_go_also_where_l2_is_smaller_than_a_node() -> None:
