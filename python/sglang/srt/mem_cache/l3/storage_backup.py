@@ -214,20 +214,21 @@ class StorageBackup:
                 self._store.forget_stored()
         refused: set[TreeNode] = set()
         for status in agreed.backups:
-            operation = self.under_way.popleft()
-            self._settle(operation, success=status is Status.LANDED)
+            nodes = self._settle(self.under_way.popleft(), success=status is Status.LANDED)
             if status is Status.FAILED:
-                refused.add(operation.node)
+                refused.update(nodes)
         if refused:
             self._give_up_below(refused)
         if self.postponed:
             self._resume_postponed()
 
-    def _settle(self, operation: StorageOperation, *, success: bool) -> None:
+    def _settle(self, operation: StorageOperation, *, success: bool) -> list[TreeNode]:
+        """Act on the end of a write; returns its nodes, several after splits, top first."""
         length = len(operation.host_indices)
         self._tokens -= length
+        nodes = [node for node, _, _ in reversed(parts_of(operation.node, length))]
         late = []
-        for node, _, _ in reversed(parts_of(operation.node, length)):
+        for node in nodes:
             node.backup_op = None
             has_written_state = node is operation.node and bool(operation.extra_transfers)
             has_state = any(state.host_value is not None for state in node.states)
@@ -241,6 +242,7 @@ class StorageBackup:
         if success and late and self._store.attached is not None:
             # States that came while the pages were written.
             self._write_all(late)
+        return nodes
 
     def _give_up_below(self, refused: set[TreeNode]) -> None:
         """Drop the postponed writes of descendants of refused nodes."""

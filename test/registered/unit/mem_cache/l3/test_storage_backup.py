@@ -186,6 +186,23 @@ def test_what_waits_for_room_is_given_up_with_what_it_follows() -> None:
     assert all(node.storage_epoch == rig.hi.store.epoch for node in rig.hi.nodes())
 
 
+def test_what_waits_below_the_upper_part_of_a_refused_write_is_given_up() -> None:
+    """The second prompt leaves the first in its middle, while that is being written."""
+    rig = three_tiers(16, prefetch_threshold=1000, hicache_ratio=1.0)
+    flaky = FlakyStorage(rig)
+    flaky.mode = "hangs"
+    rig.run(range(24))
+    rig.until(lambda: bool(rig.hi.storage_backup.under_way))
+    rig.run([*range(8), *range(100, 124)])
+    rig.until(lambda: bool(rig.hi.storage_backup.postponed))
+    flaky.mode = "full"
+    flaky.goes_on.set()
+    rig.settle()
+    assert counts(rig.hi.metrics.backup_outcomes) == {"failed": 1, "short": 1}
+    assert len([call for call in flaky.calls if call.startswith("batch_set")]) == 1
+    rig.close()
+
+
 def test_all_writes_that_have_ended_are_settled_in_one_tick_though_they_failed() -> None:
     """Else a store that fails keeps the pages of one write a tick free, and the rest of L2."""
     rig = three_tiers(l1_pages=32, prefetch_threshold=400)
