@@ -179,9 +179,9 @@ class _Server:
         self._messages: list[ToScheduler] = []
         self.rig = CheckableRoleRig(
             BUILTIN_MODEL_DIR,
-            mode,
-            self._mover if holds else self._engine,
-            lambda host, port, rank: one_rank(
+            mode=mode,
+            engine=self._mover if holds else self._engine,
+            find_rank=lambda host, port, rank: one_rank(
                 *(host if "://" in host else self._endpoint).split("#")
             ),
             **args,

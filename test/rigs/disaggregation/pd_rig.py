@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from rigs.disaggregation.pd_pair import NEVER_ASKED, PdPair
-from rigs.schedulers.checkable_worker import CheckableWorker
+from rigs.schedulers.checkable_worker import CheckableRig
 from rigs.schedulers.scheduler_rig import SchedulerRig
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
@@ -38,7 +38,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferOp,
 )
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
-from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 
 SLOW_BLOCKS = LinkCosts(block_s=10.0, bytes_per_s=1e12, packing_s=0.0, unit_s=0.0)
@@ -241,14 +240,15 @@ class RoleRig(SchedulerRig):
     """
 
     tick_s: ClassVar[float] = 0.001
+    manager: MooncakeKVManager
 
     def __init__(
         self,
         model_path: Path,
+        *,
         mode: DisaggregationMode,
         engine: RigEngine,
         find_rank: FindRank,
-        *,
         identity: str = "rig",
         unit_bytes: int | None = None,
         **args: Any,
@@ -281,16 +281,8 @@ class RoleRig(SchedulerRig):
         return self.routes[0].endpoint
 
 
-class CheckableRoleRig(RoleRig):
+class CheckableRoleRig(CheckableRig, RoleRig):
     """A server whose model checks every key and value that it reads."""
-
-    device = "cpu"
-
-    def make_worker(
-        self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
-    ) -> TpModelWorker:
-        assert pool_tokens is not None, "the test gives the size of L1"
-        return CheckableWorker(page_size, pool_tokens, max_requests)
 
 
 class PdRig(PdPair[RoleRig]):
@@ -317,21 +309,16 @@ class PdRig(PdPair[RoleRig]):
     ) -> None:
         super().__init__()
         kind = CheckableRoleRig if checkable else RoleRig
+        args |= {"engine": engine, "find_rank": self._find}
         self.engine = engine
         self.other: RoleRig | None = None
         """Another prefill scheduler that the decode scheduler finds in place of its own one."""
         self.endpoint: str | None = None
         """Endpoint at which the decode scheduler finds the prefill scheduler; None: its own one."""
         self.prefill = kind(
-            model_path,
-            DisaggregationMode.PREFILL,
-            engine,
-            self._find,
-            **{**args, **(prefill or {})},
+            model_path, mode=DisaggregationMode.PREFILL, **{**args, **(prefill or {})}
         )
-        self.decode = kind(
-            model_path, DisaggregationMode.DECODE, engine, self._find, **{**args, **(decode or {})}
-        )
+        self.decode = kind(model_path, mode=DisaggregationMode.DECODE, **{**args, **(decode or {})})
         self.strangers: dict[str, Route | None] = {}
         """Other prefill servers that requests may name, by host; None: it is not found."""
 

@@ -37,6 +37,7 @@ from rigs.disaggregation.pd_rig import (
     one_rank,
 )
 from rigs.schedulers import random_seeds
+from rigs.schedulers.checkable_worker import CheckableWorker
 from rigs.schedulers.random_checks import (
     assert_input_logprobs,
     assert_unpinned,
@@ -44,6 +45,7 @@ from rigs.schedulers.random_checks import (
 )
 from rigs.schedulers.random_requests import RandomRequests, Sent
 from rigs.schedulers.random_seeds import Outcome
+from rigs.schedulers.random_setup import speculation
 from rigs.schedulers.scheduler_rig import Collected
 from rigs.schedulers.step_watchdog import Watchdog
 from sglang.embedded_mooncake import LOOPBACK
@@ -179,7 +181,9 @@ class RandomPd:
         self.page_size = self.rng.choice((1, 4, 16))
         self.args = {side: draw_args(self.rng, self.page_size) for side in ("prefill", "decode")}
         # Drawn apart, so that seeds stay the same otherwise.
-        self.unit_bytes = random.Random(~seed).choice((None, 4096, 20_000))
+        apart = random.Random(~seed)
+        self.unit_bytes = apart.choice((None, 4096, 20_000))
+        self.num_draft_tokens = apart.choice((1, 1, 2, 4, 9))
         self.outcome = Outcome()
         self._requests = RandomRequests(self.rng, self.page_size)
         self._mover = FlippingMover(random.Random(seed))
@@ -218,6 +222,7 @@ class RandomPd:
                     unit_bytes=self.unit_bytes,
                     prefill=self.args["prefill"],
                     decode=self.args["decode"],
+                    **speculation(self.num_draft_tokens),
                 )
             )
             stack.callback(self._mover.release)
@@ -235,7 +240,8 @@ class RandomPd:
                     self._round(injects=prob > 0)
             except BaseException as error:
                 error.add_note(
-                    f"after {self.outcome.steps} steps, units of {self.unit_bytes}, {self.args}"
+                    f"after {self.outcome.steps} steps, units of {self.unit_bytes}, "
+                    f"{self.num_draft_tokens} tokens a step, {self.args}"
                 )
                 error.add_note(self.pair.describe())
                 raise
@@ -441,6 +447,9 @@ class RandomPd:
             counters = rig.scheduler.state.counters
             self.outcome.counts[f"{name}: retractions"] += counters.retractions
             self.outcome.counts[f"{name}: tokens computed"] += counters.prefill_tokens
+            assert isinstance(rig.worker, CheckableWorker)
+            self.outcome.counts[f"{name}: accepted drafts"] += rig.worker.num_accepted
+            self.outcome.counts[f"{name}: rejected drafts"] += rig.worker.num_rejected
 
 
 def _prefill_role(pair: PdRig) -> PrefillRole:

@@ -29,12 +29,10 @@ from rigs.schedulers.checkable_model import (
     first_break,
     word,
 )
-from rigs.schedulers.checkable_pools import HIDDEN_SIZE, CheckablePools
+from rigs.schedulers.checkable_pools import CheckablePools
 from rigs.schedulers.checkable_step import Step, expect
 from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.speculative.eagle_worker import EAGLEWorker
 
 if TYPE_CHECKING:
@@ -117,10 +115,6 @@ class _DraftLayer:
         self.model_config = SimpleNamespace(num_hidden_layers=pools.state.draft_layer)
         self.req_to_token_pool = copy.copy(rows)
         self.req_to_token_pool.req_to_token = rows.req_to_token.clone()
-        if PoolName.HIDDEN not in self.pools:
-            self.req_to_token_pool.last_hidden = HiddenRows(
-                rows.size, HIDDEN_SIZE, torch.float32, "cpu"
-            )
         self.model = self
         self.seeds: dict[int, int] = {}
         """Seeds of the step's requests, by row."""

@@ -15,7 +15,7 @@ import torch
 
 from rigs.schedulers.checkable_model import Words
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
-from sglang.srt.mem_cache.device.hidden_rows import hidden_spec
+from sglang.srt.mem_cache.device.hidden_rows import HiddenRows, hidden_spec
 from sglang.srt.mem_cache.device.memory_pool import (
     HybridReqToTokenPool,
     KVCache,
@@ -208,9 +208,13 @@ class CheckablePools:
         return np.ascontiguousarray(_MARKS["hidden"][self.state.draft_layer, : HIDDEN_SIZE // 4, 0])
 
     def rows(self, max_requests: int, context_len: int) -> ReqToTokenPool:
-        """The rows of requests, each with a state if the model keeps some."""
+        """The rows of requests, each with a state if the model keeps some, else with a hidden state
+        if it drafts."""
         if self.states is None:
-            return ReqToTokenPool(max_requests, context_len, "cpu")
+            rows = ReqToTokenPool(max_requests, context_len, "cpu")
+            if self.state.drafts:
+                rows.last_hidden = HiddenRows(max_requests, HIDDEN_SIZE, torch.float32, "cpu")
+            return rows
         return HybridReqToTokenPool(max_requests, context_len, "cpu", self.states)
 
 

@@ -36,6 +36,13 @@ _EVICTION: Final = ("lru", "lfu", "fifo", "priority", "slru")
 _LAYOUTS: Final = (AUTO, *(layout.value for layout in HostLayout))
 
 
+def speculation(num_draft_tokens: int) -> dict[str, Any]:
+    """Arguments of a rig whose decode steps have that many tokens for each request."""
+    if num_draft_tokens == 1:
+        return {}
+    return {"speculative_algorithm": "NEXTN", "speculative_num_steps": num_draft_tokens - 1}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """The configuration of one run. Lengths are pages, unless the name says tokens."""
@@ -189,11 +196,7 @@ class Setup:
             args["mamba_track_interval"] = self.track_interval
         elif self.num_states:
             args["mamba_scheduler_strategy"] = "no_buffer"
-        if self.num_draft_tokens > 1:
-            args |= {
-                "speculative_algorithm": "NEXTN",
-                "speculative_num_steps": self.num_draft_tokens - 1,
-            }
+        args |= speculation(self.num_draft_tokens)
         if self.tiers > 1:
             args |= {
                 "enable_hierarchical_cache": True,

@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 from sglang.srt.disaggregation.prefill import PrefillRole
+from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
@@ -28,6 +29,7 @@ def test_a_run(seed: int) -> None:
     torch.set_num_threads(1)
     outcome = RandomPd(seed).run(200, least_right=6)
     assert outcome.counts["decode: right"] >= 6
+    assert (outcome.counts["decode: accepted drafts"] > 0) == (seed == 2)
 
 
 def forget_the_reads(role: DecodeRole, req: Any, reason: Any) -> bool:
@@ -35,6 +37,11 @@ def forget_the_reads(role: DecodeRole, req: Any, reason: Any) -> bool:
     ON_END(role, req, reason)
     role._lingering.clear()
     return True
+
+
+def read_half(rows: HiddenRows, row: int) -> bytes:
+    half = READ(rows, row)[: rows.row_bytes // 2]
+    return half + bytes(len(half))
 
 
 def send_one_page_less(sender: MooncakeKVSender, pages: list[int]) -> None:
@@ -45,6 +52,7 @@ ON_END: Callable[..., bool] = DecodeRole.on_end
 SEND: Callable[..., None] = MooncakeKVSender.send
 BLOCKS: Callable[..., Any] = ShardSlice.page_blocks
 BEGIN: Callable[..., Any] = Packer._begin
+READ: Callable[..., bytes] = HiddenRows.read
 DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "slots are free while they are read": (DecodeRole, "on_end", forget_the_reads),
     "a wrong page is sent": (MooncakeKVSender, "send", send_one_page_less),
@@ -54,6 +62,13 @@ DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
         "_begin",
         lambda packer, ask, pages: BEGIN(packer, ask, pages[::-1]),
     ),
+    "a hidden state of another request": (
+        HiddenRows,
+        "read",
+        lambda rows, row: READ(rows, (row + 1) % len(rows.table)),
+    ),
+    "half a hidden state": (HiddenRows, "read", read_half),
+    "a hidden state that is not kept": (HiddenRows, "write", lambda *args: None),
     "rooms are not ended": (MooncakeKVSender, "abort", lambda *args: None),
     "requests decode where they were computed": (PrefillRole, "keeps", lambda *args: False),
 }
@@ -69,9 +84,10 @@ def test_a_defect_is_noticed(monkeypatch: pytest.MonkeyPatch, defect: str) -> No
     torch.set_num_threads(1)
     monkeypatch.setattr(random_pd, "_REST_S", 3.0)
     monkeypatch.setattr(*DEFECTS[defect])
+    # Seed 4 is the first that packs pages, seed 2 the first that drafts.
+    first = 4 if "packed" in defect else 2 if "hidden" in defect else 1
     with pytest.raises(AssertionError):
-        # Seed 4 is the first that packs pages.
-        run_seeds(range(4 if "packed" in defect else 1, 30))
+        run_seeds(range(first, 30))
 
 
 if __name__ == "__main__":
