@@ -37,6 +37,7 @@ from rigs.disaggregation.pd_rig import (
     one_rank,
 )
 from rigs.schedulers import random_seeds
+from rigs.schedulers.checkable_pools import CheckableState
 from rigs.schedulers.checkable_worker import CheckableWorker
 from rigs.schedulers.random_checks import (
     assert_input_logprobs,
@@ -184,6 +185,11 @@ class RandomPd:
         apart = random.Random(~seed)
         self.unit_bytes = apart.choice((None, 4096, 20_000))
         self.num_draft_tokens = apart.choice((1, 1, 2, 4, 9))
+        self.state = CheckableState(
+            is_sparse=apart.random() < 0.25,
+            num_states=40 if apart.random() < 0.4 else 0,
+            alignment=self.page_size,
+        )
         self.outcome = Outcome()
         self._requests = RandomRequests(self.rng, self.page_size)
         self._mover = FlippingMover(random.Random(seed))
@@ -219,6 +225,7 @@ class RandomPd:
                     self._mover,
                     checkable=True,
                     page_size=self.page_size,
+                    state=self.state,
                     unit_bytes=self.unit_bytes,
                     prefill=self.args["prefill"],
                     decode=self.args["decode"],
@@ -241,7 +248,7 @@ class RandomPd:
             except BaseException as error:
                 error.add_note(
                     f"after {self.outcome.steps} steps, units of {self.unit_bytes}, "
-                    f"{self.num_draft_tokens} tokens a step, {self.args}"
+                    f"{self.num_draft_tokens} tokens a step, {self.state}, {self.args}"
                 )
                 error.add_note(self.pair.describe())
                 raise

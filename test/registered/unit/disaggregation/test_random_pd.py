@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=14, suite="base-a-test-cpu")
 
 
 @pytest.mark.parametrize("seed", [1, 2, 6])
@@ -52,6 +52,7 @@ ON_END: Callable[..., bool] = DecodeRole.on_end
 SEND: Callable[..., None] = MooncakeKVSender.send
 BLOCKS: Callable[..., Any] = ShardSlice.page_blocks
 BEGIN: Callable[..., Any] = Packer._begin
+STATES: Callable[..., Any] = ShardSlice.state_blocks
 READ: Callable[..., bytes] = HiddenRows.read
 DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "slots are free while they are read": (DecodeRole, "on_end", forget_the_reads),
@@ -69,6 +70,11 @@ DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     ),
     "half a hidden state": (HiddenRows, "read", read_half),
     "a hidden state that is not kept": (HiddenRows, "write", lambda *args: None),
+    "a hidden state beside the recurrent one is not read": (
+        ShardSlice,
+        "state_blocks",
+        lambda *args: STATES(*args)[:-1],
+    ),
     "rooms are not ended": (MooncakeKVSender, "abort", lambda *args: None),
     "requests decode where they were computed": (PrefillRole, "keeps", lambda *args: False),
 }
@@ -84,8 +90,8 @@ def test_a_defect_is_noticed(monkeypatch: pytest.MonkeyPatch, defect: str) -> No
     torch.set_num_threads(1)
     monkeypatch.setattr(random_pd, "_REST_S", 3.0)
     monkeypatch.setattr(*DEFECTS[defect])
-    # Seed 4 is the first that packs pages, seed 2 the first that drafts.
-    first = 4 if "packed" in defect else 2 if "hidden" in defect else 1
+    # Seed 2 is the first with recurrent states; seed 4 drafts without, and packs pages.
+    first = 2 if "beside" in defect else 4 if "packed" in defect or "hidden" in defect else 1
     with pytest.raises(AssertionError):
         run_seeds(range(first, 30))
 
