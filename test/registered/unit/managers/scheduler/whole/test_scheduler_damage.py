@@ -22,6 +22,7 @@ from rigs.caches.host_damage import (
     write_page,
 )
 from rigs.caches.storage_rigs import counts
+from rigs.drafts.guesses import Drafts, recorded
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
@@ -227,20 +228,45 @@ def test_either_pool_of_a_sparse_model(tmp_path: Path, pool: str) -> None:
         assert checked(cache, "damaged") == 1
 
 
-@pytest.mark.parametrize("part", ["pages", "state"])
-def test_a_prefix_with_a_recurrent_state(tmp_path: Path, part: str) -> None:
-    save_tiny_checkpoint(tmp_path, "qwen3_next", eos_token_id=None)
-    with rig_of(tmp_path, page_size=64, pool_tokens=1024, snapshot_alignment=64) as (rig, cache):
+@contextlib.contextmanager
+def hybrid_in_l2(path: Path) -> Iterator[tuple[SchedulerRig, HiRadixCache, list[int], Drafts]]:
+    """A model with recurrent states that drafts, a prompt of it in L2 alone, and the drafts of the
+    prompt's continuation, which `cold` gives too."""
+    save_tiny_checkpoint(path, "qwen3_5", eos_token_id=None, mtp=True)
+    sizes: dict[str, Any] = {"page_size": 64, "pool_tokens": 1024, "snapshot_alignment": 64}
+    with rig_of(path, speculative_algorithm="NEXTN", **sizes) as (rig, cache):
         ids = prompt(1, 200)
-        first = ask(rig, ids)
+        with recorded() as drafts:
+            assert ask(rig, ids) == cold(path, ids)
         for seed in range(10, 18):
             ask(rig, prompt(seed, 200))
-        if part == "pages":
-            flip(pool_of(cache), host_pages(cache, ids)[1])
-        else:
-            flip(pool_of(cache, "mamba"), host_state(cache, ids))
-        assert ask(rig, ids) == first == cold(tmp_path, ids)
+        yield rig, cache, ids, drafts
+
+
+@pytest.mark.parametrize("part", ["kv", "mamba", "hidden"])
+def test_a_prefix_with_a_recurrent_state(tmp_path: Path, part: str) -> None:
+    """And with a hidden state beside it: damage in any reaches neither words nor drafts."""
+    with hybrid_in_l2(tmp_path) as (rig, cache, ids, drafts):
+        slot = host_pages(cache, ids)[1] if part == "kv" else host_state(cache, ids)
+        flip(pool_of(cache, part), slot)
+        with recorded() as found:
+            assert ask(rig, ids) == cold(tmp_path, ids)
+        assert found == drafts
         assert checked(cache, "damaged") == 1
+        assert rig.scheduler.state.counters.redone == 1
+
+
+@pytest.mark.settled
+def test_an_unchecked_hidden_state_costs_drafts_alone(tmp_path: Path) -> None:
+    """So its check matters, though words never depend on it."""
+    with hybrid_in_l2(tmp_path) as (rig, cache, ids, drafts):
+        pool, slot = pool_of(cache, "hidden"), host_state(cache, ids)
+        flip(pool, slot)
+        pool.keep_checksums(torch.tensor([slot]), [None])
+        with recorded() as found:
+            assert ask(rig, ids) == cold(tmp_path, ids)
+        assert found != drafts
+        assert checked(cache, "unchecked") == 1
 
 
 if __name__ == "__main__":
