@@ -41,7 +41,8 @@ def recorded() -> Iterator[Drafts]:
 def guessed(texts: Sequence[Sequence[int]], right: float, seed: int = 0) -> Iterator[None]:
     """Draft the continuations in `texts`, each token right with the chance `right`.
 
-    The draft layer runs nevertheless, for what it stores.
+    What the draft layer itself drafts decides which tokens are right. So runs in which it drafts
+    the same have the same acceptance.
     """
     with mock.patch.object(EAGLEWorker, "draft", _guessing(texts, right, seed)):
         yield
@@ -57,10 +58,10 @@ def _guessing(
     texts: Sequence[Sequence[int]], right: float, seed: int
 ) -> Callable[[EAGLEWorker, ForwardBatch], torch.Tensor]:
     """A function in place of `EAGLEWorker.draft`."""
-    rng = random.Random(seed)
     real = EAGLEWorker.draft
 
     def guess(newest: int, before: int, real_drafts: list[int]) -> list[int]:
+        rng = random.Random(repr((seed, newest, before, real_drafts)))
         fitting = [t for t in texts if len(t) > before and t[before] == newest]
         text = list(rng.choice(fitting)) if fitting else []
         known = [*text[before + 1 : before + 1 + len(real_drafts)], *real_drafts]
