@@ -48,13 +48,21 @@ def run_alone(model: Path) -> list[tuple[list[int], Drafts]]:
     return found
 
 
-@pytest.mark.parametrize(("is_inline", "overlap"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("is_inline", "overlap", "prefill_steps"), [(False, True, 3), (True, False, 1)]
+)
 def test_the_words_and_drafts_of_one_server(
-    model: Path, alone: list[tuple[list[int], Drafts]], is_inline: bool, overlap: bool
+    model: Path,
+    alone: list[tuple[list[int], Drafts]],
+    is_inline: bool,
+    overlap: bool,
+    prefill_steps: int,
 ) -> None:
+    """The decode server's own number of steps counts."""
+    prefill = {"speculative_num_steps": prefill_steps}
     with (
         envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(is_inline),
-        PdRig(model, LocalMover(), overlap=overlap, **ARGS) as pair,
+        PdRig(model, LocalMover(), overlap=overlap, prefill=prefill, **ARGS) as pair,
     ):
         for number, (ids, (words, drafts)) in enumerate(zip(PROMPTS, alone, strict=True)):
             for turn in ("cold", "cached"):

@@ -86,7 +86,7 @@ def mismatch_of(
     if found != hidden_bytes:
         return (
             f"the prefill server sent a hidden state of {found} bytes, not of {hidden_bytes}: both "
-            "servers need the same --speculative-* flags"
+            "servers need the same --speculative-algorithm"
         )
     is_unlike = (
         (token is not None) != (spec.sampling_params.max_new_tokens > 0)
