@@ -23,7 +23,7 @@ from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FlushCac
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=40, suite="base-a-test-cpu")
+register_cpu_ci(est_time=42, suite="base-a-test-cpu")
 
 pytestmark = pytest.mark.usefixtures("reads_are_never_late")
 
@@ -227,10 +227,17 @@ def test_retracted_requests_say_and_draft_the_same(model: Path) -> None:
     plain = SchedulerRig(model, disable_radix_cache=True)
     want = [plain.generate([ids], 40)[0] for ids in prompts]
     texts = [[*ids, *said] for ids, said in zip(prompts, want, strict=True)]
-    rig = SchedulerRig(model, page_size=4, pool_tokens=160, **SPECULATES)
-    with guessed(texts, 0.8):
-        assert rig.generate(prompts, 40) == want
+    drafts: list[Drafts] = []
+    for pool_tokens in (512, 160):
+        rig = SchedulerRig(model, page_size=4, pool_tokens=pool_tokens, **SPECULATES)
+        with recorded() as found, guessed(texts, 0.8):
+            assert rig.generate(prompts, 40) == want
+        drafts.append(found)
     assert rig.scheduler.state.counters.retractions > 0
+    # After a retraction the tokens of a verification begin elsewhere.
+    same = drafts[0].keys() & drafts[1].keys()
+    assert len(same) > len(drafts[0]) / 2
+    assert [drafts[0][key] for key in same] == [drafts[1][key] for key in same]
 
 
 @pytest.mark.settled
