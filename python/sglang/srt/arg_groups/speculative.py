@@ -74,8 +74,3 @@ def check_speculative(args: ServerArgs) -> Iterator[str]:
             "--speculative-algorithm with --attention-backend ascend: it reads whole pages, and "
             "the draft layer's contexts begin inside one: use torch_native"
         )
-    if args.attn_cp_size > 1:
-        yield (
-            f"--speculative-algorithm with --attn-cp-size {args.attn_cp_size}: not supported yet; "
-            "leave it at 1"
-        )

@@ -4,6 +4,9 @@ With c ranks, a request's new tokens are cut into 2c runs. Rank r takes runs r a
 makes the causal work even ("zig-zag", Llama 3 herd of models, 2024, section 3.3.2). Attention
 treats each run as a request whose prefix ends where the run begins. Before a layer attends, the
 ranks exchange what they have stored for it, and their pools become equal.
+
+A draft layer reads, for each token, the hidden state at the token before. For the first token of a
+run that state is on another rank, so the ranks also exchange the states at the ends of runs.
 """
 
 from __future__ import annotations
@@ -73,11 +76,24 @@ def plan_runs(
 
 
 @dataclass(frozen=True, slots=True)
+class RunEdges:
+    """Where the hidden states before a rank's runs are, for a draft layer."""
+
+    starts: torch.Tensor
+    """int64 `[runs]`: index of each run's first token among the rank's tokens."""
+    before: torch.Tensor
+    """int64 `[runs]`: index of the state before each run among these: the states before the step,
+    one for each request, then the gathered ones."""
+    last: torch.Tensor
+    """int64 `[bs]`: index among the gathered states of that at each request's last token."""
+
+
+@dataclass(frozen=True, slots=True)
 class ContextShare:
     """One rank's share of a split prefill, and its exchange with the other ranks."""
 
     whole: ForwardBatch
-    """The step as the scheduler made it."""
+    """The step as the scheduler made it; it captures no hidden states: ranks have them in parts."""
     group: TensorGroup
     here: torch.Tensor
     """int64 `[padded]`: slots of this rank's tokens, padded with slot 0 to the same length on all
@@ -85,12 +101,16 @@ class ContextShare:
     everywhere: torch.Tensor
     """int64 `[size * padded]`: `here` of all ranks, one after the other."""
     rows: torch.Tensor
-    """int64 `[n]`: indices of the rows that the whole step needs, among this rank's rows of
-    `ForwardBatch.rows_for_logits`."""
+    """int64 `[n]`: indices of the hidden states that the ranks gather, among those that the model
+    gives on this rank."""
     places: torch.Tensor
-    """int64 `[n]`: indices of these rows among those of the whole step."""
+    """int64 `[n]`: indices of these states among the gathered ones."""
     num_places: int
-    """Rows that the whole step needs."""
+    """Gathered states."""
+    num_wanted: int
+    """Gathered states that the logits of the whole step need; they come first, in its order."""
+    edges: RunEdges | None
+    """None: the step does not capture hidden states."""
 
     def share_stored(self, layer_id: int, pools: Mapping[PoolName, BaseDevicePool]) -> None:
         """Exchange what the ranks have stored for a layer, so that every rank's pools have all of
@@ -109,15 +129,42 @@ class ContextShare:
             buffer.index_copy_(0, self.everywhere, rows)
 
     def gather_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Gather the hidden states that the whole step needs: `[num_places, hidden_size]` on every
-        rank.
+        """Gather the hidden states that all ranks need: `[num_places, hidden_size]`.
 
         Args:
-            hidden: `[rows, hidden_size]`: this rank's hidden states of `rows_for_logits`.
+            hidden: `[rows, hidden_size]`: this rank's hidden states of `rows_for_logits`, or of all
+                its tokens if the step captures them.
         """
         wanted = hidden.new_zeros(self.num_places, hidden.shape[1])
         wanted.index_copy_(0, self.places, hidden.index_select(0, self.rows))
         return self.group.all_reduce(wanted)  # Each row is zero on all ranks but one.
+
+
+@dataclass(frozen=True, slots=True)
+class SplitHidden:
+    """Hidden states after a split prefill, after the final norm, for a draft layer."""
+
+    batch: ForwardBatch
+    """This rank's share of the step."""
+    own: torch.Tensor
+    """`[num_tokens, hidden_size]`: at the tokens of `batch`."""
+    gathered: torch.Tensor
+    """`[num_places, hidden_size]`, the same on all ranks; see `ContextShare`."""
+    edges: RunEdges
+
+    def before_tokens(self, before_step: torch.Tensor) -> torch.Tensor:
+        """The state before each token of `batch`, `[num_tokens, hidden_size]`.
+
+        Args:
+            before_step: `[bs, hidden_size]`: the state before each request of the whole step.
+        """
+        shifted = self.own.roll(1, dims=0)
+        known = torch.cat((before_step, self.gathered))
+        return shifted.index_copy_(0, self.edges.starts, known.index_select(0, self.edges.before))
+
+    def at_last_tokens(self) -> torch.Tensor:
+        """The state at the last token of each request of the whole step, `[bs, hidden_size]`."""
+        return self.gathered.index_select(0, self.edges.last)
 
 
 def split_context(batch: ForwardBatch, group: TensorGroup) -> ForwardBatch | None:
@@ -149,20 +196,39 @@ def split_context(batch: ForwardBatch, group: TensorGroup) -> ForwardBatch | Non
     requests = [run.request for run in runs]
     on_rows = on_device(requests, device, torch.int64)
     lens = [prefix_lens[run.request] + run.end for run in runs]
+    place_of = _places_of_ends(batch, plan)
+    starts = [0, *itertools.accumulate(run.length for run in runs)]
     if batch.rows_for_logits() is None:
-        rows, places, num_places = torch.arange(len(index), device=device), index, firsts[-1]
+        rows, places = torch.arange(len(index), device=device), index
+        num_places = num_wanted = firsts[-1]
     else:
-        last = [place for place, run in enumerate(runs) if run.end == new_lens[run.request]]
-        rows = on_device(last, device, torch.int64)
-        places, num_places = on_rows.index_select(0, rows), len(new_lens)
+        row_of_run = [end - 1 for end in starts[1:]] if batch.capture_hidden else range(len(runs))
+        ends = [(run.request, run.end) for run in runs]
+        given = [(row, end) for row, end in zip(row_of_run, ends, strict=True) if end in place_of]
+        rows = on_device([row for row, _ in given], device, torch.int64)
+        places = on_device([place_of[end] for _, end in given], device, torch.int64)
+        num_places, num_wanted = len(place_of), len(new_lens)
+    edges: RunEdges | None = None
+    if batch.capture_hidden:
+        before = [
+            len(new_lens) + place_of[run.request, run.begin] if run.begin else run.request
+            for run in runs
+        ]
+        edges = RunEdges(
+            starts=on_device(starts[:-1], device, torch.int64),
+            before=on_device(before, device, torch.int64),
+            last=on_device([place_of[end] for end in enumerate(new_lens)], device, torch.int64),
+        )
     share = ContextShare(
-        whole=batch,
+        whole=replace(batch, capture_hidden=False),
         group=group,
         here=everywhere[group.rank * most : (group.rank + 1) * most],
         everywhere=everywhere,
         rows=rows,
         places=places,
         num_places=num_places,
+        num_wanted=num_wanted,
+        edges=edges,
     )
     rows_cpu = batch.req_pool_indices_cpu
     return replace(
@@ -178,3 +244,19 @@ def split_context(batch: ForwardBatch, group: TensorGroup) -> ForwardBatch | Non
         extend_seq_lens_cpu=[run.length for run in runs],
         context_share=share,
     )
+
+
+def _places_of_ends(
+    batch: ForwardBatch, plan: Sequence[Sequence[Run]]
+) -> dict[tuple[int, int], int]:
+    """Index of the hidden state at the end of runs among the gathered ones, by request and end.
+    Without a draft layer only the last run of each request counts."""
+    new_lens = batch.extend_seq_lens_cpu
+    assert new_lens is not None
+    ends = {(run.request, run.end) for own in plan for run in own}
+    if batch.rows_for_logits() is None:
+        firsts = list(itertools.accumulate(new_lens, initial=0))
+        return {(request, end): firsts[request] + end - 1 for request, end in ends}
+    lasts = list(enumerate(new_lens))
+    others = sorted(ends.difference(lasts)) if batch.capture_hidden else []
+    return {end: place for place, end in enumerate([*lasts, *others])}

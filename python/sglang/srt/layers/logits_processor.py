@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.vocab_parallel_embedding import VocabLogits, VocabParallelEmbedding
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.context_parallel import SplitHidden
 
 _MAX_LOGITS: Final = 1 << 24
 """Logits computed at a time, in fp32: 64 MiB, and as much again for their logprobs."""
@@ -33,7 +36,9 @@ class LogitsProcessorOutput:
     """int64 `[bs]`: accepted drafts of each request, of a verification; else None."""
     hidden_states: torch.Tensor | None = None
     """`[num_tokens, hidden_size]`, after the final norm: the input of the draft layer. None: the
-    step did not capture them."""
+    step did not capture them, or ranks have split it."""
+    split_hidden: SplitHidden | None = None
+    """In place of `hidden_states`, of a step that ranks have split."""
 
     def first(self, rows: int, num_tokens: int | None = None) -> LogitsProcessorOutput:
         """The output of the first `rows` rows of `logits`, and hidden states of `num_tokens`, by

@@ -12,6 +12,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.activation import GatedMLP
 from sglang.srt.layers.attention.window_backend import window_spec
+from sglang.srt.layers.context_parallel import SplitHidden
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
@@ -330,9 +331,14 @@ class LlamaForCausalLM(CausalLM):
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
         hidden_states = self.model.forward(input_ids, positions, forward_batch)
-        if (share := forward_batch.context_share) is not None:
-            hidden_states, forward_batch = share.gather_hidden(hidden_states), share.whole
-        return compute_logits(hidden_states, self._head, forward_batch)
+        share = forward_batch.context_share
+        if share is None:
+            return compute_logits(hidden_states, self._head, forward_batch)
+        gathered = share.gather_hidden(hidden_states)
+        output = compute_logits(gathered[: share.num_wanted], self._head, share.whole)
+        if share.edges is not None:
+            output.split_hidden = SplitHidden(forward_batch, hidden_states, gathered, share.edges)
+        return output
 
     def draft_logits(self, hidden: torch.Tensor) -> VocabLogits:
         return self._head.logits(hidden)

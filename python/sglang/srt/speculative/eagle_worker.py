@@ -37,6 +37,7 @@ from sglang.srt.speculative.verify_graphs import (
 )
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.context_parallel import SplitHidden
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -302,6 +303,16 @@ class EAGLEWorker:
             self._commit(batch, accepted + 1, states.slots)
         self._last.write(batch, hidden.index_select(0, last))
 
+    def follow_split(self, batch: ForwardBatch, split: SplitHidden) -> None:
+        """`follow` of a prefill that ranks have split: this one runs the layer over its own tokens,
+        and the layer's attention exchanges what the ranks have stored.
+
+        Args:
+            batch: The whole step, which has been launched.
+        """
+        self._store(split.batch, split.before_tokens(self._last.read(batch)))
+        self._last.write(batch, split.at_last_tokens())
+
     def _commit(self, batch: ForwardBatch, counts: torch.Tensor, targets: torch.Tensor) -> None:
         assert batch.states is not None and self._states is not None
         assert self._verified is not None
@@ -360,6 +371,7 @@ class EAGLEWorker:
             extend_prefix_lens_cpu=prefix_lens,
             extend_seq_lens_cpu=new_lens,
             is_captured=batch.is_captured,
+            context_share=batch.context_share,
         )
         self._runner.forward_draft(of_draft, hidden)
 

@@ -34,6 +34,7 @@ def prepare(*argv: str) -> ServerArgs:
         ((*NEXTN, STEPS, "5", TOPK, "1", TOKENS, "6"), 6),
         ((*NEXTN, "--disaggregation-mode", "decode"), 4),
         ((*NEXTN, "--tp-size", "4"), 4),
+        ((*NEXTN, "--tp-size", "4", "--attn-cp-size", "2"), 4),
     ],
 )
 def test_tokens_that_a_step_verifies(argv: tuple[str, ...], tokens: int) -> None:
@@ -50,7 +51,6 @@ def test_tokens_that_a_step_verifies(argv: tuple[str, ...], tokens: int) -> None
         ((*NEXTN, STEPS, "9"), "--speculative-num-steps 9 must be from 1 to 8"),
         ((*NEXTN, TOPK, "4"), "--speculative-eagle-topk 4: only chains are supported, so give 1"),
         ((*NEXTN, STEPS, "3", TOKENS, "8"), "--speculative-num-draft-tokens 8 .* give 4"),
-        ((*NEXTN, "--tp-size", "2", "--attn-cp-size", "2"), "--attn-cp-size 2: not supported yet"),
         ((*NEXTN, "--speculative-draft-model-path", "x"), "--speculative-draft-model-path: SGLang"),
         (
             (*NEXTN, "--speculative-accept-threshold-single", "0.5"),

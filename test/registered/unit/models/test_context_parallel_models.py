@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,8 +12,10 @@ from rigs.caches.memory_ranks import MemoryTensorGroup
 from rigs.models.model_oracle import prompt
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from rigs.schedulers.rank_threads import on_rank_threads
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
+from sglang.srt.speculative.eagle_worker import EAGLEWorker
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -80,6 +82,62 @@ def test_logits_and_pools_are_those_of_one_rank(
             torch.testing.assert_close(part, whole, rtol=1e-3, atol=1e-4)
 
 
+def run_with_drafts(driver: StepDriver, group: object = None) -> tuple[torch.Tensor, Any]:
+    """`run_steps` of a model whose draft layer follows: the hidden state kept of each request, and
+    the pools. The second chunk wants log probabilities of its prompts."""
+    for pool in driver.runner.pools.values():
+        for buffer in (buffer for part in cast("PagedDevicePool", pool).parts for buffer in part):
+            buffer.fill_(7)
+    worker, steps = EAGLEWorker(driver.runner, num_draft_tokens=4), list[ForwardBatch]()
+    forward = driver.runner.forward
+
+    def follows(batch: ForwardBatch) -> LogitsProcessorOutput:
+        batch.capture_hidden = True
+        if len(steps) == 1:
+            batch.extend_logprob_start_lens_cpu = [1, 0, 3]
+            batch.extend_input_logprob_token_ids_cpu = [[5, 6], [7], [8]]
+        output = forward(batch)
+        steps.append(batch)
+        if output.split_hidden is not None:
+            assert output.hidden_states is None
+            worker.follow_split(batch, output.split_hidden)
+        elif batch.forward_mode is ForwardMode.EXTEND:
+            assert output.hidden_states is not None
+            worker.follow(batch, output.hidden_states)
+        return output
+
+    driver.runner.forward = follows  # type: ignore[method-assign]
+    pools = run_steps(driver)[1]
+    kept = driver.runner.req_to_token_pool.last_hidden
+    assert kept is not None
+    return kept.table[:3].clone(), pools
+
+
+DRAFTING = [case for case in CASES if "qwen3" not in str(case.id)]
+
+
+@pytest.mark.parametrize(("size", "cp_size"), SIZES)
+@pytest.mark.parametrize(("family", "overrides"), DRAFTING)
+def test_a_draft_layer_stores_and_keeps_what_it_does_on_one_rank(
+    tmp_path: Path, family: str, overrides: dict[str, Any], size: int, cp_size: int
+) -> None:
+    """Runs begin and end within pages; a short prompt is beside a long one, and has one token in a
+    step."""
+    save_tiny_checkpoint(tmp_path, family, mtp=True, **overrides)
+    fields: dict[str, Any] = {"page_size": 16, "has_draft_layer": True, "num_draft_tokens": 4}
+    kept, pools = run_with_drafts(StepDriver(tmp_path, **fields))
+    found = on_rank_threads(size, tmp_path, run_with_drafts, cp_size=cp_size, **fields)
+    tp_size = size // cp_size
+    for rank, (own, held) in enumerate(found):
+        torch.testing.assert_close(own, kept, rtol=1e-4, atol=1e-4)
+        assert torch.equal(own, found[0][0])
+        first = found[rank % tp_size][1]
+        assert all(torch.equal(part, other) for part, other in zip(held, first, strict=True))
+    if tp_size == 1:
+        for part, whole in zip(found[0][1], pools, strict=True):
+            torch.testing.assert_close(part, whole, rtol=1e-3, atol=1e-4)
+
+
 def test_log_probabilities_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path, "qwen3", **SPLIT)
     long, short = prompt(140, 4), prompt(9, 5)
@@ -130,9 +188,12 @@ def test_ranks_compute_their_share_alone(tmp_path: Path) -> None:
 
 
 def test_models_with_recurrent_states_are_refused(tmp_path: Path) -> None:
-    save_tiny_checkpoint(tmp_path, "qwen3_5")
-    with pytest.raises(ValueError, match="--attn-cp-size 2: a recurrent state of Qwen3_5ForCausal"):
-        on_rank_threads(2, tmp_path, lambda driver, group: None, cp_size=2)
+    save_tiny_checkpoint(tmp_path, "qwen3_5", mtp=True)
+    for drafts in (False, True):
+        with pytest.raises(ValueError, match="--attn-cp-size 2: a recurrent state of Qwen3_5ForC"):
+            on_rank_threads(
+                2, tmp_path, lambda driver, group: None, cp_size=2, has_draft_layer=drafts
+            )
 
 
 def test_tokens_that_the_pool_has_already_are_read_from_there(tmp_path: Path) -> None:

@@ -67,6 +67,9 @@ class TpModelWorker:
         )
         if self._speculation is None:
             return output, token_ids
+        if output.split_hidden is not None:
+            self._speculation.follow_split(forward, output.split_hidden)
+            return output, token_ids
         snapshots = None
         if batch.verified is not None:
             assert drafts is not None, "the step is a verification"
