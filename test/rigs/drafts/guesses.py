@@ -22,7 +22,8 @@ Drafts = dict[tuple[int, int], list[int]]
 
 @contextmanager
 def recorded() -> Iterator[Drafts]:
-    """The drafts of all verifications inside. Requests must differ in tokens or positions."""
+    """The drafts of all verifications inside, the same on all ranks of this process. Requests must
+    differ in tokens or positions."""
     found: Drafts = {}
     real = EAGLEWorker.draft
 
@@ -30,7 +31,11 @@ def recorded() -> Iterator[Drafts]:
         newest = batch.input_ids.tolist()
         drafts = real(self, batch)
         for row, token in enumerate(newest):
-            found[token, batch.seq_lens_cpu[row] - self.num_draft_tokens] = drafts[row].tolist()
+            if not batch.out_cache_loc[row * self.num_draft_tokens]:
+                continue  # a request that pads a captured batch
+            place = token, batch.seq_lens_cpu[row] - self.num_draft_tokens
+            ids = drafts[row].tolist()
+            assert found.setdefault(place, ids) == ids, f"other drafts after {place}"
         return drafts
 
     with mock.patch.object(EAGLEWorker, "draft", draft):
@@ -57,7 +62,7 @@ def guess_in_rank(texts: Sequence[Sequence[int]], right: float, rank: int) -> No
 def _guessing(
     texts: Sequence[Sequence[int]], right: float, seed: int
 ) -> Callable[[EAGLEWorker, ForwardBatch], torch.Tensor]:
-    """A function in place of `EAGLEWorker.draft`."""
+    """A function in place of `EAGLEWorker.draft`. Ranks of one process draft the same."""
     real = EAGLEWorker.draft
 
     def guess(newest: int, before: int, real_drafts: list[int]) -> list[int]:

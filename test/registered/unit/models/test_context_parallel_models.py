@@ -106,7 +106,7 @@ def run_with_drafts(driver: StepDriver, group: object = None) -> tuple[torch.Ten
             worker.follow(batch, output.hidden_states)
         return output
 
-    driver.runner.forward = follows  # type: ignore[method-assign]
+    driver.runner.forward = follows  # type: ignore[method-assign, assignment]
     pools = run_steps(driver)[1]
     kept = driver.runner.req_to_token_pool.last_hidden
     assert kept is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.drafts.guesses import guessed, recorded
 from rigs.models.grammar_rig import HandBackend, text_of
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.rank_rigs import RankRigs
 from rigs.schedulers.scheduler_rig import Collected, SchedulerRig, greedy, prompt
+from sglang.srt.environ import envs
 from sglang.srt.layers import context_parallel
 from sglang.srt.layers.context_parallel import Run
 from sglang.srt.managers.messages.io_struct import ToScheduler
@@ -27,6 +30,8 @@ SIZES = [(2, 2), (4, 2)]
 """Ranks, and over how many of them prefills are split."""
 PROMPTS = {f"p{length}": prompt(length, length) for length in (5, 130, 300, 64, 33, 1)}
 """Of one page and of several; some are too short to be split, one takes three chunks."""
+
+TIERS = ("none", "device", "host", "storage")
 
 Ticks = Sequence[Sequence[ToScheduler]]
 AnyRig = SchedulerRig | RankRigs
@@ -216,6 +221,82 @@ def test_log_probabilities_of_prompts_and_answers(
             assert [ids for _, ids in got] == [ids for _, ids in expected]
             assert [one for one, _ in got] == pytest.approx([one for one, _ in expected], abs=1e-4)
     assert len(plans) >= 3 * 4
+
+
+def tails_of(tier: str) -> dict[str, list[int]]:
+    """Prompts that begin alike in each tier, and go on differently. Some are too short to split."""
+    seed = TIERS.index(tier)
+    tail = prompt(80 + seed, 170) if seed else []
+    return {"long": prompt(71, 201) + tail, "page": prompt(72, 40), "one": prompt(73 + seed, 1)}
+
+
+@pytest.mark.usefixtures("reads_are_never_late")
+@pytest.mark.parametrize(
+    ("family", "size", "cp_size"),
+    [
+        ("deepseek_v3", 4, 4),
+        ("deepseek_v32", 4, 2),
+        ("glm_moe_dsa", 2, 2),
+        ("glm4_moe", 4, 2),
+    ],
+)
+def test_drafts_are_those_of_one_rank_from_every_tier(
+    tmp_path: Path,
+    make_ranks: Callable[..., RankRigs],
+    plans: list[list[list[Run]]],
+    family: str,
+    size: int,
+    cp_size: int,
+) -> None:
+    """Of one rank without a cache; the words are those without speculation."""
+    torch.set_num_threads(1)
+    model = tmp_path / "model"
+    heads: dict[str, Any] = {"num_attention_heads": 8}
+    if family != "glm4_moe":
+        heads["num_key_value_heads"] = 8
+    save_tiny_checkpoint(model, family, eos_token_id=None, mtp=True, **heads)
+    drafting: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
+    plain, one = (
+        SchedulerRig(model, **ARGS, **fields, disable_radix_cache=True) for fields in ({}, drafting)
+    )
+    extra = json.dumps({"prefetch_threshold": 16, "prefetch_timeout_base": 30})
+    args = {
+        **drafting,
+        "pool_tokens": 512,
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 4.0,
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": extra,
+    }
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
+        ranks = make_ranks(model, size, cp_size, **args)
+        for tier in TIERS:
+            prompts = tails_of(tier)
+            said = plain.generate(prompts.values(), 12)
+            with recorded() as want:
+                assert one.generate(prompts.values(), 12) == said
+            if tier == "host":
+                ranks.run(ranks.request("other", prompt(79, 480)))
+            if tier == "storage":
+                ranks.close()
+                ranks = make_ranks(model, size, cp_size, **args)
+            plans.clear()
+            texts = [[*ids, *got] for ids, got in zip(prompts.values(), said, strict=True)]
+            with recorded() as drafts, guessed(texts, 0.7):
+                ranks.run(
+                    *(
+                        ranks.request(f"{name} {tier}", ids, greedy(12))
+                        for name, ids in prompts.items()
+                    )
+                )
+            results = {name: ranks.results[f"{name} {tier}"] for name in prompts}
+            assert [got.output_ids for got in results.values()] == said, tier
+            assert len(drafts) > 6 and drafts.items() <= want.items(), tier
+            assert len(plans) >= size and all(len(plan) == cp_size for plan in plans)
+            last = results["long"].last
+            assert last is not None
+            assert tier == "none" or getattr(last.cached_tokens_details, tier) == 192
 
 
 if __name__ == "__main__":
