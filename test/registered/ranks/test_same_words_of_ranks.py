@@ -1,14 +1,16 @@
 """The same words from one, two and four ranks, and with context parallelism: tiny models, real
-servers, every tier."""
+servers, every tier. With context parallelism `deepseek_v32` also drafts tokens."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from rigs.drafts.guesses import guess_in_rank
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import EngineServer
@@ -40,6 +42,7 @@ SIZES: Final = {
     "qwen3_5": TP[:2],
 }
 """Numbers of ranks, and how many of them divide a prompt; the first is the reference."""
+DRAFTING: Final = ("deepseek_v32",)
 IDS: Final = prompt(1, 200)
 PAGE: Final = 16
 WHOLE: Final = 192
@@ -57,7 +60,7 @@ def flags(family: str, size: int, backend: str = "file", *, cp_size: int = 1) ->
         "page-size": PAGE,
         "max-total-tokens": 1024,
         "max-running-requests": 8,
-        "chunked-prefill-size": 64,
+        "chunked-prefill-size": 96,
         "hicache-storage-backend": backend,
         "hicache-storage-prefetch-policy": "wait_complete",
         "hicache-storage-backend-extra-config": json.dumps({"prefetch_threshold": PAGE}),
@@ -105,13 +108,19 @@ def words_of(server: ForkedServer, *, restarts: bool) -> tuple[list[int], Result
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_ranks_say_what_one_rank_says(tmp_path: Path, family: str) -> None:
     model = tmp_path / "model"
-    save_tiny_checkpoint(model, family, **FAMILIES[family])
+    drafts = family in DRAFTING
+    save_tiny_checkpoint(model, family, mtp=drafts, **FAMILIES[family])
     expected: tuple[list[int], Results] | None = None
     for size, cp_size in SIZES[family]:
         sizes = f"TP {size}, CP {cp_size}"
         env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / f"store {sizes}")}
         words = flags(family, size, cp_size=cp_size)
-        with ForkedServer(*words, env=env, model=str(model)) as server:
+        in_rank = None
+        if drafts and cp_size > 1:
+            assert expected is not None
+            words += ["--speculative-algorithm", "NEXTN"]
+            in_rank = partial(guess_in_rank, [[*IDS, *expected[0]]], 0.8)
+        with ForkedServer(*words, env=env, model=str(model), in_rank=in_rank) as server:
             found = words_of(server, restarts=(size, cp_size) == SIZES[family][-1])
         if expected is None:
             expected = found

@@ -226,19 +226,14 @@ def test_log_probabilities_of_prompts_and_answers(
 def tails_of(tier: str) -> dict[str, list[int]]:
     """Prompts that begin alike in each tier, and go on differently. Some are too short to split."""
     seed = TIERS.index(tier)
-    tail = prompt(80 + seed, 170) if seed else []
+    tail = prompt(80 + seed, 90) if seed else []
     return {"long": prompt(71, 201) + tail, "page": prompt(72, 40), "one": prompt(73 + seed, 1)}
 
 
 @pytest.mark.usefixtures("reads_are_never_late")
+@pytest.mark.settled
 @pytest.mark.parametrize(
-    ("family", "size", "cp_size"),
-    [
-        ("deepseek_v3", 4, 4),
-        ("deepseek_v32", 4, 2),
-        ("glm_moe_dsa", 2, 2),
-        ("glm4_moe", 4, 2),
-    ],
+    ("family", "size", "cp_size"), [("deepseek_v3", 2, 2), ("glm_moe_dsa", 4, 2)]
 )
 def test_drafts_are_those_of_one_rank_from_every_tier(
     tmp_path: Path,
@@ -251,9 +246,7 @@ def test_drafts_are_those_of_one_rank_from_every_tier(
     """Of one rank without a cache; the words are those without speculation."""
     torch.set_num_threads(1)
     model = tmp_path / "model"
-    heads: dict[str, Any] = {"num_attention_heads": 8}
-    if family != "glm4_moe":
-        heads["num_key_value_heads"] = 8
+    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
     save_tiny_checkpoint(model, family, eos_token_id=None, mtp=True, **heads)
     drafting: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
     plain, one = (
@@ -273,9 +266,9 @@ def test_drafts_are_those_of_one_rank_from_every_tier(
         ranks = make_ranks(model, size, cp_size, **args)
         for tier in TIERS:
             prompts = tails_of(tier)
-            said = plain.generate(prompts.values(), 12)
+            said = plain.generate(prompts.values(), 10)
             with recorded() as want:
-                assert one.generate(prompts.values(), 12) == said
+                assert one.generate(prompts.values(), 10) == said
             if tier == "host":
                 ranks.run(ranks.request("other", prompt(79, 480)))
             if tier == "storage":
@@ -286,7 +279,7 @@ def test_drafts_are_those_of_one_rank_from_every_tier(
             with recorded() as drafts, guessed(texts, 0.7):
                 ranks.run(
                     *(
-                        ranks.request(f"{name} {tier}", ids, greedy(12))
+                        ranks.request(f"{name} {tier}", ids, greedy(10))
                         for name, ids in prompts.items()
                     )
                 )
