@@ -267,7 +267,8 @@ def test_drafts_are_those_of_one_rank_from_every_tier(
         for tier in TIERS:
             prompts = tails_of(tier)
             said = plain.generate(prompts.values(), 10)
-            with recorded() as want:
+            texts = [[*ids, *got] for ids, got in zip(prompts.values(), said, strict=True)]
+            with recorded() as want, guessed(texts, 0.0):
                 assert one.generate(prompts.values(), 10) == said
             if tier == "host":
                 ranks.run(ranks.request("other", prompt(79, 480)))
@@ -275,7 +276,6 @@ def test_drafts_are_those_of_one_rank_from_every_tier(
                 ranks.close()
                 ranks = make_ranks(model, size, cp_size, **args)
             plans.clear()
-            texts = [[*ids, *got] for ids, got in zip(prompts.values(), said, strict=True)]
             with recorded() as drafts, guessed(texts, 0.7):
                 ranks.run(
                     *(
