@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from rigs.caches.memory_ranks import MemoryExchange, MemoryTensorGroup, PlaceInGroup
-from sglang.srt.layers.context_parallel import ContextShare, Run, plan_runs, split_context
+from sglang.srt.layers.context_parallel import (
+    ContextShare,
+    Run,
+    SplitHidden,
+    plan_runs,
+    split_context,
+)
 from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
@@ -184,6 +190,44 @@ def test_rows_that_the_step_wants_are_on_every_rank_where_the_step_has_them() ->
         for last, every in threads.map(work, range(size)):
             assert torch.equal(last, hidden[[66, 68]])
             assert torch.equal(every, hidden)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("wants_logprobs", [False, True])
+def test_each_token_has_the_hidden_state_before_it(size: int, wants_logprobs: bool) -> None:
+    """Long prompts, some too short to split, and of one token; some after others in the cache."""
+    prefix_lens, new_lens = [10, 0, 0, 3, 16, 0], [300, 1, 777, 2, 1, 256]
+    count = sum(new_lens)
+    generator = torch.Generator().manual_seed(size)
+    hidden = torch.randn((count, 5), generator=generator)
+    before_step = torch.randn((len(new_lens), 5), generator=generator)
+    ends = torch.tensor(new_lens).cumsum(0)
+    want = hidden.roll(1, dims=0)
+    want[ends - torch.tensor(new_lens)] = before_step
+    exchange = MemoryExchange(size)
+
+    def work(rank: int) -> tuple[torch.Tensor, SplitHidden]:
+        group = MemoryTensorGroup(exchange, rank)
+        pool = MHATokenToKVPool(2048, PAGE, torch.float32, HEADS, HEAD_DIM, 1, "cpu")
+        batch = make_batch(pool, prefix_lens, new_lens, list(range(8, 8 + count)))
+        batch.capture_hidden = True
+        if wants_logprobs:
+            batch.extend_logprob_start_lens_cpu = [0] * len(new_lens)
+        part = split_context(batch, group)
+        assert part is not None and part.context_share is not None
+        share, tokens = part.context_share, part.input_ids - 1000
+        gathered = share.gather_hidden(hidden[tokens])
+        for_logits = hidden if wants_logprobs else hidden[ends - 1]
+        assert torch.equal(gathered[: share.num_wanted], for_logits)
+        assert share.edges is not None and not share.whole.capture_hidden
+        return tokens, SplitHidden(part, hidden[tokens], gathered, share.edges)
+
+    with ThreadPoolExecutor(size) as threads:
+        found = list(threads.map(work, range(size)))
+    assert torch.equal(torch.cat([tokens for tokens, _ in found]).sort()[0], torch.arange(count))
+    for tokens, split in found:
+        assert torch.equal(split.before_tokens(before_step), want[tokens])
+        assert torch.equal(split.at_last_tokens(), hidden[ends - 1])
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def run_steps(driver: StepDriver, group: object = None) -> tuple[torch.Tensor, l
     """Long prompts in chunks beside short ones, then decoding; the logits, then the pools."""
     long, middle, short = prompt(330, 1), prompt(150, 2), prompt(9, 3)
     chunks = [
-        [(0, long[:201]), (1, middle[:77]), (2, short[:5])],
-        [(2, short[5:8]), (1, middle[77:149]), (0, long[201:329])],
+        [(0, long[:201]), (1, middle[:77]), (2, short[:1])],
+        [(2, short[1:8]), (1, middle[77:149]), (0, long[201:329])],
         [(1, middle[149:])],
     ]
     logits = [driver.extend(chunk).next_token_logits for chunk in chunks]
@@ -121,8 +121,8 @@ DRAFTING = [case for case in CASES if "qwen3" not in str(case.id)]
 def test_a_draft_layer_stores_and_keeps_what_it_does_on_one_rank(
     tmp_path: Path, family: str, overrides: dict[str, Any], size: int, cp_size: int
 ) -> None:
-    """Runs begin and end within pages; a short prompt is beside a long one, and has one token in a
-    step."""
+    """Runs begin and end within pages. Beside the first there is a prompt of one token, for which
+    the layer stores nothing."""
     save_tiny_checkpoint(tmp_path, family, mtp=True, **overrides)
     fields: dict[str, Any] = {"page_size": 16, "has_draft_layer": True, "num_draft_tokens": 4}
     kept, pools = run_with_drafts(StepDriver(tmp_path, **fields))
