@@ -11,6 +11,7 @@ import pytest
 
 from rigs.disaggregation.control_proxy import ControlProxy
 from rigs.disaggregation.pd_ranks import PdRanks
+from rigs.drafts.guesses import recorded
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.rank_rigs import RankRigs
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
@@ -22,7 +23,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import ItemKind
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=45, suite="base-a-test-cpu")
+register_cpu_ci(est_time=50, suite="base-a-test-cpu")
 
 PAGE: Final = 16
 LENGTHS: Final = (1, 16, 17, 64, 90)
@@ -128,6 +129,24 @@ def test_the_output_is_that_of_one_rank(
             check_output(pair, alone, turn)
         for rig in pair.decode.rigs:
             assert rig.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
+
+
+def test_drafts_after_a_prefill_that_ranks_split_are_those_of_one_rank(tmp_path: Path) -> None:
+    """Which have the prompt's last hidden state from all ranks of the prefill server alike."""
+    save_tiny_checkpoint(tmp_path, "deepseek_v32", mtp=True, **MODELS["deepseek_v32"])
+    drafts: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
+    args = {**ARGS, **drafts, "chunked_prefill_size": 96}
+    alone = SchedulerRig(tmp_path, disable_radix_cache=True, **args)
+    with PdRanks(tmp_path, 2, 1, cp_size=2, **args) as pair:
+        for ids in (PROMPTS[0], prompt(9, 201)):
+            with recorded() as want:
+                (words,) = alone.generate([ids], 8)
+            for turn in ("cold", "cached"):
+                rid = f"{turn} {len(ids)}"
+                with recorded() as found:
+                    pair.run(pair.request(rid, ids, greedy(8)))
+                assert pair.result(rid).output_ids == words
+                assert found == want
 
 
 @pytest.mark.parametrize(

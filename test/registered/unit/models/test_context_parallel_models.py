@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.speculative.eagle_worker import EAGLEWorker
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
 SPLIT: dict[str, Any] = {"num_attention_heads": 8}
 LATENT: dict[str, Any] = {**SPLIT, "num_key_value_heads": 8}
@@ -89,18 +89,22 @@ def run_with_drafts(driver: StepDriver, group: object = None) -> tuple[torch.Ten
         for buffer in (buffer for part in cast("PagedDevicePool", pool).parts for buffer in part):
             buffer.fill_(7)
     worker, steps = EAGLEWorker(driver.runner, num_draft_tokens=4), list[ForwardBatch]()
-    forward = driver.runner.forward
+    forward, num_layers = driver.runner.forward, len([*driver.runner.model.attention_layers()])
+    split_over = driver.runner.cp_group
 
     def follows(batch: ForwardBatch) -> LogitsProcessorOutput:
         batch.capture_hidden = True
         if len(steps) == 1:
             batch.extend_logprob_start_lens_cpu = [1, 0, 3]
             batch.extend_input_logprob_token_ids_cpu = [[5, 6], [7], [8]]
+        begun = split_over.num_calls if isinstance(split_over, MemoryTensorGroup) else 0
         output = forward(batch)
         steps.append(batch)
         if output.split_hidden is not None:
             assert output.hidden_states is None
             worker.follow_split(batch, output.split_hidden)
+            assert isinstance(split_over, MemoryTensorGroup)
+            assert split_over.num_calls == begun + num_layers + 1, "a gathering a layer, one sum"
         elif batch.forward_mode is ForwardMode.EXTEND:
             assert output.hidden_states is not None
             worker.follow(batch, output.hidden_states)
