@@ -77,15 +77,15 @@ def plan_runs(
 
 @dataclass(frozen=True, slots=True)
 class RunEdges:
-    """Where the hidden states before a rank's runs are, for a draft layer."""
+    """Indices of hidden states at the edges of a rank's runs, for a draft layer."""
 
     starts: torch.Tensor
     """int64 `[runs]`: index of each run's first token among the rank's tokens."""
     before: torch.Tensor
-    """int64 `[runs]`: index of the state before each run among these: the states before the step,
-    one for each request, then the gathered ones."""
+    """int64 `[runs]`: index of the state before each run. Indices below `bs` mean the state before
+    that request's first new token; the gathered states follow, from `bs` on."""
     last: torch.Tensor
-    """int64 `[bs]`: index among the gathered states of that at each request's last token."""
+    """int64 `[bs]`: index of the state at each request's last token, among the gathered ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class ContextShare:
     """One rank's share of a split prefill, and its exchange with the other ranks."""
 
     whole: ForwardBatch
-    """The step as the scheduler made it; it captures no hidden states: ranks have them in parts."""
+    """The step as the scheduler made it, but without `capture_hidden`, for its logits."""
     group: TensorGroup
     here: torch.Tensor
     """int64 `[padded]`: slots of this rank's tokens, padded with slot 0 to the same length on all
@@ -197,28 +197,17 @@ def split_context(batch: ForwardBatch, group: TensorGroup) -> ForwardBatch | Non
     on_rows = on_device(requests, device, torch.int64)
     lens = [prefix_lens[run.request] + run.end for run in runs]
     place_of = _places_of_ends(batch, plan)
-    starts = [0, *itertools.accumulate(run.length for run in runs)]
     if batch.rows_for_logits() is None:
         rows, places = torch.arange(len(index), device=device), index
         num_places = num_wanted = firsts[-1]
     else:
-        row_of_run = [end - 1 for end in starts[1:]] if batch.capture_hidden else range(len(runs))
         ends = [(run.request, run.end) for run in runs]
-        given = [(row, end) for row, end in zip(row_of_run, ends, strict=True) if end in place_of]
+        counts = itertools.accumulate(run.length for run in runs)
+        lasts = [count - 1 for count in counts] if batch.capture_hidden else range(len(runs))
+        given = [(row, end) for row, end in zip(lasts, ends, strict=True) if end in place_of]
         rows = on_device([row for row, _ in given], device, torch.int64)
         places = on_device([place_of[end] for _, end in given], device, torch.int64)
         num_places, num_wanted = len(place_of), len(new_lens)
-    edges: RunEdges | None = None
-    if batch.capture_hidden:
-        before = [
-            len(new_lens) + place_of[run.request, run.begin] if run.begin else run.request
-            for run in runs
-        ]
-        edges = RunEdges(
-            starts=on_device(starts[:-1], device, torch.int64),
-            before=on_device(before, device, torch.int64),
-            last=on_device([place_of[end] for end in enumerate(new_lens)], device, torch.int64),
-        )
     share = ContextShare(
         whole=replace(batch, capture_hidden=False),
         group=group,
@@ -228,7 +217,7 @@ def split_context(batch: ForwardBatch, group: TensorGroup) -> ForwardBatch | Non
         places=places,
         num_places=num_places,
         num_wanted=num_wanted,
-        edges=edges,
+        edges=_edges_of(runs, new_lens, place_of, device) if batch.capture_hidden else None,
     )
     rows_cpu = batch.req_pool_indices_cpu
     return replace(
@@ -249,8 +238,8 @@ def split_context(batch: ForwardBatch, group: TensorGroup) -> ForwardBatch | Non
 def _places_of_ends(
     batch: ForwardBatch, plan: Sequence[Sequence[Run]]
 ) -> dict[tuple[int, int], int]:
-    """Index of the hidden state at the end of runs among the gathered ones, by request and end.
-    Without a draft layer only the last run of each request counts."""
+    """Indices among the gathered hidden states of those at the ends of runs, by request and end.
+    Unless the step captures hidden states, only the last run of each request has one."""
     new_lens = batch.extend_seq_lens_cpu
     assert new_lens is not None
     ends = {(run.request, run.end) for own in plan for run in own}
@@ -260,3 +249,22 @@ def _places_of_ends(
     lasts = list(enumerate(new_lens))
     others = sorted(ends.difference(lasts)) if batch.capture_hidden else []
     return {end: place for place, end in enumerate([*lasts, *others])}
+
+
+def _edges_of(
+    runs: Sequence[Run],
+    new_lens: Sequence[int],
+    place_of: Mapping[tuple[int, int], int],
+    device: torch.device,
+) -> RunEdges:
+    """The edges of a rank's `runs`. `place_of`: see `_places_of_ends`."""
+    counts = itertools.accumulate((run.length for run in runs[:-1]), initial=0)
+    before = [
+        len(new_lens) + place_of[run.request, run.begin] if run.begin else run.request
+        for run in runs
+    ]
+    return RunEdges(
+        starts=on_device(list(counts), device, torch.int64),
+        before=on_device(before, device, torch.int64),
+        last=on_device([place_of[end] for end in enumerate(new_lens)], device, torch.int64),
+    )

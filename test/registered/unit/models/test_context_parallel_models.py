@@ -125,8 +125,8 @@ DRAFTING = [case for case in CASES if "qwen3" not in str(case.id)]
 def test_a_draft_layer_stores_and_keeps_what_it_does_on_one_rank(
     tmp_path: Path, family: str, overrides: dict[str, Any], size: int, cp_size: int
 ) -> None:
-    """Runs begin and end within pages. Beside the first there is a prompt of one token, for which
-    the layer stores nothing."""
+    """Runs begin and end within pages. The layer stores nothing for a prompt of one token, which is
+    beside the first."""
     save_tiny_checkpoint(tmp_path, family, mtp=True, **overrides)
     fields: dict[str, Any] = {"page_size": 16, "has_draft_layer": True, "num_draft_tokens": 4}
     kept, pools = run_with_drafts(StepDriver(tmp_path, **fields))
