@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rigs.servers.engine_server import EXACT, EngineServer
-from rigs.servers.forked_servers import ForkedServer
+from rigs.servers.forked_servers import ForkedServer, spawn_compile_processes
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -55,6 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     with ForkedServer(
         "--chat-template", str(template), "--enable-cache-report", "--page-size", "8",
         "--chunked-prefill-size", "64", "--max-queued-requests", "64", *EXACT,
+        in_rank=spawn_compile_processes,
     ) as running:  # fmt: skip
         yield running
         before = compile_processes(running)

@@ -15,10 +15,12 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess, ForkServerProcess
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
@@ -27,6 +29,7 @@ import xgrammar
 
 from rigs.servers.engine_server import EngineServer
 from sglang import launch_server
+from sglang.srt.constrained import compile_process
 from sglang.srt.distributed.rendezvous import Rendezvous
 from sglang.srt.entrypoints import engine_processes, http_server
 from sglang.srt.environ import envs
@@ -35,8 +38,12 @@ from sglang.srt.managers.scheduler.process import run
 from sglang.srt.models import registry
 from sglang.test.test_utils import RunningServer, await_health, new_log_path, server_flags, tail_of
 
-PRELOADED: Final = (http_server, engine_processes, detokenizer_manager, run, registry, xgrammar)
+PRELOADED: Final = (
+    http_server, engine_processes, detokenizer_manager, run, registry, xgrammar, compile_process
+)  # fmt: skip
 """Modules that the processes of a server import."""
+
+_FORK_SERVER: Final = multiprocessing.get_context("forkserver")
 
 InRank = Callable[[int], None]
 """Runs in the process of each rank, before anything is built; gets the rank. It must be at the top
@@ -183,6 +190,7 @@ def _run_with(env: Mapping[str, str], target: Callable[..., None], args: tuple[A
     threading.Thread(target=_end_with, args=(engine,), daemon=True).start()
     # The engine's processes look whether their parent is still the one that they began with.
     engine._pid = os.getppid()
+    _fork_compile_processes()
     target(*args)
 
 
@@ -196,9 +204,56 @@ def _run_child(target: Callable[..., None], args: tuple[Any, ...], in_rank: InRa
     meeting = next((arg for arg in args if isinstance(arg, Rendezvous)), None)
     listener = None if meeting is None else meeting.listener
     _close_listeners(-1 if listener is None else listener.fileno())
+    _fork_compile_processes()
     if in_rank is not None and target.__name__ == "_run_scheduler":
         in_rank(0 if meeting is None else meeting.rank)
     target(*args)
+
+
+class _ForkedCompiler:
+    """Replaces `subprocess.Popen` of a compile process, which would import for five CPU seconds.
+
+    It is a child of the fork server that this process comes from, and ends with its pipe.
+    """
+
+    def __init__(self, _command: Sequence[str], *, pass_fds: Sequence[int], **_: int) -> None:
+        with Connection(os.dup(pass_fds[0])) as engine:
+            self._process = _FORK_SERVER.Process(target=_compile, args=(engine,))
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.join()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _fork_compile_processes() -> None:
+    """Fork the compile processes of this process, which itself comes from a fork server."""
+    server: Any = forkserver._forkserver
+    # Python would start another server. The one that has been inherited runs as long as this does.
+    server.ensure_running = resource_tracker.ensure_running
+    forking = SimpleNamespace(Popen=_ForkedCompiler, DEVNULL=subprocess.DEVNULL)
+    compile_process.subprocess = forking  # type: ignore[assignment]
+
+
+def spawn_compile_processes(_rank: int) -> None:
+    """An `InRank`: compile processes are started as users' are."""
+    compile_process.subprocess = subprocess
+
+
+def _compile(engine: Connection) -> None:
+    sys.argv = ["compile_process", str(os.getppid()), str(engine.fileno())]
+    compile_process.main()
 
 
 def _close_listeners(kept: int) -> None:
