@@ -77,8 +77,11 @@ def test_with_once_it_answers_and_ends() -> None:
     assert "curl -s http://127.0.0.1:" in answer
 
 
-def test_the_hybrid_answers_and_has_the_next_question_cached(tmp_path: Path) -> None:
+def test_the_hybrid_answers_has_the_next_question_cached_and_leaves_no_process(
+    tmp_path: Path,
+) -> None:
     port = get_free_port()
+    url = f"http://127.0.0.1:{port}"
     log = tmp_path / "log"
     env = child_environment({"MODEL": "hybrid"})
     with log.open("wb") as out:
@@ -88,6 +91,9 @@ def test_the_hybrid_answers_and_has_the_next_question_cached(tmp_path: Path) -> 
         text = log.read_text()
         assert "'7391'" in text.split(QUESTION, 1)[1].split("serve:", 1)[0]
         assert "Loaded Qwen3_5ForCausalLM" in text
+        assert is_healthy(url), "it runs until a signal"
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 3  # master, node, server
         command = shlex.split(re.findall(r"^curl .*", text, re.MULTILINE)[-1])
         answer = json.loads(subprocess.check_output(command, timeout=60))
         assert answer["model"] == "sglang-builtin-hybrid"
@@ -95,6 +101,8 @@ def test_the_hybrid_answers_and_has_the_next_question_cached(tmp_path: Path) -> 
         assert answer["sglext"]["cached_tokens_details"]["device"] == 64
         process.send_signal(signal.SIGTERM)
         assert process.wait(90) == 0, log.read_text()
+        assert wait_until(lambda: not any(map(is_alive, family)), 30)
+        assert not is_healthy(url)
     finally:
         if process.poll() is None:
             kill_process_tree(process.pid)
@@ -123,29 +131,6 @@ def test_flags_win_over_those_of_the_named_model(monkeypatch: pytest.MonkeyPatch
     args = prepare_server_args(with_model(["--served-model-name", "mine"]))
     assert args.model_path == str(BUILTIN_HYBRID_MODEL_DIR)
     assert args.served_model_name == "mine"
-
-
-def test_it_runs_until_a_signal_and_leaves_no_process(tmp_path: Path) -> None:
-    port = get_free_port()
-    url = f"http://127.0.0.1:{port}"
-    log = tmp_path / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen([*COMMAND, "--port", str(port)], stdout=out, stderr=out)
-    try:
-        assert wait_until(lambda: "Ctrl-C ends it" in log.read_text(), TIMEOUT), log.read_text()
-        assert wait_until(lambda: is_healthy(url), TIMEOUT)
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert len(family) >= 3  # master, node, server
-        command = shlex.split(re.findall(r"^curl .*", log.read_text(), re.MULTILINE)[-1])
-        answer = json.loads(subprocess.check_output(command, timeout=60))
-        assert "2846" in answer["choices"][0]["message"]["content"]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(90) == 0, log.read_text()
-        assert wait_until(lambda: not any(map(is_alive, family)), 30)
-        assert not is_healthy(url)
-    finally:
-        if process.poll() is None:
-            kill_process_tree(process.pid)
 
 
 def test_a_port_in_use_gives_one_line_before_any_process_starts() -> None:

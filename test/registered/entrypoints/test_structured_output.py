@@ -97,18 +97,17 @@ def test_a_schema_holds_under_random_sampling(client: openai.OpenAI) -> None:
         "json_schema": {"name": "person", "strict": True, "schema": PERSON},
     }
     texts = set()
-    for seed in range(3):
-        reply = client.chat.completions.create(
-            model="any", messages=ASK, temperature=1.0, seed=seed, n=8,
-            response_format=response_format, max_tokens=1500,
-        )  # fmt: skip
-        assert len(reply.choices) == 8
-        for choice in reply.choices:
-            assert choice.finish_reason == "stop"
-            assert choice.message.content is not None
-            assert_person(choice.message.content)
-            texts.add(choice.message.content)
-    assert len(texts) >= 20, "samples differ"
+    reply = client.chat.completions.create(
+        model="any", messages=ASK, temperature=1.0, seed=0, n=8,
+        response_format=response_format, max_tokens=1500,
+    )  # fmt: skip
+    assert len(reply.choices) == 8
+    for choice in reply.choices:
+        assert choice.finish_reason == "stop"
+        assert choice.message.content is not None
+        assert_person(choice.message.content)
+        texts.add(choice.message.content)
+    assert len(texts) >= 6, "samples differ"
 
 
 def test_streamed_and_whole_are_the_same(client: openai.OpenAI) -> None:
@@ -132,7 +131,7 @@ def test_a_call_that_must_be_made_always_parses(client: openai.OpenAI) -> None:
     names: set[str] = set()
     # Which tool a seed draws depends on the CPU's rounding.
     for seed in range(200):
-        if seed >= 8 and len(names) == 2:
+        if seed >= 4 and len(names) == 2:
             break
         reply = client.chat.completions.create(
             model="any", messages=ASK, tools=tools, tool_choice="required", temperature=1.0,

@@ -1,6 +1,6 @@
 """The built-in hybrid recalls from every tier: real servers, files and a real Mooncake store.
 
-Conversations of about 4,000 tokens, of which L1 holds one. Each is answered by a server without a
+Conversations of about 2,000 tokens, of which L1 holds one. Each is answered by a server without a
 cache, then again from L1, L2, L3 and by a second server. All answers must be the right codes, and
 `cached_tokens_details` must have the prefix in the expected tier: its keys and values, and the
 recurrent state at its end. With speculation each answer also takes as many verifications as in a
@@ -27,10 +27,11 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 
 MODEL = str(BUILTIN_HYBRID_MODEL_DIR)
-CONTEXT = 4000
+CONTEXT = 2000
 PAGE = 64
-STATES = ("--max-running-requests", "2", "--max-mamba-cache-size", "16")
-TIERS = (*STATES, "--max-total-tokens", "8192", "--hicache-ratio", "8",
+STATES = ("--max-running-requests", "2", "--max-mamba-cache-size", "16",
+          "--chunked-prefill-size", "1024")  # fmt: skip
+TIERS = (*STATES, "--max-total-tokens", "4096", "--hicache-ratio", "8",
          "--hicache-storage-prefetch-policy", "wait_complete")  # fmt: skip
 
 
@@ -41,11 +42,11 @@ def whole_pages(question: HeldoutQuestion) -> int:
 
 @pytest.fixture(scope="module")
 def questions() -> list[HeldoutQuestion]:
-    """Four questions for codes that were told, which an engine without a cache answers right."""
-    found = [HeldoutQuestion.of(seed, CONTEXT) for seed in range(4)]
+    """Three questions for codes that were told, which an engine without a cache answers right."""
+    found = [HeldoutQuestion.of(seed, CONTEXT) for seed in range(3)]
     with ForkedServer("--disable-radix-cache", *STATES, model=MODEL) as server:
         for question in found:
-            assert CONTEXT <= len(question.ids) < 8192, "one fits into L1"
+            assert CONTEXT <= len(question.ids) < 4096, "one fits into L1"
             assert question.answer.isdecimal()
             check(server, question, None)
     return found

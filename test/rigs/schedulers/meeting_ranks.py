@@ -29,7 +29,6 @@ from sglang.srt.distributed.tensor_group import (
 )
 from sglang.srt.layers.triton_ops import norm, vocab
 
-ROUNDS: Final = 18
 ROWS: Final = 3
 SUMS: Final = tuple(
     (rows, dtype)
@@ -37,6 +36,7 @@ SUMS: Final = tuple(
     for dtype in (torch.float32, torch.bfloat16)
 )
 """Tokens and dtypes of the sums, in turn: some are sent, others read."""
+ROUNDS: Final = len(SUMS)
 WIDTH: Final = 96
 VOCAB: Final = 9001
 """Vocabulary size: three keys for each of two ranks; not divisible."""

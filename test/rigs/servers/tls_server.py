@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ from typing import Final
 import httpx
 import trustme
 
-from sglang.srt.environ import child_environment
+from rigs.servers.forked_servers import ForkedProcess
 from sglang.srt.utils.network import get_free_port
 from sglang.test.test_utils import kill_process_tree
 
@@ -60,12 +58,8 @@ def tls_server(
     """The https URL of a server with the built-in model; its output goes to `log`."""
     port = get_free_port()
     url = f"https://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port)]
-    command += ["--device", "cpu", "--max-total-tokens", "4096", *certificates.flags(), *flags]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=child_environment(env)
-        )
+    words = ["--port", str(port), "--device", "cpu", "--max-total-tokens", "4096"]
+    process = ForkedProcess([*words, *certificates.flags(), *flags], log, env)
     try:
         _await_health(certificates, url, process, log)
         yield url
@@ -74,9 +68,7 @@ def tls_server(
         process.wait()
 
 
-def _await_health(
-    certificates: Certificates, url: str, process: subprocess.Popen[bytes], log: Path
-) -> None:
+def _await_health(certificates: Certificates, url: str, process: ForkedProcess, log: Path) -> None:
     deadline = time.monotonic() + _START_S
     with certificates.client() as client:
         while time.monotonic() < deadline:
