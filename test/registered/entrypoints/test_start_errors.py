@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ from typing import Any
 import psutil
 import pytest
 
+from rigs.servers.forked_servers import ForkedProcess
+from rigs.servers.forked_starts import ForkedStarts
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.srt.utils.process import is_alive, kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.test_utils import new_log_path
 
 register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 
@@ -38,22 +41,21 @@ DYNAMIC = ("--hicache-storage-backend", "dynamic", "--hicache-storage-backend-ex
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 16\n"
 
 
-def command(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "sglang.launch_server", "--port", str(get_free_port()), *flags]
+def command() -> list[str]:
+    return [sys.executable, "-m", "sglang.launch_server", "--port", str(get_free_port())]
 
 
-def start(*flags: str, env: dict[str, str] | None = None) -> tuple[str, set[str]]:
+@pytest.fixture(scope="module")
+def starts() -> Iterator[ForkedStarts]:
+    with ForkedStarts(LIST_IMPORTS) as starts:
+        yield starts
+
+
+def last_line(status: int, output: str) -> tuple[str, set[str]]:
     """The last line of a server that must not start, and what its processes imported."""
-    done = subprocess.run(
-        command(*flags),
-        env=child_environment({**LIST_IMPORTS, **(env or {})}),
-        capture_output=True,
-        text=True,
-        timeout=BOUND_S,
-    )
-    assert done.returncode == 1, done.stderr[-2000:]
-    assert "Traceback" not in done.stderr, done.stderr[-2000:]
-    lines, modules = split_imports(done.stdout + done.stderr)
+    assert status == 1, output[-2000:]
+    assert "Traceback" not in output, output[-2000:]
+    lines, modules = split_imports(output)
     assert lines[-1].startswith("error: ")
     return lines[-1], modules
 
@@ -69,9 +71,10 @@ def split_imports(output: str) -> tuple[list[str], set[str]]:
     return lines, modules
 
 
-def refused_at_once(*flags: str, env: dict[str, str] | None = None) -> str:
+def refused_at_once(starts: ForkedStarts, *flags: str, env: Mapping[str, str] | None = None) -> str:
     """The line of a server that must be refused before torch is imported and a process started."""
-    line, modules = start(*flags, env=env)
+    port = ("--port", str(get_free_port()))
+    line, modules = last_line(*starts.start((*port, *flags), env or {}))
     assert modules & {"torch", STARTS_A_PROCESS} == set(), line
     return line
 
@@ -96,8 +99,10 @@ def model_with(tmp_path: Path, **changes: object) -> Path:
         pytest.param(["--chat-template", "/nowhere/c"], ["--chat-template /nowhere/c"], id="chat"),
     ],
 )
-def test_flags_and_paths_are_looked_at_first(flags: list[str], words: list[str]) -> None:
-    line = refused_at_once(*flags)
+def test_flags_and_paths_are_looked_at_first(
+    starts: ForkedStarts, flags: list[str], words: list[str]
+) -> None:
+    line = refused_at_once(starts, *flags)
     for word in words:
         assert word in line
 
@@ -128,10 +133,10 @@ def test_flags_and_paths_are_looked_at_first(flags: list[str], words: list[str])
     ],
 )
 def test_the_store_is_looked_for_first(
-    env: dict[str, str], extra_config: str | None, words: list[str]
+    starts: ForkedStarts, env: dict[str, str], extra_config: str | None, words: list[str]
 ) -> None:
     extra = ["--hicache-storage-backend-extra-config", extra_config] if extra_config else []
-    line = refused_at_once(*MOONCAKE, *extra, env=env)
+    line = refused_at_once(starts, *MOONCAKE, *extra, env=env)
     for word in words:
         assert word in line
 
@@ -146,47 +151,50 @@ def test_the_store_is_looked_for_first(
     ],
 )
 def test_a_backend_of_ones_own_is_looked_for_first(
-    tmp_path: Path, config: dict[str, str], words: list[str]
+    starts: ForkedStarts, tmp_path: Path, config: dict[str, str], words: list[str]
 ) -> None:
     (tmp_path / "torn_backend.py").write_text("import torch\nclass Store(:\n")
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "__init__.py").write_text("import torch\n")
     (tmp_path / "my" / "backend.py").write_text("import torch\nclass Store: ...\n")
-    path = f"{tmp_path}:{child_environment().get('PYTHONPATH', '')}"
     settings = json.dumps({"backend_name": "b", **config})
-    line = refused_at_once(*DYNAMIC, settings, env={"PYTHONPATH": path})
+    line = refused_at_once(starts, *DYNAMIC, settings, env={"PYTHONPATH": str(tmp_path)})
     for word in words:
         assert word in line
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_is_named(starts: ForkedStarts) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = refused_at_once("--port", str(port))
+        line = refused_at_once(starts, "--port", str(port))
     assert str(port) in line
     assert "--port" in line
 
 
-def test_another_architecture_is_named_with_the_supported(tmp_path: Path) -> None:
+def test_another_architecture_is_named_with_the_supported(
+    starts: ForkedStarts, tmp_path: Path
+) -> None:
     model = model_with(tmp_path, architectures=["GPT2LMHeadModel"], model_type="gpt2")
-    line = refused_at_once("--model-path", str(model))
+    line = refused_at_once(starts, "--model-path", str(model))
     assert "GPT2LMHeadModel" in line
     assert "Qwen3ForCausalLM" in line
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_a_git_lfs_pointer_in_place_of_a_file_is_named(tmp_path: Path, name: str) -> None:
+def test_a_git_lfs_pointer_in_place_of_a_file_is_named(
+    starts: ForkedStarts, tmp_path: Path, name: str
+) -> None:
     model = model_with(tmp_path)
     (model / name).write_text(LFS_POINTER)
-    line = refused_at_once("--model-path", str(model))
+    line = refused_at_once(starts, "--model-path", str(model))
     assert f"{model / name} is a git-lfs pointer" in line
     assert "git lfs pull" in line
 
 
-def test_weights_that_are_not_there_are_named(tmp_path: Path) -> None:
+def test_weights_that_are_not_there_are_named(starts: ForkedStarts, tmp_path: Path) -> None:
     model = model_with(tmp_path)
     (model / "model.safetensors").unlink()
-    assert "no *.safetensors files" in refused_at_once("--model-path", str(model))
+    assert "no *.safetensors files" in refused_at_once(starts, "--model-path", str(model))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +213,9 @@ def test_weights_that_are_not_there_are_named(tmp_path: Path) -> None:
 def test_what_needs_the_model_to_be_known_is_one_line_too(
     flags: list[str], words: list[str]
 ) -> None:
-    line, _ = start(*flags)
+    log = new_log_path()
+    process = ForkedProcess(["--port", str(get_free_port()), *flags], log)
+    line, _ = last_line(process.wait(BOUND_S), log.read_text())
     for word in words:
         assert word in line
 
