@@ -243,12 +243,12 @@ def _fork_compile_processes() -> None:
     # Python would start another server. The one that has been inherited runs as long as this does.
     server.ensure_running = resource_tracker.ensure_running
     forking = SimpleNamespace(Popen=_ForkedCompiler, DEVNULL=subprocess.DEVNULL)
-    compile_process.subprocess = forking  # type: ignore[assignment]
+    mock.patch.object(compile_process, "subprocess", forking).start()
 
 
 def spawn_compile_processes(_rank: int) -> None:
     """An `InRank`: compile processes are started as users' are."""
-    compile_process.subprocess = subprocess
+    mock.patch.object(compile_process, "subprocess", subprocess).start()
 
 
 def _compile(engine: Connection) -> None:
