@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.models.model_oracle import GreedyOracle
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.mem_cache.device.memory_pool import HybridReqToTokenPool
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -19,40 +18,29 @@ register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 NEW_TOKENS = 16
 
 
-class Oracle:
-    """A tiny checkpoint, and transformers' greedy words."""
-
-    def __init__(self, path: Path, family: str, **overrides: Any) -> None:
-        self.path = path
-        self.hf = save_tiny_checkpoint(path, family, eos_token_id=None, **overrides)
-
-    def words(self, tokens: list[int], count: int = NEW_TOKENS) -> list[int]:
-        generate: Any = self.hf.generate
-        ids = generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False)
-        return ids[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
-
-
 @pytest.fixture(
     scope="module", params=[("qwen3_next", {"mlp_only_layers": [1]}), ("ministral", {})], ids=str
 )
-def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+def oracle(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> GreedyOracle:
     torch.set_num_threads(1)
     family, overrides = request.param
-    return Oracle(tmp_path_factory.mktemp(family), family, **overrides)
+    return GreedyOracle(tmp_path_factory.mktemp(family), family, **overrides)
 
 
 @pytest.fixture(scope="module")
-def words(oracle: Oracle) -> list[list[int]]:
-    return [oracle.words(tokens) for tokens in PROMPTS]
+def words(oracle: GreedyOracle) -> list[list[int]]:
+    return [oracle.words(tokens, NEW_TOKENS) for tokens in PROMPTS]
 
 
-def rig_of(oracle: Oracle, **args: Any) -> SchedulerRig:
+def rig_of(oracle: GreedyOracle, **args: Any) -> SchedulerRig:
     return SchedulerRig(oracle.path, disable_radix_cache=True, **args)
 
 
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, -1), (1, 7), (16, 16)])
 def test_batches_give_the_words_of_transformers(
-    oracle: Oracle, words: list[list[int]], page_size: int, chunk: int
+    oracle: GreedyOracle, words: list[list[int]], page_size: int, chunk: int
 ) -> None:
     rig = rig_of(oracle, page_size=page_size, chunked_prefill_size=chunk)
     assert rig.generate(PROMPTS, NEW_TOKENS) == words
@@ -63,13 +51,13 @@ def test_batches_give_the_words_of_transformers(
         assert (details.device, details.host, details.storage) == (0, 0, 0)
 
 
-def test_retraction_changes_no_word(oracle: Oracle, words: list[list[int]]) -> None:
+def test_retraction_changes_no_word(oracle: GreedyOracle, words: list[list[int]]) -> None:
     rig = rig_of(oracle, pool_tokens=200, schedule_conservativeness=0.1)
     assert rig.generate(PROMPTS, NEW_TOKENS) == words
     assert rig.scheduler.state.counters.retractions > 0
 
 
-def test_requests_wait_for_a_state(oracle: Oracle, words: list[list[int]]) -> None:
+def test_requests_wait_for_a_state(oracle: GreedyOracle, words: list[list[int]]) -> None:
     """Rows for all, states for two: as where snapshots hold the others."""
     rig = rig_of(oracle)
     rows = rig.worker.req_to_token_pool
@@ -87,7 +75,7 @@ def test_requests_wait_for_a_state(oracle: Oracle, words: list[list[int]]) -> No
     rig.assert_clean()
 
 
-def test_an_abort_gives_the_state_back(oracle: Oracle, words: list[list[int]]) -> None:
+def test_an_abort_gives_the_state_back(oracle: GreedyOracle, words: list[list[int]]) -> None:
     rig = rig_of(oracle, max_requests=2, chunked_prefill_size=16)
     rig.step(rig.request("stays", PROMPTS[1], greedy(NEW_TOKENS)))
     rig.step(rig.request("leaves", prompt(9, 100), greedy(NEW_TOKENS)))
@@ -100,7 +88,7 @@ def test_an_abort_gives_the_state_back(oracle: Oracle, words: list[list[int]]) -
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_random_arrivals_aborts_and_retractions(oracle: Oracle, seed: int) -> None:
+def test_random_arrivals_aborts_and_retractions(oracle: GreedyOracle, seed: int) -> None:
     """Whatever is computed together, stopped and begun again: who ends has the right words."""
     random = Random(seed)
     rig = rig_of(
@@ -122,15 +110,13 @@ def test_random_arrivals_aborts_and_retractions(oracle: Oracle, seed: int) -> No
     rig.run()
     for rid, tokens in prompts.items():
         result = rig.results[rid]
-        want = oracle.words(tokens, lengths[rid])
-        if result.finish_reason is not None and result.finish_reason.type == "abort":
-            assert result.output_ids == want[: len(result.output_ids)]
-        else:
-            assert result.output_ids == want
+        is_aborted = result.finish_reason is not None and result.finish_reason.type == "abort"
+        count = len(result.output_ids) if is_aborted else lengths[rid]
+        oracle.assert_words(tokens, result.output_ids, count)
 
 
 def test_samples_of_one_prompt_have_states_of_their_own(
-    oracle: Oracle, words: list[list[int]]
+    oracle: GreedyOracle, words: list[list[int]]
 ) -> None:
     rig = rig_of(oracle)
     requests = [
@@ -142,7 +128,7 @@ def test_samples_of_one_prompt_have_states_of_their_own(
 
 
 @torch.inference_mode()
-def test_logprobs_of_prompt_and_output(oracle: Oracle, words: list[list[int]]) -> None:
+def test_logprobs_of_prompt_and_output(oracle: GreedyOracle, words: list[list[int]]) -> None:
     rig = rig_of(oracle, chunked_prefill_size=16, page_size=16)
     tokens = PROMPTS[2]
     fields = {"return_logprob": True, "logprob_start_len": 0}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.models.model_oracle import GreedyOracle
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK
@@ -23,30 +22,13 @@ PAGE = 4
 NO_CACHE: dict[str, Any] = {"disable_radix_cache": True}
 
 
-class Oracle:
-    """A tiny checkpoint, and transformers' greedy words."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.hf = save_tiny_checkpoint(path, "qwen3_5", eos_token_id=None)
-        self._known: dict[tuple[int, ...], list[int]] = {}
-
-    def words(self, tokens: list[int], count: int) -> list[int]:
-        known = self._known.get(tuple(tokens), [])
-        if len(known) < count:
-            generate: Any = self.hf.generate
-            ids = generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False)
-            known = self._known[tuple(tokens)] = ids[0, len(tokens) :].tolist()
-        return known[:count]
-
-
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> GreedyOracle:
     torch.set_num_threads(1)
-    return Oracle(tmp_path_factory.mktemp("hybrid"))
+    return GreedyOracle(tmp_path_factory.mktemp("hybrid"), "qwen3_5")
 
 
-def rig_of(oracle: Oracle, **args: Any) -> SchedulerRig:
+def rig_of(oracle: GreedyOracle, **args: Any) -> SchedulerRig:
     settings: dict[str, Any] = {
         "page_size": PAGE,
         "num_states": 32,
@@ -57,17 +39,17 @@ def rig_of(oracle: Oracle, **args: Any) -> SchedulerRig:
     return SchedulerRig(oracle.path, **settings)
 
 
-def run(rig: SchedulerRig, oracle: Oracle, rid: str, tokens: list[int], count: int) -> int:
+def run(rig: SchedulerRig, oracle: GreedyOracle, rid: str, tokens: list[int], count: int) -> int:
     """Run one request, check its words; how many of its tokens came from the cache."""
     rig.run(rig.request(rid, tokens, greedy(count)))
     result = rig.results[rid]
-    assert result.output_ids == oracle.words(tokens, count)
+    oracle.assert_words(tokens, result.output_ids, count)
     assert result.last is not None
     details = result.last.cached_tokens_details
     return details.device + details.host + details.storage
 
 
-def test_a_prompt_continues_from_the_last_snapshot_before_its_end(oracle: Oracle) -> None:
+def test_a_prompt_continues_from_the_last_snapshot_before_its_end(oracle: GreedyOracle) -> None:
     rig = rig_of(oracle)
     tokens = prompt(1, 43)
     assert run(rig, oracle, "cold", tokens, 5) == 0
@@ -80,7 +62,7 @@ def test_a_prompt_continues_from_the_last_snapshot_before_its_end(oracle: Oracle
     rig.assert_clean()
 
 
-def test_decoding_leaves_snapshots_for_the_next_turn(oracle: Oracle) -> None:
+def test_decoding_leaves_snapshots_for_the_next_turn(oracle: GreedyOracle) -> None:
     rig = rig_of(oracle)
     tokens = prompt(3, 10)
     assert run(rig, oracle, "first", tokens, 40) == 0
@@ -90,7 +72,7 @@ def test_decoding_leaves_snapshots_for_the_next_turn(oracle: Oracle) -> None:
     rig.assert_clean()
 
 
-def test_the_step_after_an_unforeseen_end_leaves_no_state(oracle: Oracle) -> None:
+def test_the_step_after_an_unforeseen_end_leaves_no_state(oracle: GreedyOracle) -> None:
     """Where steps overlap, a step runs already when the CPU learns that the request has stopped:
     its snapshot stands behind a token too many, and so does the running state."""
     rig = rig_of(oracle)
@@ -113,14 +95,14 @@ def test_the_step_after_an_unforeseen_end_leaves_no_state(oracle: Oracle) -> Non
     assert ends == set(range(4 * PAGE)), "ends of all kinds, one before a snapshot included"
 
 
-def test_no_buffer_takes_snapshots_of_prompts_alone(oracle: Oracle) -> None:
+def test_no_buffer_takes_snapshots_of_prompts_alone(oracle: GreedyOracle) -> None:
     rig = rig_of(oracle, mamba_scheduler_strategy="no_buffer")
     tokens = prompt(3, 10)
     run(rig, oracle, "first", tokens, 30)
     assert run(rig, oracle, "next", [*tokens, *oracle.words(tokens, 30), 7], 5) == 8
 
 
-def test_the_second_that_turns_off_leaves_a_snapshot_for_the_third(oracle: Oracle) -> None:
+def test_the_second_that_turns_off_leaves_a_snapshot_for_the_third(oracle: GreedyOracle) -> None:
     """Two prompts share 27 tokens, where no request had reason to leave a snapshot."""
     rig = rig_of(oracle)
     shared = prompt(5, 27)
@@ -131,7 +113,7 @@ def test_the_second_that_turns_off_leaves_a_snapshot_for_the_third(oracle: Oracl
 
 
 @pytest.mark.parametrize("chunk", [12, 20, 64])
-def test_chunks_that_end_anywhere_change_nothing(oracle: Oracle, chunk: int) -> None:
+def test_chunks_that_end_anywhere_change_nothing(oracle: GreedyOracle, chunk: int) -> None:
     """Snapshots at multiples of 8, in pages of 4."""
     rig = rig_of(oracle, chunked_prefill_size=chunk, snapshot_alignment=8)
     tokens = prompt(9, 90)
@@ -144,7 +126,7 @@ def test_chunks_that_end_anywhere_change_nothing(oracle: Oracle, chunk: int) -> 
 
 
 @pytest.mark.parametrize("length", [100, 128, 177])
-def test_leaving_a_snapshot_changes_no_bit_of_a_prompt(oracle: Oracle, length: int) -> None:
+def test_leaving_a_snapshot_changes_no_bit_of_a_prompt(oracle: GreedyOracle, length: int) -> None:
     """Why snapshots stand at multiples of the kernel's chunk, and not only of a shorter page: the
     prompt's tokens are computed in the same chunks with a snapshot and without."""
     tokens, logprobs = prompt(14, length), []
@@ -156,19 +138,20 @@ def test_leaving_a_snapshot_changes_no_bit_of_a_prompt(oracle: Oracle, length: i
     assert logprobs[0] == logprobs[1]
 
 
-def test_ten_continue_from_one_snapshot_at_once(oracle: Oracle) -> None:
+def test_ten_continue_from_one_snapshot_at_once(oracle: GreedyOracle) -> None:
     rig = rig_of(oracle, max_requests=10)
     shared = prompt(12, 41)
     run(rig, oracle, "first", shared, 4)
     prompts = [[*shared, *prompt(20 + i, 1 + i)] for i in range(10)]
-    assert rig.generate(prompts, 20) == [oracle.words(tokens, 20) for tokens in prompts]
+    for tokens, got in zip(prompts, rig.generate(prompts, 20), strict=True):
+        oracle.assert_words(tokens, got, 20)
     for result in list(rig.results.values())[1:]:
         assert result.last is not None
         assert result.last.cached_tokens_details.device == 40
     rig.assert_clean()
 
 
-def test_samples_of_a_prompt_share_its_snapshot(oracle: Oracle) -> None:
+def test_samples_of_a_prompt_share_its_snapshot(oracle: GreedyOracle) -> None:
     rig = rig_of(oracle)
     tokens = prompt(13, 30)
     rig.run(
@@ -180,14 +163,15 @@ def test_samples_of_a_prompt_share_its_snapshot(oracle: Oracle) -> None:
     assert last.cached_tokens_details.device == 28
 
 
-def test_without_room_for_snapshots_requests_run_all_the_same(oracle: Oracle) -> None:
+def test_without_room_for_snapshots_requests_run_all_the_same(oracle: GreedyOracle) -> None:
     rig = rig_of(oracle, num_states=2, max_requests=2)
     prompts = [prompt(30 + i, 20 + i) for i in range(5)]
-    assert rig.generate(prompts, 20) == [oracle.words(tokens, 20) for tokens in prompts]
+    for tokens, got in zip(prompts, rig.generate(prompts, 20), strict=True):
+        oracle.assert_words(tokens, got, 20)
     rig.assert_clean()
 
 
-def test_a_request_that_runs_takes_the_slot_of_the_oldest_snapshot(oracle: Oracle) -> None:
+def test_a_request_that_runs_takes_the_slot_of_the_oldest_snapshot(oracle: GreedyOracle) -> None:
     rig = rig_of(oracle, num_states=3, max_requests=1)
     old, new = prompt(40, 20), prompt(41, 20)
     for rid, tokens in (("old", old), ("new", new)):
@@ -198,7 +182,7 @@ def test_a_request_that_runs_takes_the_slot_of_the_oldest_snapshot(oracle: Oracl
     assert run(rig, oracle, "old again", old, 3) == 0
 
 
-def test_slots_for_snapshots_go_to_requests_that_want_to_run(oracle: Oracle) -> None:
+def test_slots_for_snapshots_go_to_requests_that_want_to_run(oracle: GreedyOracle) -> None:
     """Nine slots: three requests decode, and hold two snapshots each beside their running states.
     Six more want to run."""
     rig = rig_of(oracle, num_states=9, max_requests=9, mamba_track_interval=PAGE)
@@ -218,13 +202,13 @@ def test_slots_for_snapshots_go_to_requests_that_want_to_run(oracle: Oracle) -> 
     assert ticks <= 8, "not when a request of the first three ends"
     rig.run()
     for i, ids in enumerate(long):
-        assert rig.results[f"long {i}"].output_ids == oracle.words(ids, 60)
+        oracle.assert_words(ids, rig.results[f"long {i}"].output_ids, 60)
     for i, ids in enumerate(late):
-        assert rig.results[f"late {i}"].output_ids == oracle.words(ids, 4)
+        oracle.assert_words(ids, rig.results[f"late {i}"].output_ids, 4)
     rig.assert_clean()
 
 
-def test_snapshots_of_one_batch_make_room_for_the_next(oracle: Oracle) -> None:
+def test_snapshots_of_one_batch_make_room_for_the_next(oracle: GreedyOracle) -> None:
     """Nine slots and as many requests: the first of them leave snapshots of their prompts."""
     rig = rig_of(oracle, num_states=9, max_requests=9)
     prompts = [prompt(90 + i, 12) for i in range(9)]
@@ -235,10 +219,10 @@ def test_snapshots_of_one_batch_make_room_for_the_next(oracle: Oracle) -> None:
     assert rig.scheduler.state.queues.num_holders == 9, "not at the sixteenth tick"
     rig.run()
     for i, ids in enumerate(prompts):
-        assert rig.results[str(i)].output_ids == oracle.words(ids, 40)
+        oracle.assert_words(ids, rig.results[str(i)].output_ids, 40)
 
 
-def test_a_snapshot_is_not_evicted_before_the_step_that_reads_it(oracle: Oracle) -> None:
+def test_a_snapshot_is_not_evicted_before_the_step_that_reads_it(oracle: GreedyOracle) -> None:
     """Two slots: one runs a request, the other has the snapshot from which the next continues. That
     one waits, since it would be given the slot of its own snapshot."""
     rig = rig_of(oracle, num_states=2, max_requests=2, mamba_scheduler_strategy="no_buffer")
@@ -252,33 +236,34 @@ def test_a_snapshot_is_not_evicted_before_the_step_that_reads_it(oracle: Oracle)
         assert [req.rid for req in queues.waiting] == ["continues"]
         rig.step()
     rig.run()
-    assert rig.results["runs"].output_ids == oracle.words(runs, 12)
-    assert rig.results["continues"].output_ids == oracle.words(continues, 6)
+    oracle.assert_words(runs, rig.results["runs"].output_ids, 12)
+    oracle.assert_words(continues, rig.results["continues"].output_ids, 6)
     last = rig.results["continues"].last
     assert last is not None
     assert last.cached_tokens_details.device == 28
 
 
-def test_retraction_changes_no_word(oracle: Oracle) -> None:
+def test_retraction_changes_no_word(oracle: GreedyOracle) -> None:
     rig = rig_of(oracle, pool_tokens=120, schedule_conservativeness=0.1)
     prompts = [prompt(50 + i, 25) for i in range(4)]
-    assert rig.generate(prompts, 30) == [oracle.words(tokens, 30) for tokens in prompts]
+    for tokens, got in zip(prompts, rig.generate(prompts, 30), strict=True):
+        oracle.assert_words(tokens, got, 30)
     assert rig.scheduler.state.counters.retractions > 0
     rig.assert_clean()
 
 
-def test_a_probe_leaves_nothing(oracle: Oracle) -> None:
+def test_a_probe_leaves_nothing(oracle: GreedyOracle) -> None:
     rig = rig_of(oracle)
     tokens = prompt(60, 30)
     rig.run(rig.request(HEALTH_CHECK_RID_PREFIX, tokens, greedy(20)))
-    assert rig.results[HEALTH_CHECK_RID_PREFIX].output_ids == oracle.words(tokens, 20)
+    oracle.assert_words(tokens, rig.results[HEALTH_CHECK_RID_PREFIX].output_ids, 20)
     match = rig.tree.match_prefix(MatchPrefixParams(RadixKey([*tokens, 1])))
     assert not len(match.device_indices)
     assert rig.tree.evict(EvictParams(mamba_num=1)).mamba_num_evicted == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_work_gives_the_words_of_transformers(oracle: Oracle, seed: int) -> None:
+def test_random_work_gives_the_words_of_transformers(oracle: GreedyOracle, seed: int) -> None:
     """Families of prompts over small pools: hits, retractions, aborts and evictions mixed."""
     random = Random(seed)
     page = random.choice([1, 4])
@@ -312,7 +297,7 @@ def test_random_work_gives_the_words_of_transformers(oracle: Oracle, seed: int) 
         output = rig.results[rid].output_ids
         reason = rig.results[rid].finish_reason
         is_whole = reason is not None and reason.type != "abort"
-        assert output == oracle.words(tokens, count if is_whole else len(output))
+        oracle.assert_words(tokens, output, count if is_whole else len(output))
     rig.assert_clean()
 
 
