@@ -168,7 +168,7 @@ def test_a_request_that_ends_has_used_its_prompt_last(
 def test_copies_to_the_host_start_in_the_tick_that_launches(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = {"page_size": 4, "enable_hierarchical_cache": True, "hicache_size": 1}
+    args = {"page_size": 4, "enable_hierarchical_cache": True, "hicache_size": 0.01}
     rig = make_rig(model, monkeypatch, overlap=True, **args)
     rig.step(rig.request("one", prompt(1, 16), greedy(4)))
     tree = rig.scheduler.state.tree
@@ -270,7 +270,7 @@ def test_the_same_words_in_any_traffic(
     args: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 16, "pool_tokens": 96}
     args["schedule_conservativeness"] = 0.01
     if tiers:
-        args |= {"enable_hierarchical_cache": True, "hicache_size": 1}
+        args |= {"enable_hierarchical_cache": True, "hicache_size": 0.01}
     chance = random.Random(seed)
     plan: list[tuple[int, str, list[int], SamplingParams, int | None]] = []
     for number in range(14):
