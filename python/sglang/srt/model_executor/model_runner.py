@@ -33,7 +33,7 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.attention_registry import create_attention_backends
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.context_parallel import split_context
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import AttentionKind, RadixAttention
@@ -478,7 +478,8 @@ class ModelRunner:
             if graphs.can_run(forward_batch):
                 return graphs.replay(forward_batch)
         # Captured prefills are short, so each rank computes them whole: graphs exchange nothing.
-        if self.cp_group.size > 1 and forward_batch.forward_mode.is_extend():
+        is_prefill = forward_batch.forward_mode is ForwardMode.EXTEND
+        if self.cp_group.size > 1 and is_prefill:
             forward_batch = split_context(forward_batch, self.cp_group) or forward_batch
         self._prepare(forward_batch, self.attn_backends)
         return self.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)

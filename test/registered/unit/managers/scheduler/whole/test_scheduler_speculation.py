@@ -104,10 +104,8 @@ def test_graphs_change_no_words_and_no_drafts(
             assert rig.generate(PROMPTS[::-1], NEW_TOKENS) == alone[::-1], "cached"
             assert rig.generate([PROMPTS[5]], NEW_TOKENS) == [alone[5]], "of one token"
         found.append(drafts)
-    launched, captured = found
-    both = launched.keys() & captured.keys()
-    assert len(both) > 20, "what is accepted depends on luck, and where drafts begin with it"
-    assert {at: launched[at] for at in both} == {at: captured[at] for at in both}
+    assert len(found[0]) > 20
+    assert found[0] == found[1]
 
 
 @pytest.mark.settled
