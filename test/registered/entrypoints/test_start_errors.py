@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
+from rigs.forked_starts import ForkedStarts
 from rigs.servers.forked_servers import ForkedProcess
-from rigs.servers.forked_starts import ForkedStarts
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import get_free_port, wait_until

@@ -165,8 +165,8 @@ class CheckablePools:
             self.states = self.make_states(spec, state.num_states)
             self.prefixes = _buffers(self.states, [list(one) for one in self.states.buffers], heads)
             if state.drafts:
-                spec = hidden_spec(state.draft_layer, HIDDEN_SIZE, torch.float32)
-                self.hidden = StatePool(spec, state.num_states, "cpu")
+                of_hidden = hidden_spec(state.draft_layer, HIDDEN_SIZE, torch.float32)
+                self.hidden = StatePool(of_hidden, state.num_states, "cpu")
                 self.states.share_slots_with(self.hidden)
 
     def _token_pool(self) -> KVCache:

@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.device import pool_registry
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.pool_registry import register_pool
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateBuffer, StateSpec
-from sglang.srt.model_executor.model_runner import uncaptured
+from sglang.srt.model_executor.graph_capture import uncaptured
 from sglang.srt.model_loader import loader
 from sglang.srt.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 from sglang.srt.models.registry import MODEL_CLASSES
@@ -278,11 +278,11 @@ def test_a_step_is_captured_where_every_kind_can_be(checkpoint: Path) -> None:
     runner = StepDriver(checkpoint).runner
     backends = runner.attn_backends
     refusal = "'full' by TorchNativeAttnBackend, 'uniform' by UniformBackend"
-    assert uncaptured(backends, lambda backend: backend.can_be_captured) == refusal
+    assert uncaptured(backends.items(), lambda backend: backend.can_be_captured) == refusal
     one = Capturable.__new__(Capturable)
     both = {FULL_ATTENTION: one, UNIFORM: one}
-    assert uncaptured(both, lambda backend: backend.can_be_captured) == ""
-    assert uncaptured({UNIFORM: one}, lambda backend: backend.captures_extend) == (
+    assert uncaptured(both.items(), lambda backend: backend.can_be_captured) == ""
+    assert uncaptured([(UNIFORM, one)], lambda backend: backend.captures_extend) == (
         "'uniform' by Capturable"
     )
 
