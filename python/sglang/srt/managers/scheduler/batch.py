@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime, on_device
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.snapshots import Snapshots
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
-    from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class BatchPools:
         """`values` as an int64 tensor on the device, in order with the current stream."""
         return on_device(values, self.device, torch.int64)
 
-    def columns(self, *columns: Sequence[int] | TokenArray) -> tuple[torch.Tensor, ...]:
+    def columns(self, *columns: Sequence[int] | npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
         """Each column as `int64` gives it, all in one upload: on a GPU each upload costs the CPU
         0.05 ms. The tensors share memory and must not be written to."""
         ids = np.concatenate([np.asarray(column, dtype=np.int64) for column in columns])
@@ -252,6 +252,8 @@ class DecodeBatch:
         self._rows_of_last_step: list[Req] = []
         self._seq_lens = self._input_ids = self._last_loc = NO_SLOTS
         self._rows = self._seeds = self._steps = NO_SLOTS
+        self._positions = NO_SLOTS
+        """int64 `[bs * width]`: positions of the tokens of a prepared verification."""
         self._states: StateBatch | None = None
 
     def __len__(self) -> int:
@@ -313,15 +315,18 @@ class DecodeBatch:
         )  # fmt: skip
         if slots is None:
             return False
-        rows = self._rows.repeat_interleave(width)
-        self._pools.req_to_token_pool.write((rows, self._positions(self._seq_lens)), slots)
+        rows = np.repeat([req.slots.row for req in self.reqs], width)
+        places, rows_of_tokens = self._pools.columns(self._in_turn(before_cpu), rows)
+        self._pools.req_to_token_pool.write((rows_of_tokens, places), slots)
+        self._positions = places
         self._seq_lens, self._seq_lens_cpu, self._last_loc = seq_lens, seq_lens_cpu, slots
         return True
 
-    def _positions(self, before: torch.Tensor) -> torch.Tensor:
-        """int64 `[bs * width]`: positions of a step's tokens; `before`, int64 `[bs]`: tokens of
-        each request before them."""
-        return (before.unsqueeze(1) + torch.arange(self.width, device=before.device)).flatten()
+    def _in_turn(self, firsts: Sequence[int]) -> npt.NDArray[np.int64]:
+        """int64 `[bs * width]`: for each token of a request one more than for the one before it;
+        `firsts`, `[bs]`: for the first."""
+        begins = np.asarray(firsts, dtype=np.int64)
+        return (begins[:, None] + np.arange(self.width)).ravel()
 
     def worker_batch(
         self, sampling_info: SamplingBatchInfo, snapshots: Snapshots | None = None
@@ -364,15 +369,17 @@ class DecodeBatch:
         before = [length - width for length in self._seq_lens_cpu]
         # Penalties and grammars need the tokens before, and drafts are not yet such tokens.
         most = [0 if req.is_sampled_by_history else width - 1 for req in self.reqs]
-        snapshots = None
-        if left is not None:
-            slots, counts = pools.columns(*left)
-            snapshots = slots, counts
+        most_accepted, seeds, steps, *snapshots = pools.columns(
+            most,
+            np.repeat([req.spec.seed for req in self.reqs], width),
+            self._in_turn([len(req.progress.output_ids) for req in self.reqs]),
+            *(left or ()),
+        )
         return ModelWorkerBatch(
             forward=ForwardBatch(
                 forward_mode=ForwardMode.TARGET_VERIFY,
                 input_ids=self._input_ids,
-                positions=self._positions(self._seq_lens - width),
+                positions=self._positions,
                 req_pool_indices=self._rows,
                 req_pool_indices_cpu=[req.slots.row for req in self.reqs],
                 seq_lens=self._seq_lens,
@@ -387,9 +394,9 @@ class DecodeBatch:
                 top_logprobs_nums=_repeated(self._top_logprobs_nums, width),
             ),
             sampling_info=sampling_info,
-            seeds=self._seeds.repeat_interleave(width),
-            steps=self._positions(self._steps),
-            verified=Verification(pools.int64(most), snapshots),
+            seeds=seeds,
+            steps=steps,
+            verified=Verification(most_accepted, (snapshots[0], snapshots[1]) if left else None),
         )
 
     def advance(self, next_token_ids: torch.Tensor) -> None:

@@ -175,6 +175,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Take the first `count` free pages; None if fewer are free."""
         if count > self._num_free:
             return None
+        if count == 0:
+            return self.free_pages[:0]
         if count > self.free_pages.numel():
             self.merge_and_sort_free()
         self._num_free -= count

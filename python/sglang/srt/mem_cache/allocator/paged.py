@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from sglang.srt.hardware_backend.device_runtime import device_runtime, on_device
+from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator, Lengths
 
 
@@ -33,28 +34,30 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         last_loc: torch.Tensor,
         extend_num_tokens: int,
     ) -> torch.Tensor | None:
+        # Lengths are known on the CPU, so one upload replaces a dozen launches.
         page = self.page_size
-        pages_held = (torch.as_tensor(prefix_lens_cpu, dtype=torch.int64) + page - 1) // page
-        pages_needed = (torch.as_tensor(seq_lens_cpu, dtype=torch.int64) + page - 1) // page
-        pages_new = pages_needed - pages_held
-        pages = self._take_pages(int(pages_new.sum()))
+        prefix, end = (np.asarray(lens, dtype=np.int64) for lens in (prefix_lens_cpu, seq_lens_cpu))
+        held = -(-prefix // page)
+        num_new = -(-end // page) - held
+        pages = self._take_pages(int(num_new.sum()))
         if pages is None:
             return None
-        stage_to_device = device_runtime(self.device).stage_to_device
-        # The place in `pages` of each request's first new page.
-        first_new = stage_to_device(pages_new.cumsum(0) - pages_new)
-        counts = seq_lens - prefix_lens
-        owner = torch.repeat_interleave(counts, output_size=extend_num_tokens)
-        token = torch.arange(extend_num_tokens, dtype=torch.int64, device=self.device)
-        nth = token - (counts.cumsum(0) - counts)[owner]
-        position = prefix_lens[owner] + nth
-        page_of_request = position // page - stage_to_device(pages_held)[owner]
-        in_old_page = last_loc[owner] + 1 + nth
+        counts = end - prefix
+        owner = np.repeat(np.arange(len(counts)), counts)
+        nth = np.arange(extend_num_tokens) - np.repeat(counts.cumsum() - counts, counts)
         if len(pages) == 0:
-            return in_old_page
-        place = (first_new[owner] + page_of_request).clamp_(0, len(pages) - 1)
-        in_new_page = pages[place] * page + position % page
-        return torch.where(page_of_request < 0, in_old_page, in_new_page)
+            owners, steps = on_device(np.stack((owner, nth + 1)), self.device).unbind()
+            return last_loc.index_select(0, owners) + steps
+        position = prefix[owner] + nth
+        new_page = position // page - held[owner]
+        is_old = new_page < 0
+        # The place in `pages`, whose first entries are those of the first request.
+        place = np.where(is_old, 0, (num_new.cumsum() - num_new)[owner] + new_page)
+        offset = np.where(is_old, nth + 1, position % page)
+        plan = np.stack((is_old, owner, place, offset))
+        old, owners, places, offsets = on_device(plan, self.device).unbind()
+        begins = pages.index_select(0, places) * page
+        return torch.where(old > 0, last_loc.index_select(0, owners), begins) + offsets
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: Lengths, last_loc: torch.Tensor

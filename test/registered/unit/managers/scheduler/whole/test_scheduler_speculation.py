@@ -32,6 +32,13 @@ NEW_TOKENS = 16
 SPECULATES: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
 
 
+@pytest.fixture(autouse=True)
+def steps_verify() -> Iterator[None]:
+    """Steps are plain ones only where a test says so."""
+    with envs.SGLANG_SPECULATE_ALWAYS.override(True):
+        yield
+
+
 @pytest.fixture(name="reference", scope="module", params=FAMILIES)
 def make_reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -106,6 +113,29 @@ def test_graphs_change_no_words_and_no_drafts(
         found.append(drafts)
     assert len(found[0]) > 20
     assert found[0] == found[1]
+
+
+@pytest.mark.settled
+def test_plain_steps_in_between_change_no_words_and_no_drafts(
+    model: Path, alone: list[list[int]], texts: list[list[int]]
+) -> None:
+    found: list[Drafts] = []
+    for always in (True, False):
+        with (
+            envs.SGLANG_SPECULATE_ALWAYS.override(always),
+            recorded() as drafts,
+            guessed(texts, 0.7),
+        ):
+            rig = SchedulerRig(model, page_size=4, overlap=True, **SPECULATES)
+            policy = rig.scheduler._draft_policy
+            policy.first_steps, policy.trial_steps, policy.period_steps = 2, 2, 2
+            assert rig.generate(PROMPTS, NEW_TOKENS) == alone
+            assert rig.generate(PROMPTS[::-1], NEW_TOKENS) == alone[::-1], "cached"
+        found.append(drafts)
+    both = found[0].keys() & found[1].keys()
+    assert len(both) > 10
+    assert len(found[0]) != len(found[1]), "some steps were plain"
+    assert {at: found[0][at] for at in both} == {at: found[1][at] for at in both}
 
 
 @pytest.mark.settled
