@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import sglang
+from rigs.servers.forked_servers import forking_engines
 from sglang.benchmark.workload import TokenMaker, TraceRequest
 from sglang.planning.hit_rates import stack_distances
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -44,15 +45,17 @@ def test_an_engine_finds_as_much_in_each_tier() -> None:
     maker = TokenMaker(np.arange(300, 450, dtype=np.uint32), PAGE)
     found = {"device": 0, "host": 0}
     prompt_tokens = 0
-    with sglang.Engine(
-        device="cpu",
-        page_size=PAGE,
-        max_total_tokens=L1_PAGES * PAGE,
-        max_running_requests=1,
-        enable_hierarchical_cache=True,
-        hicache_ratio=RATIO,
-        log_level="warning",
-    ) as engine:
+    with forking_engines():
+        made = sglang.Engine(
+            device="cpu",
+            page_size=PAGE,
+            max_total_tokens=L1_PAGES * PAGE,
+            max_running_requests=1,
+            enable_hierarchical_cache=True,
+            hicache_ratio=RATIO,
+            log_level="warning",
+        )
+    with made as engine:
         for request in trace:
             ids = maker.prompt(request.hash_ids, len(request.hash_ids) * PAGE).tolist()
             answer = engine.generate(

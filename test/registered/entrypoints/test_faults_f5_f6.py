@@ -156,7 +156,7 @@ def test_f5_the_next_start_cleans_up_after_a_process_tree_killed_at_once() -> No
     # A short prefix, because paths of Unix sockets have a limit.
     with tempfile.TemporaryDirectory(prefix="f5-") as parent:
         env = {"TMPDIR": parent}
-        with EngineServer(env=env) as killed, EngineServer(env=env) as living:
+        with ForkedServer(env=env) as killed, ForkedServer(env=env) as living:
             orphan, kept = ipc_directory(killed), ipc_directory(living)
             family = members(killed)
             for member in family:

@@ -36,9 +36,9 @@ FAMILIES: Final = {
 TP: Final = ((1, 1), (2, 1), (4, 1))
 SIZES: Final = {
     "qwen3": (*TP, (4, 2)),
-    "qwen3_moe": (*TP, (2, 2)),
-    "deepseek_v32": (*TP, (4, 2)),
-    "qwen3_next": TP,
+    "qwen3_moe": ((1, 1), (4, 1), (2, 2)),
+    "deepseek_v32": ((1, 1), (4, 1), (4, 2)),
+    "qwen3_next": ((1, 1), (4, 1)),
     "qwen3_5": TP[:2],
 }
 """Numbers of ranks, and how many of them divide a prompt; the first is the reference."""

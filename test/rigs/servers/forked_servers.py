@@ -14,6 +14,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
@@ -97,7 +98,7 @@ class ForkedServer(EngineServer):
     """`EngineServer` whose processes are forked.
 
     Args:
-        args, env, model: See `EngineServer`; `env` has only variables of `envs`.
+        args, env, model: See `EngineServer`.
         in_rank: Called in each rank first.
     """
 
@@ -143,7 +144,11 @@ def _serve(argv: list[str], log_path: str, env: Mapping[str, str], in_rank: InRa
     fields = envs.fields()
     with contextlib.ExitStack() as stack:
         for name, value in env.items():
-            stack.enter_context(fields[name].override(fields[name].parse(value)))
+            if name in fields:
+                stack.enter_context(fields[name].override(fields[name].parse(value)))
+            else:
+                os.environ[name] = value  # noqa: TID251
+        tempfile.tempdir = None  # Another `TMPDIR` counts, too.
         forking = mock.Mock(return_value=_Forking(in_rank))
         stack.enter_context(mock.patch.object(multiprocessing, "get_context", forking))
         raise SystemExit(launch_server.main(argv))
