@@ -33,7 +33,7 @@ from sglang.srt.utils.network import get_free_port, is_healthy, wait_until
 from sglang.srt.utils.process import is_alive, kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=60, suite="base-b-test-cpu")
+register_cpu_ci(est_time=55, suite="base-b-test-cpu")
 
 COMMAND = [sys.executable, "-m", "sglang.serve_embedded"]
 TIMEOUT = 120

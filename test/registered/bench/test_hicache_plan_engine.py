@@ -14,7 +14,7 @@ from sglang.benchmark.workload import TokenMaker, TraceRequest
 from sglang.planning.hit_rates import stack_distances
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=40, suite="base-b-test-cpu")
+register_cpu_ci(est_time=8, suite="base-b-test-cpu")
 
 BLOCK: Final = 512
 PAGE: Final = 4

@@ -24,7 +24,7 @@ from sglang.srt.utils.network import get_free_port, is_healthy, wait_until
 from sglang.srt.utils.process import is_alive, kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=35, suite="base-b-test-cpu")
+register_cpu_ci(est_time=50, suite="base-b-test-cpu")
 
 COMMAND = [sys.executable, "-m", "sglang.serve_pd"]
 TIMEOUT = 180

@@ -12,7 +12,7 @@ import torch
 from rigs.schedulers.random_ranks import run_until_all_happened
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=20, suite="base-b-test-cpu")
 
 
 @pytest.mark.parametrize(("ranks", "ticks"), [(2, 800), (3, 400)])
