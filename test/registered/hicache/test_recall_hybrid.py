@@ -78,7 +78,6 @@ def test_right_from_every_tier(
         env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
         if backend == "mooncake":
             env = stack.enter_context(MooncakeCluster(segment_size="256mb")).engine_env()
-        env |= {"SGLANG_SPECULATE_ALWAYS": "1"}
         writer = stack.enter_context(ForkedServer(*flags, env=env, model=MODEL))
         cold = []
         for question in questions:

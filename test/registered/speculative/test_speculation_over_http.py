@@ -35,7 +35,6 @@ LONG: Final = {**GREEDY, "max_new_tokens": 40}
 WHOLE: Final = 192
 """Tokens of the whole pages of IDS."""
 TOLERANCE: Final = 1e-4
-ALWAYS: Final = {"SGLANG_SPECULATE_ALWAYS": "1"}
 
 
 def server_of(model: Path, *more: str, **settings: Any) -> ForkedServer:
@@ -43,7 +42,7 @@ def server_of(model: Path, *more: str, **settings: Any) -> ForkedServer:
         "--device", "cpu", "--tokenizer-path", str(BUILTIN_MODEL_DIR), "--page-size", "16",
         "--max-total-tokens", "2048", "--max-running-requests", "8", "--enable-metrics",
         "--chunked-prefill-size", "96", "--constrained-json-disable-any-whitespace",
-        *EXACT, *more, model=str(model), env=ALWAYS | settings.pop("env", {}), **settings,
+        *EXACT, *more, model=str(model), **settings,
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ _HANG_S: Final = 60.0
 _REST_S: Final = 60.0
 _LOST_S: Final = 3
 """Seconds for which a server waits for the other server of a request."""
-_UNKNOWN_S: Final = 2
+_UNKNOWN_S: Final = 4
 """Seconds for which a prefill server may not know a request."""
 _SILENT_S: Final = 2
 _FLIPS: Final = 0.1

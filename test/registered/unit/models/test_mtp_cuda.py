@@ -104,7 +104,6 @@ def test_a_trained_layer_is_as_often_right_in_graphs() -> None:
         server = EngineServer(
             *("--device", "cuda", "--speculative-algorithm", "NEXTN", *more),
             model=str(BUILTIN_HYBRID_MODEL_DIR),
-            env={"SGLANG_SPECULATE_ALWAYS": "1"},
         )
         server.start()
         try:

@@ -7,7 +7,7 @@ The drafts are the built-in hybrid's own.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -49,13 +49,6 @@ TIERS: Final[dict[str, Any]] = {
         {"prefetch_threshold": PAGE, "prefetch_timeout_base": 30}
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def steps_verify() -> Iterator[None]:
-    """No step is a plain one."""
-    with envs.SGLANG_SPECULATE_ALWAYS.override(True):
-        yield
 
 
 def accepted_length(found: Iterable[Collected], words: list[list[int]]) -> float:

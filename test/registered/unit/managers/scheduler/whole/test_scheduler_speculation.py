@@ -34,13 +34,6 @@ NEW_TOKENS = 16
 SPECULATES: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
 
 
-@pytest.fixture(autouse=True)
-def steps_verify() -> Iterator[None]:
-    """Steps are plain ones only where a test says so."""
-    with envs.SGLANG_SPECULATE_ALWAYS.override(True):
-        yield
-
-
 @pytest.fixture(name="reference", scope="module", params=FAMILIES)
 def make_reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
