@@ -192,8 +192,8 @@ class ForwardBatch:
 
     def contexts_of_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Verification only: rows of `req_to_token` and lengths of the contexts that tokens see,
-        int64 `[num_tokens]` each. With them, each token attends like a request that decodes. They
-        are computed on the device alone."""
+        int64 `[num_tokens]` each. Attention treats each token as a request that decodes. Only the
+        device computes them."""
         if self.token_contexts is None:
             width = len(self.input_ids) // self.batch_size
             lens = torch.arange(1 - width, 1, device=self.seq_lens.device) + self.seq_lens[:, None]

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 MAX_TOKENS: Final = 256
-"""Most tokens of a verification. With so many, a step takes as long as its arithmetic."""
+"""Most tokens of a verification. Arithmetic limits a step of more tokens, so that drafts cost what
+they bring."""
 
 Snapshots: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Slots for snapshots of recurrent states, 0: none, and after how many of the step's tokens each is

@@ -23,7 +23,7 @@ _SAMPLES: Final = 16
 
 
 class _SizeClass:
-    """What is known of batches of about the same size. Times are seconds of the last few steps."""
+    """Measurements of batches of about the same size, from their last few steps."""
 
     def __init__(self, steps: int) -> None:
         """`steps`: steps before plain ones are tried."""

@@ -51,7 +51,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         position = prefix[owner] + nth
         new_page = position // page - held[owner]
         is_old = new_page < 0
-        # The place in `pages`, whose first entries are those of the first request.
+        # Index of each token's page in `pages`, which requests share out in their order.
         place = np.where(is_old, 0, (num_new.cumsum() - num_new)[owner] + new_page)
         offset = np.where(is_old, nth + 1, position % page)
         plan = np.stack((is_old, owner, place, offset))
