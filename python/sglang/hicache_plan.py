@@ -53,7 +53,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import GB
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.layers.weight_format import FormatOf
-from sglang.srt.model_executor.model_runner import resolve_kv_dtype
+from sglang.srt.mem_cache.device.pool_registry import resolve_kv_dtype
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging_utils import configure_logger
 

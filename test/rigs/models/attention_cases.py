@@ -67,7 +67,7 @@ class PagedContexts:
         for buffer, values in ((pool.k_buffer[0], self.k), (pool.v_buffer[0], self.v)):
             buffer.copy_(values.view(pool.store_dtype))
         table = ReqToTokenPool(self.table.shape[0], self.table.shape[1], self.device)
-        table.req_to_token.copy_(self.table)
+        table.req_to_token[:-1].copy_(self.table)
         return pool, table
 
     def extend_batch(self, prefixes: Sequence[int]) -> ForwardBatch:

@@ -26,7 +26,6 @@ from rigs.schedulers.checkable_step import Context, StateUse, Step, expect
 from rigs.schedulers.lagging_device import LaggingDevice, LaggingStates
 from rigs.schedulers.scheduler_rig import SchedulerRig
 from sglang.srt.arg_groups.speculative import num_draft_tokens
-from sglang.srt.environ import envs
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import InputLogprobs, LogitsProcessorOutput
 from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
@@ -369,10 +368,10 @@ class CheckableRig(SchedulerRig):
         self._most_lag_s = most_lag_s
         self._device: LaggingDevice | None = None
         alignment = self._state.alignment if self._state.num_states else None
-        with envs.SGLANG_SPECULATE_ALWAYS.override(False):
-            super().__init__(model_path, snapshot_alignment=alignment, **args)
+        super().__init__(model_path, snapshot_alignment=alignment, **args)
         policy = self.scheduler._draft_policy
-        # Both kinds of steps, often in turn.
+        # Both kinds of steps, often in turn. Not by the environment, which threads of ranks share.
+        policy.always = False
         policy.first_steps, policy.trial_steps, policy.period_steps = 3, 2, 4
 
     def make_worker(

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from sglang.srt.configs.model_config import DTYPES, ModelConfig
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
     init_mooncake_custom_mem_pool,
 )
@@ -28,7 +28,6 @@ from sglang.srt.distributed.parallel_state import (
 )
 from sglang.srt.distributed.rendezvous import Rendezvous
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
-from sglang.srt.hardware_backend.device_kinds import DeviceKind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.attention_registry import create_attention_backends
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
@@ -41,7 +40,7 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allo
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.hidden_rows import HiddenRows, hidden_spec
 from sglang.srt.mem_cache.device.memory_pool import HybridReqToTokenPool, KVCache, ReqToTokenPool
-from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
+from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools, resolve_kv_dtype
 from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
@@ -450,20 +449,27 @@ class ModelRunner:
         return output
 
     @torch.inference_mode()
-    def forward_draft(self, forward_batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+    def forward_draft(
+        self,
+        forward_batch: ForwardBatch,
+        hidden: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Run the draft layer: store its entries of the batch's tokens.
 
         Args:
             forward_batch: Its rows of slots begin at position 1.
             hidden: `[num_tokens, hidden_size]`: the hidden state before each token.
+            rows: See `DraftLayer.forward`.
 
         Returns:
-            `[num_tokens, hidden_size]`: the layer's own hidden states.
+            `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `rows`: the layer's own hidden
+            states.
         """
         layer, batch = self.model.draft_layer, forward_batch
         assert layer is not None, "the model was loaded with its draft layer"
         self._prepare(batch, self._draft_backends)
-        return layer.forward(batch.input_ids, batch.positions, hidden, batch)
+        return layer.forward(batch.input_ids, batch.positions, hidden, batch, rows)
 
     def _prepare(
         self, forward_batch: ForwardBatch, backends: dict[AttentionKind, AttentionBackend]
@@ -483,15 +489,3 @@ class ModelRunner:
             forward_batch = split_context(forward_batch, self.cp_group) or forward_batch
         self._prepare(forward_batch, self.attn_backends)
         return self.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
-
-
-def resolve_kv_dtype(name: str, model_dtype: torch.dtype, kind: DeviceKind) -> torch.dtype:
-    """The dtype that `--kv-cache-dtype NAME` means. Raises ValueError that lists the names."""
-    supported = kind.kv_cache_dtypes
-    if name not in supported:
-        raise ValueError(
-            f"kv_cache_dtype {name!r} is not supported here: supported are {', '.join(supported)}"
-        )
-    if name == "fp8_e4m3":
-        return torch.float8_e4m3fn
-    return model_dtype if name == "auto" else DTYPES[name]

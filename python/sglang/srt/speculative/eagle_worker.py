@@ -373,7 +373,9 @@ class EAGLEWorker:
             is_captured=batch.is_captured,
             context_share=batch.context_share,
         )
-        self._runner.forward_draft(of_draft, hidden)
+        # Only what the layer stores counts, so a prefill computes the rest of few tokens.
+        needed = of_draft.last_rows() if mode is ForwardMode.EXTEND else None
+        self._runner.forward_draft(of_draft, hidden, needed)
 
 
 def _parts_at_position_0(prefix: Sequence[int], new: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -66,7 +66,7 @@ class DraftPolicy:
         self.first_steps, self.trial_steps, self.period_steps = 64, _SAMPLES, 2048
         self._width = num_draft_tokens
         self._most = largest_verification(num_draft_tokens)
-        self._always = always
+        self.always = always
         self._classes: dict[int, _SizeClass] = {}
         self._last: tuple[int, int] | None = None
         """Size class and width of the last tick's decode step; None: it had none."""
@@ -76,7 +76,7 @@ class DraftPolicy:
         """Tokens of each request in a step of `batch_size` requests: `num_draft_tokens`, or 1."""
         if self._width == 1 or batch_size > self._most:
             return 1
-        if self._always or self._class(batch_size).verifies:
+        if self.always or self._class(batch_size).verifies:
             return self._width
         return 1
 
@@ -85,7 +85,7 @@ class DraftPolicy:
 
         The time from tick to tick is that of a step if both ticks launched a step of one kind.
         """
-        if self._width == 1 or self._always:
+        if self._width == 1 or self.always:
             return
         kind = None
         if step is not None and not step.is_prefill and len(step.reqs) <= self._most:
@@ -97,7 +97,7 @@ class DraftPolicy:
 
     def on_verified(self, batch_size: int, num_accepted: int) -> None:
         """Note the drafts of all requests that a verification has accepted."""
-        if not self._always:
+        if not self.always:
             self._class(batch_size).tokens.append(1 + num_accepted / batch_size)
 
     def _class(self, batch_size: int) -> _SizeClass:

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from sglang.srt.configs.model_config import DTYPES
+from sglang.srt.hardware_backend.device_kinds import DeviceKind
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
 from sglang.srt.mem_cache.device.mla_pool import MLASpec, MLATokenToKVPool
@@ -194,3 +196,15 @@ register_pool(NSASpec, NSATokenToKVPool.from_spec)
 register_pool(IndexerSpec, NSAIndexerPool)
 register_pool(MambaSpec, MambaPool.from_spec)
 register_pool(StateSpec, _make_plain_pool)
+
+
+def resolve_kv_dtype(name: str, model_dtype: torch.dtype, kind: DeviceKind) -> torch.dtype:
+    """The dtype that `--kv-cache-dtype NAME` means. Raises ValueError that lists the names."""
+    supported = kind.kv_cache_dtypes
+    if name not in supported:
+        raise ValueError(
+            f"kv_cache_dtype {name!r} is not supported here: supported are {', '.join(supported)}"
+        )
+    if name == "fp8_e4m3":
+        return torch.float8_e4m3fn
+    return model_dtype if name == "auto" else DTYPES[name]

@@ -48,7 +48,7 @@ def test_a_row_freed_twice_is_caught() -> None:
 def test_write_converts_slots_to_int32() -> None:
     pool = ReqToTokenPool(2, 4, "cpu")
     pool.write((1, slice(1, 3)), torch.tensor([7, 9]))
-    assert pool.req_to_token.tolist() == [[0, 0, 0, 0], [0, 7, 9, 0]]
+    assert pool.req_to_token.tolist() == [[0, 0, 0, 0], [0, 7, 9, 0], [0, 0, 0, 0]]
     assert pool.req_to_token.dtype is torch.int32
 
 
