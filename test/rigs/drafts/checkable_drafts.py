@@ -138,8 +138,7 @@ class _DraftLayer:
     def forward_draft(
         self, batch: ForwardBatch, hidden: torch.Tensor, needed: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `ModelRunner.forward_draft`. The layer's own hidden states are facts too; all tokens get
-        theirs."""
+        """See `ModelRunner.forward_draft`. The layer's own hidden states are facts."""
         del needed
         lengths = batch.seq_lens_cpu
         expect(batch.seq_lens.tolist() == lengths, "entries: seq_lens differs from seq_lens_cpu")
