@@ -32,7 +32,7 @@ def reference(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 def greedy_words(model: PreTrainedModel, tokens: list[int], got: list[int]) -> list[int]:
     """The likeliest token at each place of `got`, an answer to `tokens`.
 
-    One pass instead of one for each token. Where it differs from `got`, `got` is not the model's
+    One pass instead of one for each token. If it differs from `got`, `got` is not the model's
     greedy answer; where it does not, it is: each token is the likeliest after those before it.
     """
     logits = reference(model, [*tokens, *got[:-1]])

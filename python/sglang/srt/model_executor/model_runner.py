@@ -394,11 +394,11 @@ class ModelRunner:
         if not self._captures_graphs:
             return []
         backends = list(self.attn_backends.items())
-        can_be_captured = "can_be_captured"
-        if self.model.draft_layer is not None:
+        if self.model.draft_layer is None:
+            refusal = uncaptured(backends, lambda backend: backend.can_be_captured)
+        else:
             backends += self._draft_backends.items()
-            can_be_captured = "captures_verify"
-        refusal = uncaptured(backends, lambda backend: getattr(backend, can_be_captured))
+            refusal = uncaptured(backends, lambda backend: backend.captures_verify)
         if refusal:
             logger.info("Decoding runs without CUDA graphs: attention %s is not captured", refusal)
             return []

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
 
 NEW_TOKENS = (1, 4, 8, 16, 32, 64)
 BETWEEN = tuple(1 << power for power in range(7, 14))
+"""Further new tokens, since the kernels of experts depend on the tokens of an expert."""
 IN_CHUNKS = SHORT + CHUNK
 """New tokens for models with recurrent states, just too many for the kernels of short prefills."""
 PREFIX_TOKENS = 4096
@@ -70,7 +71,6 @@ def warm_up_lengths(
     prefixes = (0, min(longest_pass + UNEVEN_TOKENS, context - new_long))
     lengths = {(prefix, new) for prefix in (0, short) for new in NEW_TOKENS}
     lengths |= {(prefix, new_long) for prefix in prefixes}
-    # Kernels of experts are chosen by the tokens of an expert.
     lengths |= {(0, new) for new in BETWEEN if new < new_long}
     if has_states:
         lengths |= {(prefix, IN_CHUNKS) for prefix in (0, min(short, context - IN_CHUNKS))}

@@ -113,7 +113,6 @@ class DraftPolicy:
             return
         one.is_trial = not one.is_trial
         if one.is_trial:
-            one.seconds[one.verifies].clear()
             one.steps_left = self.trial_steps
             return
         plain, verified = (one.seconds_per_token(verifies=kind) for kind in (False, True))

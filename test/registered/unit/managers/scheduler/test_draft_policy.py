@@ -84,6 +84,8 @@ def test_steps_beside_prefills_are_not_timed(clock: Clock) -> None:
     """A prefill's time is not that of the step before it."""
     clock.run(5, 600, prefill_every=3)
     assert set(clock.run(5, 500)) == {4}
+    alone = Clock(DraftPolicy(4, always=False))
+    assert set(alone.run(5, 300, prefill_every=1)) == {4}, "no step was timed, and none tried"
 
 
 def test_large_batches_are_never_verified(clock: Clock) -> None:

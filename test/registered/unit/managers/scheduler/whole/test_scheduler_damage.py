@@ -258,7 +258,7 @@ def test_a_prefix_with_a_recurrent_state(tmp_path: Path, part: str) -> None:
 
 @pytest.mark.settled
 def test_an_unchecked_hidden_state_costs_drafts_alone(tmp_path: Path) -> None:
-    """So its check matters, though words never depend on it."""
+    """Its check protects acceptance, not words."""
     with hybrid_in_l2(tmp_path) as (rig, cache, ids, drafts):
         pool, slot = pool_of(cache, "hidden"), host_state(cache, ids)
         flip(pool, slot)
