@@ -42,6 +42,9 @@ def test_twenty_minutes_of_random_work() -> None:
         "snapshots of prefill/no_slot",
         "states evicted from device",
         "states evicted from host",
+        "drafts accepted",
+        "drafts rejected",
+        "verifications ahead",
     )
     assert_random_work(SECONDS, run_seed, happened)
 

@@ -61,6 +61,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("speculative",),
     (
         "managers.scheduler.requests",
+        "managers.scheduler.verification",
         "managers.scheduler.batch",
         "managers.scheduler.launched_step",
         "managers.scheduler.policy",

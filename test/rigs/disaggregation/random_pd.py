@@ -457,6 +457,7 @@ class RandomPd:
             assert isinstance(rig.worker, CheckableWorker)
             self.outcome.counts[f"{name}: accepted drafts"] += rig.worker.num_accepted
             self.outcome.counts[f"{name}: rejected drafts"] += rig.worker.num_rejected
+            self.outcome.counts[f"{name}: verifications ahead"] += rig.worker.num_ahead
 
 
 def _prefill_role(pair: PdRig) -> PrefillRole:

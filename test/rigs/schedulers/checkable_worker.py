@@ -109,13 +109,18 @@ class CheckableWorker(TpModelWorker):
         """Accepted drafts of all verifications."""
         self.num_rejected = 0
         """Rejected drafts of all verifications."""
+        self.num_ahead = 0
+        """Verifications that were launched before the end of the one before them."""
 
     def forward_batch_generation(
         self, batch: ModelWorkerBatch
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
         """See `TpModelWorker`. Raises WrongContext, or the device does when results are awaited."""
         forward, verified = batch.forward, batch.verified
-        step = Step(self._pools, self._contexts(batch), verified is not None)
+        step = Step(self._pools, [], verified is not None)
+        is_ahead = verified is not None and verified.behind is not None
+        if not is_ahead:
+            step.contexts = self._contexts(batch)
         num_rows = len(batch.seeds)
         tokens = -1 - torch.arange(self._num_said, self._num_said + num_rows)
         self._num_said += num_rows
@@ -132,6 +137,23 @@ class CheckableWorker(TpModelWorker):
         table = None if self._drafts is None else self.req_to_token_pool.req_to_token.clone()
         self._submit(partial(self._run, batch, step, counter, output, tokens, numbers, table))
         return output, tokens
+
+    def verifies_ahead(self, batch_size: int) -> bool:
+        """See `TpModelWorker`: what a step reads is known when it runs."""
+        return self._drafts is not None
+
+    def _take_up(self, batch: ModelWorkerBatch, table: torch.Tensor) -> list[Context]:
+        """The requests of a verification that was launched before the end of the one before it."""
+        forward, width = batch.forward, self.num_draft_tokens
+        forward.req_to_token_pool = copy.copy(forward.req_to_token_pool)
+        forward.req_to_token_pool.req_to_token = table
+        batch.take_up()
+        most, forward.seq_lens_cpu = forward.seq_lens_cpu, forward.seq_lens.tolist()
+        pairs = list(zip(forward.seq_lens_cpu, most, strict=True))
+        expect(all(end - width < length <= end for length, end in pairs), f"lengths {pairs}")
+        forward.extend_prefix_lens_cpu = [length - width for length in forward.seq_lens_cpu]
+        self.num_ahead += 1
+        return self._contexts(batch)
 
     def _awaiting(self, load: int) -> LayerTransferCounter | None:
         """The counter of loads as it is for a step that waits for `load`. Steps that are launched
@@ -158,6 +180,9 @@ class CheckableWorker(TpModelWorker):
         if counter is not None:
             for pool in self.model_pools.pools:
                 pool.register_layer_transfer_counter(counter)
+        if not step.contexts:
+            assert table is not None
+            step.contexts = self._take_up(batch, table)
         for one in step.contexts:
             one.new_tokens[:] = [self._said.get(token, token) for token in one.new_tokens]
         drafts = None
@@ -243,7 +268,7 @@ class CheckableWorker(TpModelWorker):
     def _contexts(self, batch: ModelWorkerBatch) -> list[Context]:
         """Split the batch into requests, and check its tensors for consistency."""
         forward = batch.forward
-        table = self.req_to_token_pool.req_to_token.numpy()
+        table = forward.req_to_token_pool.req_to_token.numpy()
         rows, lengths = forward.req_pool_indices.tolist(), forward.seq_lens_cpu
         width = self.num_draft_tokens if batch.verified is not None else 1
         seeds = batch.seeds[::width].tolist()

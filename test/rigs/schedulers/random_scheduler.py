@@ -395,6 +395,7 @@ class RandomScheduler:
         counts["wrong contexts"] = worker.num_wrong
         counts["drafts accepted"] = worker.num_accepted
         counts["drafts rejected"] = worker.num_rejected
+        counts["verifications ahead"] = worker.num_ahead
         counts["prefill batches"] = counters.prefill_batches
         counts["decode steps"] = counters.decode_steps
         counts.update({f"store: {what}": n for what, n in self.store.happened.items()})

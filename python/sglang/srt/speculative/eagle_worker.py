@@ -164,9 +164,15 @@ class EAGLEWorker:
         batch.capture_hidden = True
         if batch.forward_mode is not ForwardMode.TARGET_VERIFY:
             return None, self._runner.forward(batch)
-        if self._graphs is not None and self._graphs.can_run(batch):
-            return self._graphs.verify(batch)
+        graphs = self.graphs_of(batch.batch_size)
+        if graphs is not None:
+            return graphs.verify(batch)
         return self._draft_and_verify(batch)
+
+    def graphs_of(self, batch_size: int) -> VerifyGraphs | None:
+        """The graphs of verifications of `batch_size` requests; None: there are none."""
+        graphs = self._graphs
+        return graphs if graphs is not None and graphs.can_run(batch_size) else None
 
     def _draft_and_verify(self, batch: ForwardBatch) -> tuple[torch.Tensor, LogitsProcessorOutput]:
         drafts = self.draft(batch)
@@ -264,8 +270,10 @@ class EAGLEWorker:
             accepted: int64 `[bs]`: accepted drafts of each request; None: no verification.
             snapshots: Of a verification; None: no request leaves one.
         """
-        if accepted is not None and self._graphs is not None and self._graphs.can_run(batch):
-            self._graphs.follow(batch, accepted, snapshots)
+        graphs = None if accepted is None else self.graphs_of(batch.batch_size)
+        if graphs is not None:
+            assert accepted is not None, "the step is a verification"
+            graphs.follow(batch, accepted, snapshots)
             return
         if hidden is not None:
             self._follow(batch, hidden, accepted, snapshots)

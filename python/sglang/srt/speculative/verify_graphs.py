@@ -105,9 +105,9 @@ class VerifyGraphs:
                 lambda size: self._capture(size, capture),
             )
 
-    def can_run(self, batch: ForwardBatch) -> bool:
-        """True if there are graphs for this verification."""
-        return batch.batch_size <= self._batch_sizes[-1]
+    def can_run(self, batch_size: int) -> bool:
+        """True if there are graphs for a verification of `batch_size` requests."""
+        return batch_size <= self._batch_sizes[-1]
 
     @torch.inference_mode()
     def verify(self, batch: ForwardBatch) -> tuple[torch.Tensor, LogitsProcessorOutput]:

@@ -135,7 +135,8 @@ def flush(rig: CheckableRig) -> None:
     administer(rig, FlushCacheReqInput(req_id="flush"))
 
 
-@pytest.mark.parametrize("seed", range(16))
+# In 3095 a verification may reach a position at which the one before had no slot for a snapshot.
+@pytest.mark.parametrize("seed", [*range(16), 3095])
 def test_random_work_gives_right_words_and_leaves_nothing_behind(seed: int) -> None:
     outcome = run_seed(seed, steps=150)
     assert outcome.counts["positions checked"] > 100

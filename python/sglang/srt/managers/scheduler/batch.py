@@ -19,6 +19,12 @@ from sglang.srt.layers.forward_batch_info import (
     compute_extend_positions,
 )
 from sglang.srt.managers.scheduler.requests.req import NO_SLOTS, Req
+from sglang.srt.managers.scheduler.verification import (
+    Behind,
+    Verification,
+    moved_back,
+    newest_tokens,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
@@ -77,17 +83,6 @@ class PrefillWork:
         self.is_last_chunk = self.extend_len == self.req.progress.uncommitted_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What a step that verifies drafts needs beside its tokens."""
-
-    most: torch.Tensor
-    """int64 `[bs]` on the device: most drafts of each request that may be accepted."""
-    snapshots: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Slots for snapshots of recurrent states, 0: none, and after how many of the step's tokens
-    they are taken; int64 `[bs]` each. None: no request leaves one."""
-
-
 @dataclass(slots=True, kw_only=True)
 class ModelWorkerBatch:
     """The inputs of the worker for one step. They do not change while the step runs."""
@@ -102,6 +97,12 @@ class ModelWorkerBatch:
     """The load from L2 that this step must wait for, layer by layer."""
     verified: Verification | None = None
     """None: the step verifies no drafts."""
+
+    def take_up(self) -> None:
+        """Go on where a verification in flight ends, if the step was made before its end. For the
+        worker, before it runs the step. Queues work on the device."""
+        if self.verified is not None and self.verified.behind is not None:
+            self.steps, self.verified = moved_back(self.forward, self.steps, self.verified)
 
 
 def _top_logprobs_nums(reqs: Sequence[Req]) -> tuple[bool, list[int] | None]:
@@ -250,10 +251,14 @@ class DecodeBatch:
         self._top_logprobs_nums: list[int] | None = None
         self._seq_lens_cpu: list[int] = []
         self._rows_of_last_step: list[Req] = []
+        self._accepted: torch.Tensor | None = None
+        """int64 `[rows]` on the device: accepted drafts of the last step; None: it had none."""
         self._seq_lens = self._input_ids = self._last_loc = NO_SLOTS
         self._rows = self._seeds = self._steps = NO_SLOTS
         self._positions = NO_SLOTS
         """int64 `[bs * width]`: positions of the tokens of a prepared verification."""
+        self._behind: Behind | None = None
+        """The verification in flight that a prepared one follows."""
         self._states: StateBatch | None = None
 
     def __len__(self) -> int:
@@ -261,12 +266,11 @@ class DecodeBatch:
 
     def update(self, queues: RequestQueues, *, in_flight: bool) -> None:
         """Take the requests that decode, from the same `queues` in each call. Each has a row, and
-        exactly one token without keys and values that no step in flight computes. Requests that end
-        with a step `in_flight` are left out; it is not known which do if the step verifies drafts.
-        """
+        exactly one token without keys and values that no step in flight computes. Requests that
+        surely end with a step `in_flight` are left out."""
         reqs = list(queues.decoding)
-        if in_flight and self.width == 1:
-            reqs = [req for req in reqs if not req.ends_in_flight]
+        if in_flight:
+            reqs = [req for req in reqs if not req.ends_in_flight(self.width)]
         # A request that left comes back only by joining again.
         if queues.num_joined != self._num_joined or len(reqs) != len(self.reqs):
             self.has_joined |= queues.num_joined != self._num_joined
@@ -372,7 +376,9 @@ class DecodeBatch:
         most_accepted, seeds, steps, *snapshots = pools.columns(
             most,
             np.repeat([req.spec.seed for req in self.reqs], width),
-            self._in_turn([len(req.progress.output_ids) for req in self.reqs]),
+            self._in_turn(
+                [len(one.output_ids) + one.num_in_flight for one in (r.progress for r in self.reqs)]
+            ),
             *(left or ()),
         )
         return ModelWorkerBatch(
@@ -396,53 +402,47 @@ class DecodeBatch:
             sampling_info=sampling_info,
             seeds=seeds,
             steps=steps,
-            verified=Verification(most_accepted, (snapshots[0], snapshots[1]) if left else None),
+            verified=Verification(
+                most_accepted, (snapshots[0], snapshots[1]) if left else None, self._behind
+            ),
         )
 
-    def advance(self, next_token_ids: torch.Tensor) -> None:
-        """Note that the step was launched. Its tokens, int64 `[bs]` on the device, are the next
-        one's input. After a verification the results say which they are."""
+    def advance(self, next_token_ids: torch.Tensor, accepted: torch.Tensor | None = None) -> None:
+        """Note that the step was launched.
+
+        Args:
+            next_token_ids: int64 `[bs * width]` on the device: the token after each of its tokens.
+            accepted: int64 `[bs]` on the device: accepted drafts; None: the step verifies none.
+        """
         self.has_joined = False
         for req in self.reqs:
             req.progress.num_in_flight += self.width
-        if self.width > 1:
-            return
-        self._input_ids = next_token_ids
+        self._input_ids, self._accepted = next_token_ids, accepted
         self._steps = self._steps + 1
         self._rows_of_last_step = self.reqs.copy()
 
     def _rebuild(self) -> None:
-        pools, reqs = self._pools, self.reqs
+        pools, reqs, last_step = self._pools, self.reqs, self._rows_of_last_step
+        parts = [req.progress for req in reqs]
         self._seq_lens_cpu = self.next_seq_lens()
-        self._input_ids = self._last_tokens()
-        self._seq_lens, self._rows, self._seeds, self._steps = pools.columns(
+        num_rows, row_of = len(last_step), {req: row for row, req in enumerate(last_step)}
+        self._seq_lens, self._rows, self._seeds, self._steps, known, places = pools.columns(
             self._seq_lens_cpu,
             [req.slots.row for req in reqs],
             [req.spec.seed for req in reqs],
-            [len(req.progress.output_ids) + req.progress.num_in_flight for req in reqs],
+            [len(part.output_ids) + part.num_in_flight for part in parts],
+            [0 if part.num_in_flight else part.output_ids[-1] for part in parts],
+            [row_of[req] if req.progress.num_in_flight else num_rows for req in reqs],
         )
+        self._behind = None
+        if any(part.num_in_flight for part in parts):
+            if self._accepted is None:
+                known = newest_tokens(self._input_ids, places, known)
+            else:
+                self._behind = Behind(self._input_ids, self._accepted, places)
+        self._input_ids = known
         self._states = StateBatch.running(pools.req_to_token_pool, self._rows)
         last = pools.req_to_token_pool.req_to_token[self._rows, self._seq_lens - 1]
         self._last_loc = last.to(torch.int64)
         self._return_logprob, self._top_logprobs_nums = _top_logprobs_nums(reqs)
         self._is_stale = False
-
-    def _last_tokens(self) -> torch.Tensor:
-        """int64 `[bs]`: each request's newest token. If a step in flight samples it, it is taken
-        from that step on the device."""
-        parts = [req.progress for req in self.reqs]
-        known = [progress.output_ids[-1] for progress in parts if not progress.num_in_flight]
-        known_ids = self._pools.int64(known)
-        if len(known) == len(self.reqs):
-            return known_ids
-        place_in_step = {id(req): place for place, req in enumerate(self._rows_of_last_step)}
-        places: list[int] = []
-        num_known = 0
-        for req in self.reqs:
-            if req.progress.num_in_flight:
-                places.append(place_in_step[id(req)])
-            else:
-                places.append(len(self._rows_of_last_step) + num_known)
-                num_known += 1
-        tokens = torch.cat([self._input_ids, known_ids])
-        return tokens.index_select(0, self._pools.int64(places))

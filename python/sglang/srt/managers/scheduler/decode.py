@@ -24,12 +24,19 @@ class DecodeScheduler:
     flight: no request is admitted or retracted."""
 
     def __init__(
-        self, state: SchedulerState, is_kept: Callable[[Req], bool] = lambda req: False
+        self,
+        state: SchedulerState,
+        is_kept: Callable[[Req], bool] = lambda req: False,
+        verifies_ahead: Callable[[int], bool] = lambda batch_size: False,
     ) -> None:
-        """`is_kept`: whether the computed pages of a request's prompt must stay where they are
-        because another server reads them."""
+        """Args:
+        is_kept: Whether the computed pages of a request's prompt must stay where they are because
+            another server reads them.
+        verifies_ahead: See `TpModelWorker.verifies_ahead`.
+        """
         self._state = state
         self._is_kept = is_kept
+        self._verifies_ahead = verifies_ahead
         self._log = RateLimitedLogger(logger)
         self._sampling_info: SamplingBatchInfo | None = None
         self.is_stalled = False
@@ -41,10 +48,17 @@ class DecodeScheduler:
         return len(state.decode_batch)
 
     def can_run_ahead(self) -> bool:
-        """True if the next step can be prepared before the tokens of the last step are known."""
-        batch, info = self._state.decode_batch, self._sampling_info
+        """True if the next step can be prepared before the step in flight is processed."""
+        state, batch, info = self._state, self._state.decode_batch, self._sampling_info
         if batch.width > 1:
-            return False  # Its results say how far each request is.
+            assert state.in_flight is not None, "only then it matters"
+            if state.in_flight.is_prefill:
+                return True
+            # A row has no more slots than those of one verification at the longest context.
+            return self._verifies_ahead(len(batch)) and not any(
+                req.is_sampled_by_history or req.progress.next_seq_len >= state.limits.context_len
+                for req in batch.reqs
+            )
         if info is None or batch.is_stale:
             return not any(req.is_sampled_by_history for req in batch.reqs)
         # Penalties are counted on the device; a grammar moves on the CPU.

@@ -44,11 +44,18 @@ class TpModelWorker:
         self.num_draft_tokens = model_runner.config.num_draft_tokens
         """Tokens of a decode step for each request."""
 
+    def verifies_ahead(self, batch_size: int) -> bool:
+        """True if a verification of `batch_size` requests can be launched before the results of the
+        step before it are known: the CPU plans nothing by their lengths."""
+        speculation = self._speculation
+        return speculation is not None and speculation.graphs_of(batch_size) is not None
+
     def forward_batch_generation(
         self, batch: ModelWorkerBatch
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
         """Run one step. The second result is each request's next token, int64 `[bs]` on the
         device; of a verification the token after each of its tokens."""
+        batch.take_up()
         counter = self.token_to_kv_pool.layer_transfer_counter
         if counter is not None:
             counter.set_consumer(batch.hicache_consumer_index)

@@ -159,9 +159,9 @@ class ResultProcessor:
         alive: list[Req] = []
         for row, req in enumerate(step.reqs):
             progress = req.progress
-            progress.num_in_flight -= 1
             if progress.finish_reason is not None:
                 continue  # It ended while this step was in flight.
+            progress.num_in_flight -= 1
             progress.kv_committed_len += 1
             self._state.snapshots.on_decoded(req)
             self._append(req, row, step.result)
@@ -176,7 +176,10 @@ class ResultProcessor:
         """Each request gets the tokens up to the one after its last accepted draft. One that ends
         at an earlier token drops the others."""
         result, width = step.result, step.width
-        going_on = list(enumerate(step.reqs))
+        # Others ended while this step was in flight.
+        going_on = [
+            (row, req) for row, req in enumerate(step.reqs) if req.progress.finish_reason is None
+        ]
         for nth in range(width):
             newest = {req: row for row, req in going_on if nth <= result.accepted[row]}
             for req, row in newest.items():
@@ -190,9 +193,9 @@ class ResultProcessor:
             self._state.counters.decode_tokens += len(newest)
             still = set(self._end_finished(list(newest)))
             going_on = [(row, req) for row, req in going_on if req not in newest or req in still]
-        for _, req in going_on:
+        for row, req in going_on:
             self._outputs.on_tokens(req)
-            self._state.trim(req)
+            self._state.trim(req, width - 1 - result.accepted[row])
         self._state.counters.decode_steps += 1
 
     def _count_verified(self, req: Req, *, is_draft: bool) -> None:

@@ -149,7 +149,7 @@ class Scheduler:
         self._input = InputHandler(
             state, self._control, self._results, outputs, self._grammar, self._role
         )
-        self._decode = DecodeScheduler(state, self._role.keeps)
+        self._decode = DecodeScheduler(state, self._role.keeps, resources.worker.verifies_ahead)
         self._batch_policy = BatchPolicy(server_args.target_inter_token_latency)
         self._draft_policy = DraftPolicy(
             resources.worker.num_draft_tokens, always=envs.SGLANG_SPECULATE_ALWAYS.get()
@@ -349,7 +349,7 @@ class Scheduler:
         if self._resources.overlap:
             batch.forward.mostly_done = device_runtime(state.pools.device).make_event()
         started = time.monotonic()
-        result, _ = self._forward(batch)
+        result, _, _ = self._forward(batch)
         self._batch_policy.on_prefill(state.now)
         self._prefill.on_launched(works)
         return LaunchedStep(
@@ -367,11 +367,11 @@ class Scheduler:
         info = self._decode.sampling_info
         batch = decoding.worker_batch(info, self.state.snapshots)
         started = time.monotonic()
-        result, token_ids = self._forward(batch)
+        result, token_ids, accepted = self._forward(batch)
         self._batch_policy.on_decode()
         info.accumulate(token_ids)
         has_joined = decoding.has_joined
-        decoding.advance(token_ids)
+        decoding.advance(token_ids, accepted)
         return LaunchedStep(
             result=result,
             launched=started,
@@ -380,11 +380,18 @@ class Scheduler:
             has_joined=has_joined,
         )
 
-    def _forward(self, batch: ModelWorkerBatch) -> tuple[StepResult, torch.Tensor]:
-        """Launch a forward; return its result, and its tokens, int64 `[bs]` on the device."""
+    def _forward(
+        self, batch: ModelWorkerBatch
+    ) -> tuple[StepResult, torch.Tensor, torch.Tensor | None]:
+        """Launch a forward.
+
+        Returns:
+            Its result, and what is on the device: its tokens, int64 `[bs]`, or of a verification
+            `[bs * width]` and the accepted drafts, int64 `[bs]`.
+        """
         with explaining_out_of_memory():
             output, token_ids = self._resources.worker.forward_batch_generation(batch)
-            return StepResult(output, token_ids), token_ids
+            return StepResult(output, token_ids), token_ids, output.accepted
 
     def _prepare_decode(self) -> bool:
         """Prepare slots and sampling of the next decode step. False: none can run."""

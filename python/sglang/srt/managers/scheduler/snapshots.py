@@ -149,21 +149,26 @@ class Snapshots:
         """Choose the requests that leave a snapshot of a decode step, which is going to be
         launched.
 
+        A request that a verification in flight computes may turn out to be earlier than assumed. So
+        more positions are possible, and the device decides whether this step takes the snapshot.
+
         Args:
-            seq_lens: Context lengths, the tokens of this step included.
+            seq_lens: Context lengths, the tokens of this step included, as if all tokens in flight
+                were accepted.
             width: Tokens of each request in this step.
 
         Returns:
             For each request the slot of its snapshot (0: it leaves none), and after how many of its
-            tokens in this step it is taken; None: no request leaves one.
+            tokens in this step it is taken; None: no request leaves one. The number is at most 0 if
+            the snapshot is taken only if the request is earlier.
         """
         if self._alignment is None or not self._interval:
             return None
         taken = {
             row: (slot, width - after)
             for row, (req, length) in enumerate(zip(reqs, seq_lens, strict=True))
-            if (after := length % self._interval) < width
-            and (slot := self._track(req, length - after))
+            if (after := length % self._interval) < width + max(0, req.progress.num_in_flight - 1)
+            and (slot := self._track(req, length - after, is_reached=after >= width))
         }
         if not taken:
             return None
@@ -189,9 +194,14 @@ class Snapshots:
             assert self._pool is not None, "the pool alone hands out such slots"
             self._pool.free(slot)
 
-    def _track(self, req: Req, length: int) -> int:
+    def _track(self, req: Req, length: int, *, is_reached: bool) -> int:
+        """The slot for a snapshot of `req` behind `length` tokens; 0: there is none.
+
+        `is_reached`: whether the step in flight may accept these tokens. If it leaves no snapshot
+        there, nothing tells the one of this step from it.
+        """
         slots = req.slots
-        if req.is_probe:
+        if req.is_probe or (is_reached and slots.snapshot_in_flight != length):
             return 0
         if slots.snapshot_slot is None:
             slots.snapshot_slot = self._take()

@@ -190,7 +190,7 @@ class SchedulerState:
         """
         rows = self.pools.req_to_token_pool
         slots, progress = req.slots, req.progress
-        self._free_in_flight(req)
+        self.trim(req, progress.num_in_flight)
         self.tree.cache_finished_req(slots, is_insert=not req.is_probe)
         rows.free(slots)
         slots.history.forget()
@@ -198,18 +198,16 @@ class SchedulerState:
         slots.prefix_indices = NO_SLOTS
         self.snapshots.release(req)
 
-    def trim(self, req: Req) -> None:
-        """Give back the slots of rejected drafts, whose step has ended."""
-        self._free_in_flight(req)
-        req.progress.num_in_flight = 0
-
-    def _free_in_flight(self, req: Req) -> None:
-        """Free the pages after the one with the last committed token."""
+    def trim(self, req: Req, count: int) -> None:
+        """Give back the slots of its last `count` tokens in flight, whole pages of them: of
+        rejected drafts, whose step has ended, or of a request that ends. A step in flight may still
+        write to the latter."""
         rows, allocator, progress = (
             self.pools.req_to_token_pool, self.pools.allocator, req.progress,
         )  # fmt: skip
-        begin = ceil_to_page(progress.kv_committed_len, allocator.page_size)
         end = progress.next_seq_len
+        progress.num_in_flight -= count
+        begin = ceil_to_page(progress.next_seq_len, allocator.page_size)
         if begin < end:
             allocator.free_in_order(rows.req_to_token[req.slots.row, begin:end].to(torch.int64))
 

@@ -55,7 +55,7 @@ def test_who_may_end_with_a_verification_does_not_hide_who_ended(model: Path) ->
     goes_on = joined(rig, queues, "goes on", 5)
     batch.update(queues, in_flight=False)
     goes_on.progress.num_in_flight = 4
-    assert goes_on.ends_in_flight, "if all drafts are accepted"
+    assert not goes_on.ends_in_flight(batch.width), "it does only if all drafts are accepted"
     batch.update(queues, in_flight=True)
     goes_on.progress.num_in_flight = 0
     queues.finish(ends, FinishReason(type="length"))

@@ -247,11 +247,11 @@ class Req:
         """Tokens that it may still generate."""
         return self.max_new_tokens - len(self.progress.output_ids)
 
-    @property
-    def ends_in_flight(self) -> bool:
-        """True if a step in flight samples its last allowed token."""
+    def ends_in_flight(self, width: int) -> bool:
+        """True if a step in flight, of `width` tokens a request, surely samples its last allowed
+        token."""
         progress = self.progress
-        return len(progress.output_ids) + progress.num_in_flight >= self.max_new_tokens
+        return len(progress.output_ids) + progress.num_in_flight // width >= self.max_new_tokens
 
     @property
     def is_sampled_by_history(self) -> bool:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
+from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
+from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -94,20 +96,72 @@ def test_words_are_those_without_speculation(
 
 @pytest.mark.settled
 def test_graphs_change_no_words_and_no_drafts(
-    model: Path, alone: list[list[int]], texts: list[list[int]]
+    model: Path, alone: list[list[int]], texts: list[list[int]], launches: list[Launch]
 ) -> None:
-    """Padded batches of captured sizes, which requests join and leave, and their snapshots."""
+    """Padded batches of captured sizes, which requests join and leave, and their snapshots. With
+    overlap a verification is launched before the results of the one before it are known."""
     found: list[Drafts] = []
-    for is_captured in (False, True):
+    for is_captured, overlaps in ((False, False), (True, False), (True, True)):
+        launches.clear()
         graphs = replayed_graphs() if is_captured else nullcontext()
         with graphs, recorded() as drafts, guessed(texts, 0.7):
-            rig = SchedulerRig(model, page_size=4, **SPECULATES)
+            rig = SchedulerRig(model, page_size=4, overlap=overlaps, **SPECULATES)
             assert rig.generate(PROMPTS, NEW_TOKENS) == alone
             assert rig.generate(PROMPTS[::-1], NEW_TOKENS) == alone[::-1], "cached"
             assert rig.generate([PROMPTS[5]], NEW_TOKENS) == [alone[5]], "of one token"
         found.append(drafts)
+        assert any(one.is_ahead for one in launches) == overlaps
     assert len(found[0]) > 20
     assert found[0] == found[1]
+    # Steps that ran for requests that had ended drafted for them too.
+    assert {at: found[2][at] for at in found[0]} == found[0]
+
+
+class Launch(NamedTuple):
+    """A verification that was launched."""
+
+    size: int
+    is_ahead: bool
+    """True if the results of the one before it were not known."""
+
+
+@pytest.fixture(name="launches")
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    launches: list[Launch] = []
+    forward = TpModelWorker.forward_batch_generation
+
+    def launching(worker: TpModelWorker, batch: ModelWorkerBatch) -> Any:
+        if batch.verified is not None:
+            launches.append(Launch(batch.forward.batch_size, batch.verified.behind is not None))
+        return forward(worker, batch)
+
+    monkeypatch.setattr(TpModelWorker, "forward_batch_generation", launching)
+    return launches
+
+
+@pytest.mark.settled
+def test_a_verification_waits_for_no_results(
+    model: Path, alone: list[list[int]], texts: list[list[int]], launches: list[Launch]
+) -> None:
+    """But for a request whose sampling needs its tokens, and at the end of the context."""
+    with replayed_graphs(), guessed(texts, 1.0):
+        rig = SchedulerRig(model, page_size=4, pool_tokens=2048, overlap=True, **SPECULATES)
+        assert rig.generate([PROMPTS[3]], NEW_TOKENS) == [alone[3]]
+        # Its first token comes from the prefill; of five verifications the last is for nothing.
+        assert [one.is_ahead for one in launches] == [False, True, True, True, True]
+        launches.clear()
+        penalised = SamplingParams(
+            temperature=0.0, presence_penalty=0.1, max_new_tokens=NEW_TOKENS, ignore_eos=True
+        )
+        rig.run(rig.request("penalised", PROMPTS[2], penalised), rig.request("free", PROMPTS[4]))
+        assert not any(one.is_ahead for one in launches if one.size == 2)
+        launches.clear()
+        most = rig.scheduler.state.limits.context_len
+        rig.run(rig.request("longest", prompt(8, most - 6), greedy(6)))
+        assert len(rig.results["longest"].output_ids) == 6
+        assert launches, "its first token comes from the prefill"
+        assert not launches[-1].is_ahead
+    rig.scheduler.verify_once()
 
 
 @pytest.mark.settled
