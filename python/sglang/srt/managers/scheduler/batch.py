@@ -131,6 +131,11 @@ def _repeated(values: list[int] | None, width: int) -> list[int] | None:
     return None if values is None else [value for value in values for _ in range(width)]
 
 
+def _num_output(req: Req) -> int:
+    """Its output tokens, as if all tokens in flight were accepted."""
+    return len(req.progress.output_ids) + req.progress.num_in_flight
+
+
 def make_prefill_batch(
     works: Sequence[PrefillWork],
     pools: BatchPools,
@@ -376,9 +381,7 @@ class DecodeBatch:
         most_accepted, seeds, steps, *snapshots = pools.columns(
             most,
             np.repeat([req.spec.seed for req in self.reqs], width),
-            self._in_turn(
-                [len(one.output_ids) + one.num_in_flight for one in (r.progress for r in self.reqs)]
-            ),
+            self._in_turn([_num_output(req) for req in self.reqs]),
             *(left or ()),
         )
         return ModelWorkerBatch(
@@ -418,7 +421,8 @@ class DecodeBatch:
         for req in self.reqs:
             req.progress.num_in_flight += self.width
         self._input_ids, self._accepted = next_token_ids, accepted
-        self._steps = self._steps + 1
+        if self.width == 1:
+            self._steps = self._steps + 1
         self._rows_of_last_step = self.reqs.copy()
 
     def _rebuild(self) -> None:
@@ -430,7 +434,7 @@ class DecodeBatch:
             self._seq_lens_cpu,
             [req.slots.row for req in reqs],
             [req.spec.seed for req in reqs],
-            [len(part.output_ids) + part.num_in_flight for part in parts],
+            [_num_output(req) for req in reqs],
             [0 if part.num_in_flight else part.output_ids[-1] for part in parts],
             [row_of[req] if req.progress.num_in_flight else num_rows for req in reqs],
         )

@@ -1,8 +1,8 @@
-"""What a step that verifies drafts needs beside its tokens.
+"""The inputs of a verification of drafts, and its start before the last one has ended.
 
-Such a step may be launched before the results of the one before it are known. The CPU then assumes
-that all drafts of that step are accepted, so that every request has enough slots; the device, which
-knows how many are, moves each request back by the others (`moved_back`).
+The scheduler may launch a verification before it knows the results of the last one. It then assumes
+that all drafts are accepted, so that every request has enough slots. The device knows how many are,
+and moves each request back by the others (`moved_back`).
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def test_graphs_change_no_words_and_no_drafts(
     model: Path, alone: list[list[int]], texts: list[list[int]], launches: list[Launch]
 ) -> None:
     """Padded batches of captured sizes, which requests join and leave, and their snapshots. With
-    overlap a verification is launched before the results of the one before it are known."""
+    overlap, verifications do not wait for results."""
     found: list[Drafts] = []
     for is_captured, overlaps in ((False, False), (True, False), (True, True)):
         launches.clear()
@@ -143,7 +143,7 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 def test_a_verification_waits_for_no_results(
     model: Path, alone: list[list[int]], texts: list[list[int]], launches: list[Launch]
 ) -> None:
-    """But for a request whose sampling needs its tokens, and at the end of the context."""
+    """Except with a request whose sampling needs its tokens, and at the end of the context."""
     with replayed_graphs(), guessed(texts, 1.0):
         rig = SchedulerRig(model, page_size=4, pool_tokens=2048, overlap=True, **SPECULATES)
         assert rig.generate([PROMPTS[3]], NEW_TOKENS) == [alone[3]]
