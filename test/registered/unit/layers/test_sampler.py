@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.layers.reference_sampling import kept_tokens
 from sglang.srt.layers import sampler as sampler_module
 from sglang.srt.layers import sampling_batch_info
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -53,23 +54,6 @@ def reference_uniform(seed: int, step: int) -> float:
     return (bits >> 16) / 2**48
 
 
-def reference_filter(logits: torch.Tensor, p: SamplingParams) -> dict[int, float]:
-    """Token to probability of what the filters keep, most probable first, by plain loops."""
-    probs = (logits.double() / p.temperature).softmax(-1).tolist()
-    order = sorted(range(VOCAB), key=lambda token: (-probs[token], token))
-    kept: dict[int, float] = {}
-    before = 0.0
-    for rank, token in enumerate(order):
-        if p.top_k != -1 and rank >= p.top_k:
-            break
-        if before >= p.top_p or probs[token] < p.min_p * probs[order[0]]:
-            break
-        kept[token] = probs[token]
-        before += probs[token]
-    total = sum(kept.values())
-    return {token: prob / total for token, prob in kept.items()}
-
-
 def test_hash_is_splitmix_and_uniform() -> None:
     seeds = torch.tensor([0, 1, 2**63 - 1, 123456789])
     steps = torch.tensor([0, 5, 77, 100000])
@@ -99,7 +83,7 @@ def test_hash_is_splitmix_and_uniform() -> None:
 def test_distribution_matches_the_reference(fields: dict[str, Any]) -> None:
     params = SamplingParams(**fields)
     row = random_logits(1, seed=3)
-    want = reference_filter(row[0], params)
+    want = kept_tokens(row[0], params)
     n = 20000
     tokens = sample(row.expand(n, -1), [params] * n, list(range(n)), [4] * n)
     counts = torch.bincount(torch.tensor(tokens), minlength=VOCAB)
@@ -117,7 +101,7 @@ def test_one_lookup_in_the_cumulative_distribution() -> None:
     for row in range(200):
         target, before = reference_uniform(row, 9), 0.0
         want = -1
-        for candidate, prob in reference_filter(logits[row], params).items():
+        for candidate, prob in kept_tokens(logits[row], params).items():
             before += prob
             if want < 0 and before > target:
                 want = candidate
