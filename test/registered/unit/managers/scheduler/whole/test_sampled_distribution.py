@@ -1,11 +1,10 @@
 """Sampled tokens have the model's own distribution, with speculation and without.
 
 Acceptance depends on the sampled tokens. A bias may therefore hide in the tokens that follow an
-accepted or a rejected draft, though the tokens of all steps together look right. So each place in a
-verification has a chi-squared test of its own, and each prefix counts by itself: sums over prefixes
-would hide that a token depends on the uniform number of the token before. Whether a token has a
-place is known before it is drawn, from the prefix alone, so its exact distribution is the model's
-after that prefix.
+accepted or a rejected draft, though the tokens of all steps together look right. Each place in a
+verification thus has its own chi-squared test. Each prefix counts by itself: sums over prefixes
+would hide that a token depends on the uniform number of the token before. The prefix alone decides
+which place a token has, so the token's exact distribution is the model's after that prefix.
 
 Seeds are fixed, so the tests always give the same result. If a change of seeds, weights or hash
 draws other tokens, a test fails without a fault with a probability of at most its number of
@@ -44,7 +43,7 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "min-p": {"temperature": 1.5, "min_p": 0.1},
 }
 REQUESTS_OF_KIND: Final = 850
-"""Of four kinds and with three tokens after the prefill's: 10,200 draws."""
+"""Four kinds, and three tokens after the prefill's, give 10,200 draws."""
 RISK: Final = 1e-4
 """Probability that a chi-squared test fails by chance."""
 LEAST_EXPECTED: Final = 5.0
@@ -53,7 +52,7 @@ LEAST_EXPECTED: Final = 5.0
 FIRST: Final = "first token of the first step"
 AFTER_ACCEPTED: Final = "after an accepted draft"
 LATER: Final = "first token of a later step"
-"""With speculation, one that follows a rejected draft: a step with all drafts accepted would be the
+"""With speculation a rejected draft precedes it: a step with all drafts accepted would be the
 last."""
 Draws = dict[tuple[str, str], dict[tuple[int, ...], Counter[int]]]
 """Number of draws of each token, by kind and place, then by prefix."""
