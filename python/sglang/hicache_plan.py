@@ -2,7 +2,7 @@
 
 Shows the bytes of a token in each pool and tier, the size of each tier, the prompts that are faster
 to read than to compute, and the flags that follow. Loads no weights: config.json is enough. A trace
-of requests gives the share of the prompts that each tier has.
+of requests gives the share of the prompts that each tier brings.
 
 The engine's own code gives the sizes: states, pools and the prefetch cost model are those of the
 server. Prefill rates are estimates unless `--prefill-tokens-s` is given. Exit status: 0; 2 if the
@@ -36,6 +36,7 @@ from sglang.planning.model_costs import (
     parameters_of,
 )
 from sglang.planning.plan_text import RANKS, Plan, to_text, weights_text
+from sglang.planning.store_reads import tokens_read
 from sglang.planning.tiers import (
     ReadOrCompute,
     Tier,
@@ -54,6 +55,8 @@ from sglang.srt.constants import GB
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.layers.weight_format import FormatOf
 from sglang.srt.mem_cache.device.pool_registry import resolve_kv_dtype
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
+from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging_utils import configure_logger
 
@@ -162,7 +165,7 @@ def make_plan(own: argparse.Namespace, args: ServerArgs) -> Plan:
         reads=reads,
         flags=_flags(args, host),
         notes=_notes(own, args, machine, device, host, reads),
-        trace=None if own.trace is None else _trace(own, args.page_size, tiers, args, server_bytes),
+        trace=None if own.trace is None else _trace(own, tiers, args, reads, server_bytes),
     )
 
 
@@ -252,6 +255,8 @@ def _notes(
         notes.append("the rate of L3 is that of Mooncake over TCP: give --l3-gb-s for another")
     if machine.host_bytes.source == ASSUMED:
         notes.append("the host's memory is assumed: give --host-memory")
+    if own.trace is not None and args.hicache_storage_prefetch_policy == PrefetchPolicy.BEST_EFFORT:
+        notes.append("under best_effort no request waits for a read: L3's share is at most this")
     if device.states:
         notes.append(
             "shares of a trace count pages alone; a prefix also needs a recurrent state at its end"
@@ -267,17 +272,20 @@ def _notes(
 
 def _trace(
     own: argparse.Namespace,
-    page_size: int,
     tiers: Sequence[Tier],
     args: ServerArgs,
+    reads: ReadOrCompute,
     server_bytes: float,
 ) -> dict[str, Any]:
     """Hit rates of the trace by tier and by size; writes the plot."""
     trace = read_trace(own.trace)
     if not trace:
         raise ValueError(f"--trace {own.trace}: there are no requests")
+    page_size = args.page_size
+    assert page_size is not None, "resolved"
+    settings = StorageSettings.from_extra_config(args.extra_config())
     distances = stack_distances(trace, page_size)
-    found = 0.0
+    found = unread = 0.0
     by_tier = []
     marks = []
     # With write_back a page is in L1 or in L2; otherwise L2 has L1's pages too, and L3 those of L2.
@@ -285,9 +293,21 @@ def _trace(
     size = 0.0
     for tier in tiers:
         is_sum = adds and tier.name == "L2"
-        size = size + tier.tokens if is_sum else max(size, tier.tokens)
+        above, size = size, size + tier.tokens if is_sum else max(size, tier.tokens)
         rate = distances.hit_rate(size)
-        by_tier.append({"tier": tier.name, "tokens": size, "hit_rate": rate - found})
+        share = rate - found
+        if tier.name == "L3" and share:
+            read = tokens_read(
+                distances,
+                [request.timestamp_ms / 1e3 for request in trace],
+                l2_tokens=above,
+                l3_tokens=size,
+                reads=reads,
+                threshold=settings.threshold_pages(page_size) * page_size,
+                always=args.hicache_storage_prefetch_policy == PrefetchPolicy.WAIT_COMPLETE,
+            )
+            unread = share - read / distances.prompt_tokens
+        by_tier.append({"tier": tier.name, "tokens": size, "hit_rate": share - unread})
         found = rate
         if math.isfinite(size):
             marks.append((tier.name, size * server_bytes / GB))
@@ -310,6 +330,7 @@ def _trace(
         "distinct_tokens": distances.distinct_tokens,
         "unlimited_hit_rate": limit,
         "by_tier": by_tier,
+        "stored_but_computed": unread,
         "by_size": [
             {"tokens": int(size), "gb": size * server_bytes / GB, "hit_rate": rate}
             for size, rate in zip(sizes, rates, strict=True)

@@ -35,21 +35,32 @@ class _Block:
 @dataclass(frozen=True, slots=True)
 class StackDistances:
     """Runs of tokens that were used before: run i has distances from `begins[i]` (exclusive) to
-    `ends[i]`."""
+    `ends[i]`, and belongs to request `requests[i]`."""
 
-    prompt_tokens: int
-    """Tokens of all prompts, in whole pages."""
+    lengths: npt.NDArray[np.int64]
+    """Tokens of each prompt, in whole pages."""
     distinct_tokens: int
     """Tokens of all different pages: the working set."""
+    requests: npt.NDArray[np.int64]
     begins: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, in whole pages."""
+        return int(self.lengths.sum())
+
+    def hits(self, size_tokens: float) -> npt.NDArray[np.float64]:
+        """Tokens of each prompt that an LRU cache of this size has."""
+        found = np.zeros(len(self.lengths))
+        np.add.at(found, self.requests, (np.minimum(self.ends, size_tokens) - self.begins).clip(0))
+        return found
 
     def hit_rate(self, size_tokens: float) -> float:
         """Share of the prompts' tokens that an LRU cache of this size has."""
         if not self.prompt_tokens:
             return 0.0
-        hits = np.minimum(self.ends, size_tokens) - self.begins
-        return float(hits.clip(min=0).sum()) / self.prompt_tokens
+        return float(self.hits(size_tokens).sum()) / self.prompt_tokens
 
 
 class _Sums:
@@ -84,13 +95,15 @@ def stack_distances(trace: Sequence[TraceRequest], page_size: int) -> StackDista
     """
     root = _Block(last_use=-1)
     sums = _Sums(len(trace))
-    prompt_tokens = distinct = 0
+    distinct = 0
+    lengths: list[int] = []
+    requests: list[int] = []
     begins: list[int] = []
     ends: list[int] = []
     for number, request in enumerate(trace):
         cached = request.input_length // page_size * page_size
         usable = (request.input_length - 1) // page_size * page_size
-        prompt_tokens += cached
+        lengths.append(cached)
         at, start, last_use, begin = root, 0, -1, 0
         for block_id in request.hash_ids:
             want = max(0, min(cached - start, BLOCK_TOKENS))
@@ -104,6 +117,7 @@ def stack_distances(trace: Sequence[TraceRequest], page_size: int) -> StackDista
                     begin = sums.after(last_use)
                 hit = max(0, min(found.tokens, usable - start))
                 if hit:
+                    requests.append(number)
                     begins.append(begin)
                     ends.append(begin + hit)
                 begin += found.tokens
@@ -112,7 +126,11 @@ def stack_distances(trace: Sequence[TraceRequest], page_size: int) -> StackDista
                 break
         distinct += _use(root, request.hash_ids, number, cached, sums)
     return StackDistances(
-        prompt_tokens, distinct, np.array(begins, np.int64), np.array(ends, np.int64)
+        np.array(lengths, np.int64),
+        distinct,
+        np.array(requests, np.int64),
+        np.array(begins, np.int64),
+        np.array(ends, np.int64),
     )
 
 

@@ -142,5 +142,7 @@ def _trace_text(trace: dict[str, Any]) -> str:
     return (
         f"trace: {trace['requests']:,} requests, {trace['prompt_tokens']:,} prompt tokens, "
         f"{trace['distinct_tokens']:,} different; a cache without a limit has "
-        f"{trace['unlimited_hit_rate']:.1%}\n{by_tier}\n{by_size}"
+        f"{trace['unlimited_hit_rate']:.1%}\n{by_tier}\n"
+        f"the store has {trace['stored_but_computed']:.1%} more, which the engine computes: that "
+        f"is faster, or the hits are below prefetch_threshold\n{by_size}"
     )

@@ -95,10 +95,42 @@ def test_a_trace_gives_shares_by_tier_and_both_kinds_of_plot(
         assert plot.read_bytes().startswith(begin)
     shares = {row["tier"]: row["hit_rate"] for row in trace["by_tier"]}
     assert 0.2 < shares["L1"] < 0.4 and shares["L2"] > 0.1
-    assert sum(shares.values()) == pytest.approx(trace["unlimited_hit_rate"])
+    assert sum(shares.values()) + trace["stored_but_computed"] == pytest.approx(
+        trace["unlimited_hit_rate"]
+    )
+    assert trace["stored_but_computed"] > 0.01, "a store over TCP is slower than a GPU"
     rates = [row["hit_rate"] for row in trace["by_size"]]
     assert rates == sorted(rates) and rates[-1] == trace["unlimited_hit_rate"]
     assert plot.read_text().count("<circle") == len(rates)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_read"),
+    [
+        (("--hicache-storage-prefetch-policy", "wait_complete"), True),
+        (("--l3-gb-s", "40"), True),
+        (("--l3-gb-s", "40", "--prefill-tokens-s", "1000000"), False),
+        (
+            (
+                "--hicache-storage-prefetch-policy",
+                "wait_complete",
+                "--hicache-storage-backend",
+                "file",
+                "--hicache-storage-backend-extra-config",
+                '{"prefetch_threshold": 1000000}',
+            ),
+            False,
+        ),
+    ],
+)
+def test_a_trace_reads_from_l3_as_the_settings_say(
+    qwen: str, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str], *, is_read: bool
+) -> None:
+    sizes = ("--model-path", qwen, "--host-memory", "200", "--max-total-tokens", "200000")
+    trace = plan(capsys, *sizes, "--trace", str(EXCERPT), *flags)["trace"]
+    read = trace["by_tier"][2]["hit_rate"]
+    assert (read > 0.01) == is_read
+    assert (trace["stored_but_computed"] > 0.01) != is_read
 
 
 def test_the_text_has_every_table(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +139,7 @@ def test_the_text_has_every_table(qwen: str, capsys: pytest.CaptureFixture[str])
     for word in ("8.19 billion", "copies from host memory", "--tp-size 16", "147,456", "L3"):
         assert word in text
     assert "give --host-memory" in text and "found in" in text
+    assert "the store has" in text and "under best_effort" not in text
 
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
