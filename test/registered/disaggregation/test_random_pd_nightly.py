@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from rigs.disaggregation.random_pd import run_seed
+from rigs.schedulers.random_requests import Extra
 from rigs.schedulers.random_seeds import assert_random_work
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -24,6 +25,9 @@ def test_ten_minutes_of_random_work() -> None:
         "decode: aborted",
         "decode: refused",
         "decode: retractions",
+        "decode: accepted drafts",
+        "decode: rejected drafts",
+        *(f"decode: with {extra}" for extra in Extra),
         "prefill: failed",
         "messages lost",
         "messages doubled",

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rigs.schedulers.random_ranks import run_for
+from rigs.schedulers.random_requests import Extra
 from rigs.schedulers.random_seeds import print_counts
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -25,6 +26,9 @@ WORK = (
     "evicted from host",
     "write landed",
     "steps from a state of the tree",
+    "drafts accepted",
+    "drafts rejected",
+    *(f"with {extra}" for extra in Extra),
 )
 RARE_WORK = ("read late", "read failed", "retractions", "states evicted from host")
 """Work that must have happened; for the rare kinds 20,000 ticks may be too few."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from rigs.schedulers.random_requests import Extra
 from rigs.schedulers.random_scheduler import run_seed
 from rigs.schedulers.random_seeds import assert_random_work
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -45,6 +46,7 @@ def test_twenty_minutes_of_random_work() -> None:
         "drafts accepted",
         "drafts rejected",
         "verifications ahead",
+        *(f"with {extra}" for extra in Extra),
     )
     assert_random_work(SECONDS, run_seed, happened)
 

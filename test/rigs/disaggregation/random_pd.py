@@ -41,12 +41,13 @@ from rigs.schedulers.checkable_pools import CheckableState
 from rigs.schedulers.checkable_worker import CheckableWorker
 from rigs.schedulers.random_checks import (
     assert_input_logprobs,
+    assert_output_logprobs,
     assert_unpinned,
     assert_words,
 )
 from rigs.schedulers.random_requests import RandomRequests, Sent
 from rigs.schedulers.random_seeds import Outcome
-from rigs.schedulers.random_setup import speculation
+from rigs.schedulers.random_setup import speculation, text_args
 from rigs.schedulers.scheduler_rig import Collected
 from rigs.schedulers.step_watchdog import Watchdog
 from sglang.embedded_mooncake import LOOPBACK
@@ -66,6 +67,8 @@ _MODULE: Final = "rigs.disaggregation.random_pd"
 STEPS_PER_SEED: Final = 300
 _HANG_S: Final = 60.0
 _REST_S: Final = 60.0
+_LONGEST_TICK_S: Final = 0.01
+"""Most seconds by which the schedulers' clocks advance in a tick at rest."""
 _LOST_S: Final = 3
 """Seconds for which a server waits for the other server of a request."""
 _UNKNOWN_S: Final = 4
@@ -230,6 +233,7 @@ class RandomPd:
                     prefill=self.args["prefill"],
                     decode=self.args["decode"],
                     **speculation(self.num_draft_tokens),
+                    **text_args(),
                 )
             )
             stack.callback(self._mover.release)
@@ -386,9 +390,9 @@ class RandomPd:
             self._step(may_fail)
             now = time.monotonic()
             for rig in pair.rigs:
-                # The rigs' clocks advance with ticks: with real time, timeouts would take minutes
-                # on a busy machine.
-                rig.now += now - ticked
+                # Their clocks advance with ticks too. Ticks alone are too quick for threads; real
+                # time alone ends requests that wait for slots while a busy machine runs few ticks.
+                rig.now += min(now - ticked, _LONGEST_TICK_S)
             ticked = now
             if now - began > _REST_S:
                 raise AssertionError(f"no rest: {self._pending}")
@@ -433,7 +437,10 @@ class RandomPd:
             else:
                 assert got.output_ids == sent.words[:1]
                 assert_input_logprobs(sent, got)
+            assert_output_logprobs(sent, got)
             counts[f"{side}: right"] += 1
+            if sent.extra is not None:
+                counts[f"{side}: with {sent.extra}"] += 1
             return
         why = reason.message or ""
         is_refused = "can ever fit" in why

@@ -24,16 +24,21 @@ EOS_ID: Final = 0
 _CHARACTERS: Final = string.digits + string.ascii_letters + string.punctuation + " "
 
 
-def character_vocabulary() -> Vocabulary:
+def character_vocabulary(vocab_size: int = VOCAB_SIZE) -> Vocabulary:
     """Token i is the i-th character, from 1; token 0 ends; the other tokens are never allowed."""
     tokens = [b""] + [character.encode() for character in _CHARACTERS]
-    tokens += [b""] * (VOCAB_SIZE - len(tokens))
+    tokens += [b""] * (vocab_size - len(tokens))
     return Vocabulary(tokens=tokens, eos_token_ids=[EOS_ID], add_prefix_space=False)
 
 
 def text_of(ids: Sequence[int]) -> str:
     """The characters of `ids`; the end token has none."""
     return "".join(_CHARACTERS[i - 1] for i in ids if i != EOS_ID)
+
+
+def ids_of(text: str) -> list[int]:
+    """The tokens of `text`, one for each character."""
+    return [_CHARACTERS.index(character) + 1 for character in text]
 
 
 @dataclass
@@ -43,12 +48,14 @@ class HandBackend(XGrammarBackend):
     hold: bool = False
     """True if new tickets wait for `release`, instead of compiling at once."""
     limits: GrammarLimits = field(default_factory=GrammarLimits)
+    vocab_size: int = VOCAB_SIZE
+    """Columns of the model's logits."""
     held: list[GrammarTicket] = field(default_factory=list)
     num_asked: int = 0
     is_closed: bool = False
 
     def __post_init__(self) -> None:
-        self._vocabulary = character_vocabulary()
+        self._vocabulary = character_vocabulary(self.vocab_size)
         self._compiler = make_compiler(self._vocabulary)
 
     def get(self, constraint: Constraint) -> GrammarTicket:

@@ -1,9 +1,10 @@
 """A model whose state can be checked, for tests of everything around a model: what it computes.
 
 All that the model keeps of a position is a *fact*: a running hash of all tokens up to it, its
-place and its token. The next token is a function of the hash, so the output of a prompt is a pure
-function (`words`). The `seed` of a request starts its chain of hashes. With one seed for each
-`extra_key`, state that leaks between keys is detected too.
+place and its token. The two likeliest next tokens are functions of the hash, so the output of a
+prompt is a pure function, also where penalties, biases or a minimum length adjust the logits
+(`words`). The `seed` of a request starts its chain of hashes. With one seed for each `extra_key`,
+state that leaks between keys is detected too.
 
 `checkable_worker.py` runs it.
 """
@@ -16,10 +17,15 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from sglang.srt.sampling.sampling_params import SamplingParams
+
 VOCAB_SIZE: Final = 1009
 
 Words = npt.NDArray[np.uint64]
 """Facts are two words each: the hash; the place and the token."""
+LIKELIEST: Final = 4.0
+SECOND: Final = 2.0
+"""Logits of two tokens; all others have 0."""
 NOISE: Final = 0x5EED
 """Stands for the hash of a wrong context: no prompt has it."""
 
@@ -39,14 +45,39 @@ def chain(tokens: Sequence[int], seed: int) -> list[int]:
     return extend(start(seed), tokens)
 
 
-def words(prompt: Sequence[int], seed: int, count: int) -> list[int]:
-    """The `count` tokens that follow `prompt`."""
+def words(
+    prompt: Sequence[int], seed: int, count: int, params: SamplingParams | None = None
+) -> list[int]:
+    """The `count` tokens that follow `prompt`. `params`: adjust the logits by penalties, biases and
+    a minimum length; None: nothing does."""
     at = chain(prompt, seed)[-1]
     said: list[int] = []
     for _ in range(count):
-        said.append(word(at))
+        said.append(word(at) if params is None else _adjusted_word(at, prompt, said, params))
         at = extend(at, said[-1:])[-1]
     return said
+
+
+def _adjusted_word(
+    at: int, prompt: Sequence[int], said: Sequence[int], params: SamplingParams
+) -> int:
+    scores = np.zeros(VOCAB_SIZE)
+    scores[second(at)] = SECOND
+    scores[word(at)] = LIKELIEST
+    scores[list({*prompt, *said})] /= params.repetition_penalty  # No score is negative.
+    for token in said:
+        scores[token] -= params.frequency_penalty
+    scores[list(set(said))] -= params.presence_penalty
+    for name, value in (params.logit_bias or {}).items():
+        scores[int(name)] += value
+    if len(said) < params.min_new_tokens:
+        scores[params.stop_token_ids or []] = -np.inf
+    return int(scores.argmax())
+
+
+def output_logprobs(prompt: Sequence[int], seed: int, said: Sequence[int]) -> list[float]:
+    """The logprobs of the tokens `said` after `prompt`."""
+    return input_logprobs([*prompt, *said], seed, len(prompt) - 1)
 
 
 def input_logprobs(prompt: Sequence[int], seed: int, start: int) -> list[float]:
@@ -70,8 +101,13 @@ def extend(at: int, tokens: Sequence[int]) -> list[int]:
 
 
 def word(at: int) -> int:
-    """The token that the model says after the hash `at`."""
+    """The likeliest token after the hash `at`, which the model says unless its logits change."""
     return (at >> 33) % (VOCAB_SIZE - 1) + 1
+
+
+def second(at: int) -> int:
+    """The next likeliest token after the hash `at`; maybe the same."""
+    return (at >> 17) % (VOCAB_SIZE - 1) + 1
 
 
 def logprob(at: int, token: int) -> float:

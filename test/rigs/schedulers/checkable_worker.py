@@ -20,7 +20,16 @@ import numpy as np
 import torch
 
 from rigs.drafts.checkable_drafts import CheckableSpeculation
-from rigs.schedulers.checkable_model import NOISE, VOCAB_SIZE, WrongContext, logprob, word
+from rigs.schedulers.checkable_model import (
+    LIKELIEST,
+    NOISE,
+    SECOND,
+    VOCAB_SIZE,
+    WrongContext,
+    logprob,
+    second,
+    word,
+)
 from rigs.schedulers.checkable_pools import CheckablePools, CheckableState
 from rigs.schedulers.checkable_step import Context, StateUse, Step, expect
 from rigs.schedulers.lagging_device import LaggingDevice, LaggingStates
@@ -43,7 +52,8 @@ class CheckableWorker(TpModelWorker):
     """A worker with real pools and a model that checks them. Single-threaded.
 
     The tokens of a step are not known before the device has run it. Until then negative numbers
-    stand for them, so that the next step can be launched.
+    stand for them, so that the next step can be launched. With a `device`, no request may have
+    penalties: their counts would take these numbers for tokens.
 
     Args:
         page_size: Tokens of a page.
@@ -204,7 +214,7 @@ class CheckableWorker(TpModelWorker):
             assert self._pools.states is not None
             MambaPool.copy_from(self._pools.states, *forward.states.decoded)
         sampled = [at for one in step.hashes for at in (one if drafts is not None else one[-1:])]
-        said = [word(at) for at in sampled]
+        said = _adjusted_words(batch, sampled)
         self._said.update(zip(numbers, said, strict=True))
         tokens.copy_(torch.tensor(said))
         if self._drafts is not None:
@@ -351,6 +361,18 @@ class CheckableWorker(TpModelWorker):
                 at = forward.seq_lens_cpu[running.index(slot)]
                 expect(at % alignment == 0, f"a snapshot behind {at} tokens")
         return uses
+
+
+def _adjusted_words(batch: ModelWorkerBatch, hashes: Sequence[int]) -> list[int]:
+    """The tokens of the rows, which follow `hashes`, with the batch's adjustments of logits."""
+    if not batch.sampling_info.adjusts_logits:
+        return [word(at) for at in hashes]
+    logits = torch.zeros(len(hashes), VOCAB_SIZE)
+    for row, at in enumerate(hashes):
+        logits[row, second(at)] = SECOND
+        logits[row, word(at)] = LIKELIEST
+    tokens: list[int] = batch.sampling_info.adjusted(logits, batch.steps).argmax(dim=1).tolist()
+    return tokens
 
 
 def _input_logprobs_of(forward: ForwardBatch, hashes: list[list[int]]) -> list[list[float]]:

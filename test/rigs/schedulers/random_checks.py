@@ -34,6 +34,15 @@ def assert_whole(sent: Sent, got: Collected) -> None:
     details = last.cached_tokens_details
     assert details.total < len(sent.prompt), f"{rid}: {details}"
     assert_input_logprobs(sent, got)
+    assert_output_logprobs(sent, got)
+
+
+def assert_output_logprobs(sent: Sent, got: Collected) -> None:
+    """Assert that a request has the log probabilities of its output that it asked for."""
+    message = sent.message
+    if message.return_logprob:
+        wanted = checkable_model.output_logprobs(sent.prompt, message.seed, got.output_ids)
+        assert got.logprobs == wanted, f"{message.rid}: wrong logprobs of its output"
 
 
 def assert_input_logprobs(sent: Sent, got: Collected) -> None:

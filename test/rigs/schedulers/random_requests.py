@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Final
 
+from rigs.models.grammar_rig import ids_of, text_of
+from rigs.models.letters import Letters
 from rigs.schedulers import checkable_model
 from rigs.schedulers.checkable_model import VOCAB_SIZE
 from rigs.schedulers.scheduler_rig import greedy
@@ -16,6 +19,25 @@ from sglang.srt.mem_cache.tree.radix_key import token_array
 
 _MOST_CONVERSATIONS: Final = 20
 _KEYS: Final = (None, None, None, None, "a", "b")
+_SHARE_OF_EXTRAS: Final = 0.25
+_GRAMMAR_WORDS: Final = range(1, 63)
+"""Digits and letters of `character_vocabulary`, which stand for themselves in a pattern."""
+_PENALTIES: Final[tuple[dict[str, float], ...]] = (
+    {"frequency_penalty": 3.0},
+    {"presence_penalty": 3.0},
+    {"repetition_penalty": 4.0},
+    {"frequency_penalty": 1.0, "presence_penalty": 1.5, "repetition_penalty": 0.25},
+)
+
+
+class Extra(StrEnum):
+    """What a request has beside its prompt and its length."""
+
+    PENALTIES = "penalties"
+    BIAS = "a bias"
+    MINIMUM = "a minimum length"
+    STOP_STRING = "a stop string"
+    GRAMMAR = "a grammar"
 
 
 @dataclass(slots=True)
@@ -27,9 +49,10 @@ class Sent:
     words: list[int]
     """The expected output; its last token ends the request."""
     stops: bool
-    """True if the last token is a stop token."""
+    """True if the last token is a stop token, or completes a stop string."""
     is_refused: bool
     """True if the prompt is too long to run."""
+    extra: Extra | None
     arrived: int = 0
     """Number of forwards before its arrival."""
     may_be_aborted: bool = False
@@ -41,10 +64,14 @@ class RandomRequests:
     Args:
         rng: Source of randomness.
         page_size: Tokens of a page; lengths near multiples of it are the most frequent.
+        penalises: Whether requests may have penalties.
     """
 
-    def __init__(self, rng: random.Random, page_size: int) -> None:
+    def __init__(self, rng: random.Random, page_size: int, *, penalises: bool = True) -> None:
         self._rng = rng
+        # Drawn apart, so that prompts stay those of the seed.
+        self._apart = random.Random(repr(rng.getstate()))
+        self._extras = [one for one in Extra if penalises or one is not Extra.PENALTIES]
         self._page_size = page_size
         self._conversations: list[tuple[str | None, list[int]]] = []
         self._families = [self._tokens(self._pages(2, 6)) for _ in range(3)]
@@ -126,11 +153,24 @@ class RandomRequests:
         most = min(wanted, limits.max_request_tokens - len(tokens))
         words = [] if is_refused else checkable_model.words(tokens, seed, most)
         params: dict[str, Any] = {}
-        stops = False
-        if words and rng.random() < 0.3:
+        extra, stop, stops = None, None, False
+        if words and self._apart.random() < _SHARE_OF_EXTRAS:
+            extra = self._apart.choice(self._extras)
+            params = self._params_of(extra, words)
+            if extra is Extra.GRAMMAR:
+                words = ids_of(params["regex"])
+            else:
+                words = checkable_model.words(tokens, seed, most, greedy(**params))
+        if extra is Extra.MINIMUM:
+            stop = params["stop_token_ids"][0]
+        elif words and rng.random() < 0.3 and extra is not Extra.STOP_STRING:
             stop = rng.choice(words)
-            words = words[: words.index(stop) + 1]
-            params, stops = {"ignore_eos": False, "stop_token_ids": [stop]}, True
+            params |= {"ignore_eos": False, "stop_token_ids": [stop]}
+        if stop in words:
+            words, stops = words[: words.index(stop) + 1], True
+        if extra is Extra.STOP_STRING:
+            end = Letters().decode(words).index(params["stop"]) + len(params["stop"])
+            words, stops = words[:end], True
         logprobs = rng.random() < 0.15
         message = TokenizedGenerateReqInput(
             rid=rid,
@@ -144,4 +184,22 @@ class RandomRequests:
             return_logprob=logprobs,
             logprob_start_len=rng.choice((-1, 0, len(tokens) // 2)) if logprobs else -1,
         )
-        return Sent(message, tokens, words, stops, is_refused)
+        return Sent(message, tokens, words, stops, is_refused, extra)
+
+    def _params_of(self, extra: Extra, words: list[int]) -> dict[str, Any]:
+        """Sampling parameters of a request that would say `words` without them."""
+        rng = self._apart
+        at = rng.randrange(len(words))
+        match extra:
+            case Extra.PENALTIES:
+                return dict(rng.choice(_PENALTIES))
+            case Extra.BIAS:
+                return {"logit_bias": {str(words[at]): rng.choice((-3.0, 5.0))}}
+            case Extra.MINIMUM:
+                least = rng.randint(at, len(words))
+                return {"ignore_eos": False, "stop_token_ids": [words[at]], "min_new_tokens": least}
+            case Extra.STOP_STRING:
+                return {"stop": Letters().decode(words[at : at + rng.randint(1, 3)])}
+            case Extra.GRAMMAR:
+                # The pattern is one text: the request says it whatever the model prefers.
+                return {"regex": text_of(rng.choices(_GRAMMAR_WORDS, k=len(words)))}

@@ -107,7 +107,10 @@ class RandomScheduler:
         self._sent: dict[str, Sent] = {}
         """Requests that have not ended."""
         self._unanswered: set[str] = set()
-        self._requests = RandomRequests(self.rng, self.setup.page_size)
+        # With a lagging device the worker cannot count tokens for penalties.
+        self._requests = RandomRequests(
+            self.rng, self.setup.page_size, penalises=not self.setup.most_lag_s
+        )
         self._working_steps = 0
         self._num_controls = 0
         self._is_draining = False
@@ -314,6 +317,8 @@ class RandomScheduler:
         details = got.last.cached_tokens_details
         for tier in ("device", "host", "storage"):
             counts[f"tokens from {tier}"] += getattr(details, tier)
+        if sent.extra is not None:
+            counts[f"with {sent.extra}"] += 1
         counts["tokens of prompts"] += len(sent.prompt)
         counts["prompts with logprobs"] += message.logprob_start_len >= 0
         conversation = sent.prompt + got.output_ids

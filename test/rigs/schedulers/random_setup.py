@@ -9,9 +9,13 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
 
+from rigs.models.grammar_rig import HandBackend
+from rigs.models.letters import Letters
+from rigs.schedulers.checkable_model import VOCAB_SIZE
 from rigs.schedulers.checkable_pools import CheckableState
 from rigs.schedulers.lagging_device import LaggingRuntime
 from rigs.stores.object_store import FILE, IN_PLACE, PLAIN, STORE_KEY, ObjectStore
@@ -41,6 +45,12 @@ def speculation(num_draft_tokens: int) -> dict[str, Any]:
     if num_draft_tokens == 1:
         return {}
     return {"speculative_algorithm": "NEXTN", "speculative_num_steps": num_draft_tokens - 1}
+
+
+def text_args() -> dict[str, Any]:
+    """Arguments of a rig whose requests have stop strings and grammars."""
+    backend = partial(HandBackend, vocab_size=VOCAB_SIZE)
+    return {"tokenizer": Letters(), "grammar_backend": backend}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +130,8 @@ class Setup:
         """The setup, maybe with damage in L2, if each page there has a checksum in L3 too, and
         maybe with drafts."""
         rng = random.Random(repr(self))  # Later draws stay those of the seed.
-        has_checksums = self.tiers == 2 or (self.verify_checksum and self.heads < 2)
+        # Damage must not count as another page under the key; L3 may come to two tiers too.
+        has_checksums = self.verify_checksum and self.heads < 2
         damages = rng.random() < 0.5 and self.tiers > 1 and has_checksums
         drafts = rng.choice((1, 1, 2, 4, 9))
         return dataclasses.replace(self, damages_l2=damages, num_draft_tokens=drafts)
@@ -178,6 +189,7 @@ class Setup:
             "state": self.state,
             "heads": self.heads,
             "most_lag_s": self.most_lag_s,
+            **text_args(),
             "tolerates_damage": self.damages_l2,
             "pool_tokens": self.l1_pages * self.page_size,
             "max_requests": self.max_requests,

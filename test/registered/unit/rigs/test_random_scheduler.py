@@ -6,6 +6,7 @@ The night's run is `test_random_scheduler_nightly.py` beside this file.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import random
 import threading
@@ -22,7 +23,7 @@ from rigs.schedulers.checkable_model import WrongContext, words
 from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
 from rigs.schedulers.random_checks import assert_stored
 from rigs.schedulers.random_scheduler import RandomScheduler, run_seed
-from rigs.schedulers.random_setup import impatient
+from rigs.schedulers.random_setup import Setup, impatient
 from rigs.schedulers.scheduler_rig import greedy
 from rigs.schedulers.step_watchdog import StepHangs, Watchdog
 from rigs.stores import chaotic_store, object_store
@@ -39,12 +40,15 @@ from rigs.stores.object_store import (
     ObjectStore,
 )
 from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.layers.penalties import MinNewTokens
 from sglang.srt.managers.messages.io_struct import (
     AttachHiCacheStorageReqInput,
     FlushCacheReqInput,
     ToScheduler,
 )
+from sglang.srt.managers.scheduler.launched_step import StepResult
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
+from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3 import attached_store
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
@@ -140,6 +144,26 @@ def flush(rig: CheckableRig) -> None:
 def test_random_work_gives_right_words_and_leaves_nothing_behind(seed: int) -> None:
     outcome = run_seed(seed, steps=150)
     assert outcome.counts["positions checked"] > 100
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "told"),
+    [
+        # Drafts are accepted behind tokens that the next ones depend on.
+        (Req, "is_sampled_by_history", False, "word .* is .* and not|continues the output"),
+        (MinNewTokens, "apply_", lambda *_: None, "ended after|and not"),
+        (StepResult, "logprob", lambda self, row: self._logprobs[0], "wrong logprobs of its out"),
+    ],
+)
+def test_wrong_sampling_of_verified_drafts_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: object, told: str
+) -> None:
+    drawn = Setup.draw(random.Random(0))
+    setup = dataclasses.replace(drawn, tiers=1, num_draft_tokens=4, most_lag_s=0.0)
+    setup = dataclasses.replace(setup, max_requests=4, max_queued=1000, damages_l2=False)
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(AssertionError, match=told):
+        RandomScheduler(0, setup).run(3000)
 
 
 def test_a_failure_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
