@@ -13,6 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=180, suite="nightly-test-cpu", nightly=True)
 
 
+@pytest.mark.timeout(900)
 def test_f1_ten_thousand_nearly_valid_bodies() -> None:
     with EngineServer() as server, httpx.Client(timeout=30) as client:
 
