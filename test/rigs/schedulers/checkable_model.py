@@ -80,6 +80,14 @@ def output_logprobs(prompt: Sequence[int], seed: int, said: Sequence[int]) -> li
     return input_logprobs([*prompt, *said], seed, len(prompt) - 1)
 
 
+def output_top_logprobs(
+    prompt: Sequence[int], seed: int, said: Sequence[int], count: int
+) -> list[list[tuple[float, int]]]:
+    """The `count` top logprobs at each of the tokens `said` after `prompt`, with their tokens."""
+    hashes = chain([*prompt, *said], seed)[len(prompt) - 1 : -1]
+    return [[(logprob(at, token), token) for token in tops(at, count)] for at in hashes]
+
+
 def input_logprobs(prompt: Sequence[int], seed: int, start: int) -> list[float]:
     """The logprobs of the prompt tokens after `start`."""
     hashes = chain(prompt, seed)
@@ -108,6 +116,11 @@ def word(at: int) -> int:
 def second(at: int) -> int:
     """The next likeliest token after the hash `at`; maybe the same."""
     return (at >> 17) % (VOCAB_SIZE - 1) + 1
+
+
+def tops(at: int, count: int) -> list[int]:
+    """The tokens of the `count` top logprobs after the hash `at`."""
+    return [(word(at) + i) % VOCAB_SIZE for i in range(count)]
 
 
 def logprob(at: int, token: int) -> float:

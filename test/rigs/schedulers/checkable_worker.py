@@ -28,6 +28,7 @@ from rigs.schedulers.checkable_model import (
     WrongContext,
     logprob,
     second,
+    tops,
     word,
 )
 from rigs.schedulers.checkable_pools import CheckablePools, CheckableState
@@ -139,6 +140,12 @@ class CheckableWorker(TpModelWorker):
             output.accepted = torch.full_like(verified.most, -1)
         if forward.return_logprob:
             output.next_token_logprobs = torch.empty(num_rows)
+            if forward.top_logprobs_nums is not None:
+                nums = forward.top_logprobs_nums
+                expect(len(nums) == num_rows, f"{len(nums)} numbers of top logprobs")
+                shape = num_rows, max(nums)
+                output.next_token_top_logprobs_val = torch.zeros(shape)
+                output.next_token_top_logprobs_idx = torch.zeros(shape, dtype=torch.int64)
             if forward.extend_logprob_start_lens_cpu is not None:
                 output.input_logprobs = InputLogprobs([], [])
         counter = self._awaiting(batch.hicache_consumer_index)
@@ -221,8 +228,13 @@ class CheckableWorker(TpModelWorker):
             self._follow(self._drafts, batch, step, output, drafts, tokens)
         if output.next_token_logprobs is not None:
             pairs = zip(sampled, said, strict=True)
-            values = torch.tensor([logprob(at, token) for at, token in pairs])
-            output.next_token_logprobs.copy_(values)
+            logprobs = torch.tensor([logprob(at, token) for at, token in pairs])
+            output.next_token_logprobs.copy_(logprobs)
+        values, ids = output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx
+        if values is not None and ids is not None:
+            for row, count in enumerate(forward.top_logprobs_nums or ()):
+                for nth, token in enumerate(tops(sampled[row], count)):
+                    values[row, nth], ids[row, nth] = logprob(sampled[row], token), token
         if output.input_logprobs is not None:
             output.input_logprobs.values[:] = _input_logprobs_of(forward, step.hashes)
             output.input_logprobs.tops[:] = [[] for _ in step.contexts]

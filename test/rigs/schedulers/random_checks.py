@@ -43,6 +43,12 @@ def assert_output_logprobs(sent: Sent, got: Collected) -> None:
     if message.return_logprob:
         wanted = checkable_model.output_logprobs(sent.prompt, message.seed, got.output_ids)
         assert got.logprobs == wanted, f"{message.rid}: wrong logprobs of its output"
+    if message.top_logprobs_num:
+        tops = checkable_model.output_top_logprobs(
+            sent.prompt, message.seed, got.output_ids, message.top_logprobs_num
+        )
+        found = [list(map(tuple, one)) for one in got.top_logprobs]
+        assert found == tops, f"{message.rid}: wrong top logprobs of its output"
 
 
 def assert_input_logprobs(sent: Sent, got: Collected) -> None:

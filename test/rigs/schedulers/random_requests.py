@@ -182,6 +182,7 @@ class RandomRequests:
             priority=rng.randrange(3),
             sample_of=sample_of,
             return_logprob=logprobs,
+            top_logprobs_num=self._apart.choice((0, 1, 3)) if logprobs else 0,
             logprob_start_len=rng.choice((-1, 0, len(tokens) // 2)) if logprobs else -1,
         )
         return Sent(message, tokens, words, stops, is_refused, extra)

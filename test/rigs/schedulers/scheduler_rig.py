@@ -72,6 +72,7 @@ class Collected:
     """Number of new tokens in each message."""
     last: RequestOutput | None = None
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     input_logprobs: list[float] = field(default_factory=list)
     input_top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
@@ -307,6 +308,7 @@ class SchedulerRig:
         got.output_ids += output.output_ids
         got.pieces.append(len(output.output_ids))
         got.logprobs += output.output_logprobs or []
+        got.top_logprobs += output.output_top_logprobs or []
         got.input_logprobs += output.input_logprobs or []
         got.input_top_logprobs += output.input_top_logprobs or []
         got.last = output
