@@ -21,6 +21,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("model")
 
 
+@pytest.mark.timeout(900)
 @settings(
     max_examples=1000,
     deadline=None,
