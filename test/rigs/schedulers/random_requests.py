@@ -31,7 +31,7 @@ _PENALTIES: Final[tuple[dict[str, float], ...]] = (
 
 
 class Extra(StrEnum):
-    """What a request has beside its prompt and its length."""
+    """A demand that changes the output of a request, or its end."""
 
     PENALTIES = "penalties"
     BIAS = "a bias"

@@ -107,7 +107,7 @@ class RandomScheduler:
         self._sent: dict[str, Sent] = {}
         """Requests that have not ended."""
         self._unanswered: set[str] = set()
-        # With a lagging device the worker cannot count tokens for penalties.
+        # Penalties count tokens at the launch of a step, and a lagging device tells them later.
         self._requests = RandomRequests(
             self.rng, self.setup.page_size, penalises=not self.setup.most_lag_s
         )
