@@ -1,4 +1,4 @@
-"""Shows a server's cache in a terminal: tiers, flows, hits, prefixes, decisions, store.
+"""Shows a server's cache in a terminal: tiers, flows, hits, drafts, prefixes, decisions, store.
 
     python -m sglang.hicache_top http://127.0.0.1:30000
     python -m sglang.hicache_top http://127.0.0.1:30000 --once
@@ -93,6 +93,7 @@ def draw(view: Mapping[str, Any], width: int) -> RenderableType:
         *(_tier(tier, width) for tier in view["tiers"]),
         *_hits(history, view["missed"], width),
         _flows(history),
+        *_speculation(view["speculation"]),
         _prefixes(view["prefixes"]),
         _decisions(view["decisions"]),
         _store(view["store"]),
@@ -188,6 +189,34 @@ def _flows(history: Sequence[Mapping[str, Any]]) -> Table:
             line, rate = _spark(history, name)
             table.add_row(label, _short(rate), _short(last[name] - first[name]), line)
     return table
+
+
+def _speculation(drafts: Mapping[str, Any] | None) -> list[RenderableType]:
+    """Acceptance by tier, and which batches verify drafts. Nothing without speculation."""
+    if drafts is None:
+        return []
+    title = f"Speculation since the start, {drafts['num_drafts']} drafts a verification"
+    tiers = _table(title, "prefix from", "#verifications", "#drafts accepted", "#mean length")
+    for name, one in drafts["tiers"].items():
+        if one["count"]:
+            share = one["accepted"] / (one["count"] * drafts["num_drafts"])
+            length = 1 + one["accepted"] / one["count"]
+            row = _short(one["count"]), f"{share:.0%}", f"{length:.2f}"
+            tiers.add_row("no tier" if name == "none" else _WORDS[name], *row)
+    if drafts["always"]:
+        always = f"up to {drafts['largest_batch']} requests always (SGLANG_SPECULATE_ALWAYS)"
+        return [tiers, Text(f"\ndrafts: {always}", "dim")]
+    columns = "#batches of", "drafts", "#verification ms", "#tokens of one", "#plain step ms"
+    sizes = _table("Drafts by batch size, the last steps", *columns)
+    for one in drafts["sizes"]:
+        figures = (one[name] for name in ("verification_ms", "tokens", "plain_ms"))
+        first, last = one["first"], one["last"]
+        sizes.add_row(
+            f"{first}" if first == last else f"{first} to {last}",
+            "on" if one["verifies"] else "off",
+            *("" if figure is None else f"{figure:.2f}" for figure in figures),
+        )
+    return [tiers, sizes]
 
 
 def _prefixes(prefixes: Sequence[Mapping[str, Any]]) -> Table:

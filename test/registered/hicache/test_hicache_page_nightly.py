@@ -73,7 +73,8 @@ def test_it_follows_the_server_and_says_so_when_it_is_gone(
     browser.wait_for(
         f"document.querySelector('#hits .head .end').textContent != {before!r}", timeout=120
     )
-    for part in ("tiers", "flows", "hits", "queues", "decisions", "prefixes", "store"):
+    for part in ("tiers", "flows", "hits", "queues", "decisions", "prefixes", "store",
+                 "speculation"):  # fmt: skip
         text = browser.evaluate(f"document.getElementById('{part}').innerText")
         assert text.strip(), part
         assert "undefined" not in text, part

@@ -13,6 +13,7 @@ from typing import Final
 from rigs.servers.chromium import Chromium, Scheme
 from rigs.servers.engine_server import ADMIN_KEY, EngineServer
 from rigs.servers.forked_servers import ForkedServer
+from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_HYBRID_MODEL_NAME
 from sglang.srt.environ import envs
 
 PAGE: Final = 64
@@ -20,20 +21,30 @@ SIZES: Final = {"wide": 1280, "narrow": 390}
 SCHEMES: Final[tuple[Scheme, ...]] = ("light", "dark")
 _CLIENTS: Final = 3
 _SYSTEM_PROMPTS: Final = 12
+_NAMES: Final = ("otter", "badger", "falcon", "raven", "tiger", "heron")
+
+
+def _facts(own: random.Random, count: int) -> str:
+    """`count` sentences, about ten tokens each."""
+    return "".join(
+        f"The code of {own.choice(_NAMES)} is {own.randrange(1000, 10_000)}. " for _ in range(count)
+    )
 
 
 @contextlib.contextmanager
 def server_under_load(num_requests: int) -> Iterator[EngineServer]:
-    """A server with three tiers that all are in use, while clients go on asking. Their prompts
-    share a few beginnings, some of them often. `num_requests` have ended at the begin."""
-    noise = random.Random(1)
-    begins = [noise.choices(range(1000), k=10 * PAGE) for _ in range(_SYSTEM_PROMPTS)]
+    """A server of the built-in hybrid that drafts, with three tiers that all are in use, while
+    clients go on asking. Their prompts share a few beginnings, some of them often. `num_requests`
+    have ended at the begin."""
+    begins = [_facts(random.Random(seed), 60) for seed in range(_SYSTEM_PROMPTS)]
     stop, done = threading.Event(), threading.Semaphore(0)
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         ForkedServer(
             "--enable-metrics", "--hicache-storage-backend", "file", "--page-size", str(PAGE),
             "--max-total-tokens", str(64 * PAGE), "--hicache-ratio", "2",
+            "--max-mamba-cache-size", "32", "--speculative-algorithm", "NEXTN",
+            "--served-model-name", BUILTIN_HYBRID_MODEL_NAME, model=str(BUILTIN_HYBRID_MODEL_DIR),
             env={envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.name: folder},
         ) as server,
     ):  # fmt: skip
@@ -42,8 +53,13 @@ def server_under_load(num_requests: int) -> Iterator[EngineServer]:
             own = random.Random(seed)
             while not stop.is_set():
                 begin = begins[min(int(own.expovariate(0.35)), _SYSTEM_PROMPTS - 1)]
-                rest = own.choices(range(1000), k=own.randrange(400))
-                server.generate([*begin, *rest], max_new_tokens=8)
+                facts = begin + _facts(own, own.randrange(30))
+                ask_for = own.choice(_NAMES)
+                content = f"{facts}The code of {ask_for} is 7391. What is the code of {ask_for}?"
+                server.request("POST", "/v1/chat/completions", {
+                    "messages": [{"role": "user", "content": content}], "max_tokens": 8,
+                    "temperature": 0,
+                })  # fmt: skip
                 done.release()
                 stop.wait(0.5 * own.random())
 
@@ -71,7 +87,7 @@ def show(browser: Chromium, server: EngineServer, scheme: Scheme, width: int) ->
     )
     browser.wait_for(
         "!document.getElementById('view').hidden"
-        " && [...document.querySelectorAll('#tiers .row')].length == 3"
+        " && [...document.querySelectorAll('#tiers .row')].length == 5"
         " && document.querySelectorAll('#tiers .unknown').length == 0"
     )
 

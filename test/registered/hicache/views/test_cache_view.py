@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rigs.servers.engine_server import ADMIN_KEY, EngineServer
 from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.environ import child_environment, envs
+from sglang.srt.observability.engine_metrics import SchedulerLoad, SchedulerMetrics
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -184,7 +185,12 @@ def queries() -> list[str]:
 
 
 def test_every_query_finds_its_metric_with_its_labels(server: EngineServer) -> None:
-    text = str(server.request("GET", "/metrics").body)
+    idle = SchedulerLoad(
+        num_running=0, num_queued=0, pool_tokens=1, free_tokens=1, evictable_tokens=0
+    )
+    # Those of a server that drafts have series of their own.
+    drafts = SchedulerMetrics({"model_name": "drafts"}, num_drafts=3)
+    text = str(server.request("GET", "/metrics").body) + drafts.render(idle)
     labels: dict[str, set[str]] = {"up": set()}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

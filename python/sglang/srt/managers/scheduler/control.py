@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, LONGEST_STORAGE_CHANGE_S
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -44,6 +46,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
 from sglang.srt.observability.flow_history import FlowHistory
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.draft_policy import DraftPolicy
     from sglang.srt.managers.scheduler.grammar import GrammarManager
     from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcessor
     from sglang.srt.managers.scheduler.role import Role
@@ -67,18 +70,21 @@ class _Pending:
 
 class ControlHandler:
     """Answers control requests. None of them blocks the loop. `public_args` are the server's
-    arguments without its secrets; `weight_seed` None: no server may read the weights."""
+    arguments without its secrets; `drafts` decides which steps verify drafts, and is only read;
+    `weight_seed` None: no server may read the weights."""
 
     def __init__(
         self,
         state: SchedulerState,
         outputs: OutputCollector,
         public_args: dict[str, Any],
+        drafts: DraftPolicy,
         weight_seed: WeightSeed | None = None,
     ) -> None:
         self._state = state
         self._outputs = outputs
         self._public_args = public_args
+        self._drafts = drafts
         self._weight_seed = weight_seed
         self._flushes: list[_Pending] = []
         self._change: _Pending | None = None
@@ -210,7 +216,20 @@ class ControlHandler:
             "model_name": self._public_args["served_model_name"],
             **cache_view(state.tree),
             "queues": {**queues, **state.tree.is_busy()},
+            "speculation": self._speculation(),
             "history": self._history.latest(state.now),
+        }
+
+    def _speculation(self) -> dict[str, Any] | None:
+        """The policy of drafts, and verifications by the tier of the prompt's prefix; None: none
+        are drafted."""
+        policy = self._drafts.describe()
+        if policy is None:
+            return None
+        tiers = self._state.metrics.verifications
+        return {
+            **policy,
+            "tiers": {tier: msgspec.structs.asdict(one) for tier, one in tiers.items()},
         }
 
     def _describe_seed(self, message: GetWeightSeedReq) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.speculative.verify_graphs import largest_verification
 
@@ -100,6 +100,46 @@ class DraftPolicy:
         if not self.always:
             self._class(batch_size).tokens.append(1 + num_accepted / batch_size)
 
+    def describe(self) -> dict[str, Any] | None:
+        """What an operator asks of drafts, as plain data; None without speculation.
+
+        `sizes` has each measured class of batches: its smallest and largest batch, whether its
+        steps verify (apart from trials), milliseconds of a step of either kind, and tokens of a
+        request that a verification gives. A figure that is None was not measured.
+        """
+        if self._width == 1:
+            return None
+        sizes = []
+        for key, one in sorted(self._classes.items()):
+            if not any(one.seconds.values()):
+                continue  # Never the size of two steps in a row.
+            first, last = self._bounds(key)
+            plain, verified = (
+                round(statistics.median(seconds) * 1e3, 3) if seconds else None
+                for seconds in (one.seconds[False], one.seconds[True])
+            )
+            tokens = round(statistics.fmean(one.tokens), 3) if one.tokens else None
+            sizes.append(
+                {
+                    "first": first,
+                    "last": last,
+                    "verifies": one.is_chosen,
+                    "plain_ms": plain,
+                    "verification_ms": verified,
+                    "tokens": tokens,
+                }
+            )
+        return {
+            "num_drafts": self._width - 1,
+            "always": self.always,
+            "largest_batch": self._most,
+            "sizes": sizes,
+        }
+
+    def _bounds(self, key: int) -> tuple[int, int]:
+        """Smallest and largest batch of the class of sizes with `key` bits."""
+        return 1 << key - 1, min((1 << key) - 1, self._most)
+
     def _class(self, batch_size: int) -> _SizeClass:
         return self._classes.setdefault(batch_size.bit_length(), _SizeClass(self.first_steps))
 
@@ -122,13 +162,13 @@ class DraftPolicy:
             self._log(batch_size, one)
 
     def _log(self, batch_size: int, one: _SizeClass) -> None:
-        first = 1 << batch_size.bit_length() - 1
+        first, last = self._bounds(batch_size.bit_length())
         plain, verified = (statistics.median(one.seconds[kind]) * 1e3 for kind in (False, True))
         logger.info(
             "Batches of %d to %d requests decode %s drafts: a verification takes %.2f ms and gives "
             "%.2f tokens of a request, a plain step takes %.2f ms",
             first,
-            min(2 * first - 1, self._most),
+            last,
             "with" if one.is_chosen else "without",
             verified,
             statistics.fmean(one.tokens),

@@ -136,8 +136,15 @@ class Scheduler:
         self._resources = resources
         self.state = state = _make_state(server_args, resources)
         self._outputs = outputs = OutputCollector(server_args.stream_interval)
+        self._draft_policy = DraftPolicy(
+            resources.worker.num_draft_tokens, always=envs.SGLANG_SPECULATE_ALWAYS.get()
+        )
         self._control = ControlHandler(
-            state, outputs, server_args.to_public_dict(), resources.weight_seed
+            state,
+            outputs,
+            server_args.to_public_dict(),
+            self._draft_policy,
+            resources.weight_seed,
         )
         self._role = Role()
         self._prefill = PrefillScheduler(state, lambda req: self._role.may_compute(req))
@@ -151,9 +158,6 @@ class Scheduler:
         )
         self._decode = DecodeScheduler(state, self._role.keeps, resources.worker.verifies_ahead)
         self._batch_policy = BatchPolicy(server_args.target_inter_token_latency)
-        self._draft_policy = DraftPolicy(
-            resources.worker.num_draft_tokens, always=envs.SGLANG_SPECULATE_ALWAYS.get()
-        )
         resources.tree.watch_workload(state.workload)
         resources.tree.watch_queues(state.queues)
         # Warm-up is over.

@@ -51,6 +51,25 @@ def clock() -> Clock:
     return Clock(DraftPolicy(4, always=False))
 
 
+def test_an_operator_sees_what_was_measured_and_chosen(clock: Clock) -> None:
+    clock.policy.width(0)
+    clock.run(1, 10)
+    clock.plain_s[40] = 0.1
+    clock.run(40, 3000)
+    assert clock.policy.describe() == {
+        "num_drafts": 3,
+        "always": False,
+        "largest_batch": 64,
+        "sizes": [
+            {"first": 1, "last": 1, "verifies": True, "plain_ms": None, "verification_ms": 2000.0,
+             "tokens": 3.0},
+            {"first": 32, "last": 63, "verifies": False, "plain_ms": 100.0,
+             "verification_ms": 2000.0, "tokens": 3.0},
+        ],
+    }  # fmt: skip
+    assert DraftPolicy(1, always=False).describe() is None
+
+
 def test_drafts_stay_where_they_pay(clock: Clock) -> None:
     widths = clock.run(5, 3000)
     assert set(widths[:60]) == {4}

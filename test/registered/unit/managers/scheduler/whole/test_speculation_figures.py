@@ -13,6 +13,7 @@ from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.managers.messages.io_struct import (
     CachedTokensDetails,
+    GetCacheViewReq,
     GetMetricsReq,
     RequestOutput,
 )
@@ -45,6 +46,11 @@ def metrics_of(rig: SchedulerRig) -> str:
     text = rig.answers[-1].data["text"]
     assert isinstance(text, str)
     return text
+
+
+def speculation_view(rig: SchedulerRig) -> Any:
+    rig.step(GetCacheViewReq(req_id="view"))
+    return rig.answers[-1].data["speculation"]
 
 
 def last(rig: SchedulerRig, rid: str) -> RequestOutput:
@@ -83,6 +89,10 @@ def test_figures_by_request_and_tier(model: Path, text: list[int]) -> None:
     ):
         assert f"{line}\n" in shown, line
     assert "mean accepted length 2.00" in str(rig.scheduler.state.recent)
+    view = speculation_view(rig)
+    assert view["num_drafts"] == 3
+    assert view["tiers"]["none"] == {"count": 6, "accepted": 18}
+    assert view["tiers"]["device"] == {"count": 30, "accepted": 18}
 
 
 def test_drafts_after_the_end_do_not_count(model: Path, text: list[int]) -> None:
@@ -113,6 +123,7 @@ def test_no_figures_without_speculation(model: Path) -> None:
     assert last(rig, "plain").verifications is None
     assert "sglang:spec_" not in metrics_of(rig)
     assert "accepted" not in str(rig.scheduler.state.recent)
+    assert speculation_view(rig) is None
 
 
 def test_the_lowest_tier_that_contributed() -> None:
