@@ -212,7 +212,10 @@ def parse_flags(
         try:
             _, strays = parser.parse_known_args(group, namespace)
         except ValueError as error:
-            lines.append(str(error).removeprefix("argument "))
+            text = str(error).removeprefix("argument ")
+            if "ignored explicit argument" in text:  # `--switch=true`
+                text = f"{name}: takes no value; give it alone, or leave it out"
+            lines.append(text)
             malformed.append(known[name or ""])
         else:
             lines += [f"{word!r} belongs to no flag; flags start with --" for word in strays]

@@ -338,8 +338,8 @@ def _resolve_context_len(requested: int | None, hf: PretrainedConfig, rope: Rope
         return stated
     if not 1 <= requested <= longest:
         raise ValueError(
-            f"context length {requested} must be between 1 and {longest}, "
-            f"the limit in the model's config.json ({field})"
+            f"--context-length {requested}: must be between 1 and {longest}, the limit in the "
+            f"model's config.json ({field})"
         )
     return requested
 

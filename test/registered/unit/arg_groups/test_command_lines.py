@@ -180,6 +180,8 @@ def test_mistakes_of_all_kinds_are_named_at_once() -> None:
 def test_a_malformed_value_is_not_held_against_others() -> None:
     (line,) = answer(words("--enable-hierarchical-cache --page-size x --chunked-prefill-size 100"))
     assert line.startswith("--page-size: invalid int value")
+    (line,) = answer(words("--enable-metrics=true"))
+    assert line == "--enable-metrics: takes no value; give it alone, or leave it out"
     assert len(answer(words("--disaggregation-mode both --disaggregation-ib-device a"))) == 1
 
 

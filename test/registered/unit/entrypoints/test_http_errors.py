@@ -384,6 +384,14 @@ def test_a_path_with_a_slash_is_no_redirect(client: httpx.Client, path: str) -> 
 def test_wrong_method_and_path(client: httpx.Client) -> None:
     assert "GET /flush_cache" in refused(client.get("/flush_cache"), 405)["message"]
     assert "/nowhere" in refused(client.get("/nowhere"), 404)["message"]
+    for path, meant in (
+        ("/generat", GENERATE),
+        ("/v1/chat/completion", CHAT),
+        ("/generate/", GENERATE),
+    ):
+        message = refused(client.post(path, json={}), 404)["message"]
+        assert message == f"POST {path}: Not Found; did you mean {meant}?"
+    assert "mean" not in refused(client.get("/admin/login.php"), 404)["message"]
     assert refused(client.get("/v1/models/other"), 404)["code"] == "model_not_found"
 
 
@@ -402,7 +410,8 @@ def test_a_wrong_method_is_told_all_that_the_path_has(
     client: httpx.Client, path: str, allowed: str
 ) -> None:
     response = client.patch(path)
-    assert f"PATCH {path}" in refused(response, 405)["message"]
+    message = refused(response, 405)["message"]
+    assert message == f"PATCH {path}: Method Not Allowed; this path takes {allowed}"
     assert response.headers["allow"] == allowed
     for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
         if method not in allowed.split(", "):

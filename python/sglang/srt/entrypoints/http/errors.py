@@ -21,6 +21,7 @@ from sglang.srt.managers.tokenizer.generate_request import (
     RequestFailed,
 )
 from sglang.srt.utils.error_answers import anthropic_error, error_object, is_anthropic
+from sglang.srt.utils.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,12 @@ def install_error_handlers(app: Starlette) -> None:
         message = f"{request.method} {request.url.path}: {error.detail}"
         headers = dict(error.headers) if error.headers else None
         if error.status_code == 405:
-            headers = {**(headers or {}), "Allow": ", ".join(_methods_at(request))}
+            allowed = ", ".join(_methods_at(request))
+            message += f"; this path takes {allowed}"
+            headers = {**(headers or {}), "Allow": allowed}
+        elif error.status_code == 404:
+            paths = (getattr(route, "path", "") for route in request.app.routes)
+            message += did_you_mean(request.url.path, filter(None, paths))
         return error_response(ApiError(error.status_code, message), request.url.path, headers)
 
     async def unknown(request: Request, error: Exception) -> Response:
