@@ -95,10 +95,11 @@ class DraftPolicy:
             self._add(len(step.reqs), kind[1] > 1, now - self._last_time)
         self._last, self._last_time = kind, now
 
-    def on_verified(self, batch_size: int, num_accepted: int) -> None:
-        """Note the drafts of all requests that a verification has accepted."""
+    def on_verified(self, batch_size: int, num_tokens: int) -> None:
+        """Note the output tokens that a verification gave all its requests. Accepted drafts behind
+        the end of a request are none of them: plain steps would not have computed those."""
         if not self.always:
-            self._class(batch_size).tokens.append(1 + num_accepted / batch_size)
+            self._class(batch_size).tokens.append(num_tokens / batch_size)
 
     def describe(self) -> dict[str, Any] | None:
         """What an operator asks of drafts, as plain data; None without speculation.

@@ -306,10 +306,12 @@ class Scheduler:
     def _process(self, step: LaunchedStep) -> None:
         if step.load != -1:
             self.state.tree.verify_load(step.load)
+        before = self.state.counters.decode_tokens
         with explaining_out_of_memory():
             self._results.process(step)
         if step.width > 1:
-            self._draft_policy.on_verified(len(step.reqs), sum(step.result.accepted))
+            given = self.state.counters.decode_tokens - before
+            self._draft_policy.on_verified(len(step.reqs), given)
         now = time.monotonic()
         if step.is_prefill:
             # The device began it when the step before it ended.

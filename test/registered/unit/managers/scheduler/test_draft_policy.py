@@ -35,7 +35,7 @@ class Clock:
             width = self.policy.width(size)
             self.policy.on_tick(self.now, _step(size, width))
             if width > 1:
-                self.policy.on_verified(size, self.accepted * size)
+                self.policy.on_verified(size, (1 + self.accepted) * size)
             self.now += self.verify_s if width > 1 else self.plain_s[size]
             widths.append(width)
         return widths

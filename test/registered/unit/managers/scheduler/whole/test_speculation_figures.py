@@ -98,11 +98,14 @@ def test_figures_by_request_and_tier(model: Path, text: list[int]) -> None:
 def test_drafts_after_the_end_do_not_count(model: Path, text: list[int]) -> None:
     """The last of two verifications accepts three drafts, and the request ends after one."""
     rig = SchedulerRig(model, **SPECULATES)
+    rig.scheduler._draft_policy.always = False  # It measures.
     with guessed([text], 1.0):
         rig.run(rig.request("short", IDS, greedy(7)))
     figures = last(rig, "short").verifications
     assert figures is not None
     assert (figures.count, figures.accepted) == (2, 4)
+    (size,) = speculation_view(rig)["sizes"]
+    assert size["tokens"] == 3.0, "the policy counts the same tokens: four and two"
     assert rig.results["short"].output_ids == text[20:27]
 
 
