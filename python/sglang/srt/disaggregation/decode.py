@@ -115,7 +115,7 @@ class DecodeRole(Role):
     it; otherwise small ones would starve it. A request that its prefill server does not know yet
     blocks none. The prompts of each prefill server may hold a share of the slots
     (`is_within_share`), so a stuck server leaves some to the others. A request that waits for its
-    server's share blocks only those of the same server.
+    server's share blocks only requests of the same server.
 
     Each rank reads its own part of a prompt. A request goes on once all ranks have their parts, and
     fails as soon as the part of one rank fails (`poll_and_all_reduce`).

@@ -196,8 +196,8 @@ def poll_and_all_reduce(pollers: Sequence[KVPoller], gloo_group: RankGroup) -> l
 
 
 def failure_reasons(failed: Sequence[KVPoller], gloo_group: RankGroup) -> list[str]:
-    """Why pollers have failed, by `poll_and_all_reduce`: each reason is that of the first rank that
-    has one, with its name if there are several ranks. A collective."""
+    """Reasons of pollers that have failed, by `poll_and_all_reduce`: each from the first rank that
+    has one, with the rank's name if there are several. A collective."""
     own = [_failure(one) for one in failed]
     if gloo_group.size == 1 or not failed:
         return own

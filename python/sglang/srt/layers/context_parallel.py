@@ -1,6 +1,6 @@
 """Context parallelism: ranks with the same heads split the new tokens of a prefill.
 
-With c ranks, a request's new tokens are cut into 2c runs. Rank r takes runs r and 2c-1-r, which
+c ranks cut a request's new tokens into 2c runs. Rank r takes runs r and 2c-1-r, which
 makes the causal work even ("zig-zag", Llama 3 herd of models, 2024, section 3.3.2). Attention
 treats each run as a request whose prefix ends where the run begins. Before a layer attends, the
 ranks exchange what they have stored for it, and their pools become equal.

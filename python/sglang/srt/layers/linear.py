@@ -44,8 +44,8 @@ def apply_linear(
 
     Args:
         x: `[num_tokens, input_size]`.
-        weight: `[output_size, input_size]`. With scales it needs a device with fused kernels, which
-            round `x` as `FusedKernels.multiply_scaled` says.
+        weight: `[output_size, input_size]`. A weight with scales needs a device with fused kernels;
+            they round `x` as `FusedKernels.multiply_scaled` says.
         bias: `[output_size]`.
         out: Tensor for the result, `[num_tokens, output_size]` of `out_dtype`; None: a new one.
         out_dtype: Dtype of the result; None: that of `x`. On CUDA the sums are not rounded to the

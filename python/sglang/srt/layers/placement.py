@@ -88,7 +88,7 @@ class TensorPlacement:
         return Share(self.tp_rank * size, (self.tp_rank + 1) * size, total)
 
     def kv_head_share(self, num_kv_heads: int) -> Share:
-        """This rank's KV heads. With more ranks than heads, several ranks have the same head.
+        """This rank's KV heads. If there are more ranks than heads, several have the same one.
 
         Raises:
             ValueError: The number of heads is no multiple of that of ranks, nor the other way

@@ -18,7 +18,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _UNIFORM_BITS = 48
-"""So few that the product with the total mass is never rounded up to the mass."""
+"""Random bits of a sample. More could round its product with the total mass up to that mass."""
 
 _HEAD_TOKENS = 512
 

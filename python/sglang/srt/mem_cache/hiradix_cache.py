@@ -47,8 +47,8 @@ class HiRadixCache(RadixCache):
     collective: if one rank has no memory for it, all ranks raise.
 
     Raises:
-        ValueError: A layout, size or policy cannot work. With several ranks, an error on one rank
-            is raised on all, with the name of that rank.
+        ValueError: A layout, size or policy cannot work. An error on one of several ranks is
+            raised on all, with the name of that rank.
         StorageUnreachable: L3 cannot be reached and `on_unreachable` is `exit`.
 
     Attributes:

@@ -1,14 +1,14 @@
 """Drafts by the checkpoint's own layer (MTP), and the state that this layer keeps.
 
 The layer reads the model's hidden state at position j - 1 and the token at position j, and predicts
-the token at j + 1. What it stores for this pair lies in the slot of token j, in one more layer of
-the primary pool. So an entry depends on no later token: a cached page suits every prompt that
-begins with its tokens, and all tiers carry the entries as they carry the other layers. Position 0
+the token at j + 1. Its entry for this pair lies in the slot of token j, in one more layer of the
+primary pool. An entry depends on no later token, so a cached page suits every prompt that begins
+with its tokens, and all tiers carry the entries as they carry the other layers. Position 0
 has no entry: rows of slots, as the layer sees them, begin at position 1.
 
-An entry needs the hidden state before it. For each request that of its last computed token is kept,
-in `HiddenRows`; with recurrent states in a pool that shares their slots, so that a snapshot has it
-too.
+An entry needs the hidden state before it. `HiddenRows` keeps, for each request, the hidden state of
+its last computed token. A model with recurrent states keeps it in a pool that shares their slots,
+so a snapshot has it too.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class LastHidden:
         return self._table().index_select(0, batch.states.read_slots)
 
     def write(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
-        """Keep `hidden`, `[bs, hidden_size]`, as that of the last tokens of this step."""
+        """Keep `hidden`, `[bs, hidden_size]`, the hidden states of this step's last tokens."""
         if self._rows is not None:
             self._rows.table.index_copy_(0, batch.req_pool_indices, hidden)
             return
@@ -204,7 +204,7 @@ class EAGLEWorker:
         tokens = [batch.input_ids]
         hidden = self._last.read(batch)
         for nth in range(width - 1):
-            # Before this token the layer has an entry for each earlier one but the first.
+            # The layer has an entry for each token before this one, except the first.
             one = ForwardBatch(
                 forward_mode=ForwardMode.DECODE,
                 input_ids=tokens[-1],
@@ -231,10 +231,10 @@ class EAGLEWorker:
         """Count the drafts that the model itself has sampled.
 
         The output is always what the model samples, with each request's own seeds; drafts only
-        decide how many of its tokens a step may use. So its distribution, and its very tokens, are
-        those without speculation. A draft is accepted with the probability that the model gives it,
-        as in rejection sampling of a draft without a distribution of its own (Leviathan et al.,
-        Fast inference from transformers via speculative decoding, 2023).
+        decide how many of its tokens a step may use. The tokens, and so their distribution, are
+        those without speculation. The model accepts a draft with the probability that it gives it,
+        like rejection sampling of drafts that have no distribution (Leviathan et al., Fast
+        inference from transformers via speculative decoding, 2023).
 
         Args:
             drafts: int64 `[bs, num_draft_tokens - 1]`.

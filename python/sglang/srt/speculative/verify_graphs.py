@@ -42,7 +42,7 @@ class _Inputs(NamedTuple):
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
     slots: torch.Tensor
-    """Of running states."""
+    """Slots of running states."""
     accepted: torch.Tensor
     snapshot_slots: torch.Tensor
     snapshot_counts: torch.Tensor

@@ -118,9 +118,8 @@ class Poll(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pack(msgspec.Struct, frozen=True, tag=True):
-    """Asks to copy pages of a room into units of contiguous memory, each of which is then read at
-    once, and for the progress. The answer may wait until there are units that the asker does not
-    know.
+    """Asks to pack pages of a room into units, and for the progress. A unit is contiguous memory
+    that one read takes. The answer may wait until there are units that the asker does not know.
 
     Both servers compute the pages of each unit by `rounds`. A unit's memory belongs to the asker
     until it confirms the read, or the room ends.

@@ -179,8 +179,8 @@ class RoomServer:
     # -- the scheduler's side --------------------------------------------------------------------
 
     def open_room(self, number: int) -> Room:
-        """Open the room of a request that has arrived. No other request has it; that of an earlier
-        one was forgotten."""
+        """Open the room of a request that has arrived. No other request has it; the room of an
+        earlier one was forgotten."""
         with self.lock:
             assert number not in self._rooms, f"room {number} is open, or has just been"
             room = self._rooms[number] = Room(number, self._clock())

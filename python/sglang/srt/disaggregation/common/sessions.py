@@ -70,7 +70,7 @@ class Sessions:
         """Held while a session is forgotten, so that no read of it begins meanwhile."""
         self._probing = threading.Lock()
         self._turns = threading.BoundedSemaphore(2)
-        """Of the thread that probes, and of one that waits for it."""
+        """One turn for the thread that probes, one for a thread that waits for it."""
         self._probed = time.monotonic()
 
     @property

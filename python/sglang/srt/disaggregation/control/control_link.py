@@ -28,7 +28,7 @@ from sglang.srt.constants import KIB, MIB
 from sglang.srt.utils.bad_messages import MALFORMED
 
 SOURCES: Final = "--disaggregation-secret-file or SGLANG_DISAGGREGATION_SECRET"
-"""Where a server gets its secret, for errors."""
+"""The settings that give a server its secret, for errors."""
 NONCE_BYTES: Final = 32
 _SALT: Final = b"sglang deployment secret"
 _ROUNDS: Final = 100_000

@@ -72,8 +72,8 @@ MooncakeKVBootstrapServer = CommonKVBootstrapServer
 class MooncakeKVManager(BaseKVManager):
     """A rank's end of the transport: registered memory, and the threads that talk to other servers.
 
-    Threads: those of `RoomServer` and `Packer` on a prefill server, those of `PrefillServers` and
-    `MooncakeKVReceiver` on a decode server.
+    Threads: a prefill server has the threads of `RoomServer` and `Packer`, a decode server those
+    of `PrefillServers` and `MooncakeKVReceiver`.
 
     Args:
         disaggregation_mode: What the server computes of its requests; not `NULL`.
@@ -82,7 +82,7 @@ class MooncakeKVManager(BaseKVManager):
         find_rank: Finds ranks of prefill servers; None: asks their bootstrap servers.
         link: Costs of the link, if packing pages may pay on it; both servers of a pair need them.
             Given with `engine`; else those of the engine's protocol.
-        unit_bytes: With `link`, bytes of a unit of packed pages, at least `STAGING_BYTES`.
+        unit_bytes: Bytes of a unit of packed pages, at least `STAGING_BYTES`, if there is a `link`.
         prepares_staging: Whether to make the staging buffers now; see `Staging.prepare`.
 
     Attributes:

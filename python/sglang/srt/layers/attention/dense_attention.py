@@ -25,7 +25,7 @@ from sglang.srt.layers.triton_ops.attention.online_softmax import merge_into_
 from sglang.srt.mem_cache.device.row_buffers import gather_rows
 
 UNIT: Final = 1024
-"""Lengths are multiples of this many tokens. From this length on, cuDNN is faster than Triton."""
+"""Lengths are multiples of this many tokens; cuDNN is faster than Triton at this length or more."""
 MAX_HEAD_DIM: Final = 192
 MAX_V_HEAD_DIM: Final = 128
 """Head sizes of DeepSeek's models, which cuDNN computes at 75% of the device's peak."""

@@ -3,9 +3,9 @@
 Decode steps and short prefills absorb the up-projections and attend to the rows of the pool
 (`latent_rows.py`). Each token has its own list of slots: its context, or the tokens chosen from it
 (`indexer_scores.py`, `indexer_topk.py`). No launch depends on lengths, so graphs can capture all of
-it. Long prefills project rows up (`dense_attention.py`). With an indexer, tokens before position
-`topk` do, and those before `MASKED_CONTEXT` under a mask of the chosen tokens
-(`masked_attention.py`).
+it. Long prefills project rows up (`dense_attention.py`). If the
+layer has an indexer, only tokens before position `topk` do that, and those before `MASKED_CONTEXT`
+do it under a mask of the chosen tokens (`masked_attention.py`).
 """
 
 from __future__ import annotations

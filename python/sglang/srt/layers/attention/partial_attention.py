@@ -1,8 +1,8 @@
 """Attention over parts of a context, and the merge of parts.
 
 A softmax over a union of keys is the average of the softmaxes over its parts, weighted by the
-parts' sums of exponentials (as in FlashAttention and Flash-Decoding). So a context can be read in
-place, piece by piece, instead of being gathered first.
+parts' sums of exponentials (as in FlashAttention and Flash-Decoding). A context can therefore be
+read in place, piece by piece, without being gathered first.
 """
 
 from __future__ import annotations

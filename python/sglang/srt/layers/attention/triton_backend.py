@@ -1,7 +1,7 @@
 """Attention on CUDA: Triton kernels over the paged pool, and cuDNN for long runs of new tokens.
 
-Attention reads keys and values from the pool, even those of the same step. So a warm cache gives
-the same tokens as a cold one, for any dtype of the pool.
+Attention reads keys and values from the pool, even those of the same step. A warm cache therefore
+gives the same tokens as a cold one, for any dtype of the pool.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sliding-window attention: a token sees itself and the `window - 1` tokens before it.
 
 A request keeps the keys and values of its last `window` tokens in a ring: position p is in row
-`p % window`, and newer tokens overwrite older ones. So the memory of these layers does not grow
-with the context. A prefix is continued from a copy of its ring, which all tiers treat like a
+`p % window`, and newer tokens overwrite older ones. The memory of these layers does not grow with
+the context. A prefix is continued from a copy of its ring, which all tiers treat like a
 recurrent state. Keys are stored with their rotation, so the order of rows has no meaning.
 """
 

@@ -82,7 +82,7 @@ class VerifyBuffers:
         return sum(tensor.nbytes for tensor in self.inputs)
 
     def of_layer(self, place: int, num_tokens: int, num_requests: int) -> DeltaInputs:
-        """Where one layer leaves its inputs, each `[max_batch_size * num_draft_tokens, ...]`.
+        """Buffers for one layer's inputs, each `[max_batch_size * num_draft_tokens, ...]`.
 
         Args:
             place: Index of the layer among those of the states' spec.

@@ -127,10 +127,10 @@ class Indexer(WeightedLayer):
     heads of relu(query * key), weighted by a factor per head that the querying token provides
     (DeepSeek-V3.2, section 2.1).
 
-    With keys in fp8, the query of each head is rounded as well. Like the reference, `head_dim`
-    being a power of 2, the indexer first multiplies both by a Hadamard matrix. That changes no
-    product, and spreads large elements over all: fp8 errs by a part of each element, so few large
-    ones would decide the error of a product. Without fp8 it has no effect, so it is omitted.
+    If keys are in fp8, the query of each head is rounded as well. Like the reference, the indexer
+    first multiplies both by a Hadamard matrix (`head_dim` is a power of 2). Products stay the same,
+    and large elements spread over all: an error of fp8 is a part of its element, so few large
+    elements would decide the error of a product. Without fp8 the matrix is omitted.
     """
 
     def __init__(

@@ -17,9 +17,9 @@ TILE_DIMS: Final = frozenset({64, 128})
 class DeltaLayout:
     """Columns of a delta-net layer's projections, which lie side by side.
 
-    Key head `h` begins at `q + h * qk_step` and `k + h * qk_step`. Its value head `n`, below
-    `repeats`, begins at `v + h * v_step + n * value_dim`, likewise from `z` (the gate), and at
-    `b + h * ba_step + n`, likewise from `a`.
+    Key head `h` begins at columns `q + h * qk_step` and `k + h * qk_step`. It has `repeats` value
+    heads. Value head `n` begins at `v + h * v_step + n * value_dim`, and its gate likewise from
+    `z`. Its scalars are at `b + h * ba_step + n`, and likewise from `a`.
     """
 
     q: int
@@ -41,7 +41,7 @@ class DeltaLayout:
 
 
 class DeltaInputs(NamedTuple):
-    """What tokens add to the states of a delta-net layer. A verification keeps it until it is known
+    """Inputs of a delta-net layer's states, by token. A verification keeps them until it is known
     which tokens are accepted. Dense; `kept` is the dtype of conv states."""
 
     conv: torch.Tensor

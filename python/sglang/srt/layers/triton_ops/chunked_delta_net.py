@@ -40,8 +40,8 @@ def _inverse(system: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
     """The inverse of 1 + `system`, fp32 `[CHUNK, CHUNK]` below the diagonal.
 
     Rows of the blocks on the diagonal are solved one after the other, which gives D, the inverse of
-    these blocks. With L, the blocks below them, the inverse of the whole is (1 + D L)^-1 D. It is a
-    series of powers of D L, which end with the number of blocks.
+    these blocks. L is the blocks below them; the inverse of the whole is (1 + D L)^-1 D. It is a
+    series of powers of D L, as many as there are blocks; higher powers are zero.
     """
     parts: tl.constexpr = CHUNK // _PART
     tl.static_assert(parts == 4, "the series has four terms")

@@ -35,7 +35,7 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 _FEW_ROWS: Final = 8
-"""With more rows a kernel runs longer, and its start is a small part of that."""
+"""Most rows of an early start: kernels of more rows run so long that their start matters little."""
 
 
 class EarlyStart(TypedDict, total=False):

@@ -112,7 +112,8 @@ def _rule_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """Compute some values of one head of one request, token after token. `EACH` is the number of
-    its tokens; 0: `bounds_ptr` has them. With `KEEP`, the tokens' inputs are left, and no state."""
+    its tokens; 0: `bounds_ptr` has it. If `KEEP`, the tokens' inputs are stored instead of the
+    state."""
     request = tl.program_id(2)
     head = tl.program_id(1)
     key_head, nth = head // REPEATS, head % REPEATS

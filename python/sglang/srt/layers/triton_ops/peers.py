@@ -8,8 +8,8 @@ the link. A rank that is ahead may increment for its next kernel before a slower
 decremented; otherwise all flags are 0 between two kernels.
 
 The buffers: a rank writes its row into the buffer of each peer as 64-bit words: 32 bits of the row
-and a sequence number. The peer polls until every word has the number that it expects. So a row
-takes one trip over the link, without a fence or a flag after it, but twice the bytes.
+and a sequence number. The peer polls until every word has the number that it expects. A row takes
+one trip over the link, without a fence or a flag after it, but twice the bytes.
 
 Each row of a buffer has a counter of sequence numbers, equal on all ranks, and two places that
 alternate. A rank that writes number n + 2 has received number n + 1 from every peer, so each peer

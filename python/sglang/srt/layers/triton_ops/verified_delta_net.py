@@ -18,8 +18,8 @@ _VALUES_AT_ONCE = 32
 """Values of a head per program."""
 _WARPS = 2
 _PROGRAMS = 4096
-"""Enough programs to fill a device. With more work, a program has several layers, because a commit
-of snapshots leaves most requests out, and starting programs for them would take longer."""
+"""Enough programs to fill a device. If there is more work, a program has several layers: a commit
+of snapshots skips most requests, and starting programs that have nothing to do takes longer."""
 
 
 @triton.jit(do_not_specialize=["layers", "at_once"])
@@ -105,10 +105,10 @@ def advance_states(
     """Write the states after the first tokens of each request; see `commit_verified`.
 
     Args:
-        inputs: Of all layers, each `[layers, most_tokens, ...]`, request by request.
+        inputs: Inputs of all layers, each `[layers, most_tokens, ...]`, request by request.
         num_draft_tokens: Tokens of each request in `inputs`.
-        states: `[layers, slots, num_heads, key_dim, value_dim]` and `[layers, slots, channels,
-            kernel - 1]`, contiguous.
+        states: Recurrent states `[layers, slots, num_heads, key_dim, value_dim]`, and those of the
+            convolution `[layers, slots, channels, kernel - 1]`. Contiguous.
         indices: int64 `[bs]` each: slots to read, tokens before the new state, slots to write. A
             request that writes slot 0 is left out.
     """

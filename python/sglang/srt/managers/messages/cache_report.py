@@ -2,7 +2,7 @@
 
 A request asks for it with `return_cache_report`. The code that decides notes its reason when it
 decides; nothing is guessed afterwards. Reasons of L3 are words of `NoRead` and `CacheOutcome`,
-reasons of a load from L2 those of `NoLoad`, and all others those of `CutReason`.
+reasons of a load from L2 are words of `NoLoad`, and all others are words of `CutReason`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CacheCut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens of the prompt before it."""
     reason: str
     detail: str | None = None
-    """What differs, of `CutReason.OTHER_NAMESPACE`."""
+    """The difference, for `CutReason.OTHER_NAMESPACE`."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -28,7 +28,7 @@ class _SizeClass:
     def __init__(self, steps: int) -> None:
         """`steps`: steps before plain ones are tried."""
         self.is_chosen = True
-        """True if steps verify, but in a trial."""
+        """True if steps verify, except in a trial."""
         self.is_trial = False
         self.steps_left = steps
         self.seconds: dict[bool, deque[float]] = {
@@ -102,7 +102,7 @@ class DraftPolicy:
             self._class(batch_size).tokens.append(num_tokens / batch_size)
 
     def describe(self) -> dict[str, Any] | None:
-        """What an operator asks of drafts, as plain data; None without speculation.
+        """The choice for each size of batches, for operators, as plain data; None: nothing drafts.
 
         `sizes` has each measured class of batches: its smallest and largest batch, whether its
         steps verify (apart from trials), milliseconds of a step of either kind, and tokens of a

@@ -67,10 +67,10 @@ def order_waiting(
         policy: The order asked for; `lpm` becomes `fcfs` while more than `LPM_MAX_WAITING` wait.
         waiting: Requests.
         matched_tokens: Tokens of a request that are cached; only called for `lpm`.
-        num_admitted: Requests admitted since the start. It bounds how many later requests
-            overtake a request with `lpm`: `LPM_MAX_OVERTAKEN`, one more for each request that was
-            ahead of it on arrival, and those of the batch under construction. Counts are used, not
-            clocks, because ranks must agree.
+        num_admitted: Requests admitted since the start. With `lpm`, it bounds how many later
+            requests overtake a request: at most `LPM_MAX_OVERTAKEN`, plus the number that were
+            ahead of it on arrival, plus the batch under construction. Counts are used, not clocks,
+            because ranks must agree.
     """
     if policy is SchedulePolicy.FCFS or len(waiting) > LPM_MAX_WAITING or len(waiting) < 2:
         return sorted(waiting, key=lambda req: req.arrival_number)
@@ -200,9 +200,9 @@ class BatchPolicy:
     """Decides whether a prefill or a decode step comes next, if both are possible.
 
     Without a target they alternate, so that neither starves. With a target, prefills run in a row,
-    and decode steps follow. The steps go on until the mean time between tokens, measured from the
-    start of the row, has fallen to the target. After `p` seconds of prefills and with steps of `d`
-    seconds, that takes `p / (target - d)` steps. A target makes tokens faster and first tokens
+    and decode steps follow until the mean time between tokens, measured from the start of the row,
+    has fallen to the target. If the prefills took `p` seconds and a step takes `d`, that is after
+    `p / (target - d)` steps. A target makes tokens faster and first tokens
     slower. Prefills run in a row because requests that are prefilled together decode together:
     steps are fuller, and fewer.
 

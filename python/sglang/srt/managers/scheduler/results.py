@@ -222,7 +222,7 @@ class ResultProcessor:
             self._state.recent.on_first_token(req, now)
 
     def _observe_first_decode(self, reqs: list[Req]) -> None:
-        """Record how long those of `reqs` that have two tokens waited for the second."""
+        """Record how long each of `reqs` that has two tokens waited for the second."""
         now = time.monotonic()
         for req in reqs:
             if len(req.progress.output_ids) == 2 and not req.is_probe:

@@ -125,8 +125,8 @@ class Scheduler:
     """Continuous batching over one model worker. One thread uses it.
 
     A tick launches either a prefill batch or a decode step. If both are possible, `BatchPolicy`
-    decides, so that neither starves. With `SchedulerResources.overlap` the tick then processes the
-    step that the tick before has launched: the CPU works while the device runs the new step.
+    decides, so that neither starves. If `SchedulerResources.overlap`, the tick then processes the
+    step of the tick before: the CPU works while the device runs the new step.
     Outputs are the same. A request whose end becomes known only then has run one step too many; the
     token of that step is dropped.
     """

@@ -46,7 +46,7 @@ class Spare:
 
 def first_to_give_up(spares: Sequence[Spare]) -> Spare:
     """The slot to give to a request without a running state: the one whose loss costs least. Among
-    equals, that of the newest request."""
+    equals, the newest request's."""
     return min(spares, key=lambda spare: (spare.saved_tokens, -spare.arrival_number))
 
 

@@ -235,7 +235,7 @@ class SchedulerState:
         Args:
             reqs: Each has `width` rows. If its sampling depends on its history, which ends before
                 the second of them, the others are sampled greedily, and no result uses them.
-            samples: Whether the token of each request is used; None: all are.
+            samples: True for each request whose token is used; None: all are.
         """
         grammars = []
         for nth, req in enumerate(reqs):

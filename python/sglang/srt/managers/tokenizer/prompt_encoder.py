@@ -52,7 +52,7 @@ class PromptEncoder:
     def encode_now(self, requests: Sequence[GenerateRequest]) -> list[TokenArray | None]:
         """The prompts of `requests`; None for a text that is too long to be encoded on this thread.
 
-        Samples share the array of the request that they are samples of, which comes before them.
+        Samples share the array of their request, which comes before them.
         """
         prompts: list[TokenArray | None] = []
         first: GenerateRequest | None = None

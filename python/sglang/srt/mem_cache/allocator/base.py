@@ -37,7 +37,7 @@ class BaseTokenToKVPoolAllocator(ABC):
             size: Token slots to hand out; whole pages.
             page_size: Tokens per page.
             kvcache: The pool whose slots these are; None in tests of the free list alone.
-            need_sort: Whether to sort returned pages before they are handed out again.
+            need_sort: If true, returned pages are sorted before they are handed out again.
 
         Raises:
             ValueError: `size` is not a positive number of whole pages.
@@ -134,8 +134,8 @@ class BaseTokenToKVPoolAllocator(ABC):
             extend_num_tokens: `sum(seq_lens - prefix_lens)`.
 
         Returns:
-            int64 `[extend_num_tokens]`, request after request; None (and nothing changed) if too
-            few pages are free.
+            int64 `[extend_num_tokens]`, request after request. If too few pages are free: None, and
+            nothing has changed.
         """
 
     @abstractmethod
@@ -145,7 +145,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Allocate a slot for the last of each request's `seq_lens` tokens; the others have theirs.
 
         Returns:
-            int64 `[bs]`, or None (and nothing changed) if too few pages are free.
+            int64 `[bs]`. If too few pages are free: None, and nothing has changed.
         """
 
     def free(self, free_index: torch.Tensor) -> None:

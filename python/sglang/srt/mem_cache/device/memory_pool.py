@@ -81,7 +81,7 @@ class ReqToTokenPool:
         """Give each request a row (`req_pool_idx`); a request that has a row keeps it.
 
         Returns:
-            The rows in the order of `reqs`; None, without any change, if too few are free.
+            The rows in the order of `reqs`. If too few are free: None, and nothing has changed.
         """
         without_row = [req for req in reqs if req.req_pool_idx is None]
         if len(without_row) > len(self._free_rows):
@@ -161,7 +161,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return min(super().available_size(), self.mamba_pool.available_size())
 
     def alloc(self, reqs: Sequence[HasReqPoolIdx]) -> list[int] | None:
-        """Like `ReqToTokenPool.alloc`; None also if too few states are free."""
+        """Like `ReqToTokenPool.alloc`; the answer is None also if too few states are free."""
         new = [req for req in reqs if req.req_pool_idx is None]
         if len(new) > self.available_size():
             return None

@@ -164,7 +164,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
         Args:
             index_head_dim: Elements of an indexer key.
             kv_cache_dim: See `check_row_dim`.
-            index_buf_size: Slots of the keys; refused unless they are as many as those of the rows.
+            index_buf_size: Slots of the keys; refused unless the rows have equally many.
             index_dtype: Dtype of the keys; None: as the rows.
 
         Raises:
@@ -201,8 +201,8 @@ class NSATokenToKVPool(MLATokenToKVPool):
         """See `NSAIndexerPool`."""
         self.index_pool.set_index_k_buffer(layer, loc, index_k)
 
-    # -- SGLang's names. It keeps fp8 keys, and their scales behind those of a page. Here the scale
-    # -- of a key in fp8 is behind the key; other keys have none.
+    # -- SGLang's names. SGLang keeps the fp8 keys of a page, and behind them their scales. Here the
+    # -- scale of a key in fp8 is behind the key; other keys have none.
 
     @property
     def index_k_with_scale_buffer(self) -> list[torch.Tensor]:
@@ -225,7 +225,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
 
         Args:
             seq_len: Tokens.
-            page_indices: int `[n]`: its pages in order, as many as the tokens need or more.
+            page_indices: int `[n]`: its pages in order, at least what the tokens need.
         """
         within = torch.arange(self.page_size, device=page_indices.device)
         slots = page_indices.to(torch.int64)[:, None] * self.page_size + within

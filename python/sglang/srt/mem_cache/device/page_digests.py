@@ -2,7 +2,7 @@
 on the host and in L3.
 
 They are computed on the device that has the page, before or after its bytes travel. Here is the
-hasher of pages in CPU memory; `page_digests_cuda.py` has that of pages on CUDA.
+hasher of pages in CPU memory; `page_digests_cuda.py` has the one for pages on CUDA.
 
 A hasher belongs to one pool. It is called where the bytes move: inside a `CopyStream`'s work, or on
 the scheduler's thread.

@@ -130,7 +130,7 @@ class HeadGroupPool:
         return [None] * (len(indices) // self.page_size)
 
     def keep_checksums(self, indices: torch.Tensor, known: Sequence[bytes | None]) -> None:
-        """Note that the checksums of these pages are not known: `known` are those of parts."""
+        """Note that the checksums of these pages are not known; `known` has only parts of them."""
         self._pool.keep_checksums(indices, [None] * len(known))
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> NoReturn:

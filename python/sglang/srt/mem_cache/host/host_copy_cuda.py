@@ -56,8 +56,7 @@ class EngineUse:
 
     @classmethod
     def of(cls, parts: Sequence[PartRows], page_size: int, io_backend: str) -> EngineUse:
-        """Choose the fastest way. With `direct`, copy engines move pages that are runs, even short
-        ones.
+        """Choose the fastest way. `direct`: copy engines move pages that are runs, even short ones.
 
         Layers that are not parts of a page (`layer_first`) are short runs. Engines write them at
         0.73 to 0.78 of the link's speed, the kernel at 0.93; engines read runs of 128 KB at 0.93 to
@@ -208,9 +207,9 @@ class CudaPageCopier(PageCopier):
         """True if a backup needs no kernels when its device slots are on the CPU.
 
         Copy engines take such pages from the pool itself, a grid of runs for all layers of a page,
-        and slow down no other work. With every prompt backed up and no hits, kernels that gather
-        pages into a buffer cost 1.2% of the throughput. One copy for each layer, 36 times as many
-        to issue, cost 0.5%. The mean length of the runs decides: a recurrent state has 2 MB in
+        and slow down no other work. If every prompt is backed up and none hits, kernels that gather
+        pages into a buffer cost 1.2% of the throughput; one copy for each layer, 36 times as many
+        copies, cost 0.5%. The mean length of the runs decides: a recurrent state has 2 MB in
         a layer, and 48 KB of convolution.
         """
         first = self.parts[0]

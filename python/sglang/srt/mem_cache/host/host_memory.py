@@ -4,8 +4,8 @@ Buffers are touched when they are allocated, so that a machine without enough me
 start and the first copies do not pay for page faults.
 
 Page-locking memory that has never been touched is slow: one thread in the kernel finds and zeroes
-the pages one by one. So threads touch it first, in huge pages where the kernel gives them, and lock
-it afterwards. See benchmark/results for what that brings.
+the pages one by one. Threads therefore touch it first, in huge pages where the kernel gives
+them, and lock it afterwards; benchmark/results has the gain.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class HostKVCache(HostPageList):
         return tuple(map(tuple, device_pool.parts))
 
     def _part_shape(self, item: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of a part in host memory; `item` is that of a slot in a layer."""
+        """Shape of a part in host memory; `item`: shape of a slot in a layer."""
         match self.layout:
             case HostLayout.LAYER_FIRST:
                 return (self.layer_num, self.size, *item)
@@ -308,7 +308,7 @@ class HostKVCache(HostPageList):
         return f"{self.dtype} {self.layer_num} {self.page_size} {page_bytes}"
 
     def _over_all_heads(self, size: int) -> int:
-        """`size`, which is that of this rank's heads, for all heads of the model."""
+        """`size`, a number for this rank's heads, scaled to all heads of the model."""
         share = self.device_pool.spec.share
         return size * share.total // (share.end - share.begin)
 

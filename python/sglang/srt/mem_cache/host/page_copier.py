@@ -76,10 +76,10 @@ class PoolPair:
     def pages(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
-        """Page numbers on both sides, checked; None for slots that are on the device.
+        """Page numbers on both sides, checked; None for the second if its slots are on the device.
 
-        Raises ValueError if slots that the CPU can see are not whole pages of their pool, or the
-        two sides have not equally many.
+        Raises ValueError if slots that the CPU can see are not whole pages of their pool, or if
+        the two sides differ in number.
         """
         if len(host_indices) != len(device_indices):
             raise ValueError(
@@ -224,7 +224,7 @@ _COPIERS: Final = {
     "cuda": ("sglang.srt.mem_cache.host.host_copy_cuda", "CudaPageCopier"),
     "npu": ("sglang.srt.mem_cache.host.host_copy_npu", "NpuPageCopier"),
 }
-"""Module and class by kind of device, of which a process imports one."""
+"""Module and class by kind of device. A process imports one of the modules."""
 
 
 def check_has_copier(device: torch.device | str) -> None:

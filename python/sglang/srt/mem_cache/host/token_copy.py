@@ -117,7 +117,7 @@ def copy_tokens(
         device_stride: Bytes between rows there.
         host_pages: int64 `[pages]` on the device.
         page_size: Tokens of a page.
-        device_slots: int64 `[pages * page_size]` on the device, those of a page in its order.
+        device_slots: int64 `[pages * page_size]` on the device: page after page, token after token.
         layers: Consecutive layers.
         tuning: How much of the device to take.
     """

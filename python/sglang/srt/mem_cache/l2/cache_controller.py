@@ -251,8 +251,8 @@ class HiCacheController:
     def _write_more(self, write: _Locating, *, whole: bool) -> None:
         """Issue the next piece, or all the rest, of a write whose slots are known.
 
-        A page is some dozens of copies; issuing those of a whole prefill would take the CPU longer
-        than a decode step takes the device.
+        A page is some dozens of copies. To issue the copies of a whole prefill would take the CPU
+        longer than a decode step takes the device.
         """
         begin, total = write.begun, _num_slots(write.transfers)
         if begin == 0:
@@ -382,8 +382,8 @@ def _num_slots(transfers: Sequence[PoolTransfer]) -> int:
 
 
 def _piece_of(write: _Locating, begin: int, end: int, *, is_last: bool) -> list[PoolTransfer]:
-    """Transfers of the primary pool's tokens from `begin` to `end`. The last piece has those of the
-    other pools with slots of their own."""
+    """Transfers of the primary pool's tokens from `begin` to `end`. The last piece also
+    has the transfers of other pools with slots of their own."""
     slots = write.device.wait()
     primary, host, device = write.transfers[0], write.transfers[0].host_indices, slots[0]
     assert host is not None and device is not None
@@ -401,8 +401,8 @@ def make_controller(
     allocator_type: str,
     is_shared_by_sizes: bool,
 ) -> HiCacheController:
-    """Build L2 and its controller; on all ranks or on none. The last two arguments are those of
-    `build_kv_host_stack`, which raises ValueError."""
+    """Build L2 and its controller; on all ranks or on none. `build_kv_host_stack` describes the
+    last two arguments, and raises ValueError."""
     allocator, ranks = params.token_to_kv_pool_allocator, params.tp_cache_group
     io_backend, host_pool = build_kv_host_stack(
         params.model_pools or ModelPools.of([allocator.get_kvcache()]),

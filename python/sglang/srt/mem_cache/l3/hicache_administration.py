@@ -177,8 +177,8 @@ class StorageAdministration:
     def _unless_too_many_hang(self, work: Callable[[], T]) -> Callable[[], T]:
         """`work`, or a function that fails if too many earlier changes hang on this rank.
 
-        The number of hanging changes differs between ranks. So a refusal counts as a failed change,
-        on which the ranks agree.
+        The number of hanging changes differs between ranks, so a refusal counts as a failed change:
+        the ranks agree on those.
         """
         self._hanging = [call for call in self._hanging if not call.ended]
         hanging = len(self._hanging)

@@ -65,7 +65,7 @@ def slower_reads(
         later = _is_later(ahead + read.unread, waiting + read.missing, rates, _CANCEL_MARGIN)
         is_cancelled = later and not read.is_probe
         cancelled.append(is_cancelled)
-        # A cancelled prompt joins the queue of computing, another stays in that of reads.
+        # A cancelled prompt joins the queue of computing; others stay in the queue of reads.
         if is_cancelled:
             waiting += read.uncached
         else:

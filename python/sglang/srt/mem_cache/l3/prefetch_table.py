@@ -7,7 +7,7 @@ A read is *under way* while requests wait for it. A request whose prompt is part
 already waits for those pages too, and reads only the pages after them. It leaves the read when it
 is scheduled or aborted, or when the tree has the pages that it waits for. A read without requests
 is *terminated*: the pages that landed have been published by then. Its other host pages are freed
-at the next tick, except for those of the call under way: they stay with the read until that call
+at the next tick, except for pages in a call under way: they stay with the read until that call
 returns. A call to Mooncake can take minutes if a store node hangs.
 """
 
@@ -186,8 +186,8 @@ class PrefetchTable:
         operations: In order of start, the reads under way, and those terminated that still own host
             pages or a host state. Read only.
         new: Reads that were not submitted yet, a part of `operations`. Read only.
-        reports: By waiting request, the report that gets what the store had for it and why reads
-            fell short, for those that asked for one.
+        reports: Cache reports of the waiting requests that asked for one. Reads note in them what
+            the store had, and why they fell short.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -427,7 +427,7 @@ def _with_state(operation: PrefetchOperation, progress: PrefetchProgress) -> Pre
     """The progress of a read that brings a state, as this rank reports it to the others.
 
     The state follows the pages of this rank's own hit. If the ranks agree on a shorter hit,
-    no rank can use its state. So nothing counts as landed before they have agreed.
+    no rank can use its state, so nothing counts as landed before they have agreed.
     """
     hit = 0 if progress.ended and progress.hit < 0 else progress.hit
     if hit == 0:

@@ -277,8 +277,8 @@ class StoragePrefetch:
     def _add_states(self, operation: PrefetchOperation, node: TreeNode, landed: int) -> None:
         """Give the states that a read has brought to `node`, whose pages the tree has already.
 
-        A host state needs host pages: where the node's are on the device only, and are not being
-        copied, it takes those of the read.
+        A host state needs host pages. If the node's pages are on the device only, and no copy of
+        them is under way, the state takes the host pages of the read.
 
         Args:
             landed: Tokens of the read that have landed; the node ends there.

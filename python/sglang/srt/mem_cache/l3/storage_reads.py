@@ -213,8 +213,8 @@ def hand_over(operation: PrefetchOperation, pages: int) -> bool:
 
     False if no request waits for more than the store has been given already, or if another rank
     lacks the pages that follow. This thread writes the number and then reads `is_terminated`; the
-    scheduler writes `is_terminated` and then reads the number. So one of them sees what the other
-    has written.
+    scheduler writes `is_terminated` and then reads the number, so at least one of them sees the
+    other's write.
     """
     hit = operation.progress.hit
     wanted = operation.wanted_pages if hit < 0 else min(operation.wanted_pages, hit)

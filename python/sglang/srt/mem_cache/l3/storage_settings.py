@@ -32,7 +32,7 @@ class StorageSettings:
     pass_prefix_keys: bool = False
     tp_lcm_size: int | None = None
     """An object holds the heads that one of this many ranks would have, so that servers of other
-    sizes find it; None: those of one rank of this server."""
+    sizes find it; None: the heads of one rank of this server."""
 
     @classmethod
     def from_extra_config(cls, config: Mapping[str, Any]) -> StorageSettings:

@@ -93,10 +93,11 @@ class StorageWrites:
             yield operation
 
     def _write(self, group: Sequence[StorageOperation]) -> int:
-        """Write several operations in one call, or a single one in as many as it takes.
+        """Write several operations in one call, or a single one in as many calls as it takes.
 
-        Returns how many of the first have ended. A single one always does. Of several, those that
-        have not landed whole are left: written alone, each finds out how it ends.
+        Returns how many have ended, counted from the first. A single one always ends. If several
+        are written, those that have not landed whole remain: the caller writes each alone, which
+        tells how it ends.
         """
         store, started = self._store, time.monotonic()
         landed, sent, outcome = 0, 0.0, CacheOutcome.FAILED

@@ -210,7 +210,7 @@ class StoredPools:
         return self._by_object(parts) if self._is_split else parts
 
     def _by_object(self, transfers: Sequence[PoolTransfer]) -> list[PoolTransfer]:
-        """`transfers`, and those of further objects of the same pages."""
+        """`transfers`, and the transfers of further objects of the same pages."""
         found: list[PoolTransfer] = []
         for transfer in transfers:
             found.append(transfer)

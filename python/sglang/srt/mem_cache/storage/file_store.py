@@ -386,7 +386,7 @@ class HiCacheFile(HiCacheStorage):
             trailer = seal(buffers, key, with_checksum=self._verify, checksum=checksum)
             self._files.write(path, [*buffers, memoryview(trailer)])
         except OSError as error:
-            # The error of a write names no file, and that of an open one that is gone.
+            # A failed write names no file, and a failed open names one that is gone by now.
             self._warn.warning(
                 "file-write",
                 "L3 object cannot be written in %s: %s (SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR)",

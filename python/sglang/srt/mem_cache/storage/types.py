@@ -96,7 +96,7 @@ class StorageUsage(NamedTuple):
     num_evicted: int | None = None
     """Objects that the store evicted since its start."""
     num_other_namespaces: int | None = None
-    """Namespaces with objects, beside that of the engine that asks."""
+    """Namespaces with objects, except the one of the engine that asks."""
 
 
 FORMAT_VERSION: Final = 1
@@ -156,18 +156,18 @@ class HiCacheStorageConfig:
     is_page_first_layout: bool
     model_name: str | None
     tp_lcm_size: int | None = None
-    """An object holds the heads that one of this many ranks would have, whatever `tp_size` is;
-    None: those of this rank."""
+    """An object holds the heads that one of this many ranks would have, for any `tp_size`; None:
+    the heads of this rank."""
     should_split_heads: bool = False
-    """True if this rank's heads are several objects. The backend knows the first by the pool's
-    name, and each further one as a pool of its own."""
+    """True if this rank's heads are several objects. The first has the pool's name in the backend,
+    and each other one is a pool there."""
     extra_config: dict[str, Any] | None = None
     namespace: str = field(default="", kw_only=True)
     """First part of every key: weights, KV dtype, page size, byte order, format version."""
     object_names: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     """Last part of the keys of a pool's objects (`kv/h0-3.8`: heads 0 to 3 of 8), by pool as the
     backend knows it. The engine names all pools. Objects of a pool that is not here are this
-    rank's alone, or, with `is_mla_model`, those of all ranks."""
+    rank's alone, or, if `is_mla_model`, shared by all ranks."""
 
     @property
     def verify_checksum(self) -> bool:

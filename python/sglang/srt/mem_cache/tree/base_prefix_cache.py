@@ -248,7 +248,7 @@ class Workload(NamedTuple):
 
 
 class BasePrefixCache:
-    """What the scheduler asks of the tiers below L1, as a cache of one tier answers it.
+    """The scheduler's questions to the tiers below L1, with the answers of a cache that has none.
 
     All methods run on the scheduler thread. `RadixCache` has the others.
     """

@@ -143,8 +143,7 @@ def _state_of(node: TreeNode, begin: int, end: int) -> str:
 
 
 def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> None:
-    """Assert that the digest is that of the tree, and that the hash and span of each node are
-    right.
+    """Assert that the digest fits the tree, and that the hash and span of each node are right.
 
     Args:
         nodes: All other nodes, parents before children.

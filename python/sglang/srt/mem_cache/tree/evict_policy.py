@@ -133,8 +133,8 @@ def get_eviction_strategy(
     """The strategy of that name. Raises ValueError that lists the names.
 
     Args:
-        recency: Time of a node's last use; None: that of its pages, which a match uses that passes
-            through them. A state is used if a match ends there.
+        recency: Time of a node's last use; None: last use of its pages. A match uses all pages on
+            its way, but only the state at its end.
         kept: Number of sessions that keep a node on the tier; None: its pages on the device.
     """
     try:
@@ -155,7 +155,7 @@ class EvictionHeap:
     """Candidates of one tier, the first to evict on top.
 
     Entries are lazy: a node is offered once when it becomes a candidate, and its entry is checked
-    when it reaches the top. That makes an eviction O(log n) and a hit free; a scan of all leaves
+    when it reaches the top. An eviction is O(log n) and a hit is free; a scan of all leaves
     would make each eviction O(n). A node that leaves the tree is discarded, since its entry may
     never reach the top.
 

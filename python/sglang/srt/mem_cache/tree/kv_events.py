@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 _MAX_EVENTS: Final = 100_000
-"""With more events, it is clear that nobody takes them. The log then drops them and says that all
-blocks are gone, which is safe."""
+"""Most events that wait. More of them show that nobody takes them: the log then drops all, and says
+that all blocks are gone, which is safe."""
 _MOST_STORED: Final = 1_000_000
 """Most blocks of L3 that are remembered, in about 100 MB. Beyond it, listeners are told that the
 oldest are gone."""
@@ -88,7 +88,8 @@ class KVEventBatch(EventBatch, frozen=True):
 class KVEventLog:
     """Notes each node that comes to a tier or leaves it, in the order of the tree's changes.
 
-    L3 keeps blocks that the tree has forgotten. So the log remembers which of them listeners know.
+    L3 keeps blocks that the tree has forgotten, so the log remembers which blocks of L3 listeners
+    know.
 
     Threads: the scheduler's only.
 

@@ -24,7 +24,7 @@ def on_all_ranks(
     """Run `work` on all ranks; return its result on this rank if it has succeeded on all. A
     collective.
 
-    With one rank this is `work()`, with its exceptions.
+    If there is one rank, this is `work()`, exceptions included.
 
     Args:
         work: Step of this rank; may raise any `Exception`.

@@ -106,8 +106,8 @@ class PoolTier(ABC):
 
     Args:
         tree: Tree of the nodes, which keeps this tier up to date.
-        slots_of: The pool's slots of a node, of which each stands for a whole prefix and leaves by
-            its own time of use; None: the node itself, whose pages leave after those of its
+        slots_of: The pool's slots of a node. Each stands for a whole prefix, and leaves by its own
+            time of use. None: the pool has the node's pages, which leave after those of its
             children.
         free: Gives int64 slots back to the pool; None: `pool.free`.
 
@@ -165,7 +165,7 @@ class PoolTier(ABC):
         """True if `node` has slots, which nothing uses and no slots of children need."""
 
     def take_off(self, node: TreeNode) -> torch.Tensor:
-        """Take the unused slots of `node`, and those of dependents. The caller frees the returned
+        """Take the unused slots of `node` and of its dependents. The caller frees the returned
         slots."""
         slots = self.get(node)
         assert slots is not None and node.parent is not None

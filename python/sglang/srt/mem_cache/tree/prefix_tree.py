@@ -119,9 +119,9 @@ class PrefixTree:
     def walk(self, key: RadixKey) -> list[TreeNode]:
         """Nodes that cover the longest known front of `key`, root's child first.
 
-        Where the key leaves a node in its middle (at a page boundary), the node is split. Every
-        node on the way is touched. A second walk along the same `key` compares no tokens, unless
-        the nodes of the tree are others by then.
+        A node that the key leaves in its middle, at a page boundary, is split there. Every node on
+        the way is touched. A second walk along the same `key` compares no tokens, unless the tree
+        has changed.
         """
         self._clock += 1
         path = self._walks.get(key)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class RadixCache(BasePrefixCache):
     """Prefix cache over a tree.
 
-    With `params.disable` no pages are kept across requests: no match, no insert.
+    If `params.disable`, no pages are kept across requests: nothing is matched or inserted.
 
     Args:
         tree: An empty tree; None: a new one.
@@ -281,7 +281,7 @@ class RadixCache(BasePrefixCache):
         wanted[self.tree.device] = params.num_tokens
         before = {tier: tier.pool.available_size() for tier in wanted}
         for tier, num in wanted.items():
-            # Slots of one pool may leave with those of another.
+            # An eviction from one pool may free slots of another.
             missing = num - (tier.pool.available_size() - before[tier])
             if missing > 0:
                 self._evict_from(tier, missing)

@@ -127,8 +127,8 @@ class RadixKey:
     def maybe_to_bigram_view(
         self, is_eagle: bool, value: torch.Tensor | None = None
     ) -> tuple[RadixKey, torch.Tensor | None]:
-        """With `is_eagle` the key of the pairs, and as many of the slots `value` (`[n]`); else the
-        key itself and `value`."""
+        """The key of the pairs and one slot of `value` (`[n]`) for each if `is_eagle`; else the key
+        itself and `value`."""
         if not is_eagle or self.is_bigram:
             return self, value
         key = RadixKey(self.ids, self.extra_key, is_bigram=True)

@@ -28,8 +28,8 @@ keys never share a session."""
 MAX_SESSIONS: Final = 4096
 """Most sessions of a tier."""
 _SHORT: Final = 4
-"""With a tier below, a prefix is marked if it takes at most the budget divided by this: longer ones
-are loaded again."""
+"""Divides the budget of a tier that has a tier below: longer prefixes are not marked, because they
+can be loaded again."""
 
 
 class SessionMetrics:

@@ -5,9 +5,9 @@ end. Slots are evicted apart from pages. A node that has neither a state on any 
 useless, and is deleted.
 
 A request never runs on a slot of the tree: its first step reads the state and writes a slot that
-the request owns. So a state is locked only by copies between tiers, and until the steps that read
-it are launched; the next use of its slot is queued after them. A forward waits for a state that is
-being loaded layer by layer, as for pages.
+the request owns. Locks on a state are therefore short: those of copies between tiers, and of steps
+that read it, until they are launched; the next use of its slot is queued after them. A forward
+waits for a state that is being loaded layer by layer, as it waits for pages.
 
 Threads: the scheduler's only.
 """

@@ -120,9 +120,9 @@ class Progress:
     administration: Status = Status.UNDER_WAY
     """Status of the preparation of an operator's change of L3."""
     wait: Wait = _NO_WAIT
-    """Of one rank alone: its wait in the last sync."""
+    """Set in one rank's vector alone: its wait in the last sync."""
     lag: Lag = _NO_LAG
-    """Of the agreement alone: the difference of the waits. For metrics; decisions ignore it."""
+    """Set in the agreement alone: difference of the waits. For metrics; decisions ignore it."""
     backups: Sequence[Status] = ()
     """Statuses of the writes to L3 that have ended, from the head of their queue on; at most
     `MAX_SETTLED`."""

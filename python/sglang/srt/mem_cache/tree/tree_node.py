@@ -219,7 +219,7 @@ class TreeNode(PoolSlots):
 
     @property
     def backuped_from_root(self) -> bool:
-        """True if its pages and those of all ancestors are on the host. True for the root."""
+        """True if its pages and all ancestors' are on the host. True for the root."""
         return all(node.host_value is not None for node in self.path_up())
 
     @property
@@ -353,7 +353,7 @@ class TreeNode(PoolSlots):
         return sum(len(node.key) for node in self.path_up())
 
     def get_last_hash_value(self) -> PageHash | None:
-        """Hash of the last page; None if it has not been computed, and for the root."""
+        """Hash of the last page; None for the root, or if it has not been computed."""
         return self.hash_value[-1] if self.hash_value else None
 
     def page_hashes(self, page_size: int) -> list[PageHash]:

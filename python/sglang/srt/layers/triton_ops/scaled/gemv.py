@@ -52,8 +52,8 @@ def _add_fp8_(
 ) -> tl.tensor:
     """Add the products of some columns to `acc` `[vectors, rows, spans, pieces]`.
 
-    `x_scales` `[vectors]` are those of `x` if a vector is one group (WHOLE), and then not
-    multiplied.
+    `x_scales` `[vectors]` are the scales of `x` if a vector is one group (WHOLE); the caller then
+    multiplies by them.
     """
     x = tl.reshape(x, [acc.shape[0], acc.shape[2], acc.shape[3], _PIECE])
     if WHOLE:

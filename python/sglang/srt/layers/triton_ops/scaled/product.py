@@ -68,7 +68,7 @@ def _product_kernel(
 ) -> None:
     """Compute a tile of outputs and tokens over a share of the inputs.
 
-    Grid `(tiles of outputs * tiles of tokens, SPLITS)`. With several splits, `out` is fp32
+    Grid `(tiles of outputs * tiles of tokens, SPLITS)`. If SPLITS is above 1, `out` is fp32
     `[SPLITS, tokens, N]`. For fp8 weights `x` is rounded.
     """
     await_kernels_before(EARLY)

@@ -78,8 +78,8 @@ class BuiltScheduler:
     server_args: ServerArgs
     """The arguments, with the fields that depend on the machine filled in."""
     ready_details: dict[str, Any]
-    """Of the ready message. `tiers` has a line per tier: its size, and why that size; `routes` are
-    the addresses at which decode servers find a prefill server's ranks, else empty."""
+    """Parts of the ready message. `tiers` has a line per tier: its size, and why that size;
+    `routes` are the addresses at which decode servers find a prefill server's ranks, else empty."""
     event_publisher: ZmqEventPublisher | None
     """Publishes events of KV blocks; None: there is none, or another rank has it."""
 

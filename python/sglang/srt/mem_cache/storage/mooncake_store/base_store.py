@@ -75,8 +75,8 @@ class MooncakeBaseStore(HiCacheStorage):
         """Connect again and register the same memory. Raises StorageUnavailable.
 
         The old client is dropped, not closed: another thread may still be inside one of its calls,
-        which keeps it alive. With a stand-alone client the rebuild is refused: Mooncake reconnects
-        to a restarted process by itself, and a second client of this process could not share the
+        which keeps it alive. A stand-alone client is not rebuilt: Mooncake reconnects to a
+        restarted process by itself, and a second client of this process could not share the
         memory that the first one has shared.
         """
         if self.config.standalone_storage:

@@ -144,8 +144,8 @@ class MooncakeClient:
         """`using`, for one call that moves bytes; ends or notes transfers that the call leaves.
 
         A call that times out on a hanging node leaves queued transfers. They continue when the node
-        does, minutes later: those of a get write into host pages, those of a put into memory that
-        the master may have given to another engine's object. They end with their client, so this
+        does, minutes later: a get writes into host pages, a put into memory that the master may
+        have given to another engine's object. They end with their client, so this
         method gives the client up. Transfers of a stand-alone client are in that process: see
         `wait_for_unfinished_transfers`.
 

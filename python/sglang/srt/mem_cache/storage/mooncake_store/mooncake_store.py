@@ -223,7 +223,7 @@ class MooncakeStore(MooncakeBaseStore):
         self, transfers: list[PoolTransfer], *, is_get: bool, are_full: bool = False
     ) -> dict[str, list[CacheOutcome]]:
         """Move pages, pool by pool; one get and one set at a time. Returns only when no transfer
-        uses host pages. `are_full`: the keys are those of objects, not of pages."""
+        uses host pages. `are_full`: the keys name objects, not pages."""
         moved: dict[str, list[CacheOutcome]] = {}
         with self._direction_locks[is_get]:
             client = self._client

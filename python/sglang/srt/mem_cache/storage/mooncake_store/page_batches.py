@@ -53,7 +53,7 @@ class PoolRows:
     """
 
     memory: torch.Tensor
-    """uint8 `[batches, batch_pages, row_bytes]`, first those of gets. One block needs only one
+    """uint8 `[batches, batch_pages, row_bytes]`, batches of gets first. One block needs only one
     registration."""
 
     def __init__(
