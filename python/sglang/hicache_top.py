@@ -206,6 +206,8 @@ def _speculation(drafts: Mapping[str, Any] | None) -> list[RenderableType]:
     if drafts["always"]:
         always = f"up to {drafts['largest_batch']} requests always (SGLANG_SPECULATE_ALWAYS)"
         return [tiers, Text(f"\ndrafts: {always}", "dim")]
+    if not drafts["sizes"]:
+        return [tiers, Text("\ndrafts: on, no step has been measured yet", "dim")]
     columns = "#batches of", "drafts", "#verification ms", "#tokens of one", "#plain step ms"
     sizes = _table("Drafts by batch size, the last steps", *columns)
     for one in drafts["sizes"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,9 +18,11 @@ import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
 from rigs.servers.engine_server import ADMIN_KEY, EngineServer
 from rigs.servers.forked_servers import ForkedServer
+from sglang import hicache_top
 from sglang.srt.environ import child_environment, envs
 from sglang.srt.observability.engine_metrics import SchedulerLoad, SchedulerMetrics
 from sglang.srt.utils.network import wait_until
@@ -131,6 +134,35 @@ def test_hicache_top_shows_it_once(server: EngineServer, tmp_path: Path) -> None
         seen["prefixes"][0]["hash"], seen["store"]["namespace"], f"page_size {PAGE}",
     ):  # fmt: skip
         assert text in shown.stdout
+
+
+def drawn(seen: dict[str, Any]) -> str:
+    """What `hicache_top` shows of a view, with single spaces."""
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(hicache_top.draw(seen, 120))
+    return re.sub(" +", " ", console.export_text())
+
+
+def test_hicache_top_shows_drafts_if_there_are_any(server: EngineServer) -> None:
+    seen = view(server)
+    assert seen["speculation"] is None
+    assert "drafts" not in drawn(seen)
+    policy = {"num_drafts": 3, "always": False, "largest_batch": 64, "sizes": []}
+    tiers = {"none": {"count": 10, "accepted": 15}, "storage": {"count": 0, "accepted": 0}}
+    text = drawn({**seen, "speculation": {**policy, "tiers": tiers}})
+    assert "no tier 10 50% 2.50" in text
+    assert "no step has been measured yet" in text
+    size = {"first": 16, "last": 31, "verifies": False}
+    figures = {"verification_ms": 16.257, "tokens": 2.69, "plain_ms": 5.26}
+    policy["sizes"] = [
+        {**size, "first": 1, "last": 1, "verifies": True, **figures, "plain_ms": None},
+        {**size, **figures},
+    ]
+    text = drawn({**seen, "speculation": {**policy, "tiers": tiers}})
+    assert "\n 1 on 16.26 2.69" in text
+    assert "16 to 31 off 16.26 2.69 5.26" in text
+    text = drawn({**seen, "speculation": {**policy, "tiers": tiers, "always": True}})
+    assert "up to 64 requests always" in text
 
 
 def test_hicache_top_lives_until_it_is_interrupted(server: EngineServer) -> None:
