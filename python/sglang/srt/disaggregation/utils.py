@@ -100,8 +100,8 @@ class ReqToMetadataIdxAllocator:
 
 
 class MetadataBuffers(ReqToMetadataIdxAllocator):
-    """Rows for metadata (see `metadata_reader`): those of a prefill server, which decode servers
-    read, or those that a decode server reads into. Any thread; each row has one owner at a time.
+    """Rows for metadata (see `metadata_reader`). Decode servers read the rows of a prefill server
+    into their own. Any thread; each row has one owner at a time.
 
     Attributes:
         row_bytes: Bytes of a row: `ROW_BYTES`, and those of a hidden state.

@@ -32,8 +32,8 @@ class ForwardMode(IntEnum):
     DECODE = 2
     """Each request computes one token."""
     TARGET_VERIFY = 3
-    """Verification of drafts: an extend step in which each request computes as many tokens, and the
-    logits of all are needed. States stay as they are until the accepted tokens are known."""
+    """Verification of drafts: an extend step with equally many tokens of each request, which needs
+    the logits of all. States stay as they are until the accepted tokens are known."""
 
     def is_extend(self) -> bool:
         return self is not ForwardMode.DECODE
@@ -207,7 +207,7 @@ class ForwardBatch:
             self.on_layer(layer_id)
         if self.mostly_done is not None:
             layers = self.token_to_kv_pool.spec.layers
-            # Never the last of several layers, which may be one that drafts, in a pass of its own.
+            # Not the last layer of several: it may be a draft layer, which runs in another pass.
             if layer_id == layers[3 * (len(layers) - 1) // 4]:
                 self.mostly_done.record()
 

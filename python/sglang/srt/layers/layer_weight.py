@@ -164,6 +164,6 @@ def slots_of(
 
 
 def weight_shape(slot: WeightSlot) -> tuple[int, ...]:
-    """Shape of the whole weight whose elements, or whose values, fill a slot."""
+    """Shape of the weight that fills a slot, in values: two for each byte of 4-bit integers."""
     *lead, columns = slot.shape
     return (*lead, 2 * columns) if slot.dest.dtype == torch.uint8 else slot.shape

@@ -123,7 +123,7 @@ class TensorPlacement:
 
 
 class Sliceable(Protocol):
-    """A whole checkpoint tensor: in memory, or in a file of which only indexed parts are read."""
+    """A whole checkpoint tensor: in memory, or in a file whose indexed parts alone are read."""
 
     def __getitem__(self, index: tuple[slice, ...], /) -> torch.Tensor: ...
 

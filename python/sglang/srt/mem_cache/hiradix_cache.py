@@ -240,8 +240,8 @@ class HiRadixCache(RadixCache):
         return self.host_backup.write(node)
 
     def evict_host(self, num_tokens: int) -> int:
-        """Free at least `num_tokens` of unpinned host pages, if there are as many; return the freed
-        tokens."""
+        """Free unpinned host pages of at least `num_tokens` tokens, or all of them if there are
+        fewer; return the freed tokens."""
         return self.tree.host.evict(num_tokens)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:

@@ -336,7 +336,7 @@ class EAGLEWorker:
                     part[pool.place_to_write(layer)].index_fill_(0, slots, 0)
 
     def _store(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
-        """Run the layer over a step's tokens for what it stores.
+        """Run the layer over a step's tokens, only to store its entries.
 
         Args:
             hidden: `[num_tokens, hidden_size]`: the hidden state before each token.

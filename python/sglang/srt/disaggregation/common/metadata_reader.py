@@ -181,7 +181,7 @@ class RowRead:
             sent inline.
 
         Raises:
-            BadRow: The row is not that of the room.
+            BadRow: The row does not belong to the room.
             RoomFailed: No row of this rank was free in time, or `heartbeat` raised it.
         """
         theirs, rows = layout.rows, self._rows

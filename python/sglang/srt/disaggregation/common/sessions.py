@@ -106,7 +106,7 @@ class Sessions:
             self._known[session_id].num_users -= 1
 
     def probe(self) -> None:
-        """Probe idle sessions in a thread, and forget those of servers that are gone."""
+        """Probe idle sessions in a thread, and forget sessions whose servers are gone."""
         BackgroundCall("disagg-sessions", self._probe_all)
 
     def _probe_all(self) -> None:

@@ -70,7 +70,7 @@ class DeploymentSecret:
         """32 bytes that only holders of the secret can compute.
 
         Args:
-            purpose: Says what is proved, so that no proof counts as another one.
+            purpose: Names the kind of proof, so that no proof passes for another kind.
             parts: What the proof is about. A nonce of the other side makes it a new one.
         """
         mac = hmac.new(self._key, digestmod=hashlib.sha256)

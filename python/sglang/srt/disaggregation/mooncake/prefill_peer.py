@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_S: Final = 10.0
-"""Seconds without a room after which the connection is closed. The prefill server closes it after
-as many by default."""
+"""Seconds without a room after which the connection is closed; the default of the prefill server is
+the same."""
 PACE_S: Final = 0.005
 """Least mean seconds between two questions; the prefill server takes 256 of them a second."""
 BURST_S: Final = 0.1
-"""After this many seconds without a question, as many questions as fit in may be asked at once."""
+"""Questions that were not asked in this many seconds may be made up for, all at once."""
 CLOSE_S: Final = 1.0
 """Most seconds after `close` in which rooms are still declined."""
 _MAX_DECLINED_WAITING: Final = 4096
@@ -203,7 +203,7 @@ class PrefillPeer:
 
         Raises:
             BootstrapError: It is not found.
-            RoomFailed: It does not answer, or not as it should.
+            RoomFailed: It does not answer, or its answer is wrong.
         """
         context = self._context
         if not self._routes:

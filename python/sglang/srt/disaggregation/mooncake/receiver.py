@@ -63,7 +63,7 @@ class PrefillServers:
         self._asking = CallThreads("disagg-peer")
         self.reading = CallThreads("disagg-prompt")
         self._peers: dict[BootstrapAddr, PrefillPeer] = {}
-        """By canonical host and port; the last used last."""
+        """Keys are canonical host and port; the last used comes last."""
 
     def new_reader(self) -> tuple[str, str | None]:
         """Id of the next prompt's reader, and the step that fails by injection, or None. All ranks
@@ -198,7 +198,7 @@ class MooncakeKVReceiver(BaseKVReceiver):
         return self.has_returned.is_set() and all(shard.has_ended for shard in self._shards)
 
     def get_transfer_metric(self) -> KVTransferMetric:
-        """What was read so far; the seconds are those of the shard with the most."""
+        """Amounts read so far, and the seconds of the slowest shard."""
         shards = self._shards
         return KVTransferMetric(
             max((shard.seconds for shard in shards), default=0.0),

@@ -193,7 +193,7 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
         pools: Pools,
         index: IndexQuery,
     ) -> torch.Tensor:
-        """Attend from the last tokens of one request, each of which chooses.
+        """Attend from the last tokens of one request. Each chooses its keys.
 
         Args:
             q: `[n, num_heads, qk_head_dim]`.

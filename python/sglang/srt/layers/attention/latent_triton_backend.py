@@ -99,7 +99,7 @@ class _ExtendPlan:
 class LatentTritonBackend(AttentionBackend):
     """Backend of MLA and DSA layers. Without an indexer's query, a token sees its whole context.
 
-    Rows in fp8 are read as stored, also those of the step's own tokens.
+    Rows in fp8 are read as stored, even the rows of the step's own tokens.
     """
 
     can_be_captured = True

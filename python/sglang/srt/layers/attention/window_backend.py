@@ -30,8 +30,8 @@ from sglang.srt.mem_cache.device.state_spec import (
 )
 
 BLOCK: Final = 256
-"""New tokens that attend at once. They read up to `window + BLOCK - 1` keys, of which each sees
-`window`."""
+"""New tokens that attend at once. Together they read up to `window + BLOCK - 1` keys; each sees
+`window` of them."""
 
 
 def window_spec(
@@ -79,7 +79,7 @@ class _Rings(NamedTuple):
         self.v.index_put_((slots, rows), v.to(self.v.dtype))
 
     def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copy the rings of the slots `src` to those of `dst`, int64 `[n]` each."""
+        """Copy the rings of slots `src` to slots `dst`, int64 `[n]` each."""
         for ring in self:
             ring.index_copy_(0, dst, ring.index_select(0, src))
 

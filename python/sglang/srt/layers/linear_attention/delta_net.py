@@ -323,8 +323,8 @@ class GatedDeltaNet(torch.nn.Module):
     def _verify(
         self, projected: _Projected, states: DeltaStates, kept: DeltaInputs
     ) -> torch.Tensor:
-        """Like a decode step for each token in turn, but `kept` takes the inputs, and no state is
-        written."""
+        """Compute what decode steps for each token in turn would. No state is written: `kept` takes
+        the inputs."""
         first, weight = states.read_slots, self.gates.conv.squeeze(1)
         by_request = projected.qkv.view(len(first), -1, projected.qkv.shape[1])
         conv, convolved = states.conv.index_select(0, first), []

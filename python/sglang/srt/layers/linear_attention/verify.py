@@ -85,7 +85,7 @@ class VerifyBuffers:
         """Buffers for one layer's inputs, each `[max_batch_size * num_draft_tokens, ...]`.
 
         Args:
-            place: Index of the layer among those of the states' spec.
+            place: Index of the layer in the layers of the states' spec.
             num_tokens: Tokens of the verification.
             num_requests: Its requests.
         """

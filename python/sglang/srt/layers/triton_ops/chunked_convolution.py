@@ -86,8 +86,8 @@ def _convolve_kernel(
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Compute a chunk's queries, keys or values of one head: first the heads of queries, then those
-    of keys, then those of values."""
+    """Compute a chunk's queries, keys or values of one head. The heads of queries come first, then
+    the heads of keys, then the heads of values."""
     head = tl.program_id(0)
     request, start, begin, end = chunk_of_program(
         bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK
@@ -160,7 +160,7 @@ def _keep_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Write the convolution's state of one head's channels, and that of its snapshot."""
+    """Write the convolution's state of one head's channels, and its snapshot's."""
     request = tl.program_id(1)
     first, slot = tl.load(read_ptr + request), tl.load(write_ptr + request)
     begin, end = tl.load(bounds_ptr + request), tl.load(bounds_ptr + request + 1)

@@ -47,7 +47,7 @@ def _move_conv(
     PAST: tl.constexpr,
     TRACK: tl.constexpr,
 ) -> None:
-    """Write the conv state of some channels after a request's tokens, and that of its snapshot."""
+    """Write the conv state of some channels after a request's tokens, and its snapshot's."""
     past = tl.arange(0, PAST)
     inside = is_channel[:, None] & (past < KERNEL - 1)[None, :]
     size = CHANNELS * (KERNEL - 1)

@@ -38,7 +38,7 @@ class ExpertTiles:
 
     @property
     def bound(self) -> int:
-        """Most tiles that as many uses of as many experts can have."""
+        """Most tiles that this number of uses and experts can have."""
         return len(self.table)
 
 

@@ -155,7 +155,7 @@ def _rule_kernel(
         end = tl.load(bounds_ptr + request + 1)
         if begin >= end:
             return
-    # One program of a value head has its gates, one of a key head its query and key.
+    # One program of each value head writes its gates, one of each key head its query and key.
     has_gates = tl.program_id(0) == 0
     has_keys = has_gates & (nth == 0)
     state = state.to(tl.float32)

@@ -227,7 +227,7 @@ def _states_of(
 def _decoded(
     states: StateBatch, tracks: Sequence[int], pools: BatchPools
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`StateBatch.decoded` of requests whose snapshots go to the slots `tracks`; 0: no snapshot."""
+    """`StateBatch.decoded`. Snapshots of the requests go to the slots `tracks`; 0: no snapshot."""
     tracked = [row for row, slot in enumerate(tracks) if slot]
     rows, targets = pools.columns(tracked, [tracks[row] for row in tracked])
     return states.slots[rows], targets

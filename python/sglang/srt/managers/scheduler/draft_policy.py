@@ -83,7 +83,7 @@ class DraftPolicy:
     def on_tick(self, now: float, step: LaunchedStep | None) -> None:
         """Note the step that a tick has launched; `now`: seconds of the tick's clock.
 
-        The time from tick to tick is that of a step if both ticks launched a step of one kind.
+        If two ticks in a row launch a step of one kind, the time between them is a step's.
         """
         if self._width == 1 or self.always:
             return

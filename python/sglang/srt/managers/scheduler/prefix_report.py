@@ -55,7 +55,7 @@ def complete_report(
     if ends.host:
         report.cut(Tier.DEVICE, ends.device, CutReason.NO_PAGE)
     if reason in _PROMPT_ENDS:
-        # L3 cannot have more either, whatever it was asked for.
+        # L3 cannot have more either, so its own reasons do not matter.
         report.cuts = [cut for cut in report.cuts if cut.tier is not Tier.STORAGE]
         report.cut(None, matched, reason)
         return
@@ -101,8 +101,8 @@ def _has_landed(report: CacheReport, at: int) -> bool:
 
 
 def _other_key(tree: PrefixTree, key: RadixKey) -> str | None:
-    """How the key of a prompt whose first page is cached differs from `key`, which has the same
-    first page; None: there is no such prompt.
+    """Compare `key` with the key of a cached prompt that has the same first page. Returns the
+    difference; None: there is no such prompt.
 
     Prompts with another `cache_salt` do not count: salts keep clients from learning what others
     have asked.

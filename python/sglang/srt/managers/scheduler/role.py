@@ -67,8 +67,8 @@ class Role:
         return False
 
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
-        """A kept request has its prompt computed and its first token sampled, which may be the
-        `reason` why it ends."""
+        """The prompt of a kept request was computed and its first token sampled. `reason`: why the
+        request ends with that token; None: it goes on."""
         raise AssertionError("this server keeps no request")
 
     def tick(self) -> TransferUpdate:

@@ -60,7 +60,7 @@ class RequestState:
     verifications: Verifications | None = None
     cache_report: CacheReport | None = None
     trace_context: Context | None = None
-    """Where its spans belong; None: it is not traced."""
+    """Parent of its spans; None: it is not traced."""
     last_token_time: float | None = None
     finished_time: float | None = None
     failure: Exception | None = None

@@ -26,7 +26,7 @@ class TokenCopyTuning:
     """How much of the device a copying kernel takes."""
 
     programs: int
-    """Thread blocks, each on a multiprocessor of its own while those are idle."""
+    """Thread blocks; each has a multiprocessor of its own while the device is idle."""
     tile_bytes: int
     """Bytes that a block has in flight."""
     num_warps: int

@@ -51,7 +51,7 @@ _Moved: TypeAlias = tuple[PoolEntry, torch.Tensor, torch.Tensor]
 
 
 class HostPoolGroup:
-    """The operations on all pools of a model. `primary` has those of the primary pool alone.
+    """The operations on all pools of a model. `primary` is for the primary pool alone.
 
     Args:
         entries: One of them the primary pool.
@@ -142,7 +142,7 @@ class HostPoolGroup:
         Args:
             transfers: With both index tensors.
             layers_done: One event a model layer. It is recorded when all pools that have the layer
-                have loaded it; at once where none of `transfers` has it.
+                have loaded it; at once if none of `transfers` has it.
             io_backend: Resolved; see host_layout.py.
 
         Returns:

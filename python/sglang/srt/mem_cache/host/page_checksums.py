@@ -51,7 +51,7 @@ class PageChecksums:
     def differ(
         self, pages: npt.NDArray[np.int64], digests: npt.NDArray[np.uint8]
     ) -> npt.NDArray[np.bool_]:
-        """True for each page whose known checksum differs from its one of `digests`."""
+        """True for each page whose known checksum differs from its digest in `digests`."""
         return self.have(pages) & _are_unlike(self._rows[pages], digests)
 
 

@@ -176,9 +176,10 @@ class HiCacheController:
 
         Args:
             device_indices: The primary pool's slots.
-            extra_transfers: Transfers of other pools with slots of their own: `device_indices`, and
-                `host_indices` unless they are to be taken from the pool, whose `host_evict_fn`
-                makes room. Transfers of pools that share slots are added automatically.
+            extra_transfers: Transfers of other pools with slots of their own. They have
+                `device_indices`. If `host_indices` is None, the host pool gives the slots; its
+                `host_evict_fn` makes room. Transfers of pools that share slots are added
+                automatically.
         """
         group = self.mem_pool_host
         host_indices = group.primary.alloc(len(device_indices))

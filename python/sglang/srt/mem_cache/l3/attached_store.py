@@ -212,7 +212,7 @@ class AttachedStore:
             prefix: Hashes of the pages before.
 
         Returns:
-            The leading pages of which every part landed, and why the next page did not.
+            The leading pages whose parts all landed, and why the next page did not.
 
         Raises:
             StorageUnavailable: The store failed, or broke its contract.
@@ -292,7 +292,7 @@ class AttachedStore:
 
     @contextmanager
     def reporting_failures(self, what: str) -> Iterator[None]:
-        """Report whatever a thread's work on the store raises, so that the thread goes on.
+        """Report any exception of a thread's work on the store, so that the thread goes on.
 
         `SystemExit` too, or operations would wait for a thread that has ended.
         """

@@ -16,7 +16,7 @@ from sglang.srt.utils.metrics import Gauge
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
 PERIOD_S: Final = 30.0
-"""How long a page whose transfer timed out is left alone."""
+"""Seconds for which a page whose transfer timed out is left alone."""
 _MAX_PAGES: Final = 65_536
 """A bound on memory, about 10 MB; beyond it the oldest are forgotten."""
 

@@ -208,6 +208,6 @@ class PrefetchCostModel:
         return sum(pages) * self._page_size
 
     def _half_of_call(self, progress: PrefetchProgress) -> int:
-        """Half the tokens of the call under way: on average it has done so much of its work."""
+        """Half the tokens of the call under way, the average part that it has done."""
         pages = 0 if progress.ended else max(0, progress.handed - progress.landed)
         return pages * self._page_size // 2

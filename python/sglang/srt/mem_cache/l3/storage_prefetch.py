@@ -192,7 +192,7 @@ class StoragePrefetch:
             extra_transfers=[kind.transfer(slot) for kind, slot in states.items()],
             states={kind.host: slot for kind, slot in states.items()},
         )
-        # The backend need not be one that keeps the checksums of what it reads.
+        # Not every backend notes the checksums of the pages that it reads.
         self._store.host_pools.forget_checksums(
             [PoolTransfer(PoolName.KV, pages), *operation.extra_transfers]
         )

@@ -131,8 +131,8 @@ class StorageWrites:
         """Write the pages of operations, some at a time, until a part is refused.
 
         Returns:
-            The leading pages of which the store has every part that this rank writes; how many of
-            them this rank has written, a part of a page for a part of its objects; why no more.
+            Number of leading pages whose parts of this rank are all in the store; how many of them
+            this rank has written (a fraction of a page for some of its objects); why no more.
         """
         store, pools, first = self._store, self._store.pools, group[0]
         hashes = [page for operation in group for page in operation.hashes]

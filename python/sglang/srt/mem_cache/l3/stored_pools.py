@@ -158,8 +158,8 @@ class StoredPools:
             if one.num_writers > 1
             for stored in one.objects
         }
-        """Shards and last part of the key, by pool as the backend knows it. Pools of which this
-        rank writes all are left out."""
+        """Shards and last part of the key, by pool as the backend knows it. Pools that
+        this rank writes whole are left out."""
         self._is_split = any(one.is_split for one in self.shards.values())
         self.questions = self._by_object([PoolTransfer(PoolName.KV), *queries])[1:]
 

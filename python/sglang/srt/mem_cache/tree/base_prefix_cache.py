@@ -43,7 +43,7 @@ class CacheInitParams:
     weights_identity: str = ""
     """Digest of weights and configuration: engines with different digests share no pages in L3."""
     tp_cache_group: RankGroup = dataclasses.field(default_factory=SingleRank)
-    """All ranks whose caches must be equal, in whichever way the model is split over them. SGLang's
+    """All ranks whose caches must be equal, for any split of the model over them. SGLang's
     `attn_cp_cache_group` and `attn_tp_cache_group` are parts of this group."""
     metrics_registry: CollectorRegistry | None = None
     """Registry of the cache's metrics; None: it keeps none."""

@@ -230,7 +230,7 @@ class EvictionHeap:
         self._members.clear()
 
     def check(self, nodes: Collection[TreeNode]) -> None:
-        """Assert that the heap keeps no node but `nodes`, those of the tree, and few entries."""
+        """Assert that the heap keeps only `nodes`, the nodes of the tree, and few entries."""
         known = {node.id for node in nodes}
         gone = [node for node_id, node in self._members.items() if node_id not in known]
         assert not gone, f"candidates that have left the tree: {gone[:4]}"

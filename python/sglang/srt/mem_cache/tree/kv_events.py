@@ -160,7 +160,7 @@ class KVEventLog:
         """Note that L3 was found not to have `page`, or to have it damaged.
 
         Args:
-            asked_at: `now` when L3 was asked. If it has got the page since then, it has it.
+            asked_at: `now` when L3 was asked. A page that it got since then stays known.
         """
         block = hash_str_to_int64(page)
         if self._in_store.get(block, asked_at + 1) <= asked_at:

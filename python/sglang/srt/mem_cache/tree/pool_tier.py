@@ -1,7 +1,7 @@
 """The slots of one pool on one tier that a tree has: whose they are, and in which order they leave.
 
-A tree has a tier object for its pages on the device, one for each further pool there, and as many
-for the host if there is an L2. They differ in data only: which pool, which slots of a node, and
+A tree has a tier object for its pages on the device and one for each further pool there; if there
+is an L2, the host has the same. They differ in data only: the pool, the slots of a node, and
 whether a node with children may lose them.
 
 Threads: the scheduler's only.

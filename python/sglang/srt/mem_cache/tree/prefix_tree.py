@@ -164,7 +164,7 @@ class PrefixTree:
     def insert(
         self, key: RadixKey, value: torch.Tensor, priority: int
     ) -> tuple[int, list[TreeNode]]:
-        """Put `key` (whole pages) with its device slots (int64, as many) into the tree.
+        """Put `key` (whole pages) with its device slots (int64, one a token) into the tree.
 
         Returns:
             The tokens at the front that were on the device before, whose slots stay the caller's;

@@ -229,6 +229,6 @@ class SessionHints:
             tier.clear()
 
     def check(self, nodes: Collection[TreeNode]) -> None:
-        """Assert that the marks are those of the sessions."""
+        """Assert that the marks fit the sessions."""
         for tier in self.tiers:
             tier.check(nodes)

@@ -1,8 +1,8 @@
 """Latent attention of many new tokens to keys and values that are projected up, under a mask.
 
 Sparse attention (DSA) of a token reads the rows that an indexer chose. In short contexts most rows
-are chosen, and attention to all keys, of which a mask hides some, costs fewer operations: a key and
-a value of a head have 320 elements in DeepSeek's models, a latent row twice has 1,088, and tokens
+are chosen, and it takes fewer operations to attend to all keys and mask the others: a key and a
+value of a head have 320 elements in DeepSeek's models, a latent row twice has 1,088, and tokens
 share the keys that a program reads. The computation is that of FlashAttention-2 (Dao, 2023).
 """
 

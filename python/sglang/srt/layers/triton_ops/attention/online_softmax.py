@@ -30,8 +30,8 @@ def split_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
     """The tokens `[begin, end)` of `[first, last)` that belong to one split, and the number of
     splits that are not empty.
 
-    A split has whole blocks, and at least `least` tokens if there are as many. Splits past the last
-    token are empty.
+    A split has whole blocks, and at least `least` tokens unless there are fewer. Splits past the
+    last token are empty.
     """
     wanted = tl.minimum(splits, tl.maximum((last - first) // least, 1))
     per_part = tl.cdiv(tl.cdiv(last - first, wanted), BLOCK_N) * BLOCK_N

@@ -16,8 +16,9 @@ from sglang.srt.layers.triton_ops.scaled.product import (
 
 _FEW_TOKENS: Final = 64
 _FEW_OUTPUTS: Final = 4096
-"""The kernels of this project take up to this many tokens, with few outputs twice as many. For more
-tokens the library is faster, for 4-bit weights after they are dequantized."""
+"""The kernels of this project take up to `_FEW_TOKENS` tokens, and twice that for at most
+`_FEW_OUTPUTS` outputs. For more tokens the library is faster, even if it has to dequantize 4-bit
+weights first."""
 
 
 def multiply_scaled(

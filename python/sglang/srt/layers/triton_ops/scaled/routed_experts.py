@@ -39,8 +39,8 @@ class Plan:
     depth: int
     """Inputs that it multiplies at a time."""
     group: int
-    """Tiles whose programs follow each other with the same outputs, for weights to be shared in the
-    L2 cache."""
+    """Tiles whose programs follow each other with the same outputs, so that they share weights in
+    the L2 cache."""
     warps: int
     stages: int
     """Weights read ahead, in units of `depth`."""

@@ -172,7 +172,7 @@ class RequestQueues:
         self._enter(req, RequestState.WAITING)
 
     def redo(self, req: Req) -> None:
-        """Let `req`, whose steps were dropped and which gave its slots back, wait again."""
+        """Let `req` wait again. Its steps were dropped, and it gave its slots back."""
         self._leave(req, "redo", RequestState.COMPUTING)
         self._forget_partial(req)
         self._enter(req, RequestState.WAITING)
