@@ -1,23 +1,36 @@
 """Random weights that depend only on (seed, name, position), with equal bytes on every device.
 
 They come from integer operations and one rounding, whose results are equal on every device, so
-ranks and hosts agree. On a GPU 16 GB take about a second.
+ranks and hosts agree. A rank computes its own part of a weight alone. On a GPU 16 GB take about a
+second.
 """
 
 from __future__ import annotations
+
+from math import prod
 
 import torch
 import xxhash
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.layer_weight import weight_shape
+from sglang.srt.configs.quantization_config import Packing
+from sglang.srt.layers.layer_weight import SCALES, weight_shape
+from sglang.srt.layers.quantization.quantized_tensor import ScaledTensor, TiledTensor, blocks_of
 from sglang.srt.layers.weight_format import FormatOf
-from sglang.srt.model_loader.rounded_weights import format_of_rounded, is_rounded, rounded
+from sglang.srt.model_loader.rounded_weights import (
+    FP8_MAX,
+    format_of_rounded,
+    is_rounded,
+    rounded,
+)
 from sglang.srt.model_loader.weight_files import weights_identity
 from sglang.srt.model_loader.weight_source import LoadConfig, WeightSlots
 
 _CHUNK = 1 << 20
 """Number of elements that share two keys. The weights depend on it."""
+_SCALE_SPREAD = 0.25
+"""A scale of fp8 is the least that holds a weight's greatest value, times `1 + spread * [0, 2)`.
+Scales differ, so a scale at the wrong place changes words."""
 
 # A bijection of 32 bits with little bias: hash-prospector's `lowbias32` (Wellons, 2018).
 _MIX_1 = 0x7FEB352D
@@ -27,9 +40,9 @@ _MIX_2 = 0x846CA68B - (1 << 32)
 class DummyWeights:
     """Random weights, each determined by the seed and its name.
 
-    A rank generates each whole weight on the device of its part, and keeps the part. Where
-    config.json states a weight format, linear layers and experts are rounded to it: see
-    `rounded_weights.is_rounded`.
+    Where config.json states a weight format, linear layers and experts have it: see
+    `rounded_weights.is_rounded`. Elements and scales of fp8 are computed directly, in tiles of a
+    few million elements. A weight of 4 bits is made whole and rounded.
     """
 
     name = "random"
@@ -62,14 +75,108 @@ class DummyWeights:
         """See `WeightSource`."""
         for name, slot in slots.take_all():
             shape, device = weight_shape(slot), slot.dest.device
-            if self._format is None or len(shape) < 2 or not is_rounded(name):
-                dtype = slot.dest.dtype
+            dtype = slot.dest.dtype
+            if len(shape) < 2 or shape[-2] == 1:  # small
                 slot.fill(dummy_tensor(name, shape, self._seed, dtype=dtype, device=device))
                 continue
-            assert self._config is not None
+            if self._config is None or self._format is None or not is_rounded(name):
+                slot.fill(RandomTensor(name, shape, self._seed, dtype, device))
+                continue
+            if self._config.packing is Packing.NONE:
+                values = RandomTensor(name, shape, self._seed, self._dtype, device)
+                slots.fill_quantized(name, slot, values.in_fp8(self._format.block))
+                continue
             whole = dummy_tensor(name, shape, self._seed, dtype=self._dtype, device=device)
             weight = rounded(whole, self._config, self._dtype, self._format.scales)
             slots.fill_quantized(name, slot, weight)
+
+
+class RandomTensor(TiledTensor):
+    """The random weight of a name, of which any part can be computed. Tiles are in fp32.
+
+    The spread of matrices keeps activations in range and makes outputs depend on the whole context.
+
+    Args:
+        shape: Its shape, of at least two dimensions.
+        spread: Values lie in `centre + [-spread, spread)`; None: by fan-in.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        spread: float | None = None,
+        centre: float = 0.0,
+    ) -> None:
+        super().__init__(shape, dtype, device)
+        self._name, self._seed, self._centre = name, seed, centre
+        self._spread = (3.0 / shape[-1]) ** 0.5 if spread is None else spread
+
+    def in_fp8(self, block: tuple[int, int]) -> ScaledTensor:
+        """The same values, each rounded once to e4m3 times the scale of its block. Unlike those of
+        `rounded_weights`, scales do not depend on the values.
+
+        Args:
+            block: See `WeightFormat.block`.
+        """
+        *lead, outputs, inputs = self.shape
+        sides = zip((outputs, inputs), block, strict=True)
+        height, width = (size if part < 0 else part for size, part in sides)
+        grid = (*lead, -(-outputs // height), -(-inputs // width))
+        factors = RandomTensor(
+            f"{self._name}{SCALES}",
+            grid,
+            self._seed,
+            torch.float32,
+            self.device,
+            spread=_SCALE_SPREAD,
+            centre=1.0 + _SCALE_SPREAD,
+        )
+        scales = factors[(slice(None),) * len(grid)].mul_(self._spread / FP8_MAX)
+        elements = _Fp8Elements(self, scales, (height, width))
+        return ScaledTensor(elements, scales, (height, width), self._dtype, self.device)
+
+    def tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+        *lead, outputs, inputs = self.shape
+        first = 0
+        for size, at in zip((*lead, outputs), (*place, rows.start), strict=True):
+            first = first * size + at
+        count = rows.stop - rows.start
+        begin = first * inputs + columns.start
+        last = (first + count - 1) * inputs + columns.stop - 1
+        chunks = range(begin // _CHUNK, last // _CHUNK + 1)
+        digests = [
+            xxhash.xxh3_64_intdigest(f"{self._seed}:{self._name}:{chunk}".encode())
+            for chunk in chunks
+        ]
+        halves = [[_signed(one & 0xFFFFFFFF), _signed(one >> 32)] for one in digests]
+        keys = torch.tensor(halves, dtype=torch.int32, device=self.device)
+        at_row = torch.arange(count, device=self.device) * inputs + (begin - chunks[0] * _CHUNK)
+        at_column = torch.arange(columns.stop - columns.start, device=self.device)
+        index = at_row.unsqueeze(1) + at_column
+        chunk = index // _CHUNK
+        places = (index % _CHUNK).to(torch.int32)
+        bits = _hash(places, keys[:, 0][chunk], keys[:, 1][chunk])
+        # The upper 24 bits, signed, are exact in fp32.
+        values = bits.__irshift__(8).to(torch.float32).mul_(self._spread / (1 << 23))
+        return values.add_(self._centre) if self._centre else values
+
+
+class _Fp8Elements(TiledTensor):
+    """Values, divided by the scales of their blocks: e4m3."""
+
+    def __init__(self, values: RandomTensor, scales: torch.Tensor, block: tuple[int, int]) -> None:
+        super().__init__(values.shape, torch.float8_e4m3fn, values.device)
+        self._values, self._scales, self._block = values, scales, block
+
+    def tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+        height, width = self._block
+        scales = self._scales[place][blocks_of(rows, height)][:, blocks_of(columns, width)]
+        return self._values.tile(place, rows, columns).div_(scales)
 
 
 def dummy_tensor(
@@ -80,41 +187,28 @@ def dummy_tensor(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """The weight called `name`.
+    """The whole weight called `name`.
 
-    Scales keep activations in range and make outputs depend on the whole context: norms near 1,
-    small biases, matrices by fan-in.
-
-    Args:
-        shape: Shape of the whole weight, not of a rank's part.
+    A matrix is a `RandomTensor`. A vector has values within 0.1 of 0, a norm's within 0.1 of 1.
     """
     if len(shape) > 1:
-        bound, centre = (3.0 / shape[-1]) ** 0.5, 0.0
-    else:
-        bound, centre = 0.1, 1.0 if name.endswith("norm.weight") else 0.0
-    out = torch.empty(shape, dtype=dtype, device=device)
-    flat = out.view(-1)
-    places = torch.arange(min(_CHUNK, flat.numel()), dtype=torch.int32, device=device)
-    for chunk, begin in enumerate(range(0, flat.numel(), _CHUNK)):
-        part = flat[begin : begin + _CHUNK]
-        digest = xxhash.xxh3_64_intdigest(f"{seed}:{name}:{chunk}".encode())
-        bits = _hash(places[: part.numel()], digest)
-        # The upper 24 bits, signed, are exact in fp32.
-        values = bits.__irshift__(8).to(torch.float32).mul_(bound / (1 << 23))
-        part.copy_(values.add_(centre) if centre else values)
-    return out
+        rows = (prod(shape[:-1]), shape[-1])
+        return RandomTensor(name, rows, seed, dtype, device)[:, :].view(shape)
+    centre = 1.0 if name.endswith("norm.weight") else 0.0
+    row = RandomTensor(name, (1, *shape), seed, dtype, device, spread=0.1, centre=centre)
+    return row[:, :].view(shape)
 
 
-def _hash(places: torch.Tensor, digest: int) -> torch.Tensor:
-    """Hash int32 `[n]` to a new int32 `[n]`, by a 64-bit digest.
+def _hash(places: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Hash int32 `places` in place, by two keys for each.
 
-    The two halves of the digest are used at different stages; otherwise chunks with similar first
+    The keys, halves of a digest, are used at different stages; otherwise chunks with similar first
     keys would be shifted copies.
     """
-    x = places + _signed(digest & 0xFFFFFFFF)
+    x = places.add_(first)
     x ^= _shift(x, 16)
     x *= _MIX_1
-    x ^= _signed(digest >> 32)
+    x ^= second
     x ^= _shift(x, 15)
     x *= _MIX_2
     x ^= _shift(x, 16)

@@ -1,7 +1,7 @@
 """Plain weights, rounded to a weight format at load.
 
-fp8 is what `--quantization fp8` makes of a plain checkpoint. Random weights are rounded to the
-format that config.json states. A scale is the greatest magnitude of its block, divided by the
+fp8 is what `--quantization fp8` makes of a plain checkpoint. Random weights are rounded to 4 bits
+where config.json states them. A scale is the greatest magnitude of its block, divided by the
 greatest number of the format. Every rank rounds whole weights, so values do not depend on the
 number of ranks.
 """
@@ -23,7 +23,8 @@ from sglang.srt.layers.quantization.quantized_tensor import (
 )
 from sglang.srt.layers.weight_format import WeightFormat
 
-_FP8_MAX: Final = 448.0
+FP8_MAX: Final = 448.0
+"""The greatest number of e4m3."""
 _INT4_MAX: Final = 7
 _PLAIN: Final = re.compile(
     r"(^|\.)(lm_head|embed_tokens|gate|shared_expert_gate|kv_b_proj|weights_proj|conv1d"
@@ -110,6 +111,6 @@ def _to_fp8(matrix: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor
     padded = F.pad(matrix.float(), (0, -inputs % width, 0, -outputs % height))
     blocks = padded.view(-(-outputs // height), height, -(-inputs // width), width)
     most = blocks.abs().amax((1, 3))
-    scales = torch.where(most == 0, 1.0, most / _FP8_MAX)
+    scales = torch.where(most == 0, 1.0, most / FP8_MAX)
     elements = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
     return elements.view(padded.shape)[:outputs, :inputs].contiguous(), scales

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import detect_device
-from sglang.srt.model_loader.dummy_weights import dummy_tensor
+from sglang.srt.model_loader import dummy_weights
+from sglang.srt.model_loader.dummy_weights import RandomTensor, dummy_tensor
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -52,12 +53,67 @@ def test_chunks_are_not_one_another() -> None:
     assert flat[2 * chunk :].std().item() == pytest.approx(flat.std().item(), rel=0.05)
 
 
+@pytest.mark.parametrize("columns", [slice(0, 701), slice(233, 467), slice(700, 701)])
+def test_a_part_is_that_of_the_whole(columns: slice) -> None:
+    """Parts that begin and end within chunks, of a matrix and of stacked ones."""
+    whole = make("w", 2, 1601, 701)
+    stack = RandomTensor("w", (2, 1601, 701), 3, torch.float32, "cpu")
+    index = (slice(1, 2), slice(17, 1598), columns)
+    assert torch.equal(stack[index], whole[index])
+    in_fp8 = stack.in_fp8((128, 128))
+    assert torch.equal(in_fp8[index], in_fp8[:, :, :][index])
+
+
+def test_only_the_part_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+    real = dummy_weights._hash
+
+    def hash_counted(places: torch.Tensor, *keys: torch.Tensor) -> torch.Tensor:
+        computed.append(places.numel())
+        return real(places, *keys)
+
+    monkeypatch.setattr(dummy_weights, "_hash", hash_counted)
+    stack = RandomTensor("w", (16, 256, 512), 3, torch.bfloat16, "cpu")
+    assert stack[4:6, :, 64:128].shape == (2, 256, 64)
+    assert sum(computed) == 2 * 256 * 64
+    computed.clear()
+    stored = stack.in_fp8((128, 128)).stored(128, 128)
+    assert stored.elements[4:6, :, 64:128].dtype == torch.float8_e4m3fn
+    assert sum(computed) == 2 * 256 * 64 + 16 * 2 * 4, "elements of the part, and all scales"
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, -1)])
+def test_values_in_fp8_are_those_in_fp32_rounded_once(block: tuple[int, int]) -> None:
+    """Each within half of the step between two numbers of e4m3, and scales all differ."""
+    exact = RandomTensor("w", (300, 520), 3, torch.float32, "cpu")
+    got = exact.in_fp8(block)
+    stored = got.stored(1, 1)
+    elements = stored.elements[:, :].float()
+    assert 430 < elements.abs().max() <= 448
+    step = torch.exp2(elements.abs().clamp_min(2.0**-6).log2().floor() - 3)
+    error = (elements - exact[:, :] / stored.scales).abs()
+    assert (error <= 0.5001 * step).all()
+    assert len(set(stored.scales.view(-1).tolist())) == (3 * 5 if block[0] == 128 else 300)
+    assert torch.equal(got[:, :], elements * stored.scales)
+
+
 @pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_makes_the_same_bytes(dtype: torch.dtype) -> None:
     for name, shape in (("w", (3, 700_001)), ("norm.weight", (4096,)), ("b.bias", (77,))):
         on_gpu = make(name, *shape, dtype=dtype, device="cuda").cpu()
         assert torch.equal(on_gpu, make(name, *shape, dtype=dtype))
+
+
+@pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
+def test_a_gpu_makes_the_same_fp8() -> None:
+    parts = [
+        RandomTensor("w", (512, 1024), 3, torch.bfloat16, device).in_fp8((128, 128)).stored(1, 1)
+        for device in ("cuda", "cpu")
+    ]
+    (elements, scales), (want, want_scales) = ((one.elements[:, :], one.scales) for one in parts)
+    assert torch.equal(elements.cpu().view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(scales.cpu(), want_scales)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from rigs.caches.cache_rig import CacheRig, Reused
+from rigs.caches.memory_ranks import PlaceInGroup
 from rigs.caches.tier_rigs import three_tiers
 from rigs.models.quantized_checkpoints import awq, fp8_blocks, write_quantized
 from rigs.models.scaled_products import dequantized, scaled_products, scaled_weights
 from rigs.models.tiny_models import save_tiny_checkpoint, tiny_config
 from rigs.models.weight_rig import IDENTITY, weight_rig
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.placement import WeightSlot
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.model_loader import loader
 from sglang.srt.model_loader.loader import build_model, get_model, load_weights
@@ -39,9 +41,11 @@ WIDE: dict[str, Any] = {
 }
 
 
-def config_of(path: Path, family: str, dtype: str, quantization: dict[str, Any] | None) -> Path:
+def config_of(
+    path: Path, family: str, dtype: str, quantization: dict[str, Any] | None, **fields: Any
+) -> Path:
     """A directory with a config.json alone."""
-    config = tiny_config(family)
+    config = tiny_config(family, **fields)
     config.architectures = [ARCHITECTURES[family]]
     config.dtype = dtype
     config.save_pretrained(path)
@@ -96,6 +100,35 @@ def test_random_weights_are_rounded_to_the_stated_format(
         assert torch.equal(values, want[name]), name
         error = (values.float() - exact[name].float()).norm()
         assert error <= worst * exact[name].float().norm(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v32"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_random_fp8_of_a_rank_is_its_slice(tmp_path: Path, family: str, size: int) -> None:
+    """Elements and scales; of four ranks some have parts of blocks."""
+    wide = WIDE if family == "llama" else {**WIDE, "moe_intermediate_size": 512, "v_head_dim": 64}
+    path = config_of(tmp_path, family, "bfloat16", FP8, **wide)
+    config = ModelConfig.from_path(str(path))
+
+    def slots(group: PlaceInGroup) -> dict[str, WeightSlot]:
+        load_config = LoadConfig(load_format="dummy", tp_group=group, show_progress=False)
+        return dict(get_model(config, load_config).weight_slots())
+
+    with scaled_products():
+        whole = slots(PlaceInGroup(0, 1))
+        for rank in (0, size - 1):
+            compared = 0
+            for name, slot in slots(PlaceInGroup(rank, size)).items():
+                compared += slot.dest.dtype == torch.float8_e4m3fn
+                want = whole[name].copies[0].float()
+                if slot.shares:
+                    # A rank without whole blocks has a copy of the scale for each output.
+                    repeats = slot.shape[slot.dim] // want.shape[slot.dim]
+                    want = want.repeat_interleave(repeats, slot.dim)
+                    rows = [want.narrow(slot.dim, a, b - a) for a, b in slot.ranges]
+                    want = torch.cat(rows, slot.dim)
+                assert torch.equal(slot.copies[0].float(), want), name
+            assert compared > 10
 
 
 @pytest.fixture(scope="module")

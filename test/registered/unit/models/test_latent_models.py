@@ -28,7 +28,7 @@ from sglang.srt.layers.attention.partial_attention import Partial, _attend_plain
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 YARN = {
     "rope_type": "yarn",
@@ -237,6 +237,20 @@ def test_dummy_weights_need_no_files(tmp_path: Path, family: str) -> None:
     driver = StepDriver(tmp_path, load_format="dummy")
     logits = driver.extend([(0, prompt(60, 1)), (1, prompt(60, 2))]).next_token_logits
     assert logits.isfinite().all() and not torch.equal(logits[0], logits[1])
+
+
+def test_dummy_weights_of_61_layers_keep_activations_in_range(tmp_path: Path) -> None:
+    """In fp8, computed in bf16: words depend on the prompt after as many layers as DeepSeek's."""
+    save_tiny_checkpoint(tmp_path, "deepseek_v32", num_hidden_layers=61, first_k_dense_replace=3)
+    (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "config.json"
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": fp8}))
+    driver = StepDriver(tmp_path, load_format="dummy", dtype="bfloat16")
+    logits = driver.extend([(0, prompt(60, 1)), (1, prompt(60, 2))]).next_token_logits.float()
+    assert logits.isfinite().all()
+    assert 0.3 < logits.std() < 3.0
+    assert (logits[0] - logits[1]).std() > 0.3
 
 
 def test_layers_that_draft_tokens_are_left_out(tmp_path: Path) -> None:

@@ -68,12 +68,12 @@ class TiledTensor(ABC):
             matrix = out[tuple(at - span[0] for at, span in zip(place, lead, strict=True))]
             for begin in range(*rows, height):
                 end = min(begin + height, rows[1])
-                tile = self._tile(place, slice(begin, end), slice(*columns))
+                tile = self.tile(place, slice(begin, end), slice(*columns))
                 matrix[begin - rows[0] : end - rows[0]] = tile
         return out
 
     @abstractmethod
-    def _tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+    def tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
         """Elements `[rows, columns]` of the matrix at `place` of the leading dimensions, of any
         dtype."""
 
@@ -138,12 +138,12 @@ class ScaledTensor(QuantizedTensor):
         columns = torch.arange(0, inputs, group, device=device) // self._block[1]
         return StoredParts(self._raw, self._scales[..., rows, :][..., columns], None)
 
-    def _tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+    def tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
         lead = tuple(slice(at, at + 1) for at in place)
         raw = self._raw[(*lead, rows, columns)].to(self.device).to(torch.float32)
         raw = raw.view(rows.stop - rows.start, columns.stop - columns.start)
         height, width = self._block
-        scales = self._scales[place][_blocks(rows, height)][:, _blocks(columns, width)]
+        scales = self._scales[place][blocks_of(rows, height)][:, blocks_of(columns, width)]
         return raw.mul_(scales)
 
 
@@ -194,7 +194,7 @@ class PackedTensor(QuantizedTensor):
             return self._unpack(columns, rows, packed_dim=0).t()
         return self._unpack(columns, rows, packed_dim=1, order=AWQ_ORDER).t()
 
-    def _tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+    def tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
         bits, elements = self._bits, self.integers(rows, columns)
         groups = self._groups[columns]
         values = elements.to(torch.float32)
@@ -226,7 +226,7 @@ class _PairsInBytes(TiledTensor):
         super().__init__((outputs, inputs // 2), torch.uint8, weight.device)
         self._weight = weight
 
-    def _tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+    def tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
         inputs = slice(2 * columns.start, 2 * columns.stop)
         integers = self._weight.integers(rows, inputs)
         return integers[:, ::2] | integers[:, 1::2] << 4
@@ -253,6 +253,6 @@ def unpack_words(
     return elements.flatten(dim, dim + 1)
 
 
-def _blocks(span: slice, size: int) -> torch.Tensor:
+def blocks_of(span: slice, size: int) -> torch.Tensor:
     """The block of each position of `span`."""
     return torch.arange(span.start, span.stop) // size
