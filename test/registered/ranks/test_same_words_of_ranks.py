@@ -1,4 +1,4 @@
-"""The same words from one, two and four ranks, and with context parallelism: tiny models, real
+"""The same words from one to eight ranks, and with context parallelism: tiny models, real
 servers, every tier. With context parallelism `deepseek_v32` also drafts tokens."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TP: Final = ((1, 1), (2, 1), (4, 1))
 SIZES: Final = {
     "qwen3": (*TP, (4, 2)),
     "qwen3_moe": ((1, 1), (4, 1), (2, 2)),
-    "deepseek_v32": ((1, 1), (4, 1), (4, 2)),
+    "deepseek_v32": ((1, 1), (8, 1), (8, 2)),
     "qwen3_next": ((1, 1), (4, 1)),
     "qwen3_5": TP[:2],
 }
