@@ -137,7 +137,7 @@ def make_plan(own: argparse.Namespace, args: ServerArgs) -> Plan:
     formats = kept_formats(config) if kind.captures_graphs else None
     costs = costs_of_rank(config, kv_dtype, tp_size=split, formats=formats)
     parameters = parameters_of(config)
-    device = device_tier(
+    device, memory = device_tier(
         args, machine, costs, context_len=config.context_len, vocab_size=config.vocab_size
     )
     host = host_tier(args, machine, device, ranks_here=ranks_per_node(args))
@@ -161,6 +161,7 @@ def make_plan(own: argparse.Namespace, args: ServerArgs) -> Plan:
         weight_bytes=costs.weight_bytes,
         weights=weights_by_ranks(config),
         pools=[pool_cost(spec, args.page_size) for spec in costs.specs],
+        memory=memory,
         tiers=tiers,
         reads=reads,
         flags=_flags(args, host),

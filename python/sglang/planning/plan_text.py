@@ -10,6 +10,7 @@ from typing import Any, Final
 from sglang.planning.model_costs import ModelParameters
 from sglang.planning.tiers import PoolCost, ReadOrCompute, Tier
 from sglang.srt.constants import GB
+from sglang.srt.model_executor.pool_sizing import memory_text
 
 RANKS: Final = (1, 2, 4, 8, 16, 32)
 """Values of `--tp-size` in the table of weights."""
@@ -39,6 +40,8 @@ class Plan:
     weights: list[dict[str, Any]]
     """Bytes of a rank's weights by format and `--tp-size`."""
     pools: list[PoolCost]
+    memory: dict[str, int]
+    """Bytes of a rank's device memory by part; see `memory_parts`."""
     tiers: list[Tier]
     reads: ReadOrCompute
     flags: list[str]
@@ -105,6 +108,7 @@ def to_text(plan: Plan) -> str:
                 for p in plan.pools
             ],
         ),
+        f"memory of a rank: {memory_text(plan.memory)}",
         _table(
             ["tier", "GB", "tokens", "states", "why"],
             [

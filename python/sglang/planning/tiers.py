@@ -25,7 +25,12 @@ from sglang.srt.mem_cache.l3.prefetch_cost import PendingRead, is_rejected, slow
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 from sglang.srt.mem_cache.tree.tick_sync import Rates
 from sglang.srt.model_executor.cuda_graph_runner import MAX_BATCH_SIZE, estimate_graph_bytes
-from sglang.srt.model_executor.pool_sizing import DeviceMemory, PoolSizes, size_pools
+from sglang.srt.model_executor.pool_sizing import (
+    DeviceMemory,
+    PoolSizes,
+    memory_parts,
+    size_pools,
+)
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_worker import verification_bytes
 
@@ -83,8 +88,9 @@ class Tier:
 
 def device_tier(
     args: ServerArgs, machine: Machine, costs: ModelCosts, *, context_len: int, vocab_size: int
-) -> Tier:
-    """L1 of each rank. Raises ValueError if the model does not fit; names the flag."""
+) -> tuple[Tier, dict[str, int]]:
+    """L1 of each rank, and its `memory_parts`. Raises ValueError if the model does not fit; names
+    the flag."""
     assert args.page_size is not None, "resolved"
     kind = machine.kind
     graphs = 0
@@ -121,12 +127,21 @@ def device_tier(
         max_states=args.max_mamba_cache_size,
         max_running_requests=args.max_running_requests,
     )
-    return Tier(
+    num_states = 0 if sizes.states is None else sizes.states.amount
+    tier = Tier(
         name="L1",
         rank_bytes=sizes.tokens.amount * token_bytes + sizes.state_bytes,
         tokens=sizes.tokens.amount,
-        states=0 if sizes.states is None else sizes.states.amount,
+        states=num_states,
         reason=sizes.tokens.reason,
+    )
+    return tier, memory_parts(
+        costs.specs,
+        weight_bytes=costs.weight_bytes,
+        tokens=sizes.tokens.amount,
+        states=num_states,
+        page_size=args.page_size,
+        graph_bytes=graphs,
     )
 
 

@@ -5,10 +5,12 @@ Each has a reason, which the server logs at the start.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang.srt.constants import GIB, MIB
+from sglang.srt.constants import GB, GIB, MIB
+from sglang.srt.mem_cache.device.state_spec import ItemKind, StateSpec
 
 CPU_POOL_BYTES = 1 * GIB
 CPU_POOL_FRACTION = 0.1
@@ -232,6 +234,34 @@ def size_pools(
         context_len=context_len,
     )
     return PoolSizes(tokens, states, all_state_bytes)
+
+
+def memory_parts(
+    specs: Iterable[StateSpec],
+    *,
+    weight_bytes: int,
+    tokens: int,
+    states: int,
+    page_size: int,
+    graph_bytes: int,
+) -> dict[str, int]:
+    """Bytes of a rank's device memory, by what takes them: the weights, each pool by its name with
+    its padding, and CUDA graphs with verifications of drafts, which are estimated.
+
+    Args:
+        specs: Specs of the model's state on the rank.
+        tokens, states: Sizes of L1; see `PoolSizes`.
+        graph_bytes: See `DeviceMemory`.
+    """
+    items = {ItemKind.TOKEN: tokens + page_size, ItemKind.STATE: states + 1}
+    pools = {str(spec.name): items[spec.item] * spec.num_bytes for spec in specs}
+    return {"weights": weight_bytes, **pools, "graphs": graph_bytes}
+
+
+def memory_text(parts: Mapping[str, int]) -> str:
+    """`memory_parts` for a log."""
+    sizes = ", ".join(f"{name} {size / GB:.3f} GB" for name, size in parts.items() if size)
+    return f"{sizes}, in all {sum(parts.values()) / GB:.3f} GB"
 
 
 def size_running_requests(

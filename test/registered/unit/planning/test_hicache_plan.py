@@ -50,6 +50,8 @@ def test_figures_by_hand(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     graphs = (512 << 20) + 256 * 8 * 151936
     room = 0.88 * 141 * GB - found["weight_bytes"] - graphs
     assert device["tokens"] == pytest.approx(room / TOKEN, abs=128)
+    kv = (device["tokens"] + found["page_size"]) * TOKEN
+    assert found["memory"] == {"weights": found["weight_bytes"], "kv": kv, "graphs": graphs}
     assert host["rank_bytes"] == pytest.approx(0.9 * (101 * GB - (1 << 30)), rel=1e-6)
     assert host["tokens"] == pytest.approx(host["rank_bytes"] / TOKEN, rel=1e-3)
     assert store["tokens"] == int(1000 * GB / (TOKEN + TRAILER_BYTES / 64))

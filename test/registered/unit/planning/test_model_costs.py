@@ -8,13 +8,16 @@ from typing import Final
 import pytest
 import torch
 
+from rigs.caches.memory_ranks import PlaceInGroup
 from rigs.models.published_configs import PUBLISHED
+from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.hicache_plan import weights_by_ranks
 from sglang.planning.model_costs import costs_of_rank, kept_formats, parameters_of
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR, GB
 from sglang.srt.mem_cache.device.state_spec import bytes_per_token
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.pool_sizing import memory_parts
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
@@ -34,6 +37,37 @@ def test_the_engine_has_the_same_states_and_weights(model: Path) -> None:
     costs = costs_of_rank(config, config.dtype, tp_size=1, formats=None)
     assert costs.specs == runner.state_specs
     assert costs.weight_bytes == runner.weight_bytes()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next"])
+def test_memory_planned_from_the_config_is_what_each_rank_allocates(
+    tmp_path: Path, family: str, ranks: int
+) -> None:
+    save_tiny_checkpoint(tmp_path, family)
+    config = ModelConfig.from_path(str(tmp_path))
+    costs = costs_of_rank(config, config.dtype, tp_size=ranks, formats=None)
+    states = 0 if family == "deepseek_v32" else 5
+    parts = memory_parts(
+        costs.specs, weight_bytes=costs.weight_bytes, tokens=96, states=states, page_size=16,
+        graph_bytes=0,
+    )  # fmt: skip
+    for rank in range(ranks):
+        runner = ModelRunner(
+            ModelRunnerConfig(
+                model_config=config,
+                page_size=16,
+                tp_group=PlaceInGroup(rank, ranks),
+                show_progress=False,
+            )
+        )
+        runner.init_memory_pool(96, 4, num_states=states or None)
+        pools = {
+            str(name): sum(layer.nbytes for part in pool.parts for layer in part)
+            for name, pool in runner.pools.items()
+        }
+        assert parts == {"weights": runner.weight_bytes(), **pools, "graphs": 0}
+    assert len(parts) == 4 and all(size > 0 for name, size in parts.items() if name != "graphs")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

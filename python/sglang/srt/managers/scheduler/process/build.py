@@ -46,6 +46,8 @@ from sglang.srt.model_executor.model_runner import (
 )
 from sglang.srt.model_executor.pool_sizing import (
     DeviceMemory,
+    memory_parts,
+    memory_text,
     size_pools,
     size_running_requests,
 )
@@ -273,9 +275,18 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     other = "what another rank has room for"
     why = size.reason if tokens == size.amount else other
     why_rows = rows.reason if requests == rows.amount else other
+    parts = memory_parts(
+        runner.state_specs,
+        weight_bytes=memory.weight_bytes,
+        tokens=tokens,
+        states=num_states[0] if num_states else 0,
+        page_size=page_size,
+        graph_bytes=memory.graph_bytes,
+    )
     lines = [
         f"L1: {tokens} tokens in pages of {page_size}, {gigabytes:.2f} GB on "
-        f"{server_args.device} ({why}); {requests} requests at once ({why_rows})"
+        f"{server_args.device} ({why}); {requests} requests at once ({why_rows}); "
+        f"this rank has {memory_text(parts)}"
     ]
     if states is not None:
         why_states = states.reason if num_states == [states.amount] else other
