@@ -29,6 +29,7 @@ COMMANDS: Final[dict[str, tuple[str, ...]]] = {
     "gpu-hybrid": ("steps", "server", "experts", "speculation", "transformers", "unused"),
     "gpu-pd": ("servers", "pages"),
     "gpu-ranks": ("sums", "forward", "ttft", "unused", "kernels"),
+    "gpu-eight": (),
 }
 """Commands and their parts. A command without parts is a measurement itself."""
 

@@ -57,13 +57,24 @@ def load(
     times: Sequence[float] | None = None,
     concurrency: int | None = None,
 ) -> LoadResult:
-    """Send all prompts. All must succeed.
+    """`load_requests` with answers of one length."""
+    requests = [BenchRequest(prompt, output_tokens) for prompt in prompts]
+    return load_requests(url, requests, times=times, concurrency=concurrency)
+
+
+def load_requests(
+    url: str,
+    requests: Sequence[BenchRequest],
+    *,
+    times: Sequence[float] | None = None,
+    concurrency: int | None = None,
+) -> LoadResult:
+    """Send all requests. All must succeed.
 
     Args:
-        times: Seconds after the start, ascending, one for each prompt; None: all at once.
+        times: Seconds after the start, ascending, one for each request; None: all at once.
         concurrency: Most requests under way; None: no limit.
     """
-    requests = [BenchRequest(prompt, output_tokens) for prompt in prompts]
 
     async def run() -> LoadResult:
         async with open_session(timeout_s=_REQUEST_S) as session:

@@ -33,19 +33,19 @@ _TOUCH_BYTES: Final = 32 << 20
 class Store:
     """A Mooncake Store on this host, and the environment for engines that use it."""
 
-    def __init__(self, *, standalone: bool, stack: ExitStack) -> None:
+    def __init__(self, *, standalone: bool, stack: ExitStack, num_bytes: int = STORE_BYTES) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         master = MooncakeMaster(folder)
         stack.callback(master.kill)
         master.start()
-        self.is_standalone = standalone
+        self.is_standalone, self._num_bytes = standalone, num_bytes
         if not standalone:
             self.env = master.engine_env() | {
-                "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(STORE_BYTES),
+                "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(num_bytes),
                 "MC_STORE_MEMCPY": "1",
             }
             return
-        client = StandaloneClient(master, folder, segment_bytes=STORE_BYTES)
+        client = StandaloneClient(master, folder, segment_bytes=num_bytes)
         stack.callback(client.kill)
         client.start(timeout=120)
         self.env = client.engine_env()
@@ -66,7 +66,7 @@ class Store:
             return code
 
         begun = time.monotonic()
-        count = int(0.93 * STORE_BYTES) // _TOUCH_BYTES
+        count = int(0.93 * self._num_bytes) // _TOUCH_BYTES
         with ThreadPoolExecutor(16) as pool:
             failed = sum(code != 0 for code in pool.map(put, range(count)))
         seconds = time.monotonic() - begun

@@ -70,7 +70,8 @@ def test_gpus_that_are_not_there_are_named(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert program.main(words(name, part)) == 2
     output = capsys.readouterr()
-    assert output.err.startswith(f"benchmark {name} {part}: needs ")
+    command = name if part is None else f"{name} {part}"
+    assert output.err.startswith(f"benchmark {command}: needs ")
     assert "CUDA GPU" in output.err and output.err.endswith("; this host has none\n")
     assert not output.out
 
