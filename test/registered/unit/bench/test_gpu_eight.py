@@ -21,7 +21,7 @@ from benchmark.gpu_eight.shapes import SHAPES
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
 LAYERS: Final = 61
 SPARSE: Final = LAYERS - 3
