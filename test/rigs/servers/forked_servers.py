@@ -7,6 +7,7 @@ All else is as `python -m sglang.launch_server` does it: processes, sockets, sig
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -135,6 +136,7 @@ def forking_engines() -> Iterator[None]:
 
 
 def _serve(argv: list[str], log_path: str, env: Mapping[str, str], in_rank: InRank | None) -> None:
+    gc.freeze()  # What is imported: a collection would visit it, and copy the shared pages.
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
@@ -188,6 +190,7 @@ class _ForkServer:
 
 
 def _run_with(env: Mapping[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    gc.freeze()
     os.environ.clear()  # noqa: TID251
     os.environ.update(env)  # noqa: TID251
     torch.set_num_threads(1)
