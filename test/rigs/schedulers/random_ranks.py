@@ -263,14 +263,17 @@ def _command(seed: int, ranks: int, attn_cp_size: int, steps: int) -> list[str]:
 
 
 def run_until_all_happened(ranks: int, steps: int) -> None:
-    """Run drawn seeds, `TICKS_OF_A_SEED` ticks each: at least `steps` ticks, and until all work of
-    the tiers has happened. Raises AssertionError if some never does."""
+    """Run drawn seeds, `TICKS_OF_A_SEED` ticks each: at least `steps` ticks, then those with three
+    tiers until all work of the tiers has happened. Raises AssertionError if some never does."""
     counts: Counter[str] = Counter()
     # A third of the setups has no L3. They run, but do not count.
     least_runs = steps * 2 // 3 // TICKS_OF_A_SEED + 1
     runs = 0
     while runs < least_runs or (runs < _MOST_RUNS and not all(counts[what] for what in _WORK)):
-        outcome = run_ranks(secrets.randbits(31), ranks, TICKS_OF_A_SEED)
+        seed = secrets.randbits(31)
+        if runs >= least_runs and Setup.draw(random.Random(seed)).tiers < 3:
+            continue  # Its ticks are not needed, and what is still missing needs three tiers.
+        outcome = run_ranks(seed, ranks, TICKS_OF_A_SEED)
         counts.update(outcome.counts)
         runs += outcome.setup.tiers == 3
     for what in _WORK:
