@@ -24,7 +24,7 @@ from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+register_cpu_ci(est_time=17, suite="base-b-test-cpu")
 
 TIMEOUT = 2.0
 ENDLESS_REGEX = "(a*)*" * 2000

@@ -12,7 +12,7 @@ import pytest
 from rigs.servers.forked_servers import ForkedServer
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-b-test-cpu")
+register_cpu_ci(est_time=2, suite="base-b-test-cpu")
 
 TEXT = "The code of heron is 7391. The code of heron is"
 

@@ -30,7 +30,7 @@ from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=80, suite="base-b-test-cpu")
+register_cpu_ci(est_time=59, suite="base-b-test-cpu")
 
 HEADS: Final[dict[str, Any]] = {"num_attention_heads": 8, "vocab_size": 2176, "eos_token_id": 2}
 FAMILIES: Final[dict[str, dict[str, Any]]] = {

@@ -18,7 +18,7 @@ from rigs.servers.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-b-test-cpu")
+register_cpu_ci(est_time=3, suite="base-b-test-cpu")
 
 TEXT = "The code of heron is 7391. The code of otter is 0042. The code of badger is 5127. "
 BODY = {"text": TEXT, "sampling_params": {"temperature": 0, "max_new_tokens": 8}}

@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.control.control_link import DeploymentSecret
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+register_cpu_ci(est_time=4, suite="base-b-test-cpu")
 
 CHUNKS: Final = ("--chunked-prefill-size", "64")
 FACTS: Final = (

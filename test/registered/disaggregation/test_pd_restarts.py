@@ -8,7 +8,7 @@ import pytest
 from rigs.disaggregation.pd_restarts import assert_good, run_restarts
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+register_cpu_ci(est_time=4, suite="base-b-test-cpu")
 
 TIMES = 4
 

@@ -31,7 +31,7 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=12, suite="base-b-test-cpu")
 
 PAGE: Final = 16
 CHUNK: Final = 64

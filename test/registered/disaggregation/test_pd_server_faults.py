@@ -24,7 +24,7 @@ from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=65, suite="base-b-test-cpu")
+register_cpu_ci(est_time=45, suite="base-b-test-cpu")
 
 IMPATIENT: Final = {
     **TCP,

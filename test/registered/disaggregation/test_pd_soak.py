@@ -7,7 +7,7 @@ import pytest
 from rigs.disaggregation.pd_soak import run_soak
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=9, suite="base-b-test-cpu")
 
 
 def test_a_round_of_kills_and_stops() -> None:

@@ -17,7 +17,7 @@ from sglang.srt.environ import envs
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-b-test-cpu")
+register_cpu_ci(est_time=2, suite="base-b-test-cpu")
 
 SAMPLING: Final = {"max_new_tokens": 4, "ignore_eos": True}
 

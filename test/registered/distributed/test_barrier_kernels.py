@@ -14,7 +14,7 @@ import pytest
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=45, suite="base-b-test-cpu")
+register_cpu_ci(est_time=23, suite="base-b-test-cpu")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"

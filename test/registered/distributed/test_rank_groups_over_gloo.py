@@ -21,7 +21,7 @@ from sglang.srt.distributed.rank_group import RankGroup, gather_texts
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+register_cpu_ci(est_time=5, suite="base-b-test-cpu")
 
 
 def rank_group() -> RankGroup:

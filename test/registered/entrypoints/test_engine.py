@@ -18,7 +18,7 @@ from sglang.srt.environ import child_environment
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=19, suite="base-b-test-cpu")
 
 PROMPT = "<|im_start|>user\nthe code of heron is 7391<|im_end|>\n"
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

@@ -18,7 +18,7 @@ from rigs.servers.engine_case import (
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+register_cpu_ci(est_time=3, suite="base-b-test-cpu")
 
 
 @pytest.fixture(scope="module")

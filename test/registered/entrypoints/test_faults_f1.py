@@ -23,7 +23,7 @@ from sglang.srt.entrypoints.http.body import MAX_BODY_BYTES
 from sglang.srt.entrypoints.http.protocol import DISCARD_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=28, suite="base-b-test-cpu")
+register_cpu_ci(est_time=12, suite="base-b-test-cpu")
 
 GIB: Final = 1 << 30
 GROWTH_BYTES: Final = 256 * MIB

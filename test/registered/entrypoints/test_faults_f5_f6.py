@@ -22,7 +22,7 @@ from sglang.srt.utils.network import is_port_available, wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=7, suite="base-b-test-cpu")
 
 PAGE: Final = 64
 PAGES: Final = 120

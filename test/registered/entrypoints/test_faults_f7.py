@@ -12,7 +12,7 @@ from rigs.servers.spoiled_models import CASES, Case, pickled, start_refused
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=28, suite="base-b-test-cpu")
+register_cpu_ci(est_time=1, suite="base-b-test-cpu")
 
 QUICK = (
     "pickled", "booby-trapped", "weights-cut-short", "weights-huge-header",

@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatBody
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=1, suite="base-b-test-cpu")
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 PROMPT = "user:hi|assistant:"

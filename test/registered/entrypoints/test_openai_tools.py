@@ -15,7 +15,7 @@ from rigs.servers.fake_engine import FrontServer, front_server
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-b-test-cpu")
+register_cpu_ci(est_time=3, suite="base-b-test-cpu")
 
 END = "~"
 """Stops the echo."""

@@ -13,7 +13,7 @@ from sglang.embedded_router import RESTART_FLAGS, Router
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+register_cpu_ci(est_time=11, suite="base-b-test-cpu")
 
 
 def test_no_request_fails_while_servers_are_restarted(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from sglang.srt.utils.process import is_alive, kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import new_log_path
 
-register_cpu_ci(est_time=22, suite="base-b-test-cpu")
+register_cpu_ci(est_time=13, suite="base-b-test-cpu")
 
 BOUND_S = 80.0
 """Under the 90 s that Mooncake's own set-up would try; most of it is importing torch."""

@@ -20,7 +20,7 @@ from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=14, suite="base-b-test-cpu")
 
 PAGE = 64
 HYBRID = str(BUILTIN_HYBRID_MODEL_DIR)

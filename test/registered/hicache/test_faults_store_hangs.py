@@ -15,7 +15,7 @@ from rigs.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, count
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-b-test-cpu")
+register_cpu_ci(est_time=4, suite="base-b-test-cpu")
 
 L2_PAGES = 256
 PROMPTS = [[*range(1000 * number, 1000 * number + 40 * PAGE), 7] for number in range(5)]

@@ -10,7 +10,7 @@ import pytest
 from rigs.servers.storage_backend_case import StorageBackendCase, save_checkpoint
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=14, suite="base-b-test-cpu")
 
 
 class FileBackendCase(StorageBackendCase):

@@ -11,7 +11,7 @@ from rigs.servers.storage_backend_case import StorageBackendCase, save_checkpoin
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=5, suite="base-b-test-cpu")
 
 
 class TestMooncakeBackendQwen330BCP2(StorageBackendCase):

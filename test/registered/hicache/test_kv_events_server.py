@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVEve
 from sglang.srt.utils.network import get_free_ports, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=1, suite="base-b-test-cpu")
 
 PAGE = 16
 IDS = prompt(1, 70)

@@ -15,7 +15,7 @@ from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-b-test-cpu")
+register_cpu_ci(est_time=1, suite="base-b-test-cpu")
 
 PAGE: Final = 64
 PROMPT: Final = [300 + i % 1000 for i in range(8 * PAGE)]

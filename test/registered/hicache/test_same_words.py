@@ -20,7 +20,7 @@ from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+register_cpu_ci(est_time=10, suite="base-b-test-cpu")
 
 CONTEXT = 1500
 PAGE = 64

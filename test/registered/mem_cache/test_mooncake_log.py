@@ -13,7 +13,7 @@ from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=7, suite="base-b-test-cpu")
 
 CALLS = 300
 """Puts of a page of 768 KB, of which a store of 16 MB has room for 20."""

@@ -35,7 +35,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeS
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=7, suite="base-b-test-cpu")
 
 pytestmark = pytest.mark.usefixtures("moving_in_place")
 

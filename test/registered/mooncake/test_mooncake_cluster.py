@@ -14,7 +14,7 @@ from sglang.srt.environ import envs
 from sglang.srt.utils.network import can_connect, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=4, suite="base-b-test-cpu")
 
 NODE_BYTES = 64 << 20
 

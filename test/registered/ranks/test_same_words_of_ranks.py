@@ -20,7 +20,7 @@ from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=130, suite="base-b-test-cpu")
+register_cpu_ci(est_time=80, suite="base-b-test-cpu")
 
 HEADS: Final[dict[str, Any]] = {"num_attention_heads": 8, "vocab_size": 2176, "eos_token_id": 2}
 """Two KV heads: of four ranks each has one that another has too."""

@@ -22,7 +22,7 @@ from rigs.servers.fake_engine import (
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput, abort_reason
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=5, suite="base-b-test-cpu")
 
 
 def tool(name: str, **properties: Any) -> Any:

@@ -15,7 +15,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatBody
 from sglang.srt.entrypoints.openapi import BODIES
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=25, suite="base-b-test-cpu")
+register_cpu_ci(est_time=4, suite="base-b-test-cpu")
 
 EXAMPLES = 2
 

@@ -16,7 +16,7 @@ from sglang.launch_server import main
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=1, suite="base-b-test-cpu")
 
 TEXT = "The code of heron is 7391. The code of otter is 0042. The code of badger is 5127. "
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -28,7 +28,7 @@ from sglang.srt.observability.engine_metrics import SchedulerLoad, SchedulerMetr
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=2, suite="base-b-test-cpu")
 
 PAGE: Final = 64
 MONITORING: Final = Path(__file__).resolve().parents[4] / "docs" / "monitoring"

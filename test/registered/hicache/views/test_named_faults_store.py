@@ -21,7 +21,7 @@ from sglang import hicache_top
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=13, suite="base-b-test-cpu")
 
 PAGE: Final = 64
 PAGES: Final = 6

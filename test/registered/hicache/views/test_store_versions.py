@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.storage.types import FORMAT_VERSION
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-b-test-cpu")
+register_cpu_ci(est_time=2, suite="base-b-test-cpu")
 
 PAGE: Final = 64
 PROMPT: Final = [300 + i * 7 % 1000 for i in range(6 * PAGE + 5)]

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.device.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=26, suite="base-a-test-cpu")
+register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 TOKENIZER: Any = AutoTokenizer.from_pretrained(BUILTIN_HYBRID_MODEL_DIR, local_files_only=True)
 PAGE = 64

@@ -19,7 +19,7 @@ from rigs.recall.recall_task import estimate_tokens, heldout_conversation
 from rigs.recall.recall_text import template_words
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=14, suite="base-a-test-cpu")
+register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
 MODEL_DIR = Path(sglang.__file__).parent / "builtin_model"
 TEXTS = settings(max_examples=150, deadline=None)

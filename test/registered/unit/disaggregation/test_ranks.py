@@ -23,7 +23,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import ItemKind
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=50, suite="base-a-test-cpu")
+register_cpu_ci(est_time=27, suite="base-a-test-cpu")
 
 PAGE: Final = 16
 LENGTHS: Final = (1, 16, 17, 64, 90)

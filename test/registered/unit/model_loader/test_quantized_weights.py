@@ -30,7 +30,7 @@ from sglang.srt.model_loader.weight_files import weights_identity
 from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=40, suite="base-a-test-cpu")
+register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3_5_moe")
 FORMATS: dict[str, Callable[[], Format]] = {

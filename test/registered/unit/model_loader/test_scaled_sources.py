@@ -28,7 +28,7 @@ from sglang.srt.model_loader.weight_source import LoadConfig, SeedAddress
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-a-test-cpu")
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}

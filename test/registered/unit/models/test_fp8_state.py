@@ -15,7 +15,7 @@ from sglang.srt.layers.mla.latent_attention import hadamard
 from sglang.srt.mem_cache.device.fp8_rows import pack, read_rows
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 FAMILIES: Final = ("deepseek_v2", "deepseek_v32", "glm_moe_dsa")
 SPARSE: Final = FAMILIES[1:]

@@ -20,7 +20,7 @@ from sglang.benchmark.workload import TraceRequest, TraceScale, read_trace
 from sglang.planning.hit_rates import stack_distances
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 EXCERPT: Final = Path(__file__).parents[4] / "benchmark/data/mooncake_synthetic_excerpt.jsonl"
 BLOCK: Final = 512

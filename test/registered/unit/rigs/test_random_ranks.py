@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.tick_sync import Progress, to_vector
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cpu_ci(est_time=21, suite="base-a-test-cpu")
 
 TICKS = 300
 

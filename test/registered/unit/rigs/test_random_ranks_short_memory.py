@@ -18,7 +18,7 @@ from rigs.schedulers.short_memory import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-a-test-cpu")
+register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 
 TICKS = 300
 CHANCE = 0.1

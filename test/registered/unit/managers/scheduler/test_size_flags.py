@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from rigs.schedulers.size_flags import is_served_where_accepted, size_flags
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+register_cpu_ci(est_time=11, suite="base-a-test-cpu")
 
 
 @settings(

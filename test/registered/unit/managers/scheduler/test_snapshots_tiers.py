@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefix
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=25, suite="base-a-test-cpu")
+register_cpu_ci(est_time=14, suite="base-a-test-cpu")
 
 pytestmark = pytest.mark.usefixtures("reads_are_never_late")
 

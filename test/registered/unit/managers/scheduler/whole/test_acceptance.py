@@ -22,7 +22,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-a-test-cpu")
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 PAGE: Final = 16
 MODEL: Final = BUILTIN_HYBRID_MODEL_DIR

@@ -23,7 +23,7 @@ from sglang.srt.managers.messages.io_struct import ToScheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=45, suite="base-a-test-cpu")
+register_cpu_ci(est_time=18, suite="base-a-test-cpu")
 
 ARGS: dict[str, Any] = {"page_size": 16, "chunked_prefill_size": 128, "pool_tokens": 1024}
 SIZES = [(2, 2), (4, 2)]

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=40, suite="base-a-test-cpu")
+register_cpu_ci(est_time=13, suite="base-a-test-cpu")
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 
 PAGE = 16

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=45, suite="base-a-test-cpu")
+register_cpu_ci(est_time=13, suite="base-a-test-cpu")
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
 # Not by its name, or conftest.py would choose for us.

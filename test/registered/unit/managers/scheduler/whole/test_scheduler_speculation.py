@@ -25,7 +25,7 @@ from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=55, suite="base-a-test-cpu")
+register_cpu_ci(est_time=32, suite="base-a-test-cpu")
 
 pytestmark = pytest.mark.usefixtures("reads_are_never_late")
 

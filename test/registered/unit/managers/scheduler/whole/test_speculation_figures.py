@@ -19,7 +19,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 IDS = prompt(3, 20)
 NEW_TOKENS = 25
