@@ -251,7 +251,11 @@ class PrefixTree:
         return sum(len(at.key) for at in nodes)
 
     def _free_condemned(self, node: TreeNode) -> None:
-        """Free the slots of a condemned node unless something needs them."""
+        """Free the slots of a condemned node unless something needs them. A pin on the host keeps
+        none on the device, where no eviction finds them."""
+        for tier in self.tiers:
+            if isinstance(tier, DeviceTier) and not tier.slots_of(node).lock_ref:
+                tier.drop(node)
         if node.lock_ref or node.host_ref_counter:
             return
         for tier in self.tiers:
