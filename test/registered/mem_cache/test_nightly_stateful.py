@@ -25,6 +25,7 @@ def part_of(file: str, name: str) -> Any:
     return getattr(module, name)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("file", "name", "examples"),
     [
