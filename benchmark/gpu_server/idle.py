@@ -80,7 +80,7 @@ class Probe:
 
         def forward(
             scheduler: Scheduler, batch: ModelWorkerBatch
-        ) -> tuple[StepResult, torch.Tensor]:
+        ) -> tuple[StepResult, torch.Tensor, torch.Tensor | None]:
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             is_prefill = batch.forward.extend_seq_lens_cpu is not None
             before.record()

@@ -15,6 +15,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=240, suite="nightly-test-cpu", nightly=True)
 
+pytestmark = pytest.mark.timeout(900)
+
 SOAK_S = 150.0
 CALL_S = 60.0
 """Seconds that Mooncake waits for a node that does not answer, for each key of a call."""

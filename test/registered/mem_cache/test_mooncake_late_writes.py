@@ -35,7 +35,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=190, suite="nightly-test-cpu", nightly=True)
 
-pytestmark = pytest.mark.usefixtures("moving_in_place")
+pytestmark = [pytest.mark.usefixtures("moving_in_place"), pytest.mark.timeout(900)]
 
 PAGES = 24
 """Three transfers each: many more than Mooncake runs at once."""

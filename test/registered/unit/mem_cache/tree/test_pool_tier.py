@@ -48,6 +48,24 @@ def test_a_host_state_alone_has_the_time_of_its_pages(has_device_state: bool, ti
     assert state.last_access_time == time
 
 
+def test_a_pin_on_the_host_keeps_no_condemned_page_on_the_device() -> None:
+    """Else its slots count as evictable, and no eviction finds them."""
+    rig, node = on_both_tiers()
+    tree, slots = rig.tree.tree, node.value
+    assert slots is not None
+    free = rig.allocator.available_size()
+    node.protect_host()
+    tree.condemn(node, 0)
+    assert rig.allocator.available_size() == free + len(slots)
+    assert rig.tree.evictable_size() == 0
+    assert node.host_value is not None
+    rig.tree.check_integrity()
+    node.release_host()
+    tree.prune(node)
+    assert node.host_value is None
+    rig.tree.check_integrity()
+
+
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_state_without_its_pages_is_named(tier: str) -> None:
     rig, node = on_both_tiers()
