@@ -30,8 +30,8 @@ class DecodeScheduler:
         verifies_ahead: Callable[[int], bool] = lambda batch_size: False,
     ) -> None:
         """Args:
-        is_kept: Whether the computed pages of a request's prompt must stay where they are because
-            another server reads them.
+        is_kept: True if another server reads the computed pages of a request's prompt: then they
+            must stay where they are.
         verifies_ahead: See `TpModelWorker.verifies_ahead`.
         """
         self._state = state

@@ -8,6 +8,7 @@ service.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
@@ -42,10 +43,17 @@ class _SizeClass:
         """True if the next step verifies."""
         return self.is_chosen != self.is_trial
 
+    @property
+    def mean_tokens(self) -> float:
+        """Of the last verifications; 0 if none gave any."""
+        return statistics.fmean(self.tokens) if self.tokens else 0.0
+
     def seconds_per_token(self, *, verifies: bool) -> float:
-        """Median over the last steps."""
+        """Median over the last steps; infinite if verifications gave no tokens."""
         seconds = statistics.median(self.seconds[verifies])
-        return seconds / statistics.fmean(self.tokens) if verifies else seconds
+        if not verifies:
+            return seconds
+        return seconds / self.mean_tokens if self.tokens else math.inf
 
 
 class DraftPolicy:
@@ -95,11 +103,16 @@ class DraftPolicy:
             self._add(len(step.reqs), kind[1] > 1, now - self._last_time)
         self._last, self._last_time = kind, now
 
-    def on_verified(self, batch_size: int, num_tokens: int) -> None:
-        """Note the output tokens that a verification gave all its requests. Accepted drafts behind
-        the end of a request are none of them: plain steps would not have computed those."""
-        if not self.always:
-            self._class(batch_size).tokens.append(num_tokens / batch_size)
+    def on_verified(self, step: LaunchedStep, num_tokens: int, num_requests: int) -> None:
+        """Note what a verification gave.
+
+        Args:
+            num_tokens: Output tokens, in all. Accepted drafts behind the end of a request are none
+                of them: plain steps would not have computed those.
+            num_requests: Requests that had not ended before its results.
+        """
+        if not self.always and num_requests:
+            self._class(len(step.reqs)).tokens.append(num_tokens / num_requests)
 
     def describe(self) -> dict[str, Any] | None:
         """The choice for each size of batches, for operators, as plain data; None: nothing drafts.
@@ -119,7 +132,7 @@ class DraftPolicy:
                 round(statistics.median(seconds) * 1e3, 3) if seconds else None
                 for seconds in (one.seconds[False], one.seconds[True])
             )
-            tokens = round(statistics.fmean(one.tokens), 3) if one.tokens else None
+            tokens = round(one.mean_tokens, 3) if one.tokens else None
             sizes.append(
                 {
                     "first": first,
@@ -172,6 +185,6 @@ class DraftPolicy:
             last,
             "with" if one.is_chosen else "without",
             verified,
-            statistics.fmean(one.tokens),
+            one.mean_tokens,
             plain,
         )

@@ -307,11 +307,12 @@ class Scheduler:
         if step.load != -1:
             self.state.tree.verify_load(step.load)
         before = self.state.counters.decode_tokens
+        going_on = sum(req.progress.finish_reason is None for req in step.reqs)
         with explaining_out_of_memory():
             self._results.process(step)
         if step.width > 1:
             given = self.state.counters.decode_tokens - before
-            self._draft_policy.on_verified(len(step.reqs), given)
+            self._draft_policy.on_verified(step, given, going_on)
         now = time.monotonic()
         if step.is_prefill:
             # The device began it when the step before it ended.

@@ -149,8 +149,8 @@ class Snapshots:
         """Choose the requests that leave a snapshot of a decode step, which is going to be
         launched.
 
-        A request that a verification in flight computes may turn out to be earlier than assumed. So
-        more positions are possible, and the device decides whether this step takes the snapshot.
+        If a verification is in flight, a request may be earlier than assumed. Then more positions
+        are possible, and the device decides whether this step takes the snapshot.
 
         Args:
             seq_lens: Context lengths, the tokens of this step included, as if all tokens in flight

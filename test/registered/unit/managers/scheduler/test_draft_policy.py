@@ -24,6 +24,8 @@ class Clock:
         self.plain_s = dict.fromkeys(range(100), 1.0)
         self.verify_s = 2.0
         self.accepted = 2
+        self.is_for_nothing = False
+        """True if all requests had ended before the results of a verification."""
 
     def run(self, size: int, steps: int, *, prefill_every: int = 0) -> list[int]:
         """Run `steps` of `size` requests. Returns their widths."""
@@ -33,9 +35,11 @@ class Clock:
                 self.policy.on_tick(self.now, _step(0, 1))
                 self.now += 50.0
             width = self.policy.width(size)
-            self.policy.on_tick(self.now, _step(size, width))
+            step = _step(size, width)
+            self.policy.on_tick(self.now, step)
             if width > 1:
-                self.policy.on_verified(size, (1 + self.accepted) * size)
+                going_on = 0 if self.is_for_nothing else size
+                self.policy.on_verified(step, (1 + self.accepted) * going_on, going_on)
             self.now += self.verify_s if width > 1 else self.plain_s[size]
             widths.append(width)
         return widths
@@ -49,6 +53,16 @@ def _step(size: int, width: int) -> LaunchedStep:
 @pytest.fixture
 def clock() -> Clock:
     return Clock(DraftPolicy(4, always=False))
+
+
+def test_verifications_for_nothing_are_no_reason_to_verify(clock: Clock) -> None:
+    """Those of requests that had ended. There may be no others of a size."""
+    clock.is_for_nothing = True
+    widths = clock.run(1, 3000)
+    assert widths.count(4) < 150
+    view = clock.policy.describe()
+    assert view is not None
+    assert [one["tokens"] for one in view["sizes"]] == [None]
 
 
 def test_an_operator_sees_what_was_measured_and_chosen(clock: Clock) -> None:

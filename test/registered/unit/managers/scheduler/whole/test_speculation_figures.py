@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rigs.drafts.guesses import guessed
+from rigs.drafts.replayed_graphs import replayed_graphs
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.managers.messages.io_struct import (
@@ -95,12 +96,16 @@ def test_figures_by_request_and_tier(model: Path, text: list[int]) -> None:
     assert view["tiers"]["device"] == {"count": 30, "accepted": 18}
 
 
-def test_drafts_after_the_end_do_not_count(model: Path, text: list[int]) -> None:
-    """The last of two verifications accepts three drafts, and the request ends after one."""
-    rig = SchedulerRig(model, **SPECULATES)
-    rig.scheduler._draft_policy.always = False  # It measures.
-    with guessed([text], 1.0):
+@pytest.mark.settled
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_drafts_after_the_end_do_not_count(model: Path, text: list[int], overlaps: bool) -> None:
+    """The last of two verifications accepts three drafts, and the request ends after one. With
+    overlap there is a third, for nothing."""
+    with replayed_graphs(), guessed([text], 1.0):
+        rig = SchedulerRig(model, overlap=overlaps, **SPECULATES)
+        rig.scheduler._draft_policy.always = False  # It measures.
         rig.run(rig.request("short", IDS, greedy(7)))
+    assert rig.scheduler.state.counters.decode_steps == 2 + overlaps
     figures = last(rig, "short").verifications
     assert figures is not None
     assert (figures.count, figures.accepted) == (2, 4)
