@@ -24,7 +24,7 @@ SLOW_READS: Final = "slow reads"
 SLOW_WRITES: Final = "slow writes"
 LAGGING_RANK: Final = "lagging rank"
 LAGGARD: Final = 1
-_CALL_S: Final = 1.0
+_CALL_S: Final = 1.5
 """Seconds of a slow call; after three the engine takes the store for a failed one."""
 _TICK_S: Final = 0.05
 
@@ -45,7 +45,7 @@ def switched(folder: Path, name: str) -> AbstractContextManager[None]:
 
 
 def slow_files(folder: str, rank: int) -> None:
-    """Each call of the file store takes a second while its switch is on."""
+    """Each call of the file store takes 1.5 s while its switch is on."""
     for name, method in ((SLOW_READS, "batch_get_v2"), (SLOW_WRITES, "batch_set_v2")):
         _delay(HiCacheFile, method, Path(folder, name), _CALL_S)
     asks_often(rank)

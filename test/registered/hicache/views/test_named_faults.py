@@ -21,7 +21,7 @@ from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.servers.engine_server import ADMIN_KEY, EngineServer
 from rigs.servers.forked_servers import ForkedServer
 from rigs.views import planted_faults
-from rigs.views.alert_rules import Scrape, firing, scrape
+from rigs.views.alert_rules import firing, scrape
 from rigs.views.planted_faults import switched
 from sglang import hicache_top
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
@@ -35,7 +35,7 @@ PAGE: Final = 64
 PAGES: Final = 8
 L1_PAGES: Final = 24
 SETTINGS: Final = {
-    "prefetch_threshold": PAGE, "prefetch_timeout_base": 0.2, "prefetch_timeout_per_ki_token": 0.0,
+    "prefetch_threshold": PAGE, "prefetch_timeout_base": 0.0, "prefetch_timeout_max": 0.8,
 }  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def switches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory, switches: Path) -> Iterator[EngineServer]:
     """One request runs at a time."""
     with ForkedServer(
-        *flags("--max-running-requests", "1", "--hicache-storage-prefetch-policy", "timeout"),
+        *flags("--max-running-requests", "1", "--hicache-storage-prefetch-policy", "wait_complete"),
         env={envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.name: str(tmp_path_factory.mktemp("l3"))},
         in_rank=partial(planted_faults.slow_files, str(switches)),
     ) as running:  # fmt: skip
@@ -74,15 +74,31 @@ def ask(server: EngineServer, *seeds: int) -> None:
 
 
 def alerts(server: EngineServer, work: Callable[[], object]) -> set[str]:
-    """The alerts that fire after `work`."""
+    """The alerts that fire after `work`, and after the writes to L2 and L3 that it leaves."""
     before = scrape(server)
     work()
-    return set(firing(before, scrape(server)))
+    found: set[str] = set()
+
+    def is_settled() -> bool:
+        found.clear()
+        found.update(firing(before, scrape(server)))
+        return "HostMemoryInUse" not in found
+
+    assert wait_until(is_settled, 60)
+    return found
 
 
-def view(server: EngineServer) -> Mapping[str, Any]:
-    """The JSON of `/hicache`."""
-    return hicache_top.ask(server.url, ADMIN_KEY)
+def fires(server: EngineServer, name: str, work: Callable[[], object]) -> bool:
+    """True if the alert fires after `work`. Reads and writes of the store end by themselves, and
+    gauges follow a step later."""
+    before = scrape(server)
+    work()
+    return wait_until(lambda: name in firing(before, scrape(server)), 30)
+
+
+def shows(server: EngineServer, what: Callable[[Mapping[str, Any]], bool]) -> bool:
+    """True if the JSON of `/hicache`, which is a second old at most, soon is as `what` says."""
+    return wait_until(lambda: what(hicache_top.ask(server.url, ADMIN_KEY)), 30)
 
 
 def has_one(server: EngineServer, name: str) -> bool:
@@ -102,7 +118,9 @@ def test_a_thrashing_l1(server: EngineServer) -> None:
     assert alerts(server, lambda: ask(server, *two, *two)) == set()
     ask(server, *four)
     assert "DeviceCacheThrashes" in alerts(server, lambda: ask(server, *four, *four))
-    assert "evicted from L1" in {one["what"] for one in view(server)["decisions"]}
+    assert shows(
+        server, lambda seen: "evicted from L1" in {one["what"] for one in seen["decisions"]}
+    )
 
 
 def test_a_starved_prefill_queue(server: EngineServer) -> None:
@@ -128,8 +146,7 @@ def test_a_starved_prefill_queue(server: EngineServer) -> None:
         name, begun = "sglang:generation_tokens_total", server.metrics()
         assert wait_until(lambda: server.metrics()[name] > begun[name] + 5, 60)
         assert "PrefillStarved" in firing(before, scrape(server))
-        # A view is a second old at most.
-        assert wait_until(lambda: view(server)["queues"]["waiting"] == 1, 30)
+        assert shows(server, lambda seen: seen["queues"]["waiting"] == 1)
 
 
 def test_a_slow_store(server: EngineServer, switches: Path) -> None:
@@ -137,12 +154,12 @@ def test_a_slow_store(server: EngineServer, switches: Path) -> None:
     ask(server, *prompts)
     server.flush()
     assert "ReadsTooSlow" not in alerts(server, lambda: ask(server, *prompts, *prompts))
-    assert view(server)["store"]["reads"]["landed"] >= len(prompts)
+    assert shows(server, lambda seen: seen["store"]["reads"].get("landed", 0) >= len(prompts))
     server.flush()
     with switched(switches, planted_faults.SLOW_READS):
         # Others may fire beside it: what comes late counts as evicted, and hangs on a slow machine.
-        assert "ReadsTooSlow" in alerts(server, lambda: ask(server, *prompts))
-    assert view(server)["store"]["reads"]["late"] >= 1
+        assert fires(server, "ReadsTooSlow", lambda: ask(server, *prompts))
+    assert shows(server, lambda seen: seen["store"]["reads"].get("late", 0) >= 1)
     server.flush()
 
 
@@ -153,21 +170,18 @@ def test_a_full_l2(server: EngineServer, switches: Path) -> None:
         for _ in range(2):
             server.generate(prompt(seed, L1_PAGES - 4), max_new_tokens=1)
 
-    def fires_after(before: Scrape) -> bool:
-        return "HostMemoryInUse" in firing(before, scrape(server))
+    def is_pinned(seen: Mapping[str, Any]) -> bool:
+        (l2,) = (tier for tier in seen["tiers"] if tier["name"] == "L2")
+        is_low = l2["parts"]["evictable"] < 0.6 * l2["total"]
+        return bool(is_low and seen["queues"].get("backups"))
 
-    before = scrape(server)
-    ask_twice(31)
-    # Writes to the store pin pages until they end; the gauges follow a step later.
-    assert wait_until(lambda: not fires_after(before), 60)
+    alerts(server, lambda: ask_twice(31))  # It waits until this alert does not fire.
     server.flush()
     with switched(switches, planted_faults.SLOW_WRITES):
-        assert "HostMemoryInUse" in alerts(server, lambda: ask_twice(32))
-        (l2,) = (tier for tier in view(server)["tiers"] if tier["name"] == "L2")
-        assert l2["parts"]["evictable"] < 0.6 * l2["total"]
-        assert view(server)["queues"]["backups"] > 0
+        assert fires(server, "HostMemoryInUse", lambda: ask_twice(32))
+        assert shows(server, is_pinned)
     server.flush()
-    assert "HostMemoryInUse" not in alerts(server, lambda: None)
+    alerts(server, lambda: None)
 
 
 def test_missing_states_and_a_router_over_different_models(
@@ -190,7 +204,7 @@ def test_missing_states_and_a_router_over_different_models(
         # The flush has taken them from L1 and L2.
         found = alerts(hybrid, lambda: ask(hybrid, *prompts))
         assert found == {"StatesMissing", "CacheTooSmall"}
-        assert view(hybrid)["store"]["reads"]["no_state"] == len(prompts)
+        assert shows(hybrid, lambda seen: seen["store"]["reads"].get("no_state") == len(prompts))
         report = hybrid.generate([*prompt(1)[:-1], 5], 1, return_cache_report=True).meta_info
         assert report["cache_report"] is not None
         both = scrape(server, hybrid)
