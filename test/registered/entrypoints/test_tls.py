@@ -46,10 +46,11 @@ def test_the_openai_client_gets_answers_and_streams(served: Served) -> None:
     with openai.DefaultHttpxClient(verify=served.certificates.context()) as http:
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, http_client=http)
         assert [one.id for one in client.models.list()] == ["from-the-file"]
-        stream = client.completions.create(
-            model="from-the-file", prompt="The code of heron is", max_tokens=8, stream=True
-        )
-        assert sum(len(part.choices) for part in stream) > 1
+        asked = {"model": "from-the-file", "prompt": "The code of heron is", "max_tokens": 8}
+        whole = client.completions.create(**asked, temperature=0).choices[0].text
+        stream = client.completions.create(**asked, temperature=0, stream=True)
+        assert whole
+        assert "".join(choice.text for part in stream for choice in part.choices) == whole
 
 
 def test_the_key_and_the_flags_of_the_file_count_and_the_command_line_wins(served: Served) -> None:
