@@ -178,7 +178,8 @@ class PrefillPeer:
                 self._routes, self._silence = (), str(error)
                 self._fail_receivers(str(error), only_known=True)
             except NotAnswered as error:
-                self._routes, self._silence = (), str(error)
+                # The bootstrap server may have said more.
+                self._routes, self._silence = (), self._silence or str(error)
             except RoomFailed as error:
                 self._routes = ()
                 self._fail_all(str(error))
