@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import msgspec
 import pytest
@@ -24,11 +23,7 @@ from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, WrongSecret, find
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import control_connection
-from sglang.srt.disaggregation.common.control_connection import (
-    ControlConnection,
-    NotAnswered,
-    Timeouts,
-)
+from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.mooncake import prefill_peer
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
@@ -321,26 +316,6 @@ def test_an_endpoint_that_is_none(server: Server) -> None:
 def test_a_server_that_never_answers(hasty: Server) -> None:
     hasty.route = one_rank("tcp://127.0.0.1:9")
     assert failure(hasty.ask()) == SILENT.format("tcp://127.0.0.1:9")
-
-
-def test_a_server_that_is_silent_and_not_found_either_is_said_not_to_be_found(
-    hasty: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where this machine stands still until the connection's own limit is over."""
-    keep_alive, began = ControlConnection.keep_alive, time.monotonic()
-
-    def stand_still(connection: ControlConnection, *args: Any) -> Any:
-        if len(hasty.look_ups) < 2:
-            return keep_alive(connection, *args)
-        until(lambda: time.monotonic() > began + SHORT_TIMEOUTS.silence + 0.1)
-        raise NotAnswered("it has not answered")
-
-    monkeypatch.setattr(ControlConnection, "keep_alive", stand_still)
-    hasty.route = one_rank("tcp://127.0.0.1:9")
-    asked = hasty.ask()
-    until(lambda: bool(hasty.look_ups))
-    hasty.why = BootstrapError("it cannot be reached")
-    assert failure(asked) == "the prefill server is not found: it cannot be reached"
 
 
 def test_a_server_that_falls_silent_fails_known_rooms_too(hasty: Server) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from rigs.disaggregation.desk_rig import failure
-from rigs.disaggregation.prompt_scene import Scene, receiver_of
+from rigs.disaggregation.pd_rig import one_rank
+from rigs.disaggregation.prompt_scene import Scene, Server, receiver_of, until
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import control_connection
+from sglang.srt.disaggregation.common.control_connection import (
+    ControlConnection,
+    NotAnswered,
+    Timeouts,
+)
 from sglang.srt.disaggregation.common.transfer_context import RankPlace
 from sglang.srt.disaggregation.mooncake import receiver as receiver_module
 from sglang.srt.disaggregation.mooncake.receiver import TOO_MANY, PrefillServers
@@ -62,6 +72,30 @@ def test_one_rank_declines_for_all(scene: Scene, rank: int, tells: bool) -> None
         assert peer is not None and peer.has_thread == tells
     finally:
         servers.close()
+
+
+def test_a_server_that_is_silent_and_not_found_either_is_said_not_to_be_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where this machine stands still until the connection's own limit is over."""
+    monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
+    keep_alive, began = ControlConnection.keep_alive, time.monotonic()
+
+    def stand_still(connection: ControlConnection, *args: Any) -> Any:
+        if len(server.look_ups) < 2:
+            return keep_alive(connection, *args)
+        until(lambda: time.monotonic() > began + 0.7)
+        raise NotAnswered("it has not answered")
+
+    monkeypatch.setattr(ControlConnection, "keep_alive", stand_still)
+    server = Server(Timeouts(bootstrap=60, waiting=60, silence=0.6))
+    with contextlib.closing(server):
+        server.route = one_rank("tcp://127.0.0.1:9")
+        asked = server.ask()
+        until(lambda: bool(server.look_ups))
+        server.why = BootstrapError("it cannot be reached")
+        until(lambda: asked.poll() == KVPoll.Failed)
+    assert failure(asked) == "the prefill server is not found: it cannot be reached"
 
 
 if __name__ == "__main__":
