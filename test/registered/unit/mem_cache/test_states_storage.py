@@ -170,6 +170,32 @@ def test_pages_that_the_tree_has_without_a_state_get_one_from_l3(
     reader.settle()
 
 
+def test_a_state_that_l3_lost_after_its_read_is_written_again(
+    rigs: StorageRigs, storage_dir: Path
+) -> None:
+    writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
+    reader.run([*SHARED, *range(100, 109)])
+    reader.match([*SHARED, 90])  # type: ignore[attr-defined]
+    reader.settle()
+    writer.run([*SHARED, 300])
+    writer.settle()
+    reader.arrive("r", [*SHARED, 400])
+    (read,) = reader.hi.storage_prefetch.table.reads
+    reader.until(lambda: read.outcome is CacheOutcome.LANDED)
+    (node,) = path = reader.hi.tree.walk(RadixKey(SHARED))
+    (file := object_file(storage_dir, SHARED, "mamba")).unlink()
+    reader.hi.store.forget_stored()
+    reader.hi.storage_backup.on_insert(path)
+    reader.until(lambda: reader.hi.storage_backup.has_stored(node))
+    assert node.states[0].host_value is None
+    assert reader.tree.check_prefetch_progress("r")
+    request, reused = reader.admit("r", [*SHARED, 400])
+    assert reused == Reused(device=12)
+    reader.finish(request)
+    reader.settle()
+    assert file.is_file()
+
+
 class Picky(HiCacheFile):
     """A file store that refuses states."""
 

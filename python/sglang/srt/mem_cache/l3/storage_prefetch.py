@@ -304,8 +304,10 @@ class StoragePrefetch:
     @staticmethod
     def _publish_states(operation: PrefetchOperation, node: TreeNode) -> None:
         """Give the states that a read has brought to `node`, which ends at their position."""
+        # L3 may have lost them since, and got the pages again without them.
+        is_stored = node.storage_epoch <= operation.epoch
         for tier, slot in operation.states.items():
-            tier.put(node, slot, is_stored=True)
+            tier.put(node, slot, is_stored=is_stored)
         operation.states = {}
 
     def settle_known(self, read: PrefetchOperation) -> None:
