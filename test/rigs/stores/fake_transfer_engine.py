@@ -42,6 +42,8 @@ class FakeTransferEngines:
     """
 
     initialize_code: int = 0
+    initialize_errors: list[str] = field(default_factory=list)
+    """Errors of the next calls of `initialize`, the next one last."""
     register_code: int = 0
     answer: Callable[[FakeTransferEngine, FakeCall], int] = lambda engine, call: 0
     """Returns the result of a batch; may block."""
@@ -78,6 +80,8 @@ class FakeTransferEngine:
             envs.USE_BAREX,
         )
         self.forced = [variable.name for variable in variables if variable.is_set()]
+        if self._all.initialize_errors:
+            raise RuntimeError(self._all.initialize_errors.pop())
         return self._all.initialize_code
 
     def get_rpc_port(self) -> int:

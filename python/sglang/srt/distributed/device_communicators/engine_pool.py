@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_IDLE: Final = 4
 """Most engine objects to keep without a peer. Ending one holds the GIL for a second."""
+_START_TRIES: Final = 4
+"""Most starts of an engine object. Mooncake chooses a free port before it binds it, and another
+process may take it in between."""
 
 
 @dataclass(slots=True, eq=False)
@@ -311,11 +314,17 @@ class EnginePool:
 
     def _start(self) -> RawEngine:
         settings = self._settings
-        engine = self._new_engine()
-        with listening_at(settings.hostname):
-            code = engine.initialize(
-                settings.local_name, PEER_TO_PEER, settings.protocol, settings.ib_device
-            )
+        for left in reversed(range(_START_TRIES)):
+            engine = self._new_engine()
+            try:
+                with listening_at(settings.hostname):
+                    code = engine.initialize(
+                        settings.local_name, PEER_TO_PEER, settings.protocol, settings.ib_device
+                    )
+                break
+            except RuntimeError as error:
+                if not left or "in use" not in str(error):
+                    raise
         if code:
             raise RuntimeError(
                 f"Mooncake's Transfer Engine does not start (code {code}) over "

@@ -401,6 +401,22 @@ def test_an_engine_that_does_not_start_names_transport_address_and_remedy(host: 
     assert "\n" not in str(raised.value)
 
 
+def test_a_port_that_another_process_has_taken_meanwhile_is_replaced(host: Host) -> None:
+    host.engines.initialize_errors = ["bind: Address already in use"] * 3
+    host.start("tcp")
+    assert [len(made.initialized) for made in host.engines.made] == [1] * 4
+
+
+@pytest.mark.parametrize(("error", "tries"), [("bind: Address already in use", 4), ("bad", 1)])
+def test_other_errors_of_a_start_and_ports_that_stay_in_use_end_it(
+    host: Host, error: str, tries: int
+) -> None:
+    host.engines.initialize_errors = [error] * 4
+    with pytest.raises(RuntimeError, match=error):
+        host.start("tcp")
+    assert len(host.engines.made) == tries
+
+
 def test_there_is_one_initialize_and_it_happens_once(host: Host) -> None:
     engine = host.start("tcp")
     with pytest.raises(RuntimeError, match="runs already"):
