@@ -218,6 +218,7 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
         ),
         (CHAT, chat(max_tokens=0), ["max_tokens"]),
         (CHAT, chat(max_completion_tokens=1000), ["max_completion_tokens", "at most"]),
+        (CHAT, chat(max_completion_tokens=3, max_tokens=4), ["max_tokens=4", "send one"]),
         (CHAT, chat(temperature=3), ["temperature", "2"]),
         (CHAT, chat(top_logprobs=3), ["top_logprobs", "logprobs"]),
         (CHAT, chat(logprobs=True, top_logprobs=99), ["top_logprobs", "20"]),

@@ -178,6 +178,10 @@ def to_requests(
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     field = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
     max_tokens = getattr(body, field)
+    if body.max_tokens not in (None, max_tokens):
+        raise bad_request(
+            f"max_tokens={body.max_tokens} and {field}={max_tokens} differ: send one of them", field
+        )
     params = sampling_params(body, max_tokens, field)
     # A router that sends lists has a room for each sample.
     given = body.bootstrap_room
