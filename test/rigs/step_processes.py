@@ -19,7 +19,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, Final, NoReturn
 from unittest import mock
@@ -40,12 +40,17 @@ _PRELOADED: Final = [
 """Modules to import first. The first one imports all that the engine does, the second what
 transformers imports for a model: files and servers would take 3.6 and 1.4 seconds for the latter.
 """
+_NO_LEAKS: Final = "ignore::UserWarning:multiprocessing.resource_tracker"
+"""Keeps the tracker's warning from following the summary."""
 _CHILDREN: Final = threading.Lock()
 """Guards what `multiprocessing` notes about its children; it has no lock of its own."""
 
 
 def preload(env: Mapping[str, str]) -> None:
     """Start the process from which files are forked, with `env` added to its environment."""
+    # Servers that tests kill leave semaphores, which the tracker removes at the end.
+    with mock.patch.dict(os.environ, {"PYTHONWARNINGS": _NO_LEAKS}):  # noqa: TID251 - of a child
+        resource_tracker.ensure_running()
     multiprocessing.set_forkserver_preload(_PRELOADED)
     with mock.patch.dict(os.environ, env):  # noqa: TID251 - of a child
         forkserver.ensure_running()

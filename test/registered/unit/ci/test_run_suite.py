@@ -47,7 +47,8 @@ def run(root: Path, *argv: str) -> tuple[int, list[str]]:
         [sys.executable, str(SCRIPT), "--hw", "cpu", "--root", str(root), *argv],
         # No plugin: Hypothesis takes 1.6 CPU seconds to import, in the process of each file.
         env=child_environment({"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=240,
         check=False,
@@ -259,7 +260,12 @@ def test_forked_files_run_and_end_as_commands_do(tmp_path: Path) -> None:
     write(tmp_path, "test_good.py", "register_cpu_ci(1, 's')", body)
     write(tmp_path, "test_bad.py", "register_cpu_ci(1, 's')", "def test_z(): assert 0")
     write(tmp_path, "test_dies.py", "register_cpu_ci(1, 's')", "raise SystemExit(3)")
-    hang = "import os, time\nprint('it hangs', flush=True)\ntime.sleep(300)"
+    hang = """
+        import multiprocessing, time
+        leak = multiprocessing.get_context("spawn").Event()
+        print('it hangs', flush=True)
+        time.sleep(300)
+    """
     write(tmp_path, "test_hangs.py", "register_cpu_ci(1, 's')", hang)
     flags = ("--preload", "--at-once", "2", "--continue-on-error", "--timeout-per-file", "40")
     status, lines = run(tmp_path, "--suite", "s", *flags)
