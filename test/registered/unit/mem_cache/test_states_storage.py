@@ -77,6 +77,7 @@ def test_a_state_goes_to_a_file_with_its_pages_and_comes_back(
     )
     assert reader.run(PROMPT) == Reused(storage=40)
     reader.settle()
+    assert not counts(reader.hi.metrics.backup_outcomes), "read, not written again"
 
 
 @pytest.mark.parametrize(
@@ -170,9 +171,7 @@ def test_pages_that_the_tree_has_without_a_state_get_one_from_l3(
     reader.settle()
 
 
-def test_a_state_that_l3_lost_after_its_read_is_written_again(
-    rigs: StorageRigs, storage_dir: Path
-) -> None:
+def test_a_state_lost_after_its_read_is_stored_again(rigs: StorageRigs, storage_dir: Path) -> None:
     writer, reader = (rigs.make("file", kind=StateRig) for _ in range(2))
     reader.run([*SHARED, *range(100, 109)])
     reader.match([*SHARED, 90])  # type: ignore[attr-defined]
@@ -182,10 +181,10 @@ def test_a_state_that_l3_lost_after_its_read_is_written_again(
     reader.arrive("r", [*SHARED, 400])
     (read,) = reader.hi.storage_prefetch.table.reads
     reader.until(lambda: read.outcome is CacheOutcome.LANDED)
-    (node,) = path = reader.hi.tree.walk(RadixKey(SHARED))
+    (node,) = reader.hi.tree.walk(RadixKey(SHARED))
     (file := object_file(storage_dir, SHARED, "mamba")).unlink()
     reader.hi.store.forget_stored()
-    reader.hi.storage_backup.on_insert(path)
+    reader.hi.storage_backup.on_insert([node])
     reader.until(lambda: reader.hi.storage_backup.has_stored(node))
     assert node.states[0].host_value is None
     assert reader.tree.check_prefetch_progress("r")
