@@ -81,7 +81,8 @@ def test_20000_steps(driver: str, kind: str) -> None:
         if done >= STEPS:
             break
     print(f"{driver}, {kind}: {done} steps, {accepted} accepted drafts", flush=True)
-    assert accepted > STEPS // 50
+    # Most ticks of a pair of servers wait for each other.
+    assert accepted > STEPS // (50 if driver == "prefill and decode" else 10)
 
 
 if __name__ == "__main__":
