@@ -1,12 +1,14 @@
 """All figures of a model that fills eight GPUs, in one run; with fewer experts on four and two.
 
-Random weights, written in the model's format. `--sections` chooses parts, in this order:
+Random weights, written in the model's format. `--whole`: all experts, on any number of GPUs.
+`--sections` chooses parts, in this order:
 `forecast`: what the config gives on H200s, by calculation; needs no GPU.
 `tick`: the agreement of the ranks over gloo, without a model.
+`profile`: a prefill and decode steps kernel by kernel, without a server.
 `decode`: time per token of 1, 16 and 64 requests. `ttft`: cold, from L2, and from a Mooncake Store
 on this host. `turns`: conversations. `trace`: an excerpt of Mooncake's trace. `unused`: prompts
 that hit nothing, to this server and then to one without tiers; and the share of the tick's
-agreement that the steps hide.
+agreement that the steps hide. `throughput`: long prompts and answers of 64 requests at once.
 `pd`: TTFT and transfers of half the GPUs for prefill and half for decoding, with half the experts.
 
 `--device cpu --shape tiny` tries all of it without GPUs.
@@ -23,9 +25,11 @@ import torch
 
 from benchmark.command import Command, Refused
 from benchmark.gpu_eight.forecast import Forecast, report_forecast
+from benchmark.gpu_eight.profile import measure_profile
 from benchmark.gpu_eight.sections import (
     measure_decode,
     measure_pd,
+    measure_throughput,
     measure_tick,
     measure_trace,
     measure_ttft,
@@ -40,7 +44,7 @@ from benchmark.servers import started
 from rigs.servers.engine_server import EngineServer
 
 ONE_SERVER: Final = ("decode", "ttft", "turns", "trace", "unused")
-SECTIONS: Final = ("forecast", "tick", *ONE_SERVER, "pd")
+SECTIONS: Final = ("forecast", "tick", "profile", *ONE_SERVER, "throughput", "pd")
 
 
 def measure_server(
@@ -79,6 +83,7 @@ def measure_server(
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, choices=(8, 4, 2), default=8, help="ranks [8]")
     parser.add_argument("--shape", choices=list(SHAPES), default="deepseek_v32")
+    parser.add_argument("--whole", action="store_true", help="all experts, whatever --gpus says")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
 
 
@@ -97,16 +102,20 @@ def run(args: argparse.Namespace, report: Report) -> None:
         )
     begun = time.monotonic()
     tick_us = None
-    with shape.model(args.gpus) as model:
+    with shape.model(8 if args.whole else args.gpus) as model:
         if "forecast" in wanted:
             report_forecast(Forecast(model, args.gpus, shape.flags), args.shape, report)
         if "tick" in wanted:
             tick_us = measure_tick(args.gpus, shape.ticks, report)
+        if "profile" in wanted:
+            measure_profile(args.shape, model, args.gpus, report)
         if wanted & set(ONE_SERVER):
             measure_server(shape, model, args.gpus, wanted, tick_us, report)
+        if "throughput" in wanted:
+            measure_throughput(shape, model, args.gpus, report)
     if "pd" in wanted:
         half = args.gpus // 2
-        with shape.model(half) as model:
+        with shape.model(8 if args.whole else half) as model:
             measure_pd(shape, model, half, report)
     report.add("whole_run", time.monotonic() - begun, "s")
 

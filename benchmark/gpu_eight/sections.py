@@ -15,7 +15,7 @@ from benchmark.gpu_pd.servers import measure_ttft as measure_pd_ttft
 from benchmark.ranks.collectives import PRELOAD
 from benchmark.ranks.collectives import measure_tick as measure_rank_tick
 from benchmark.report import Report
-from benchmark.servers import UnusedLoad, ask, load, load_requests
+from benchmark.servers import UnusedLoad, ask, load, load_requests, started
 from benchmark.simulate.trace import EXCERPT
 from rigs.bench.multiturn import converse
 from rigs.schedulers.rank_processes import run_ranks
@@ -146,6 +146,24 @@ def measure_unused(
     report.add("throughput", rate, "token/s", case)
     report.add("mean_tpot", tpot_ms, "ms", case)
     return rate, tpot_ms
+
+
+def measure_throughput(shape: Shape, model: str, gpus: int, report: Report) -> None:
+    """Requests at once, each with a new prompt, on a server whose L1 holds them all."""
+    requests, inputs, outputs = shape.throughput
+    pages = requests * ((inputs + outputs) // shape.page_size + 2)
+    flags = (*shape.server_flags(pages * shape.page_size), "--tp-size", str(gpus))
+    server = EngineServer(*flags, "--max-running-requests", str(requests), model=model)
+    with started({"throughput": server}, report):
+        load(server.url, [shape.prompt(4 * _WARM_UP_SEED + i, inputs) for i in range(2)], 4)
+        prompts = [shape.prompt(5 * _WARM_UP_SEED + i, inputs) for i in range(requests)]
+        result = load(server.url, prompts, outputs)
+        case = {"load": "throughput", "requests": requests, "input": inputs, "output": outputs}
+        report_load(result.results, result.duration, case, report)
+        rate = requests * (inputs + outputs) / result.duration / gpus
+        report.add("throughput_of_a_gpu", rate, "token/s", case)
+        tpots = [one.tpot * 1e3 for one in result.results if one.tpot]
+        report.add("median_tpot", statistics.median(tpots), "ms", case)
 
 
 def report_costs(

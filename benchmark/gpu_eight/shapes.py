@@ -45,6 +45,8 @@ class Shape:
     decodes: tuple[int, ...] = (1, 16, 64)
     decode_input: int = 1024
     decode_output: int = 128
+    throughput: tuple[int, int, int] = (64, 8192, 1024)
+    """Requests at once, tokens of each prompt and of each answer."""
     unused_requests: int = 96
     talk: Conversations
     trace: TraceScale
@@ -60,16 +62,16 @@ class Shape:
     def prompt(self, seed: int, length: int) -> list[int]:
         return random_prompt(seed, length, 3, self.vocab_size)
 
-    def server_flags(self) -> tuple[str, ...]:
-        """Flags of every server."""
-        sizes = ("--page-size", str(self.page_size), "--max-total-tokens", str(self.l1))
+    def server_flags(self, l1: int | None = None) -> tuple[str, ...]:
+        """Flags of a server whose L1 holds so many tokens, by default `self.l1`."""
+        sizes = ("--page-size", str(self.page_size), "--max-total-tokens", str(l1 or self.l1))
         return ("--device", self.device, *DUMMY_FLAGS, *self.flags, *sizes)
 
     @contextmanager
-    def model(self, gpus: int) -> Iterator[str]:
-        """A directory with the config.json of the model for so many GPUs."""
+    def model(self, eighths: int) -> Iterator[str]:
+        """A directory with the config.json of the model with so many eighths of its experts."""
         with tempfile.TemporaryDirectory() as directory:
-            config = {**self.config, self.experts: self.config[self.experts] * gpus // 8}
+            config = {**self.config, self.experts: self.config[self.experts] * eighths // 8}
             (Path(directory) / "config.json").write_text(json.dumps(config), encoding="utf-8")
             yield directory
 
@@ -132,6 +134,7 @@ SHAPES: Final = {
         decodes=(1, 4),
         decode_input=32,
         decode_output=8,
+        throughput=(4, 64, 16),
         unused_requests=4,
         talk=Conversations(
             clients=3, rounds=3, request_len=64, output_len=1, parallel=2, fixed_answers=True

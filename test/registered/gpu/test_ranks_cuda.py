@@ -1,4 +1,4 @@
-"""Two GPUs: sums over ranks, the logits of one rank, and the same words from every tier."""
+"""Two GPUs: sums over ranks, logits of one rank, the same words from every tier and with drafts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rigs.schedulers.rank_processes import run_ranks
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import EngineServer
 from sglang.serve_pd import count_gpus
+from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.parallel_state import (
     get_attention_cp_group,
     get_attention_tp_group,
@@ -213,6 +214,36 @@ def test_the_same_words_from_every_tier(tmp_path: Path, sizes: tuple[str, str]) 
         assert words(server, 1) == (cold, (0, WHOLE, 0))
         server.flush()
         assert words(server, 1) == (cold, (0, 0, WHOLE))
+
+
+@pytest.mark.parametrize(
+    ("family", "cp"), [case for case in CASES if case[0] in ("deepseek_v32", "qwen3_next")]
+)
+def test_words_with_drafts_are_those_of_one_rank_without(
+    tmp_path: Path, family: str, cp: int
+) -> None:
+    sizes = {"vocab_size": 2176, "eos_token_id": None, **FAMILIES[family]}
+    save_tiny_checkpoint(tmp_path, family, mtp=True, **sizes)
+    drafts = (
+        "--tp-size", "2", "--attn-cp-size", str(cp),
+        "--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3",
+    )  # fmt: skip
+    found = []
+    for more in ((), drafts, (*drafts, "--disable-cuda-graph")):
+        with EngineServer(
+            "--device", "cuda", "--tokenizer-path", str(BUILTIN_MODEL_DIR), "--dtype", "float32",
+            "--page-size", str(PAGE), "--max-total-tokens", "2048", "--chunked-prefill-size", "64",
+            *more, model=str(tmp_path), env={"SGLANG_SPECULATE_ALWAYS": "1"},
+        ) as server:  # fmt: skip
+            answers = [
+                server.generate(prompt(seed, 200), 24, {"ignore_eos": True}) for seed in range(4)
+            ]
+        output = [answer.output_ids for answer in answers]
+        found.append((output, [answer.meta_info.get("spec_verify_ct") for answer in answers]))
+    (alone, _), captured, launched = found
+    assert captured == launched
+    assert captured[0] == alone
+    assert all(captured[1]), "drafts were verified"
 
 
 EXPECTED: Final[dict[str, list[int]]] = {}

@@ -278,14 +278,15 @@ class StepDriver:
     ) -> None:
         """Args:
         num_states: Slots of recurrent states, those of the rows included; None: no others.
-        config: Further fields of `ModelRunnerConfig`, and `dtype`, `ssm_dtype` and
-            `has_draft_layer` of the model.
+        config: Further fields of `ModelRunnerConfig`, and `dtype`, `ssm_dtype`,
+            `has_draft_layer` and `quantization` of the model.
         """
         model_config = ModelConfig.from_path(
             str(model_path),
             dtype=config.pop("dtype", "auto"),
             ssm_dtype=config.pop("ssm_dtype", "float32"),
             has_draft_layer=config.pop("has_draft_layer", False),
+            quantization=config.pop("quantization", None),
         )
         self.runner = ModelRunner(
             ModelRunnerConfig(
