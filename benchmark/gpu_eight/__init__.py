@@ -84,6 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, choices=(8, 4, 2), default=8, help="ranks [8]")
     parser.add_argument("--shape", choices=list(SHAPES), default="deepseek_v32")
     parser.add_argument("--whole", action="store_true", help="all experts, whatever --gpus says")
+    parser.add_argument("--layers", type=int, help="only the first so many layers")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
 
 
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         )
     begun = time.monotonic()
     tick_us = None
-    with shape.model(8 if args.whole else args.gpus) as model:
+    with shape.model(8 if args.whole else args.gpus, args.layers) as model:
         if "forecast" in wanted:
             report_forecast(Forecast(model, args.gpus, shape.flags), args.shape, report)
         if "tick" in wanted:
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
             measure_throughput(shape, model, args.gpus, report)
     if "pd" in wanted:
         half = args.gpus // 2
-        with shape.model(8 if args.whole else half) as model:
+        with shape.model(8 if args.whole else half, args.layers) as model:
             measure_pd(shape, model, half, report)
     report.add("whole_run", time.monotonic() - begun, "s")
 

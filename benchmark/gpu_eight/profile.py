@@ -12,7 +12,7 @@ from benchmark.gpu_ranks.kernels import add_step, kernel_sums, profiled
 from benchmark.report import Report
 from rigs.models.tiny_models import StepDriver
 from rigs.schedulers.rank_processes import run_ranks
-from sglang.srt.distributed.parallel_state import get_world_group
+from sglang.srt.distributed.parallel_state import get_attention_tp_group, get_world_group
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 STEPS: Final = 8
@@ -32,6 +32,7 @@ def profile_rank(model: str, name: str) -> dict[str, dict[str, Any]]:
         pool_tokens=rows * (shape.decode_input + new) + 2 * (length + shape.page_size),
         max_requests=rows + 2,
         gpu_id=get_world_group().rank,
+        tp_group=get_attention_tp_group(),
         device=shape.device,
         load_format="dummy",
         **_runner_fields(shape),

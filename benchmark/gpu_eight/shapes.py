@@ -68,10 +68,16 @@ class Shape:
         return ("--device", self.device, *DUMMY_FLAGS, *self.flags, *sizes)
 
     @contextmanager
-    def model(self, eighths: int) -> Iterator[str]:
-        """A directory with the config.json of the model with so many eighths of its experts."""
+    def model(self, eighths: int, layers: int | None = None) -> Iterator[str]:
+        """A directory with the config.json of the model with so many eighths of its experts.
+
+        Args:
+            layers: The first so many layers; None: all.
+        """
         with tempfile.TemporaryDirectory() as directory:
             config = {**self.config, self.experts: self.config[self.experts] * eighths // 8}
+            if layers is not None:
+                config["num_hidden_layers"] = layers
             (Path(directory) / "config.json").write_text(json.dumps(config), encoding="utf-8")
             yield directory
 

@@ -1,4 +1,5 @@
-"""Kernels with barriers between ranks, interpreted: see `rigs.schedulers.meeting_ranks`.
+"""Kernels of several ranks, interpreted: with barriers (`rigs.schedulers.meeting_ranks`), and those
+of an indexer whose choices the ranks divide (`rigs.models.latent_ranks`).
 
 On GPUs `test/registered/gpu/test_ranks_cuda.py` runs the same kernels.
 """
@@ -14,16 +15,17 @@ import pytest
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=23, suite="base-b-test-cpu")
+register_cpu_ci(est_time=55, suite="base-b-test-cpu")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
 
 
-def test_sums_and_greatest_logits_of_ranks_that_come_at_different_times() -> None:
+def output_of(*command: str) -> list[str]:
+    """Lines of a module that must end with 0."""
     done = subprocess.run(
-        [sys.executable, "-m", "rigs.schedulers.meeting_ranks", "2", "3"],
+        [sys.executable, "-m", *command],
         env=child_environment() | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -31,9 +33,20 @@ def test_sums_and_greatest_logits_of_ranks_that_come_at_different_times() -> Non
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    return done.stdout.splitlines()
+
+
+def test_sums_and_greatest_logits_of_ranks_that_come_at_different_times() -> None:
+    assert output_of("rigs.schedulers.meeting_ranks", "2", "3") == [
         "0 of 2 ranks failed, 0 flags left",
         "0 of 3 ranks failed, 0 flags left",
+    ]
+
+
+def test_ranks_divide_the_choices_of_an_indexer() -> None:
+    assert output_of("rigs.models.latent_ranks") == [
+        "2 ranks have the logits of one",
+        "3 ranks have the logits of one",
     ]
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import pytest
 import torch
 
+from rigs.models import latent_ranks
 from rigs.models.model_oracle import logits_of_batches
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from rigs.schedulers.rank_processes import run_ranks
@@ -120,9 +121,12 @@ def sums() -> dict[str, Any]:
     return found
 
 
-def test_sums() -> None:
-    first, second = run_ranks(2, sums, device="cuda")
-    assert first == second, "the same bits on all ranks"
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sums(ranks: int) -> None:
+    if count_gpus() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    first, *others = run_ranks(ranks, sums, device="cuda")
+    assert all(one == first for one in others), "the same bits on all ranks"
     assert first["has_symmetric_memory"]
     assert all(is_right for name, is_right in first.items() if name.endswith("apart"))
 
@@ -185,6 +189,10 @@ def test_logits_equal_those_of_one_cpu(tmp_path: Path, family: str, cp: int) -> 
     first, second = run_ranks(2, logits, *work, attn_cp_size=cp, device="cuda")
     torch.testing.assert_close(first, right, rtol=1e-3, atol=1e-3)
     assert torch.equal(first, second), "the same bits on all ranks"
+
+
+def test_ranks_divide_the_choices_of_an_indexer() -> None:
+    latent_ranks.check(2, "cuda")
 
 
 def words(server: EngineServer, seed: int) -> tuple[list[int], tuple[int, int, int]]:

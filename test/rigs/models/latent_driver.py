@@ -7,14 +7,25 @@ from pathlib import Path
 import torch
 
 from rigs.models.tiny_models import StepDriver
+from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
 from sglang.srt.layers.attention.latent_triton_backend import LatentTritonBackend
 
 
-def latent_driver(path: Path, device: str, kv_cache_dtype: str = "auto") -> StepDriver:
+def latent_driver(
+    path: Path,
+    device: str,
+    kv_cache_dtype: str = "auto",
+    tp_group: TensorGroup | None = None,
+) -> StepDriver:
     """On a GPU the default; elsewhere its attention is replaced."""
     driver = StepDriver(
-        path, page_size=16, device=device, disable_cuda_graph=True, kv_cache_dtype=kv_cache_dtype
+        path,
+        page_size=16,
+        device=device,
+        disable_cuda_graph=True,
+        kv_cache_dtype=kv_cache_dtype,
+        tp_group=tp_group,
     )
     runner = driver.runner
     if device != "cuda":
@@ -26,6 +37,7 @@ def latent_driver(path: Path, device: str, kv_cache_dtype: str = "auto") -> Step
                 page_size=16,
                 dtype=torch.float32,
                 device=device,
+                tp_group=runner.tp_group,
             )
         )
     (only,) = runner.attn_backends.values()

@@ -116,9 +116,8 @@ class GroupCoordinator(TensorGroup):
         return bool(flag)
 
     def empty_part(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        if self._symm_mem is not None and self._symm_mem.should_defer(shape, like.dtype):
-            return self._symm_mem.empty_part(shape, like.dtype)
-        return super().empty_part(shape, like)
+        part = None if self._symm_mem is None else self._symm_mem.empty_part(shape, like.dtype)
+        return super().empty_part(shape, like) if part is None else part
 
     def sum_later(self, x: torch.Tensor) -> torch.Tensor | PendingSum:
         if self._symm_mem is not None and self._symm_mem.should_defer(x.shape, x.dtype):

@@ -31,6 +31,9 @@ from sglang.srt.layers.triton_ops.arguments import ScaledWeight, Weight
 _MAX_UNPADDED_ROWS: Final = 32
 """Batches up to this size are not padded: padding would cost more than compiling for each size."""
 
+_ROWS_OF_PARTS: Final = 256
+"""Fewest rows of bf16 for which an fp32 weight is split, which takes about 30 microseconds."""
+
 
 def apply_linear(
     x: torch.Tensor,
@@ -44,8 +47,9 @@ def apply_linear(
 
     Args:
         x: `[num_tokens, input_size]`.
-        weight: `[output_size, input_size]`. A weight with scales needs a device with fused kernels;
-            they round `x` as `FusedKernels.multiply_scaled` says.
+        weight: `[output_size, input_size]`. If it is fp32, so is the result, whatever the dtype of
+            `x`. A weight with scales needs a device with fused kernels; they round `x` as
+            `FusedKernels.multiply_scaled` says.
         bias: `[output_size]`.
         out: Tensor for the result, `[num_tokens, output_size]` of `out_dtype`; None: a new one.
         out_dtype: Dtype of the result; None: that of `x`. On CUDA the sums are not rounded to the
@@ -55,6 +59,11 @@ def apply_linear(
     if isinstance(weight, ScaledWeight):
         assert kernels is not None, "other devices dequantize weights at load"
         return kernels.multiply_scaled(x, weight, bias, out=out, out_dtype=out_dtype)
+    if weight.dtype == torch.float32 != x.dtype:
+        is_in_parts = kernels is not None and len(x) >= _ROWS_OF_PARTS
+        if is_in_parts and x.dtype == torch.bfloat16 and bias is None and out is None:
+            return _multiply_by_parts(x, weight)
+        x = x.float()
     if kernels is not None:
         config = kernels.plan_gemv(*weight.shape) if x.shape[0] == 1 else None
         if config is not None:
@@ -73,6 +82,22 @@ def apply_linear(
     if out_dtype is not None:
         result = result.to(out_dtype)
     return result if out is None else out.copy_(result)
+
+
+def _multiply_by_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` in fp32, of bf16 and fp32, as three products on bf16 tensor cores.
+
+    A number in fp32 has 24 significant bits, so it is the sum of three in bf16. Products of two
+    numbers in bf16 are exact in fp32, in which they are summed.
+    """
+    parts = torch.empty((3, *weight.shape), dtype=x.dtype, device=x.device)
+    rest = weight
+    for part in parts:
+        part.copy_(rest)
+        rest = rest - part
+    products = torch.mm(x, parts.flatten(0, 1).t(), out_dtype=torch.float32)
+    first, second, third = products.chunk(3, dim=1)
+    return third.add_(second) + first
 
 
 def _linear_on_cpu(

@@ -268,6 +268,7 @@ class ModelRunner:
                 dtype=self.model_config.dtype,
                 device=self.config.device,
                 mla=layer.mla if isinstance(layer, LatentAttention) else None,
+                tp_group=self.tp_group,
             )
             for layer in layers
         }

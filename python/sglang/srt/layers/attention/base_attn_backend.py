@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from sglang.srt.configs.mla_config import MLAConfig
+from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
@@ -30,6 +31,8 @@ class AttentionConfig:
     device: str
     mla: MLAConfig | None = None
     """Sizes of latent attention, for the kinds that have it."""
+    tp_group: TensorGroup = field(default_factory=SingleTensorGroup)
+    """The ranks that have the other heads of the same tokens."""
 
     @cached_property
     def kv(self) -> KVSpec:

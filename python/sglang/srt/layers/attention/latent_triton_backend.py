@@ -47,10 +47,17 @@ SCORE_BYTES: Final = 256 << 20
 """Upper bound, in bytes, of the indexer's scores computed at a time."""
 
 MASKED_CONTEXT: Final = 13312
-"""Tokens before this position attend to all keys under a mask. Reading the chosen rows costs a
-token the same everywhere, and a mask as much as there are keys."""
+MASKED_CONTEXT_HEADS: Final = 128
+"""With so many heads, tokens before this position attend to all keys under a mask. Reading the
+chosen rows costs a token the same everywhere and whatever the heads, and a mask as much as there
+are keys and heads: with fewer heads the context is longer, in proportion."""
+MASKED_CONTEXT_LIMIT: Final = SCORE_BYTES // (4 * TOKENS_AT_ONCE)
 MASKED_TOKENS: Final = 1024
 """Fewest such tokens of a request: the context is projected up for them."""
+PROJECTED_HEADS: Final = MASKED_CONTEXT * HEADS_AT_ONCE
+"""Most heads of all keys that are projected up at a time."""
+SHARED_TOKENS: Final = 512
+"""Fewest tokens whose choice the ranks of a layer divide among themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +76,8 @@ class SlotLists:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def of(self, tokens: slice) -> SlotLists:
-        """The lists of some of the tokens."""
+    def of(self, tokens: slice | torch.Tensor) -> SlotLists:
+        """The lists of some of the tokens: a slice, or indices (int64 `[n]`)."""
         return SlotLists(self.rows[tokens], self.lens[tokens], self.longest, self.one_list)
 
 
@@ -114,7 +121,11 @@ class LatentTritonBackend(AttentionBackend):
         """Rows and lengths of tokens, int64 `[2, num_tokens]`, by `num_tokens` of a captured
         prefill."""
         self._own_rows = torch.arange(TOKENS_AT_ONCE, device=config.device)
-        self._positions = torch.arange(MASKED_CONTEXT, dtype=torch.int32, device=config.device)
+        longer = MASKED_CONTEXT * MASKED_CONTEXT_HEADS // config.num_heads
+        self._masked_context = min(max(MASKED_CONTEXT, longer), MASKED_CONTEXT_LIMIT)
+        self._positions = torch.arange(
+            self._masked_context, dtype=torch.int32, device=config.device
+        )
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode is not ForwardMode.EXTEND:
@@ -258,7 +269,7 @@ class LatentTritonBackend(AttentionBackend):
             attend_projected(q[own], k[own], pool, long.prefix_slots, layer, out[own])
         if index is None:
             return
-        masked = min(segment.end, segment.begin + MASKED_CONTEXT - segment.prefix)
+        masked = min(segment.end, segment.begin + self._masked_context - segment.prefix)
         is_alone = index.chosen is None
         if is_alone and masked - choosing >= MASKED_TOKENS and _can_be_masked(layer):
             own = slice(choosing, masked)
@@ -286,7 +297,7 @@ class LatentTritonBackend(AttentionBackend):
 
         Args:
             q: `[n, num_heads, qk_head_dim]`.
-            lists: Lists of the tokens, which end before `MASKED_CONTEXT`.
+            lists: Lists of the tokens, which end before `_masked_context`.
             index: Indexer queries of the same tokens.
             out: `[n, num_heads, v_head_dim]`, overwritten.
         """
@@ -295,25 +306,66 @@ class LatentTritonBackend(AttentionBackend):
         first, table = lists.longest - len(q), forward_batch.req_to_token_pool.req_to_token
         rank, slots = layer.mla.kv_lora_rank, table[lists.rows[0], : lists.longest]
         rows = gather_rows(pool, slots.long(), rank, q.dtype).squeeze(1)
+        own = self._own_tokens(lists)
+        mine, part = (lists, index) if own is None else (lists.of(own), index.of(own))
         masks = []
-        for begin in range(0, len(q), TOKENS_AT_ONCE):
-            own = slice(begin, min(begin + TOKENS_AT_ONCE, len(q)))
+        for begin in range(0, len(mine), TOKENS_AT_ONCE):
+            tokens = slice(begin, begin + TOKENS_AT_ONCE)
+            block, asked = mine.of(tokens), part.of(tokens)
             scores = index_scores(
-                *(index.q[own], index.weights[own], keys, table, lists.rows[own], lists.lens[own]),
-                lists.longest,
+                *(asked.q, asked.weights, keys, table, block.rows, block.lens, lists.longest),
                 one_list=True,
             )
             # A table whose slots are positions.
-            places = self._positions.view(1, -1), torch.zeros_like(lists.rows[own])
-            chosen = choose_slots(scores, *places, lists.lens[own], index.topk)
+            places = self._positions.view(1, -1), torch.zeros_like(block.rows)
+            chosen = choose_slots(scores, *places, block.lens, index.topk)
             masks.append(mask_of(chosen, lists.longest))
         mask = masks[0] if len(masks) == 1 else torch.cat(masks)
-        for begin in range(0, layer.num_heads, HEADS_AT_ONCE):
-            heads = slice(begin, begin + HEADS_AT_ONCE)
+        if own is not None:
+            mask = self._of_all_ranks(mask, len(lists))
+        at_once = max(1, min(HEADS_AT_ONCE, PROJECTED_HEADS // lists.longest))
+        for begin in range(0, layer.num_heads, at_once):
+            heads = slice(begin, begin + at_once)
             projected = layer.up_projection.project(rows[:, :rank], heads)
             masked_attention(
                 q[:, heads], projected, rows, mask, first, layer.scaling, out[:, heads]
             )
+
+    def _choose(
+        self, index: IndexQuery, keys: torch.Tensor, table: torch.Tensor, lists: SlotLists
+    ) -> torch.Tensor:
+        """The slots that an indexer chooses, int32 `[n, topk]`, in `index.chosen` if there is one.
+
+        Args:
+            index: Indexer queries of the tokens of `lists`.
+            keys: The indexer's keys of all slots.
+            table: The table of slots.
+        """
+        own, out = self._own_tokens(lists), index.chosen
+        mine, part = (lists, index) if own is None else (lists.of(own), index.of(own))
+        slots = table, mine.rows, mine.lens
+        scores = index_scores(
+            part.q, part.weights, keys, *slots, lists.longest, one_list=lists.one_list
+        )
+        found = choose_slots(scores, *slots, index.topk, out=out if own is None else None)
+        if own is None:
+            return found
+        found = self._of_all_ranks(found, len(lists))
+        return found if out is None else out.copy_(found)
+
+    def _own_tokens(self, lists: SlotLists) -> torch.Tensor | None:
+        """Indices of the tokens whose choice is this rank's part, int64 `[ceil(n / ranks)]`; None:
+        every rank chooses for all. The last may be repeated."""
+        group, count = self._config.tp_group, len(lists)
+        if group.size == 1 or not lists.one_list or count < SHARED_TOKENS:
+            return None
+        # In turn, since later tokens see more keys.
+        own = torch.arange(group.rank, -(-count // group.size) * group.size, group.size)
+        return self._runtime.stage_to_device(own.clamp_(max=count - 1))
+
+    def _of_all_ranks(self, part: torch.Tensor, count: int) -> torch.Tensor:
+        """Rows of `count` tokens, from the rows of each rank's `_own_tokens`."""
+        return self._config.tp_group.all_gather(part).transpose(0, 1).flatten(0, 1)[:count]
 
     def _attend(
         self,
@@ -354,12 +406,9 @@ class LatentTritonBackend(AttentionBackend):
             pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
         else:
             pool, keys = Pools.of(forward_batch, layer.layer_id, index)
-            chosen, slots = index.chosen, (table, rows, lists.lens)
+            chosen = index.chosen
             if keys is not None:
-                scores = index_scores(
-                    index.q, index.weights, keys, *slots, lists.longest, one_list=lists.one_list
-                )
-                chosen = choose_slots(scores, *slots, index.topk, out=chosen)
+                chosen = self._choose(index, keys, table, lists)
             assert chosen is not None
             table, most = chosen, index.topk
             rows = self._own_rows[: len(q)]

@@ -179,7 +179,7 @@ class Indexer(WeightedLayer):
         q = apply_linear(q_latent, self.query_weight)
         q = self._rotate_(q.view(len(q), -1, self.config.head_dim), rotation)
         q = self._spread(q) if in_fp8 else q
-        weights = apply_linear(hidden.float(), self.heads_weight) * self._scale
+        weights = apply_linear(hidden, self.heads_weight) * self._scale
         return IndexQuery(q, weights, self.config.topk)
 
     def keys(

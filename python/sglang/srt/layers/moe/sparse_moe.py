@@ -171,7 +171,7 @@ class Router(WeightedLayer):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, hidden_size]` to `[num_tokens, num_experts]` of the weight's dtype."""
-        return apply_linear(x.to(self.weight.dtype), self.weight)
+        return apply_linear(x, self.weight)
 
     def weight_slots(self) -> NamedSlots:
         yield f"{self.prefix}.weight", WeightSlot.of(self.weight)
@@ -270,12 +270,16 @@ class SparseMoeBlock(torch.nn.Module):
         out = self.experts.forward(x, weights, ids)
         if self.shared_expert is None:
             return self._group.sum_later(out), residual
-        if shared_weight is not None:
-            out.addcmul_(shared_weight, self.shared_expert.part(x))
-            return self._group.sum_later(out), residual
-        if self._group.size > 1:
+        is_split = self._group.size > 1
+        if is_split or shared_weight is not None:
             # One sum over the ranks for routed and shared experts.
-            return self._group.sum_later(out.add_(self.shared_expert.part(x))), residual
-        shared, residual = self.shared_expert.forward(x, residual)
-        assert not isinstance(shared, PendingSum), "one rank has all"
-        return (out if shared is None else out.add_(shared)), residual
+            both = self._group.empty_part(out.shape, out) if is_split else out
+            shared = self.shared_expert.part(x)
+            if shared_weight is None:
+                torch.add(out, shared, out=both)
+            else:
+                torch.addcmul(out, shared_weight, shared, out=both)
+            return self._group.sum_later(both), residual
+        rest, residual = self.shared_expert.forward(x, residual)
+        assert not isinstance(rest, PendingSum), "one rank has all"
+        return (out if rest is None else out.add_(rest)), residual

@@ -236,10 +236,10 @@ def multiply_fp8_by_library(
     """`x @ weight.T + bias` by `torch.nn.functional.scaled_mm`: blocks of 128 inputs with 1 or 128
     outputs, or one group of inputs."""
     tokens, inputs = len(x), weight.shape[1]
-    if weight.group != inputs:
-        # Scales of blocks are read 16 bytes at a time.
-        x = F.pad(x, (0, 0, 0, -tokens % 4))
-    rounded, x_scales = quantize_activations(x, weight.group)
+    # Scales of blocks are read 16 bytes at a time.
+    rounded, x_scales = quantize_activations(
+        x, weight.group, more_rows=0 if weight.group == inputs else -tokens % 4
+    )
     scales = weight.scales
     if weight.group == inputs:
         x_recipe = recipe = ScalingType.RowWise

@@ -47,12 +47,13 @@ def gate(gates: tl.tensor, ups: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     return (activated * ups).to(DTYPE).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "given"])
 def _round_groups_kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     rows: tl.tensor,
+    given: tl.tensor,
     stride: tl.tensor,
     PER_ROW: tl.constexpr,
     SIZE: tl.constexpr,
@@ -60,7 +61,8 @@ def _round_groups_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Round BLOCK groups of SIZE features, of rows of PER_ROW groups.
+    """Round BLOCK groups of SIZE features, of rows of PER_ROW groups; rows that are not given are
+    zeros.
 
     GATED: `silu(gate) * up` of rows of gate and up.
     """
@@ -70,9 +72,10 @@ def _round_groups_kernel(
     cols = tl.arange(0, SIZE)
     row = (group // PER_ROW).to(tl.int64)
     at = x_ptr + (row * stride + group % PER_ROW * SIZE)[:, None] + cols[None, :]
-    x = tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
+    is_given = (row < given)[:, None]
+    x = tl.load(at, mask=is_given, other=0.0).to(tl.float32)
     if GATED:
-        up = tl.load(at + PER_ROW * SIZE, mask=inside[:, None], other=0.0)
+        up = tl.load(at + PER_ROW * SIZE, mask=is_given, other=0.0)
         x = gate(x, up.to(tl.float32), x_ptr.dtype.element_ty)
     rounded, scales = round_groups(x)
     to = out_ptr + group.to(tl.int64)[:, None] * SIZE + cols[None, :]
@@ -119,29 +122,34 @@ def _round_rows_kernel(
     tl.store(scales_ptr + row + one, scale)
 
 
-def quantize_activations(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_activations(
+    x: torch.Tensor, group: int, *, more_rows: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Round each group of a row's features to fp8 e4m3, with one scale: its greatest magnitude
     times 1/448.
 
     Args:
         x: `[num_rows, features]`, dense rows of any stride.
         group: Features of a group: a power of two that divides `features`, or all features.
+        more_rows: Rows of zeros after those of `x`; 0 if a group is a whole row.
 
     Returns:
-        Contiguous `[num_rows, features]` fp8, and fp32 scales `[num_rows, features / group]`, whose
-        columns are contiguous.
+        Contiguous `[num_rows + more_rows, features]` fp8, and fp32 scales `[num_rows + more_rows,
+        features / group]`, whose columns are contiguous.
     """
-    rows, features = x.shape
+    given, features = x.shape
+    rows = given + more_rows
     assert x.stride(1) == 1 and features % group == 0
     out, scales = _empty_rounded(rows, features, group, x.device)
     if group == features:
+        assert not more_rows
         block = min(4096, triton.next_power_of_2(features))
         _round_rows_kernel[(rows,)](
             x, out, scales, x.stride(0), SIZE=features, BLOCK=block, num_warps=4, **early_start(x)
         )
         return out, scales
     _round_groups_kernel[(triton.cdiv(scales.numel(), _GROUPS),)](
-        x, out, scales, rows, x.stride(0),
+        x, out, scales, rows, given, x.stride(0),
         PER_ROW=features // group, SIZE=group, GATED=False, BLOCK=_GROUPS, num_warps=4,
         **early_start(x),
     )  # fmt: skip
@@ -159,7 +167,7 @@ def quantize_gated(gate_up: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
         return quantize_activations(silu_and_mul(gate_up), group)
     out, scales = _empty_rounded(rows, features, group, gate_up.device)
     _round_groups_kernel[(triton.cdiv(scales.numel(), _GROUPS),)](
-        gate_up, out, scales, rows, gate_up.stride(0),
+        gate_up, out, scales, rows, rows, gate_up.stride(0),
         PER_ROW=features // group, SIZE=group, GATED=True, BLOCK=_GROUPS, num_warps=4,
         **early_start(gate_up),
     )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Ranks that divide the choices of an indexer, by the kernels for latent rows: on GPUs, or
+interpreted on a CPU.
+
+    TRITON_INTERPRET=1 python -m rigs.models.latent_ranks
+
+Ends with 0 if the logits of two and of three ranks are those of torch on one.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import torch
+
+from rigs.models.latent_driver import latent_driver
+from rigs.models.model_oracle import prompt
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.schedulers.rank_processes import run_ranks
+from sglang.srt.distributed.parallel_state import get_attention_tp_group
+from sglang.srt.layers.attention import latent_triton_backend as backend
+
+LIMITS: Final = {
+    "SHORT_TOKENS": 20, "TOKENS_AT_ONCE": 8, "MASKED_CONTEXT": 72, "MASKED_CONTEXT_HEADS": 1,
+    "MASKED_TOKENS": 5, "SHARED_TOKENS": 7,
+}  # fmt: skip
+"""Small ones. Tokens 32 to 71 of a request choose under a mask, and later ones rows."""
+SIZES: Final[dict[str, Any]] = {
+    "num_attention_heads": 6, "num_key_value_heads": 6, "qk_rope_head_dim": 16, "head_dim": 16,
+    "v_head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 48,
+}  # fmt: skip
+
+
+def logits_of(driver: StepDriver) -> torch.Tensor:
+    """Logits of three chunks of a prompt, and of two decode steps."""
+    tokens, found = prompt(120, 1), []
+    for begin, end in ((0, 37), (37, 90), (90, 118)):
+        found.append(driver.extend([(0, tokens[begin:end])]).next_token_logits.clone())
+    for token in tokens[118:]:
+        found.append(driver.decode([(0, token)]).next_token_logits.clone())
+    return torch.cat(found).cpu()
+
+
+def logits_of_rank(path: str, device: str) -> tuple[torch.Tensor, list[int]]:
+    """One rank's logits, and how many rows it has chosen for the ranks, call by call."""
+    group, shared = get_attention_tp_group(), []
+    gather = backend.LatentTritonBackend._of_all_ranks
+
+    def count(self: Any, part: torch.Tensor, count: int) -> torch.Tensor:
+        shared.append(len(part))
+        return gather(self, part, count)
+
+    with (
+        mock.patch.multiple(backend, **LIMITS),
+        mock.patch.object(backend.LatentTritonBackend, "_of_all_ranks", count),
+    ):
+        return logits_of(latent_driver(Path(path), device, tp_group=group)), shared
+
+
+def check(ranks: int, device: str) -> None:
+    """Raises AssertionError: a rank's logits differ, or ranks did not divide the choices."""
+    with tempfile.TemporaryDirectory() as directory:
+        save_tiny_checkpoint(directory, "deepseek_v32", **SIZES)
+        right = logits_of(StepDriver(directory, page_size=16, device="cpu"))
+        for found, shared in run_ranks(ranks, logits_of_rank, directory, device, device=device):
+            torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-3)
+            # The first of two layers: tokens 37 to 71 under masks, then blocks of 8. The last layer
+            # computes the last token.
+            assert shared == [-(-35 // ranks), *[-(-8 // ranks)] * 5], shared
+
+
+if __name__ == "__main__":
+    for number in (2, 3):
+        check(number, "cpu")
+        print(f"{number} ranks have the logits of one")
+    sys.exit(0)
