@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from benchmark.gpu_eight.shapes import SHAPES, Shape
 from benchmark.gpu_ranks.kernels import add_step, kernel_sums, profiled
@@ -17,6 +17,7 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 STEPS: Final = 8
 _TIMEOUT_S: Final = 300.0
+_Work: TypeAlias = Sequence[Callable[[], object]]
 _KINDS: Final = {"cuda": ("kernel", "gpu_memcpy", "gpu_memset"), "cpu": ("cpu_op",)}
 
 
@@ -29,47 +30,42 @@ def profile_rank(model: str, name: str) -> dict[str, dict[str, Any]]:
     driver = StepDriver(
         model,
         page_size=shape.page_size,
-        pool_tokens=rows * (shape.decode_input + new) + 2 * (length + shape.page_size),
-        max_requests=rows + 2,
+        pool_tokens=rows * (shape.decode_input + new) + 3 * (length + shape.page_size),
+        max_requests=rows + 3,
         gpu_id=get_world_group().rank,
         tp_group=get_attention_tp_group(),
         device=shape.device,
         load_format="dummy",
         **_runner_fields(shape),
     )
-    found = {}
-    found[f"prefill of {length}"] = _measured(
-        shape, partial(driver.extend, [(rows, shape.prompt(1, length))]),
-        partial(driver.extend, [(rows + 1, shape.prompt(2, length))]), 1,
-    )  # fmt: skip
+    prefills = [partial(driver.extend, [(rows + i, shape.prompt(i, length))]) for i in range(3)]
+    found = {f"prefill of {length}": _measured(shape, *([one] for one in prefills))}
     for row in range(rows):
         driver.extend([(row, shape.prompt(3 + row, shape.decode_input))])
     for batch in ([rows], list(range(rows))):
         # Rows have tokens of their own, since equal tokens choose equal experts.
         step = partial(driver.decode, [(row, 11 + 37 * row) for row in batch])
-        context = driver.lens[batch[0]]
-        found[f"{len(batch)} x {context}"] = _measured(shape, step, step, STEPS)
+        steps, context = [step] * STEPS, driver.lens[batch[0]]
+        found[f"{len(batch)} x {context}"] = _measured(shape, [step], steps, steps)
     return found
 
 
-def _measured(shape: Shape, warm_up: Any, step: Any, steps: int) -> dict[str, Any]:
-    """`step` several times with a clock, and as often in a profile."""
+def _measured(shape: Shape, warm_up: _Work, timed: _Work, seen: _Work) -> dict[str, Any]:
+    """Figures of steps on average: of some with a clock, and of others in a profile."""
     wait = device_runtime(shape.device).synchronize
-    warm_up()
+    _run(warm_up)
     wait()
     begun = time.perf_counter()
-    if steps > 1:
-        for _ in range(steps):
-            step()
+    _run(timed)
     wait()
-    step_ms = (time.perf_counter() - begun) / steps * 1e3 if steps > 1 else None
+    step_ms = (time.perf_counter() - begun) / len(timed) * 1e3
+    events = profiled(partial(_run, seen), _KINDS[shape.device])
+    return {"step_ms": step_ms, **kernel_sums(events, len(seen))}
 
-    def work() -> None:
-        for _ in range(steps):
-            step()
 
-    events = profiled(work, _KINDS[shape.device])
-    return {"step_ms": step_ms, **kernel_sums(events, steps)}
+def _run(work: _Work) -> None:
+    for one in work:
+        one()
 
 
 def _runner_fields(shape: Shape) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from rigs.models.model_oracle import logits_of_batches
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
 from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.srt.layers.linear import apply_linear
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
@@ -58,6 +59,18 @@ def test_the_same_words_cold_and_warm(tmp_path: Path, family: str, dtype: str) -
     rig = SchedulerRig(tmp_path, page_size=16, overlap=True, **state)
     assert [rig.generate([ids])[0] for ids in prompts] == cold
     assert rig.generate(prompts) == cold
+
+
+def test_products_of_fp32_weights_with_many_bf16_rows_are_those_of_fp32() -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    for rows, outputs in ((1023, 64), (1024, 64), (2000, 256)):
+        x = torch.randn(rows, 7168, generator=generator, device="cuda").bfloat16()
+        weight = torch.randn(outputs, 7168, generator=generator, device="cuda")
+        right = x.double() @ weight.double().t()
+        got = apply_linear(x, weight)
+        assert got.dtype is torch.float32
+        # A bf16 weight would be 2e-3 off.
+        assert (got - right).norm() < 3e-5 * right.norm()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.models import latent_ranks
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.srt.layers.attention import latent_triton_backend
+from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.triton_ops.attention import indexer_scores
 from sglang.srt.managers.messages.io_struct import Tick
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -64,6 +69,29 @@ def test_no_tick_waits_for_the_device_but_for_its_tokens(
         rig.generate([prompt(seed, 60)])
     rig.generate([prompt(10, 60)])
     assert ticks > 100
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
+def test_the_host_does_not_wait_in_a_long_prefill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Tokens choose under a mask, and later ones choose rows."""
+    for name, value in latent_ranks.LIMITS.items():
+        monkeypatch.setattr(latent_triton_backend, name, value)
+    monkeypatch.setattr(indexer_scores, "_MANY_TOKENS", 1)
+    save_tiny_checkpoint(tmp_path, "deepseek_v32", **latent_ranks.SIZES)
+    driver = StepDriver(
+        tmp_path, page_size=16, device="cuda", kv_cache_dtype=dtype, disable_cuda_graph=True
+    )
+    forward = driver.runner.forward
+
+    def strict(batch: ForwardBatch) -> Any:
+        with waiting_is_an_error():
+            return forward(batch)
+
+    driver.extend([(0, prompt(1, 120))])
+    monkeypatch.setattr(driver.runner, "forward", strict)
+    driver.extend([(1, prompt(2, 120))])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from sglang.srt.distributed.parallel_state import get_attention_tp_group
 from sglang.srt.layers.attention import latent_triton_backend as backend
 
 LIMITS: Final = {
-    "SHORT_TOKENS": 20, "TOKENS_AT_ONCE": 8, "MASKED_CONTEXT": 72, "MASKED_CONTEXT_HEADS": 1,
+    "SHORT_TOKENS": 20, "TOKENS_AT_ONCE": 8, "MASKED_CONTEXT": 72, "FEW_HEADS": 0,
     "MASKED_TOKENS": 5, "SHARED_TOKENS": 7,
 }  # fmt: skip
 """Small ones. Tokens 32 to 71 of a request choose under a mask, and later ones rows."""

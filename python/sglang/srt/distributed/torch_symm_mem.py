@@ -23,9 +23,9 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 ALL_REDUCE_BYTES: Final = MIB
 """Most bytes of a tensor for one shot; measured by `python -m benchmark gpu-ranks sums`."""
-TWO_SHOT_BYTES: Final = 128 * MIB
-"""Most bytes of a tensor for two shots, with more than two ranks: 8,192 tokens of 8,192 bf16
-numbers. Two ranks move as much with NCCL."""
+TWO_SHOT_BYTES: Final = 16 * MIB
+"""Most bytes of a tensor for two shots, with more than two ranks; NCCL is as fast for more. Two
+ranks' norms read up to `DEFERRED_BYTES`."""
 DEFERRED_BYTES: Final = {2: 64 * MIB}
 """Most bytes of a tensor that a norm sums, by number of ranks. Two ranks read no more bytes than
 with other algorithms; more ranks read each byte more often than NCCL's rings."""

@@ -124,6 +124,11 @@ def test_activations_are_rounded_as_by_torch(group: int) -> None:
     want, want_scales = rounded(x, group)
     assert same_bits(elements, want) and torch.equal(scales, want_scales)
     assert (scales[4] == 1).all() and (elements[4].float() == 0).all()
+    if group == 128:
+        padded, scales = quantize_activations(x, group, more_rows=1)
+        assert padded.shape == (20, 640) and scales.stride() == (1, 20)
+        assert same_bits(padded[:19], want) and torch.equal(scales[:19], want_scales)
+        assert (scales[19] == 1).all() and (padded[19].float() == 0).all()
 
 
 @pytest.mark.parametrize("group", [128, 256])

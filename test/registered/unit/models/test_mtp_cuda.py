@@ -14,7 +14,7 @@ from rigs.drafts.guesses import Drafts, recorded
 from rigs.models.heldout_question import HeldoutQuestion
 from rigs.models.model_oracle import logits_of_batches, prompt
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
-from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig
+from rigs.schedulers.scheduler_rig import SchedulerRig
 from rigs.servers.engine_server import EngineServer
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR
 from sglang.srt.hardware_backend.device_runtime import detect_device
@@ -66,6 +66,8 @@ def test_captured_steps_of_the_model_leave_the_layer_out(tmp_path: Path, family:
     torch.testing.assert_close(logits_of_batches(driver), want, rtol=1e-3, atol=1e-3)
 
 
+APART = [prompt(1 + 17 * seed, seed) for seed in range(6)]
+"""Prompts of which no two have the same position among 16 answered tokens, as `recorded` wants."""
 SPECULATES: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
 
 
@@ -75,10 +77,10 @@ def test_captured_verifications_draft_what_launched_ones_do(
 ) -> None:
     save_tiny_checkpoint(tmp_path, family, eos_token_id=None, mtp=True)
     plain = SchedulerRig(tmp_path, disable_radix_cache=True)
-    alone = [plain.generate([ids], 16)[0] for ids in PROMPTS]
+    alone = [plain.generate([ids], 16)[0] for ids in APART]
     launched = SchedulerRig(tmp_path, page_size=16, **SPECULATES)
     with recorded() as want:
-        assert [launched.generate([ids], 16)[0] for ids in PROMPTS] == alone
+        assert [launched.generate([ids], 16)[0] for ids in APART] == alone
     got: Drafts = {}
     real = VerifyGraphs.verify
 
@@ -91,9 +93,9 @@ def test_captured_verifications_draft_what_launched_ones_do(
     monkeypatch.setattr(VerifyGraphs, "verify", verify)
     monkeypatch.setattr(SchedulerRig, "captures_graphs", True)
     captured = SchedulerRig(tmp_path, page_size=16, **SPECULATES)
-    assert [captured.generate([ids], 16)[0] for ids in PROMPTS] == alone
+    assert [captured.generate([ids], 16)[0] for ids in APART] == alone
     assert got == want
-    assert captured.generate(PROMPTS, 16) == alone, "together, with the prompts cached"
+    assert captured.generate(APART, 16) == alone, "together, with the prompts cached"
     captured.close()
 
 

@@ -29,7 +29,7 @@ from sglang.srt.layers.attention.mla_backend import as_latent, as_stored
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, Segment
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
-from sglang.srt.layers.triton_ops.attention.indexer_scores import index_scores
+from sglang.srt.layers.triton_ops.attention.indexer_scores import index_scores, slots_of_one
 from sglang.srt.layers.triton_ops.attention.indexer_topk import choose_slots
 from sglang.srt.layers.triton_ops.attention.latent_rows import latent_attention
 from sglang.srt.layers.triton_ops.attention.masked_attention import (
@@ -47,15 +47,13 @@ SCORE_BYTES: Final = 256 << 20
 """Upper bound, in bytes, of the indexer's scores computed at a time."""
 
 MASKED_CONTEXT: Final = 13312
-MASKED_CONTEXT_HEADS: Final = 128
-"""With so many heads, tokens before this position attend to all keys under a mask. Reading the
-chosen rows costs a token the same everywhere and whatever the heads, and a mask as much as there
-are keys and heads: with fewer heads the context is longer, in proportion."""
-MASKED_CONTEXT_LIMIT: Final = SCORE_BYTES // (4 * TOKENS_AT_ONCE)
+"""Tokens before this position attend to all keys under a mask. Reading the chosen rows costs a
+token the same everywhere, and a mask as much as there are keys."""
+FEW_HEADS: Final = 32
+"""With at most so many heads the masked context is twice as long: a mask costs a head the same, but
+rows are not read in half the time for half of 64 heads."""
 MASKED_TOKENS: Final = 1024
 """Fewest such tokens of a request: the context is projected up for them."""
-PROJECTED_HEADS: Final = MASKED_CONTEXT * HEADS_AT_ONCE
-"""Most heads of all keys that are projected up at a time."""
 SHARED_TOKENS: Final = 512
 """Fewest tokens whose choice the ranks of a layer divide among themselves."""
 
@@ -121,8 +119,7 @@ class LatentTritonBackend(AttentionBackend):
         """Rows and lengths of tokens, int64 `[2, num_tokens]`, by `num_tokens` of a captured
         prefill."""
         self._own_rows = torch.arange(TOKENS_AT_ONCE, device=config.device)
-        longer = MASKED_CONTEXT * MASKED_CONTEXT_HEADS // config.num_heads
-        self._masked_context = min(max(MASKED_CONTEXT, longer), MASKED_CONTEXT_LIMIT)
+        self._masked_context = MASKED_CONTEXT * (2 if config.num_heads <= FEW_HEADS else 1)
         self._positions = torch.arange(
             self._masked_context, dtype=torch.int32, device=config.device
         )
@@ -304,7 +301,7 @@ class LatentTritonBackend(AttentionBackend):
         pool, keys = Pools.of(forward_batch, layer.layer_id, index)
         assert keys is not None, "the choice is not shared"
         first, table = lists.longest - len(q), forward_batch.req_to_token_pool.req_to_token
-        rank, slots = layer.mla.kv_lora_rank, table[lists.rows[0], : lists.longest]
+        rank, slots = layer.mla.kv_lora_rank, slots_of_one(table, lists.rows, lists.longest)
         rows = gather_rows(pool, slots.long(), rank, q.dtype).squeeze(1)
         own = self._own_tokens(lists)
         mine, part = (lists, index) if own is None else (lists.of(own), index.of(own))
@@ -323,9 +320,8 @@ class LatentTritonBackend(AttentionBackend):
         mask = masks[0] if len(masks) == 1 else torch.cat(masks)
         if own is not None:
             mask = self._of_all_ranks(mask, len(lists))
-        at_once = max(1, min(HEADS_AT_ONCE, PROJECTED_HEADS // lists.longest))
-        for begin in range(0, layer.num_heads, at_once):
-            heads = slice(begin, begin + at_once)
+        for begin in range(0, layer.num_heads, HEADS_AT_ONCE):
+            heads = slice(begin, begin + HEADS_AT_ONCE)
             projected = layer.up_projection.project(rows[:, :rank], heads)
             masked_attention(
                 q[:, heads], projected, rows, mask, first, layer.scaling, out[:, heads]

@@ -163,7 +163,7 @@ def test_logits_under_a_mask_are_those_of_torch(
     monkeypatch.setattr(backend, "TOKENS_AT_ONCE", 8)
     monkeypatch.setattr(backend, "HEADS_AT_ONCE", 4)
     monkeypatch.setattr(backend, "MASKED_CONTEXT", 72)
-    monkeypatch.setattr(backend, "MASKED_CONTEXT_HEADS", 1)
+    monkeypatch.setattr(backend, "FEW_HEADS", 0)
     monkeypatch.setattr(backend, "MASKED_TOKENS", 5)
     masked = []
 

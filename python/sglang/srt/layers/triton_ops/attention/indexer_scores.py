@@ -113,6 +113,16 @@ def _score_kernel(
         tl.store(out_ptr + at, scores, mask=pos[:, None] < lens[None, :])
 
 
+def slots_of_one(table: torch.Tensor, rows: torch.Tensor, length: int) -> torch.Tensor:
+    """The first slots `[length]` of the list that all tokens have. The host does not wait, as it
+    would for `table[rows[0]]`.
+
+    Args:
+        table, rows: As in `index_scores`.
+    """
+    return table[:, :length].index_select(0, rows[:1]).squeeze(0)
+
+
 def index_scores(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -146,7 +156,7 @@ def index_scores(
     is_listed = not (is_fp8 and one_list and num_tokens >= _MANY_TOKENS)
     if not is_listed:
         # Rows of 132 bytes are read four bytes at a time, again for each few tokens.
-        own = keys.index_select(0, table[rows[0], :longest].long())
+        own = keys.index_select(0, slots_of_one(table, rows, longest))
         codes = own[:, :dim].contiguous().view(torch.float8_e4m3fn)
         scales = own[:, dim:].contiguous().view(torch.float32)
     heads = max(16, triton.next_power_of_2(num_heads))

@@ -33,7 +33,8 @@ _WHOLE_LAUNCH: Final = (64, 64, 8, 3)
 _FP32_LAUNCH: Final = (16, 16, 8, 1)
 """The same for fp32: twice the shared memory, and three TF32 products for each product."""
 _FP8_LAUNCH: Final = (64, 64, 8, 2)
-"""The same for rows in fp8."""
+"""The same for rows in fp8. Blocks of fewer heads take longer than those with empty heads: 32 heads
+2.31 us a token, and 64 heads 1.30 (H100)."""
 
 
 @triton.jit
@@ -101,14 +102,9 @@ def _latent_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
-    KEYS_LEFT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(heads / HEADS, tokens, splits)`: one program attends from HEADS heads to one split.
-
-    KEYS_LEFT: keys are the left operand of products, whose tiles have 64 rows on Hopper: blocks of
-    fewer heads would leave some of them empty.
-    """
+    """Grid `(heads / HEADS, tokens, splits)`: one program attends from HEADS heads to one split."""
     # Programs that run at the same time read the same rows.
     heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     token = tl.program_id(1).to(tl.int64)
@@ -135,10 +131,7 @@ def _latent_kernel(
     slots = table_ptr + tl.load(rows_ptr + token).to(tl.int64) * table_stride
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     mass = tl.zeros([HEADS], tl.float32)
-    if KEYS_LEFT:
-        acc = tl.zeros([BLOCK_L, HEADS], tl.float32)
-    else:
-        acc = tl.zeros([HEADS, BLOCK_L], tl.float32)
+    acc = tl.zeros([HEADS, BLOCK_L], tl.float32)
     for start in range(begin, end, BLOCK):
         pos = start + tl.arange(0, BLOCK)
         # Past the end: slot 0, the padding page, whose values are finite.
@@ -146,49 +139,27 @@ def _latent_kernel(
         latent = _latent_rows(pool_ptr, scales_ptr, slot, LATENT, ROW, GROUPS, BLOCK, BLOCK_L)
         rope_at = rope_ptr + slot[:, None] * ROPE_ROW + ROPE_AT + in_rope[None, :]
         rope = tl.load(rope_at, mask=in_rope[None, :] < ROPE, other=0.0)
-        latent, rope = latent.to(q.dtype), rope.to(q.dtype)
+        latent = latent.to(q.dtype)
+        scores = tl.dot(q, tl.trans(latent), input_precision="tf32x3")
+        rope = tl.trans(rope.to(q.dtype))
+        scores = tl.dot(q_rope, rope, scores, input_precision="tf32x3")
+        scores = tl.where(pos[None, :] < end, scores, float("-inf"))
         # Every block has a token that is seen, so no peak stays -inf.
-        if KEYS_LEFT:
-            scores = tl.dot(latent, tl.trans(q), input_precision="tf32x3")
-            scores = tl.dot(rope, tl.trans(q_rope), scores, input_precision="tf32x3")
-            scores = tl.where(pos[:, None] < end, scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, axis=0) * scale)
-            shrink = tl.exp2(peak - new_peak)
-            p = tl.exp2(scores * scale - new_peak[None, :])
-            mass = mass * shrink + tl.sum(p, axis=0)
-            acc = acc * shrink[None, :]
-            acc = tl.dot(tl.trans(latent), p.to(q.dtype), acc, input_precision="tf32x3")
-        else:
-            scores = tl.dot(q, tl.trans(latent), input_precision="tf32x3")
-            scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="tf32x3")
-            scores = tl.where(pos[None, :] < end, scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
-            shrink = tl.exp2(peak - new_peak)
-            p = tl.exp2(scores * scale - new_peak[:, None])
-            mass = mass * shrink + tl.sum(p, axis=1)
-            acc = acc * shrink[:, None]
-            acc = tl.dot(p.to(q.dtype), latent, acc, input_precision="tf32x3")
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
+        shrink = tl.exp2(peak - new_peak)
+        p = tl.exp2(scores * scale - new_peak[:, None])
+        mass = mass * shrink + tl.sum(p, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(q.dtype), latent, acc, input_precision="tf32x3")
         peak = new_peak
-    if KEYS_LEFT:
-        acc = acc / mass[None, :]
-        is_part = (in_latent < LATENT)[:, None] & is_head[None, :]
-    else:
-        acc = acc / mass[:, None]
-        is_part = inside
+    acc = acc / mass[:, None]
     if SPLIT:
         part = out_row * splits + split
         tl.store(lse_ptr + part, peak + tl.log2(mass), mask=is_head)
-        if KEYS_LEFT:
-            at = part[None, :] * LATENT + in_latent[:, None]
-        else:
-            at = part[:, None] * LATENT + in_latent[None, :]
-        tl.store(parts_ptr + at, acc, mask=is_part)
+        tl.store(parts_ptr + part[:, None] * LATENT + in_latent[None, :], acc, mask=inside)
     else:
-        if KEYS_LEFT:
-            at = out_row[None, :] * LATENT + in_latent[:, None]
-        else:
-            at = out_row[:, None] * LATENT + in_latent[None, :]
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=is_part)
+        out_at = out_row[:, None] * LATENT + in_latent[None, :]
+        tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def plan_splits(num_tokens: int, head_blocks: int) -> int:
@@ -209,7 +180,6 @@ def latent_attention(
     most: int = 0,
     splits: int | None = None,
     launch: tuple[int, int, int, int] | None = None,
-    keys_left: bool = False,
 ) -> torch.Tensor:
     """Attend from tokens to lists of slots, with the computation of `attend_range`.
 
@@ -244,6 +214,8 @@ def latent_attention(
         if latent_q.element_size() == 4:
             launch = _FP32_LAUNCH
     heads = min(launch[0], max(16, triton.next_power_of_2(num_heads)))
+    if launch is _FP8_LAUNCH and num_heads > 16:
+        heads = launch[0]
     head_blocks = triton.cdiv(num_heads, heads)
     count = plan_splits(num_tokens, head_blocks) if splits is None else splits
     if launch is LAUNCH and count == 1:
@@ -286,7 +258,6 @@ def latent_attention(
         BLOCK_R=max(16, triton.next_power_of_2(rope_dim)),
         BLOCK=block,
         SPLIT=count > 1,
-        KEYS_LEFT=keys_left,
         num_warps=num_warps,
         num_stages=num_stages,
         **early_start(out),
