@@ -116,8 +116,9 @@ class GroupCoordinator(TensorGroup):
         return bool(flag)
 
     def empty_part(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        part = None if self._symm_mem is None else self._symm_mem.empty_part(shape, like.dtype)
-        return super().empty_part(shape, like) if part is None else part
+        if self._symm_mem is not None and self._symm_mem.should_defer(shape, like.dtype):
+            return self._symm_mem.empty_part(shape, like.dtype)
+        return super().empty_part(shape, like)
 
     def sum_later(self, x: torch.Tensor) -> torch.Tensor | PendingSum:
         if self._symm_mem is not None and self._symm_mem.should_defer(x.shape, x.dtype):

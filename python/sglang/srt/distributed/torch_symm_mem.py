@@ -1,10 +1,9 @@
 """Sums of tensors over the GPUs of one machine, which read each other's memory.
 
 A decode step sums some kilobytes twice per layer. A "one shot" kernel, in which every rank reads
-and adds all partial sums, takes less time for that than NCCL. If a norm follows, its kernel
-computes the sum (`layers/triton_ops/norm.py`). More than two ranks sum the megabytes of a prefill
-by "two shots": each adds one share, then reads the shares of the others. Memory, barriers and the
-kernels of both are torch's: docs.pytorch.org, "PyTorch Symmetric Memory".
+and adds all partial sums, takes less time for that than NCCL. Memory, barriers and the kernel are
+torch's: docs.pytorch.org, "PyTorch Symmetric Memory". If a norm follows, its kernel computes the
+sum (`layers/triton_ops/norm.py`).
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 ALL_REDUCE_BYTES: Final = MIB
-"""Most bytes of a tensor for one shot; measured by `python -m benchmark gpu-ranks sums`."""
-TWO_SHOT_BYTES: Final = 16 * MIB
-"""Most bytes of a tensor for two shots, with more than two ranks; NCCL is as fast for more. Two
-ranks' norms read up to `DEFERRED_BYTES`."""
+"""Most bytes of a tensor for `all_reduce`; measured by `python -m benchmark gpu-ranks sums`."""
 DEFERRED_BYTES: Final = {2: 64 * MIB}
 """Most bytes of a tensor that a norm sums, by number of ranks. Two ranks read no more bytes than
 with other algorithms; more ranks read each byte more often than NCCL's rings."""
@@ -42,14 +38,13 @@ class TorchSymmMemCommunicator:
     """This rank's memory for partial sums. Only the thread that runs the model uses it, in captures
     of CUDA graphs too. All ranks make the same calls in the same order.
 
-    The memory has five buffers, and a sixth with more than two ranks. `all_reduce` has the first
-    for one shot and the last for two, and returns when no rank reads them any more. Two alternate
-    for sums that norms finish. A norm's kernel waits for the partial sums of all ranks, but not
-    until they have been read. When a rank begins sum n + 2, all others have begun sum n + 1, so
-    they have finished sum n, whose buffer is reused. Therefore the first such sum of a pass must
-    come after an `all_reduce` of any size, which is the embedding's. Another two are for keys, and
-    alternate likewise. They are followed by the low-latency buffer, to which other ranks write, and
-    the flags of barriers between ranks.
+    The memory has five buffers. `all_reduce` has one, and returns when no rank reads it any more.
+    Two alternate for sums that norms finish. A norm's kernel waits for the partial sums of all
+    ranks, but not until they have been read. When a rank begins sum n + 2, all others have begun
+    sum n + 1, so they have finished sum n, whose buffer is reused. Therefore the first such sum of
+    a pass must come after an `all_reduce` of any size, which is the embedding's. The last two
+    buffers are for keys, and alternate likewise. They are followed by the low-latency buffer, to
+    which other ranks write, and the flags of barriers between ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -67,12 +62,10 @@ class TorchSymmMemCommunicator:
         keys = ALL_REDUCE_BYTES + 2 * self._most
         low_latency = keys + 2 * _KEYS_BYTES
         flags = low_latency + low_latency_bytes(size)
-        self._two_shot = flags + MOST_PROGRAMS * size * _FLAG_BYTES
-        self._size = size
-        total = self._two_shot + (TWO_SHOT_BYTES if size > 2 else 0)
+        total = flags + MOST_PROGRAMS * size * _FLAG_BYTES
         self._memory = symm_mem.empty(total, dtype=torch.uint8, device=device)
         # Zeroed before the exchange, because a rank that is ahead soon sets flags.
-        self._memory[low_latency : self._two_shot].zero_()
+        self._memory[low_latency:].zero_()
         device_runtime(device).synchronize()
         multicast = envs.TORCH_SYMM_MEM_DISABLE_MULTICAST
         with multicast.override(multicast.get()):
@@ -89,9 +82,7 @@ class TorchSymmMemCommunicator:
 
     def should_allreduce(self, x: torch.Tensor) -> bool:
         """True if `all_reduce` accepts `x`."""
-        return self._takes(x.shape, x.dtype, ALL_REDUCE_BYTES) or self._takes_two_shots(
-            x.shape, x.dtype
-        )
+        return self._takes(x.shape, x.dtype, ALL_REDUCE_BYTES)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, a new tensor with the same bits on all of them.
@@ -99,29 +90,19 @@ class TorchSymmMemCommunicator:
         Args:
             x: A tensor that `should_allreduce` accepts, or one from `empty_part`.
         """
-        is_large, part = x.nbytes > ALL_REDUCE_BYTES, x
+        part = x
         if x.untyped_storage().data_ptr() != self._memory.data_ptr():
-            begin = self._two_shot if is_large else 0
-            part = self._view(begin, x.shape, x.dtype).copy_(x)
-        if is_large:
-            summed = torch.empty_like(part)
-            torch.ops.symm_mem.two_shot_all_reduce_out(part, "sum", self._name, summed)
-        else:
-            summed = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name)
+            part = self._view(0, x.shape, x.dtype).copy_(x)
+        summed: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", self._name)
         return summed
 
     def should_defer(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """True if `defer` accepts tensors of this shape and dtype."""
+        """True if `empty_part` and `defer` accept tensors of this shape and dtype."""
         return self._takes(shape, dtype, self._most)
 
-    def empty_part(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory for the next sum, which saves `defer` or `all_reduce` a copy; None: it would not
-        be read there."""
-        if self.should_defer(shape, dtype):
-            return self._view(self._places[self._next].offset, shape, dtype)
-        if self._takes_two_shots(shape, dtype):
-            return self._view(self._two_shot, shape, dtype)
-        return None
+    def empty_part(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the next sum that a norm finishes, which saves `defer` a copy."""
+        return self._view(self._places[self._next].offset, shape, dtype)
 
     def defer(self, x: torch.Tensor) -> tuple[torch.Tensor, PeerParts]:
         """This rank's partial sum in memory that all ranks read, and the addresses of all ranks'
@@ -140,11 +121,6 @@ class TorchSymmMemCommunicator:
         place = self._key_places[self._next_keys]
         self._next_keys = 1 - self._next_keys
         return self._view(place.offset, (count,), torch.int64), place
-
-    def _takes_two_shots(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
-        """True if ranks can sum equal shares of a tensor of this shape and dtype."""
-        is_shared = torch.Size(shape).numel() % (_ALIGNMENT * self._size) == 0
-        return self._size > 2 and is_shared and self._takes(shape, dtype, TWO_SHOT_BYTES)
 
     def _takes(self, shape: Sequence[int], dtype: torch.dtype, most: int) -> bool:
         size = torch.Size(shape).numel() * dtype.itemsize
