@@ -129,8 +129,8 @@ class Forecast:
         scores = 0.0
         chosen = getattr(fields, "index_topk", 0)
         if "indexer" in self._bytes:
-            # Every rank computes all scores.
-            each = 2 * fields.index_n_heads * fields.index_head_dim
+            # Ranks divide the tokens.
+            each = 2 * fields.index_n_heads * fields.index_head_dim * share
             scores = self._layers["indexer"] * each * keys.sum() / SCORES_FLOP_S
         if getattr(fields, "kv_lora_rank", None):
             plain = fields.qk_nope_head_dim + fields.qk_rope_head_dim + fields.v_head_dim

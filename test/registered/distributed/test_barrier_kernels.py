@@ -1,5 +1,5 @@
 """Kernels of several ranks, interpreted: with barriers (`rigs.schedulers.meeting_ranks`), and those
-of an indexer whose choices the ranks divide (`rigs.models.latent_ranks`).
+of an indexer whose choices the ranks divide (`rigs.layers.latent_ranks`).
 
 On GPUs `test/registered/gpu/test_ranks_cuda.py` runs the same kernels.
 """
@@ -44,7 +44,7 @@ def test_sums_and_greatest_logits_of_ranks_that_come_at_different_times() -> Non
 
 
 def test_ranks_divide_the_choices_of_an_indexer() -> None:
-    assert output_of("rigs.models.latent_ranks") == [
+    assert output_of("rigs.layers.latent_ranks") == [
         "2 ranks have the logits of one",
         "3 ranks have the logits of one",
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rigs.models import latent_ranks
+from rigs.layers import latent_ranks
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.hardware_backend.device_runtime import detect_device

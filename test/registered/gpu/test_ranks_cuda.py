@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from rigs.models import latent_ranks
+from rigs.layers import latent_ranks
 from rigs.models.model_oracle import logits_of_batches
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from rigs.schedulers.rank_processes import run_ranks

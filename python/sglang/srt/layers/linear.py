@@ -60,9 +60,9 @@ def apply_linear(
     if isinstance(weight, ScaledWeight):
         assert kernels is not None, "other devices dequantize weights at load"
         return kernels.multiply_scaled(x, weight, bias, out=out, out_dtype=out_dtype)
-    if weight.dtype == torch.float32 != x.dtype:
-        is_in_parts = kernels is not None and len(x) >= _ROWS_OF_PARTS
-        if is_in_parts and x.dtype == torch.bfloat16 and bias is None and out is None:
+    if weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
+        is_many = kernels is not None and len(x) >= _ROWS_OF_PARTS
+        if is_many and x.dtype == torch.bfloat16 and bias is None and out is None:
             return _multiply_by_parts(x, weight)
         x = x.float()
     if kernels is not None:

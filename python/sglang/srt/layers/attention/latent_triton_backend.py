@@ -50,11 +50,11 @@ MASKED_CONTEXT: Final = 13312
 """Tokens before this position attend to all keys under a mask. Reading the chosen rows costs a
 token the same everywhere, and a mask as much as there are keys."""
 FEW_HEADS: Final = 32
-"""With at most so many heads the masked context is twice as long: a mask costs a head the same, but
-rows are not read in half the time for half of 64 heads."""
+"""At most so many heads have twice the masked context. They take half the time of 64 heads under a
+mask, but as much as 64 with chosen rows."""
 MASKED_TOKENS: Final = 1024
 """Fewest such tokens of a request: the context is projected up for them."""
-SHARED_TOKENS: Final = 512
+SHARED_TOKENS: Final = 256
 """Fewest tokens whose choice the ranks of a layer divide among themselves."""
 
 
@@ -320,8 +320,10 @@ class LatentTritonBackend(AttentionBackend):
         mask = masks[0] if len(masks) == 1 else torch.cat(masks)
         if own is not None:
             mask = self._of_all_ranks(mask, len(lists))
-        for begin in range(0, layer.num_heads, HEADS_AT_ONCE):
-            heads = slice(begin, begin + HEADS_AT_ONCE)
+        # In twice the context half of the heads take the same memory.
+        at_once = HEADS_AT_ONCE // (2 if lists.longest > MASKED_CONTEXT else 1)
+        for begin in range(0, layer.num_heads, at_once):
+            heads = slice(begin, begin + at_once)
             projected = layer.up_projection.project(rows[:, :rank], heads)
             masked_attention(
                 q[:, heads], projected, rows, mask, first, layer.scaling, out[:, heads]

@@ -1,7 +1,7 @@
 """Ranks that divide the choices of an indexer, by the kernels for latent rows: on GPUs, or
 interpreted on a CPU.
 
-    TRITON_INTERPRET=1 python -m rigs.models.latent_ranks
+    TRITON_INTERPRET=1 python -m rigs.layers.latent_ranks
 
 Ends with 0 if the logits of two and of three ranks are those of torch on one.
 """
@@ -23,7 +23,7 @@ from rigs.schedulers.rank_processes import run_ranks
 from sglang.srt.distributed.parallel_state import get_attention_tp_group
 from sglang.srt.layers.attention import latent_triton_backend as backend
 
-LIMITS: Final = {
+LIMITS: Final[dict[str, Any]] = {
     "SHORT_TOKENS": 20, "TOKENS_AT_ONCE": 8, "MASKED_CONTEXT": 72, "FEW_HEADS": 0,
     "MASKED_TOKENS": 5, "SHARED_TOKENS": 7,
 }  # fmt: skip
