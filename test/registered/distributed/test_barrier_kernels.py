@@ -1,5 +1,5 @@
-"""Kernels of several ranks, interpreted: with barriers (`rigs.schedulers.meeting_ranks`), and those
-of an indexer whose choices the ranks divide (`rigs.layers.latent_ranks`).
+"""Kernels of several ranks, interpreted: barriers between them (`rigs.schedulers.meeting_ranks`), and
+choices of an indexer that they divide (`rigs.layers.latent_ranks`).
 
 On GPUs `test/registered/gpu/test_ranks_cuda.py` runs the same kernels.
 """
@@ -15,7 +15,7 @@ import pytest
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=55, suite="base-b-test-cpu")
+register_cpu_ci(est_time=40, suite="base-b-test-cpu")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -44,10 +44,7 @@ def test_sums_and_greatest_logits_of_ranks_that_come_at_different_times() -> Non
 
 
 def test_ranks_divide_the_choices_of_an_indexer() -> None:
-    assert output_of("rigs.layers.latent_ranks") == [
-        "2 ranks have the logits of one",
-        "3 ranks have the logits of one",
-    ]
+    assert output_of("rigs.layers.latent_ranks") == []
 
 
 if __name__ == "__main__":
