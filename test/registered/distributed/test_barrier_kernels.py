@@ -1,5 +1,5 @@
-"""Kernels of several ranks, interpreted: barriers between them (`rigs.schedulers.meeting_ranks`), and
-choices of an indexer that they divide (`rigs.layers.latent_ranks`).
+"""Kernels of several ranks, interpreted: barriers between them (`rigs.schedulers.meeting_ranks`),
+and choices of an indexer that they divide (`rigs.layers.latent_ranks`).
 
 On GPUs `test/registered/gpu/test_ranks_cuda.py` runs the same kernels.
 """

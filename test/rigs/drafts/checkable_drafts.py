@@ -135,11 +135,12 @@ class _DraftLayer:
         """What is drafted behind tokens; `hidden`: the layer's own hidden states."""
         return _Drafts(self._facts_of(hidden)[:, 0, 0].tolist())
 
-    def forward_draft(
-        self, batch: ForwardBatch, hidden: torch.Tensor, needed: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def store_drafts(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
+        """See `ModelRunner.store_drafts`."""
+        self.forward_draft(batch, hidden)
+
+    def forward_draft(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
         """See `ModelRunner.forward_draft`. The layer's own hidden states are facts."""
-        del needed
         lengths = batch.seq_lens_cpu
         expect(batch.seq_lens.tolist() == lengths, "entries: seq_lens differs from seq_lens_cpu")
         is_decode = batch.forward_mode.is_decode()

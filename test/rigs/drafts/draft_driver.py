@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rigs.drafts.tiny_drafts import tiny_draft
 from rigs.models.tiny_models import StepDriver
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 
 
 class Drafted(NamedTuple):
@@ -96,15 +97,43 @@ class DraftDriver(StepDriver):
         hidden: torch.Tensor | None = None,
         *,
         mode: ForwardMode = ForwardMode.EXTEND,
-        only_last: bool = False,
     ) -> Drafted:
         """Run the draft layer alone.
 
         Args:
             work: Row, position of the first token, tokens.
             hidden: `[tokens of all, hidden_size]`: the state before each token; None: the model's.
-            only_last: Whether only each request's last row is asked for.
         """
+        batch, hidden = self._pass(work, hidden, mode)
+        for backend in self._backends.values():
+            backend.init_forward_metadata(batch)
+        model = self.runner.model
+        assert model.draft_layer is not None
+        out = model.draft_layer.forward(batch.input_ids, batch.positions, hidden, batch)
+        return Drafted(out, model.draft_logits(out).whole())
+
+    @torch.inference_mode()
+    def store(self, work: Sequence[tuple[int, int, Sequence[int]]], mode: ForwardMode) -> None:
+        """Store the draft layer's entries of tokens as in `draft`, and compute nothing else."""
+        self.runner.store_drafts(*self._pass(work, None, mode))
+
+    def entries(self) -> list[torch.Tensor]:
+        """The draft layer's part of all slots: views, a tensor for each buffer."""
+        layer = self.runner.model_config.num_hidden_layers
+        return [
+            part[pool.place_to_write(layer)]
+            for pool in self.runner.pools.values()
+            if isinstance(pool, PagedDevicePool) and layer in pool.spec.layers
+            for part in pool.parts
+        ]
+
+    def _pass(
+        self,
+        work: Sequence[tuple[int, int, Sequence[int]]],
+        hidden: torch.Tensor | None,
+        mode: ForwardMode,
+    ) -> tuple[ForwardBatch, torch.Tensor]:
+        """The batch of a pass, and the state before each token; arguments as in `draft`."""
         if hidden is None:
             before = [
                 self.states[row][begin - 1 : begin - 1 + len(tokens)] for row, begin, tokens in work
@@ -133,18 +162,7 @@ class DraftDriver(StepDriver):
             attn_backends=self._backends,
             pools=self.runner.pools,
         )
-        for backend in self._backends.values():
-            backend.init_forward_metadata(batch)
-        model = self.runner.model
-        assert model.draft_layer is not None
-        out = model.draft_layer.forward(
-            batch.input_ids,
-            batch.positions,
-            hidden,
-            batch,
-            batch.last_rows() if only_last else None,
-        )
-        return Drafted(out, model.draft_logits(out).whole())
+        return batch, hidden
 
     def chain(self, row: int, drafted: Drafted, steps: int) -> Drafted:
         """Draft `steps - 1` tokens more, each from the one before; `drafted` ends with the row's

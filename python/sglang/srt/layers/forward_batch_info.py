@@ -164,6 +164,8 @@ class ForwardBatch:
     """The backend of each kind of the model's layers. Set by the runner, which owns them."""
     pools: Mapping[PoolName, BaseDevicePool] | None = None
     """The pools of all state, including `token_to_kv_pool`. Set by the runner."""
+    stores_only: bool = False
+    """True if attention stores what it caches of the tokens, and computes nothing for them."""
     mostly_done: Event | None = None
     """Recorded when about three quarters of the layers are done; None: nothing waits for that."""
 

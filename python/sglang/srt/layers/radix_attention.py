@@ -125,18 +125,24 @@ class RadixAttention(torch.nn.Module):
             gates: The output is multiplied by their sigmoid; same shape as `q`. None: no gates.
 
         Returns:
-            `[num_tokens, num_heads * head_dim]`, or `[bs, ...]` with `rows`.
+            `[num_tokens, num_heads * head_dim]`, or `[bs, ...]` with `rows`; nothing that counts if
+            the step only stores.
         """
         assert forward_batch.attn_backends is not None, "the runner sets them before the model runs"
         forward_batch.begin_layer(self.layer_id)
         backend, share = forward_batch.attn_backends[self.kind], forward_batch.context_share
-        if share is not None:
+        if share is not None or forward_batch.stores_only:
             assert forward_batch.pools is not None, "the runner sets them before the model runs"
             if save_kv_cache:
                 pool = forward_batch.token_to_kv_pool
                 pool.set_kv_buffer(self, forward_batch.out_cache_loc, k, v)
                 save_kv_cache = False
-            share.share_stored(self.layer_id, forward_batch.pools)
+            if share is not None:
+                share.share_stored(self.layer_id, forward_batch.pools)
+            if forward_batch.stores_only:
+                # The next step reads the layer, and waits for no load.
+                forward_batch.token_to_kv_pool.wait_for_layer(self.layer_id)
+                return q
         if gates is not None and not save_kv_cache and forward_batch.forward_mode.is_decode():
             gated = backend.forward_decode_gated(q, gates, self, forward_batch)
             if gated is not None:

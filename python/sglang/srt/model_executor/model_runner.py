@@ -454,23 +454,34 @@ class ModelRunner:
         self,
         forward_batch: ForwardBatch,
         hidden: torch.Tensor,
-        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the draft layer: store its entries of the batch's tokens.
 
         Args:
             forward_batch: Its rows of slots begin at position 1.
             hidden: `[num_tokens, hidden_size]`: the hidden state before each token.
-            rows: See `DraftLayer.forward`.
 
         Returns:
-            `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `rows`: the layer's own hidden
-            states.
+            `[num_tokens, hidden_size]`: the layer's own hidden states.
         """
         layer, batch = self.model.draft_layer, forward_batch
         assert layer is not None, "the model was loaded with its draft layer"
         self._prepare(batch, self._draft_backends)
-        return layer.forward(batch.input_ids, batch.positions, hidden, batch, rows)
+        return layer.forward(batch.input_ids, batch.positions, hidden, batch)
+
+    def store_drafts(self, forward_batch: ForwardBatch, hidden: torch.Tensor) -> None:
+        """Store the draft layer's entries of the batch's tokens. The layer computes nothing else:
+        an entry depends on the hidden state and the token alone.
+
+        Args:
+            forward_batch: As for `forward_draft`.
+            hidden: Likewise.
+        """
+        layer, batch = self.model.draft_layer, forward_batch
+        assert layer is not None, "the model was loaded with its draft layer"
+        batch.stores_only = True
+        batch.attn_backends, batch.pools = self._draft_backends, self.pools
+        layer.store(batch.input_ids, batch.positions, hidden, batch)
 
     def _prepare(
         self, forward_batch: ForwardBatch, backends: dict[AttentionKind, AttentionBackend]

@@ -96,6 +96,16 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
         rows: torch.Tensor | None,
     ) -> tuple[ToAdd, torch.Tensor]:
         """See `LlamaAttention.forward`."""
+        return self.o_proj.forward(self.attend(x, rotation, forward_batch, rows), residual)
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `LlamaAttention.attend`."""
         mla, q_input = self.mla, x
         latent = self.to_latent.forward(x)
         if self.q_a_layernorm is not None:
@@ -109,8 +119,7 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
         row = torch.cat((normed.unsqueeze(1), k_rope), dim=-1)
         index = self._index(x, q_input, rotation, forward_batch)
         latent = row[..., : mla.kv_lora_rank]
-        attended = self.attn.forward(q, row, latent, forward_batch, rows=rows, index=index)
-        return self.o_proj.forward(attended, residual)
+        return self.attn.forward(q, row, latent, forward_batch, rows=rows, index=index)
 
     def _rotate_(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         return apply_rotary(x, rotation, x, is_interleaved=self.mla.rope_interleave)
@@ -162,7 +171,7 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
         forward_batch: ForwardBatch,
     ) -> IndexQuery | None:
         """Store the indexer's keys, and return its queries if a context exceeds `topk` tokens."""
-        is_short = forward_batch.longest_context <= self.topk
+        is_short = forward_batch.stores_only or forward_batch.longest_context <= self.topk
         if self.indexer is None:
             assert is_short or forward_batch.index is not None, "an earlier layer has an indexer"
             return None if is_short else forward_batch.index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -40,6 +40,19 @@ class SelfAttention(Protocol):
         rows: torch.Tensor | None,
     ) -> tuple[ToAdd, torch.Tensor]:
         """See `LlamaAttention.forward`."""
+
+
+class CachedAttention(SelfAttention, Protocol):
+    """Attention to tokens of which something is cached."""
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `LlamaAttention.attend`."""
 
 
 MakeAttention = Callable[[ModelConfig, "DecoderOptions", TensorPlacement, int], SelfAttention]
@@ -130,11 +143,20 @@ class LlamaAttention(torch.nn.Module):
             residual: `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `rows`.
             rows: int64 `[bs]`: tokens whose output is needed; None: all.
         """
+        return self.o_proj.forward(self.attend(x, rotation, forward_batch, rows), residual)
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`forward` before its last projection; see `RadixAttention.forward`."""
         qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = self._prepare(qkv, rotation, forward_batch)
         is_stored = self.attn.kind == FULL_ATTENTION
-        attended = self.attn.forward(q, k, v, forward_batch, save_kv_cache=not is_stored, rows=rows)
-        return self.o_proj.forward(attended, residual)
+        return self.attn.forward(q, k, v, forward_batch, save_kv_cache=not is_stored, rows=rows)
 
     def _prepare(
         self, qkv: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
@@ -226,6 +248,18 @@ class LlamaDecoderLayer(torch.nn.Module):
         x, residual = self.self_attn.forward(normed, residual, rotation, forward_batch, rows)
         normed, residual = self.post_attention_layernorm.add_(x, residual)
         return self.mlp.forward(normed, residual)
+
+    def store(
+        self, residual: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
+    ) -> None:
+        """Store what the layer caches of tokens, and nothing else; not for recurrent layers.
+
+        Args:
+            residual: `[num_tokens, hidden_size]`: input of the layer.
+            forward_batch: A step that only stores.
+        """
+        attention = cast("CachedAttention", self.self_attn)
+        attention.attend(self.input_layernorm.forward(residual), rotation, forward_batch, None)
 
 
 class LlamaModel(torch.nn.Module):

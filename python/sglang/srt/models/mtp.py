@@ -127,7 +127,6 @@ class DraftLayer(torch.nn.Module):
         positions: torch.Tensor,
         hidden: torch.Tensor,
         forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the layer, and store its keys and values in the slots of `forward_batch`.
 
@@ -140,18 +139,31 @@ class DraftLayer(torch.nn.Module):
             forward_batch: The tokens' slots and contexts. A context has no position 0, for which
                 there is no hidden state; so it begins inside a page, and the attention backends of
                 the batch have `page_size` 1.
-            rows: int64 `[bs]`: tokens whose output is needed, each request's last; None: all.
 
         Returns:
-            `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `rows`, after the layer's own
-            final norm: input of `CausalLM.draft_logits`, and `hidden` of the next draft.
+            `[num_tokens, hidden_size]`, after the layer's own final norm: input of
+            `CausalLM.draft_logits`, and `hidden` of the next draft.
         """
+        residual, rotation = self._join(input_ids, positions, hidden)
+        x, residual = self.layer.forward(None, residual, rotation, forward_batch)
+        return self.norm.add_(x, residual)[0]
+
+    def store(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        forward_batch: ForwardBatch,
+    ) -> None:
+        """`forward` for a step that only stores: what tokens attend to plays no part in it."""
+        self.layer.store(*self._join(input_ids, positions, hidden), forward_batch)
+
+    def _join(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, Rotation]:
+        """The decoder layer's input, `[num_tokens, hidden_size]`, and its rotation."""
         embedded = self.embedding_norm.forward(self._embed(input_ids))
         both = torch.cat((embedded, self.hidden_norm.forward(hidden)), dim=-1)
         share = self.projection.inputs
         joined = self.projection.part(both[:, share.begin : share.end].contiguous())
-        residual = self._group.all_reduce(joined)
-        x, residual = self.layer.forward(
-            None, residual, self._rotate(positions), forward_batch, rows
-        )
-        return self.norm.add_(x, residual)[0]
+        return self._group.all_reduce(joined), self._rotate(positions)

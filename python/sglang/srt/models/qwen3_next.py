@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig, positive_int
-from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
@@ -53,14 +52,13 @@ class GatedAttention(LlamaAttention):
         self.k_norm = ZeroCenteredRMSNorm(self.head_dim, eps, placement=own.at("k_norm"))
         self._kernels = fused_kernels(placement.device)
 
-    def forward(
+    def attend(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
-    ) -> tuple[ToAdd, torch.Tensor]:
+    ) -> torch.Tensor:
         attn = self.attn
         qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
         sizes = [2 * attn.num_heads, attn.num_kv_heads, attn.num_kv_heads]
@@ -80,8 +78,7 @@ class GatedAttention(LlamaAttention):
             q = apply_rotary(self.q_norm.forward(q), rotation)
             k = apply_rotary(self.k_norm.forward(k), rotation)
         is_stored = self._kernels is not None
-        attended = attn.forward(q, k, v, forward_batch, not is_stored, rows, gates=gates)
-        return self.o_proj.forward(attended, residual)
+        return attn.forward(q, k, v, forward_batch, not is_stored, rows, gates=gates)
 
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):

@@ -312,8 +312,8 @@ class EAGLEWorker:
         self._last.write(batch, hidden.index_select(0, last))
 
     def follow_split(self, batch: ForwardBatch, split: SplitHidden) -> None:
-        """`follow` of a prefill that ranks have split: this one runs the layer over its own tokens,
-        and the layer's attention exchanges what the ranks have stored.
+        """`follow` of a prefill that ranks have split: this one stores the entries of its own
+        tokens, and the layer's attention exchanges what the ranks have stored.
 
         Args:
             batch: The whole step, which has been launched.
@@ -336,7 +336,7 @@ class EAGLEWorker:
                     part[pool.place_to_write(layer)].index_fill_(0, slots, 0)
 
     def _store(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
-        """Run the layer over a step's tokens, only to store its entries.
+        """Store the layer's entries of a step's tokens.
 
         Args:
             hidden: `[num_tokens, hidden_size]`: the hidden state before each token.
@@ -381,9 +381,7 @@ class EAGLEWorker:
             is_captured=batch.is_captured,
             context_share=batch.context_share,
         )
-        # Only what the layer stores counts, so a prefill computes the rest of few tokens.
-        needed = of_draft.last_rows() if mode is ForwardMode.EXTEND else None
-        self._runner.forward_draft(of_draft, hidden, needed)
+        self._runner.store_drafts(of_draft, hidden)
 
 
 def _parts_at_position_0(prefix: Sequence[int], new: Sequence[int]) -> tuple[list[int], list[int]]:

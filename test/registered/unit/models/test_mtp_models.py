@@ -80,7 +80,7 @@ def test_a_chain_of_three_drafts_equals_transformers(tmp_path: Path, family: str
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa_shared", "qwen3_5_moe"])
 def test_any_pass_gives_the_same_drafts(tmp_path: Path, family: str) -> None:
-    """One by one or several at once, for all tokens or for each request's last alone."""
+    """One by one or several at once."""
     save_tiny_checkpoint(tmp_path, family, mtp=True)
     driver = DraftDriver(tmp_path, page_size=4)
     tokens, other = prompt(60, 4), prompt(9, 5)
@@ -91,8 +91,33 @@ def test_any_pass_gives_the_same_drafts(tmp_path: Path, family: str) -> None:
     for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
         got = driver.draft(work, mode=mode)
         assert_equal(Drafted(got.hidden[4:], got.logits[4:]), want)
-        last = driver.draft(work, mode=mode, only_last=True)
-        assert_equal(last, Drafted(got.hidden[[3, 7]], got.logits[[3, 7]]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_entries_are_stored_without_running_the_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    save_tiny_checkpoint(tmp_path, family, mtp=True)
+    driver = DraftDriver(tmp_path, page_size=4)
+    tokens, other = prompt(60, 4), prompt(9, 5)
+    driver.run([(0, tokens), (1, other)])
+    want = [part.clone() for part in driver.entries()]
+    assert all(part.count_nonzero() for part in want)
+    layer = driver.runner.model.draft_layer
+    assert layer is not None
+    for module in (layer.layer.mlp, *driver._backends.values()):
+        monkeypatch.setattr(module, "forward", not_called)
+    for part in driver.entries():
+        part.zero_()
+    driver.store([(1, 1, other[1:]), (0, 1, tokens[1:56])], ForwardMode.EXTEND)
+    driver.store([(0, 56, tokens[56:])], ForwardMode.TARGET_VERIFY)
+    for got, right in zip(driver.entries(), want, strict=True):
+        # Slot 0 pads.
+        torch.testing.assert_close(got[1:], right[1:], rtol=0, atol=1e-5)
+
+
+def not_called(*args: object, **kwargs: object) -> None:
+    raise AssertionError("only entries are stored")
 
 
 @pytest.mark.parametrize(

@@ -358,8 +358,9 @@ class LatentTritonBackend(AttentionBackend):
         if group.size == 1 or not lists.one_list or count < SHARED_TOKENS:
             return None
         # In turn, since later tokens see more keys.
-        own = torch.arange(group.rank, -(-count // group.size) * group.size, group.size)
-        return self._runtime.stage_to_device(own.clamp_(max=count - 1))
+        end = -(-count // group.size) * group.size
+        own = torch.arange(group.rank, end, group.size, device=lists.rows.device)
+        return own.clamp_(max=count - 1)
 
     def _of_all_ranks(self, part: torch.Tensor, count: int) -> torch.Tensor:
         """Rows of `count` tokens, from the rows of each rank's `_own_tokens`."""
