@@ -469,15 +469,10 @@ class ModelRunner:
         self._prepare(batch, self._draft_backends)
         return layer.forward(batch.input_ids, batch.positions, hidden, batch)
 
-    def store_drafts(self, forward_batch: ForwardBatch, hidden: torch.Tensor) -> None:
-        """Store the draft layer's entries of the batch's tokens. The layer computes nothing else:
-        an entry depends on the hidden state and the token alone.
-
-        Args:
-            forward_batch: As for `forward_draft`.
-            hidden: Likewise.
-        """
-        layer, batch = self.model.draft_layer, forward_batch
+    def store_drafts(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
+        """Only store the draft layer's entries of the batch's tokens; arguments as for
+        `forward_draft`. An entry depends on the hidden state and the token alone."""
+        layer = self.model.draft_layer
         assert layer is not None, "the model was loaded with its draft layer"
         batch.stores_only = True
         batch.attn_backends, batch.pools = self._draft_backends, self.pools
