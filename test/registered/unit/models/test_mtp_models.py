@@ -107,6 +107,14 @@ def test_entries_are_stored_without_running_the_layer(
     assert layer is not None
     for module in (layer.layer.mlp, *driver._backends.values()):
         monkeypatch.setattr(module, "forward", not_called)
+    pool, waited = driver.runner.token_to_kv_pool, []
+    wait = pool.wait_for_layer
+
+    def noting(layer_id: int) -> int:
+        waited.append(layer_id)
+        return wait(layer_id)
+
+    monkeypatch.setattr(pool, "wait_for_layer", noting)
     for part in driver.entries():
         part.zero_()
     driver.store([(1, 1, other[1:]), (0, 1, tokens[1:56])], ForwardMode.EXTEND)
@@ -114,6 +122,8 @@ def test_entries_are_stored_without_running_the_layer(
     for got, right in zip(driver.entries(), want, strict=True):
         # Slot 0 pads.
         torch.testing.assert_close(got[1:], right[1:], rtol=0, atol=1e-5)
+    # The next step, which waits for no load, reads the layer.
+    assert waited == [driver.runner.model_config.num_hidden_layers] * 2
 
 
 def not_called(*args: object, **kwargs: object) -> None:
