@@ -18,7 +18,6 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 STEPS: Final = 8
 _TIMEOUT_S: Final = 300.0
 _Work: TypeAlias = Sequence[Callable[[], object]]
-_KINDS: Final = {"cuda": ("kernel", "gpu_memcpy", "gpu_memset"), "cpu": ("cpu_op",)}
 
 
 def profile_rank(model: str, name: str) -> dict[str, dict[str, Any]]:
@@ -59,7 +58,7 @@ def _measured(shape: Shape, warm_up: _Work, timed: _Work, seen: _Work) -> dict[s
     _run(timed)
     wait()
     step_ms = (time.perf_counter() - begun) / len(timed) * 1e3
-    events = profiled(partial(_run, seen), _KINDS[shape.device])
+    events = profiled(partial(_run, seen))
     return {"step_ms": step_ms, **kernel_sums(events, len(seen))}
 
 

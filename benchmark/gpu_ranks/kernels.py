@@ -87,8 +87,8 @@ def kernel_sums(events: Sequence[Event], steps: int) -> dict[str, Any]:
     }
 
 
-def profiled(work: Callable[[], object], kinds: Sequence[str]) -> list[Event]:
-    """The events of `kinds` that `work` causes."""
+def profiled(work: Callable[[], object]) -> list[Event]:
+    """What `work` runs: kernels and copies of a GPU, or operations where there is none."""
     activity = torch.profiler.ProfilerActivity
     on_device = torch.cuda.is_available()
     activities = [activity.CUDA] if on_device else [activity.CPU]
@@ -100,6 +100,7 @@ def profiled(work: Callable[[], object], kinds: Sequence[str]) -> list[Event]:
         path = Path(directory) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    kinds = _ON_DEVICE if on_device else _ON_CPU
     return [event for event in events if event.get("cat") in kinds and "dur" in event]
 
 
@@ -111,7 +112,7 @@ def profile_on_gpu() -> dict[str, dict[str, Any]]:
     for count, context in BATCHES:
         model.lay_out(count, context + 64)
         ms, _ = model.decode_steps(count, context, 32)
-        events = profiled(partial(model.decode_steps, count, context, STEPS), _ON_DEVICE)
+        events = profiled(partial(model.decode_steps, count, context, STEPS))
         # `decode_steps` makes three steps before those that it is asked for.
         found[f"{count} x {context}"] = {"step_ms": ms, **kernel_sums(events, STEPS + 3)}
     return found
@@ -126,7 +127,7 @@ def profile_tiny(model: str) -> dict[str, dict[str, Any]]:
         for _ in range(STEPS):
             driver.decode([(row, 9) for row in range(4)])
 
-    return {"4 x 3": kernel_sums(profiled(decode, _ON_CPU), STEPS)}
+    return {"4 x 3": kernel_sums(profiled(decode), STEPS)}
 
 
 def run(args: argparse.Namespace, report: Report) -> None:

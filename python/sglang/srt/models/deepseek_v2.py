@@ -9,7 +9,6 @@ import torch
 
 from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
 from sglang.srt.configs.model_config import ModelConfig, positive_int
-from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
@@ -22,13 +21,13 @@ from sglang.srt.mem_cache.device.fp8_rows import FP8
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.nsa_pool import NSASpec, NSATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import StateSpec
-from sglang.srt.models.llama import DecoderOptions, LlamaForCausalLM
+from sglang.srt.models.llama import CachedAttention, DecoderOptions, LlamaForCausalLM
 
 _NORM_EPS = 1e-6
 """Epsilon of the norms between projections; other norms have `rms_norm_eps`."""
 
 
-class DeepseekV2AttentionMLA(torch.nn.Module):
+class DeepseekV2AttentionMLA(CachedAttention):
     """Latent attention: one stored row per token, which all heads share.
 
     Queries are projected from the hidden state, or from a normalised vector of `q_lora_rank`.
@@ -87,17 +86,6 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
             kind=self.kind,
         )
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
-    ) -> tuple[ToAdd, torch.Tensor]:
-        """See `LlamaAttention.forward`."""
-        return self.o_proj.forward(self.attend(x, rotation, forward_batch, rows), residual)
-
     def attend(
         self,
         x: torch.Tensor,
@@ -105,7 +93,6 @@ class DeepseekV2AttentionMLA(torch.nn.Module):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `LlamaAttention.attend`."""
         mla, q_input = self.mla, x
         latent = self.to_latent.forward(x)
         if self.q_a_layernorm is not None:

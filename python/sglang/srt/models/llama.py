@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 
@@ -39,20 +40,7 @@ class SelfAttention(Protocol):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> tuple[ToAdd, torch.Tensor]:
-        """See `LlamaAttention.forward`."""
-
-
-class CachedAttention(SelfAttention, Protocol):
-    """Attention to tokens of which something is cached."""
-
-    def attend(
-        self,
-        x: torch.Tensor,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """See `LlamaAttention.attend`."""
+        """See `CachedAttention.forward`."""
 
 
 MakeAttention = Callable[[ModelConfig, "DecoderOptions", TensorPlacement, int], SelfAttention]
@@ -76,7 +64,40 @@ class DecoderOptions:
     """Norm before both parts of a layer, and after the last layer."""
 
 
-class LlamaAttention(torch.nn.Module):
+class CachedAttention(torch.nn.Module, ABC):
+    """Attention to tokens of which something is cached, and a projection."""
+
+    o_proj: RowParallelLinear
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None,
+    ) -> tuple[ToAdd, torch.Tensor]:
+        """Attend, then project; returns the result of `RowParallelLinear.forward`.
+
+        Args:
+            x: `[num_tokens, hidden_size]`.
+            residual: `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `rows`.
+            rows: int64 `[bs]`: tokens whose output is needed; None: all.
+        """
+        return self.o_proj.forward(self.attend(x, rotation, forward_batch, rows), residual)
+
+    @abstractmethod
+    def attend(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`forward` before its projection; see `RadixAttention.forward`."""
+
+
+class LlamaAttention(CachedAttention):
     """Grouped-query attention with rotary positions."""
 
     outputs_per_query = 1
@@ -128,23 +149,6 @@ class LlamaAttention(torch.nn.Module):
             kind=SLIDING_WINDOW if has_window else FULL_ATTENTION,
         )
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
-    ) -> tuple[ToAdd, torch.Tensor]:
-        """Attend, then project; returns the result of `RowParallelLinear.forward`.
-
-        Args:
-            x: `[num_tokens, hidden_size]`.
-            residual: `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `rows`.
-            rows: int64 `[bs]`: tokens whose output is needed; None: all.
-        """
-        return self.o_proj.forward(self.attend(x, rotation, forward_batch, rows), residual)
-
     def attend(
         self,
         x: torch.Tensor,
@@ -152,7 +156,6 @@ class LlamaAttention(torch.nn.Module):
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`forward` before its last projection; see `RadixAttention.forward`."""
         qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = self._prepare(qkv, rotation, forward_batch)
         is_stored = self.attn.kind == FULL_ATTENTION
@@ -258,8 +261,9 @@ class LlamaDecoderLayer(torch.nn.Module):
             residual: `[num_tokens, hidden_size]`: input of the layer.
             forward_batch: A step that only stores.
         """
-        attention = cast("CachedAttention", self.self_attn)
-        attention.attend(self.input_layernorm.forward(residual), rotation, forward_batch, None)
+        assert isinstance(self.self_attn, CachedAttention)
+        normed = self.input_layernorm.forward(residual)
+        self.self_attn.attend(normed, rotation, forward_batch, rows=None)
 
 
 class LlamaModel(torch.nn.Module):

@@ -134,8 +134,8 @@ def quantize_activations(
         more_rows: Rows of zeros after those of `x`; 0 if a group is a whole row.
 
     Returns:
-        Contiguous `[num_rows + more_rows, features]` fp8, and fp32 scales `[num_rows + more_rows,
-        features / group]`, whose columns are contiguous.
+        fp8 elements, contiguous `[num_rows + more_rows, features]`, and fp32 scales, `[num_rows +
+        more_rows, features / group]`. Columns of scales are contiguous.
     """
     given, features = x.shape
     rows = given + more_rows
