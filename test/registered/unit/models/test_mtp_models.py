@@ -107,6 +107,10 @@ def test_entries_are_stored_without_running_the_layer(
     assert layer is not None
     for module in (layer.layer.mlp, *driver._backends.values()):
         monkeypatch.setattr(module, "forward", not_called)
+    indexer = getattr(layer.layer.self_attn, "indexer", None)
+    assert (indexer is not None) == ("v32" in family or "dsa" in family)
+    if indexer is not None:
+        monkeypatch.setattr(indexer, "queries", not_called)
     pool, waited = driver.runner.token_to_kv_pool, []
     wait = pool.wait_for_layer
 
