@@ -1,5 +1,5 @@
 """The docs name what exists, and the sources cite only pages and rows that the docs have.
-The index of `benchmark/results` and the folder agree.
+The index of `benchmark/results` and the folder agree. What people wrote is at most 20,000 words.
 
 In `docs/files.md` the line of a file starts with its path in backticks, as a list item or a
 table row; the path is whole, or relative to the folder in the nearest heading above.
@@ -59,6 +59,10 @@ _LINK: Final = re.compile(r"\]\(([^)#\s]+)")
 _INDEXED: Final = re.compile(r"^\|([^|]+)", re.MULTILINE)
 """The first cell of each row of a table."""
 _RESULT: Final = re.compile(r"[\[`]([\w-]+\.\w+)[\]`]")
+_HEADING: Final = re.compile(r"(#+) ")
+_WRITTEN_BY_A_SCRIPT: Final = "Written by `scripts/"
+_PLACED_ROW: Final = re.compile(r"\|.*`[\w.]+`, `[\w./-]+\.py:\d+`")
+"""A row of docs/changes whose places `scripts/update_changes.py` writes."""
 _ROW_HEADING: Final = re.compile(r"^### ([CFP]\d+):")
 _ROW_CITATION: Final = re.compile(r"\b(?:[Rr]ow|[Ff]ault)s? ([CFP]\d+(?:(?:, | and )[CFP]\d+)*)\b")
 _ROW_TEST: Final = re.compile(r"def test_([cfp]\d+)_")
@@ -177,6 +181,35 @@ def sources(repo: Path) -> dict[str, str]:
     return {str(p.relative_to(repo)): p.read_text(encoding="utf-8") for p in sorted(paths)}
 
 
+def words_by_hand(text: str) -> int:
+    """Words of a page that people wrote and readers read.
+
+    A word stands between white space and has a letter or a digit. Code blocks, rows with places of
+    `docs/changes` and sections that a script writes do not count. A generated
+    section says so in its first line, and ends at the next heading of its level or a higher one.
+    """
+    count = 0
+    section: list[str] = []
+    generated = 0  # Level of the heading whose section a script writes; 0: none.
+    for line in [*_FENCE.sub("", text).splitlines(), "# "]:
+        if match := _HEADING.match(line):
+            level = len(match[1])
+            is_generated = any(one.startswith(_WRITTEN_BY_A_SCRIPT) for one in section)
+            if is_generated and not generated:
+                generated = len(section[0].split()[0])
+            if not generated:
+                count += sum(_words(one) for one in section)
+            if generated >= level:
+                generated = 0
+            section = []
+        section.append(line)
+    return count
+
+
+def _words(line: str) -> int:
+    return 0 if _PLACED_ROW.match(line) else sum(bool(re.search(r"\w", w)) for w in line.split())
+
+
 @pytest.fixture(scope="module")
 def members() -> dict[str, set[str]]:
     # An alert is a name like a class, without members.
@@ -192,6 +225,16 @@ def members() -> dict[str, set[str]]:
 def test_what_the_docs_name_exists(page: str, members: dict[str, set[str]]) -> None:
     missing = missing_names((REPO / page).read_text(encoding="utf-8"), members, REPO)
     assert not missing, f"{page} names what is not there: {missing}"
+
+
+def test_the_docs_have_at_most_20_000_words() -> None:
+    pages = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")]
+    words = {
+        str(page.relative_to(REPO)): words_by_hand(page.read_text(encoding="utf-8"))
+        for page in pages
+    }
+    assert not words["docs/files.md"] and not words["docs/reference.md"]
+    assert sum(words.values()) <= 20_000, f"say facts once, and link to them: {words}"
 
 
 def test_every_source_file_has_one_line() -> None:
@@ -325,6 +368,16 @@ def test_a_name_that_is_not_there_is_found(repo: Path, span: str, missing: bool)
     members = class_members(repo)
     text = f"See `{span}`.\n```\n`fenced/bush.py`\n```\n"
     assert missing_names(text, members, repo) == ([span] if missing else [])
+
+
+def test_words_by_hand_are_counted() -> None:
+    text = (
+        "# Two words\n```bash\nls docs\n```\nA list -> of *five* words, `a/b.py`\n| one | - |\n"
+        "| report | `Pool`, `mem_cache/pool.py:12`: its pool |\n## Flags\n\n"
+        "Written by `scripts/update_flags.py`.\n### Refused\n| many |\n## Three more words\n"
+    )
+    assert words_by_hand(text) == 2 + 6 + 1 + 3
+    assert words_by_hand("# Flags\n\n" + text[text.index("Written") :]) == 0
 
 
 def test_lines_of_files_are_counted(repo: Path) -> None:
