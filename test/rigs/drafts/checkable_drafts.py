@@ -2,7 +2,8 @@
 
 A hidden state is the fact of its token, and an entry of the layer too. The layer computes an entry
 from the hidden state of the token before, so it is wrong if that state is. All earlier entries and
-the hidden state are checked whenever the layer runs.
+the hidden state are checked whenever the layer runs. The entries that the engine stores after a
+step are checked too: one for each new token from position 1 on, in order, each in its own slot.
 
 `EAGLEWorker` is the engine's own. A draft is a function of the hash before it, so all ranks draft
 the same.
@@ -11,11 +12,12 @@ the same.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rigs.schedulers.checkable_model import (
@@ -30,7 +32,7 @@ from rigs.schedulers.checkable_model import (
     word,
 )
 from rigs.schedulers.checkable_pools import CheckablePools
-from rigs.schedulers.checkable_step import Step, expect
+from rigs.schedulers.checkable_step import Context, Step, expect
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.eagle_worker import EAGLEWorker
@@ -74,7 +76,7 @@ class CheckableSpeculation(EAGLEWorker):
     def begin(self, step: Step, req_to_token: torch.Tensor) -> None:
         """Begin `step`, with the slots of rows that it was launched with."""
         self._layer.req_to_token_pool.req_to_token.copy_(req_to_token)
-        self._layer.seeds = {one.row: one.seed for one in step.contexts}
+        self._layer.contexts = {one.row: one for one in step.contexts}
 
     def end(
         self,
@@ -84,8 +86,10 @@ class CheckableSpeculation(EAGLEWorker):
         snapshots: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
         """Follow `step`, which has run; see `follow`."""
-        self._facts = step.facts()
-        self.follow(batch, self._layer.hidden_of(np.concatenate(self._facts)), accepted, snapshots)
+        self._facts, layer = step.facts(), self._layer
+        layer.wanted = [entry for one in step.contexts for entry in _entries_of(one)]
+        self.follow(batch, layer.hidden_of(np.concatenate(self._facts)), accepted, snapshots)
+        expect(not layer.wanted, f"entries were not stored: {layer.wanted}")
 
     def _commit(self, batch: ForwardBatch, counts: torch.Tensor, targets: torch.Tensor) -> None:
         assert batch.states is not None
@@ -116,8 +120,10 @@ class _DraftLayer:
         self.req_to_token_pool = copy.copy(rows)
         self.req_to_token_pool.req_to_token = rows.req_to_token.clone()
         self.model = self
-        self.seeds: dict[int, int] = {}
-        """Seeds of the step's requests, by row."""
+        self.contexts: dict[int, Context] = {}
+        """The step's requests in order, by row."""
+        self.wanted: list[tuple[int, int, int]] = []
+        """Position, token and slot of each entry that the engine has to store next."""
 
     def capture_decoding(self, forward: object) -> list[int]:
         """Nothing is captured."""
@@ -137,38 +143,39 @@ class _DraftLayer:
 
     def store_drafts(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
         """See `ModelRunner.store_drafts`."""
-        self.forward_draft(batch, hidden)
+        tokens, before = batch.input_ids.tolist(), self._facts_of(hidden)
+        found = list(
+            zip(batch.positions.tolist(), tokens, batch.out_cache_loc.tolist(), strict=True)
+        )
+        expect(
+            found == self.wanted and len(before) == len(tokens),
+            f"entries (position, token, slot) {found}, not {self.wanted}",
+        )
+        self.wanted = []
+        done = 0
+        for row, context in self.contexts.items():
+            new = len(context.slots) - max(context.begin, 1)
+            if new:
+                part = slice(done, done + new)
+                is_stored = context.num_old > context.begin
+                self._entries(row, context.slots, tokens[part], before[part], is_stored)
+                done += new
 
     def forward_draft(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
         """See `ModelRunner.forward_draft`. The layer's own hidden states are facts."""
         lengths = batch.seq_lens_cpu
         expect(batch.seq_lens.tolist() == lengths, "entries: seq_lens differs from seq_lens_cpu")
-        is_decode = batch.forward_mode.is_decode()
-        num_new = [1] * len(lengths) if is_decode else batch.extend_seq_lens_cpu or []
-        expect(sum(num_new) == len(hidden) == len(batch.input_ids), "entries: other tokens")
-        positions, rows = batch.positions.tolist(), batch.req_pool_indices.tolist()
+        expect(len(lengths) == len(hidden) == len(batch.input_ids), "entries: other tokens")
+        expect(batch.positions.tolist() == lengths, f"entries at {batch.positions}, not {lengths}")
         tokens, stored = batch.input_ids.tolist(), batch.out_cache_loc.tolist()
         before, table = self._facts_of(hidden), batch.req_to_token_pool.req_to_token.numpy()
         made: list[Words] = []
-        done = 0
-        for row, length, new in zip(rows, lengths, num_new, strict=True):
-            part = slice(done, done + new)
-            done += new
-            wanted = [*range(length - new + 1, length + 1)]
-            expect(
-                positions[part] == wanted, f"row {row}: entries at {positions[part]}, not {wanted}"
-            )
-            slots = table[row, :length].astype(np.int64)
-            is_stored = stored[part][0] == 0
-            expect(
-                stored[part][is_stored:] == slots[length - new + is_stored :].tolist(),
-                f"row {row}: entries in slots that are not its own",
-            )
-            try:
-                made.append(self._entries(row, slots, tokens[part], before[part], is_stored))
-            except WrongContext as error:
-                self._on_wrong(error)
-                made.append(facts([NOISE] * new, length - new + 1, tokens[part]))
+        for nth, row in enumerate(batch.req_pool_indices.tolist()):
+            slots = table[row, : lengths[nth]].astype(np.int64)
+            expect(stored[nth] == slots[-1], f"row {row}: an entry in a slot that is not its own")
+            whole = np.concatenate([self.req_to_token_pool.req_to_token[row, :1].numpy(), slots])
+            one = slice(nth, nth + 1)
+            made.append(self._entries(row, whole, tokens[one], before[one], False))
         return self.hidden_of(np.concatenate(made))
 
     def _facts_of(self, hidden: torch.Tensor) -> Words:
@@ -179,58 +186,82 @@ class _DraftLayer:
     def _entries(
         self,
         row: int,
-        slots: np.ndarray,
+        slots: npt.NDArray[np.int64],
         tokens: Sequence[int],
         before: Words,
         is_stored: bool,
     ) -> Words:
-        """Check what the layer reads for a request, and store its new entries.
+        """Check what the layer has of a request, and store its new entries. What is wrong is told,
+        and nothing is stored.
 
         Args:
             row: Its row.
-            slots: int64: the slot of each entry, from position 1 on.
-            tokens: The new tokens.
+            slots: The slot of each position.
+            tokens: Its last tokens, which are new.
             before: `[n, copies, 2]`: the hidden state before each of them.
             is_stored: True if the entry of the first of them is there already.
 
         Returns:
             `[n, 2]`: the facts of the new tokens.
         """
+        try:
+            return self._checked_entries(row, slots, tokens, before, is_stored)
+        except WrongContext as error:
+            self._on_wrong(error)
+            return facts([NOISE] * len(tokens), len(slots) - len(tokens), tokens)
+
+    def _checked_entries(
+        self,
+        row: int,
+        slots: npt.NDArray[np.int64],
+        tokens: Sequence[int],
+        before: Words,
+        is_stored: bool,
+    ) -> Words:
         layer, main = self._pools.state.draft_layer, self._pools.state.token_layers[0]
         num_old = len(slots) - len(tokens) + is_stored
-        first = self.req_to_token_pool.req_to_token[row, 0]
         one = self._pools.tokens[0]
         known = np.concatenate(
             [
-                one.read(main)[first : first + 1, 0] ^ one.marks[main, 0],
-                one.read(layer)[slots[:num_old], 0] ^ one.marks[layer, 0],
+                one.read(main)[slots[:1], 0] ^ one.marks[main, 0],
+                one.read(layer)[slots[1:num_old], 0] ^ one.marks[layer, 0],
             ]
         )
-        at = first_break(known, self.seeds[row])
+        at = first_break(known, self.contexts[row].seed)
         if at is not None:
             raise WrongContext(
-                f"row {row}, draft layer, {one.name}, position {at} of {len(slots) + 1}: does not "
+                f"row {row}, draft layer, {one.name}, position {at} of {len(slots)}: does not "
                 f"follow from what is before it; it holds {describe(known[at])}"
             )
         new = known[len(known) - is_stored :].tolist()
         end = known[-1]
-        for nth in range(int(is_stored), len(tokens)):
-            if (before[nth] != end).any():
+        for position, token, state in zip(
+            range(num_old, len(slots)), tokens[is_stored:], before[is_stored:], strict=True
+        ):
+            if (state != end).any():
                 raise WrongContext(
-                    f"row {row}, position {num_old + nth - is_stored + 1}: the hidden state before "
-                    f"it holds {describe(before[nth, 0])} and not {describe(end)}"
+                    f"row {row}, position {position}: the hidden state before it holds "
+                    f"{describe(state[0])} and not {describe(end)}"
                 )
-            made = extend(int(end[0]), tokens[nth : nth + 1])
-            end = facts(made, num_old + nth - is_stored + 1, tokens[nth : nth + 1])[0]
+            end = facts(extend(int(end[0]), [token]), position, [token])[0]
             new.append(end.tolist())
         every = np.array(new, dtype=np.uint64).reshape(-1, 2)
         whole = np.concatenate([known[1:], every[int(is_stored) :]])
         for buffer in self._pools.tokens:
             words, marks = buffer.read(layer), buffer.marks[layer]
             words[slots[num_old:]] = every[int(is_stored) :, None] ^ marks
-            if (words[slots] ^ marks != whole[:, None]).any():
+            if (words[slots[1:]] ^ marks != whole[:, None]).any():
                 raise WrongContext(f"row {row}, draft layer: {buffer.name} differ in their copies")
         return every
+
+
+def _entries_of(context: Context) -> Iterator[tuple[int, int, int]]:
+    """Position, token and slot of each entry that a step stores for a request. Slot 0 stands for an
+    entry that is there already."""
+    for position, token in enumerate(context.new_tokens, context.begin):
+        if position:
+            slot = int(context.slots[position]) if position >= context.num_old else 0
+            yield position, token, slot
 
 
 class _Drafts:

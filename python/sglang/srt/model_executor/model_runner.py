@@ -471,7 +471,7 @@ class ModelRunner:
 
     def store_drafts(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
         """Only store the draft layer's entries of the batch's tokens; arguments as for
-        `forward_draft`. An entry depends on the hidden state and the token alone."""
+        `forward_draft`. It reads tokens, positions, slots and `hidden`: contexts play no part."""
         layer = self.model.draft_layer
         assert layer is not None, "the model was loaded with its draft layer"
         batch.stores_only = True

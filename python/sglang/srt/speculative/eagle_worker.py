@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -341,10 +342,10 @@ class EAGLEWorker:
         Args:
             hidden: `[num_tokens, hidden_size]`: the hidden state before each token.
         """
-        prefix = batch.extend_prefix_lens_cpu or [length - 1 for length in batch.seq_lens_cpu]
-        new = batch.extend_seq_lens_cpu or [1] * len(prefix)
         ids, positions, slots = batch.input_ids, batch.positions, batch.out_cache_loc
-        if 0 in prefix:
+        prefix, new = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        if prefix is not None and 0 in prefix:
+            assert new is not None
             first, kept = _parts_at_position_0(prefix, new)
             self._clear(slots.index_select(0, on_device(first, ids.device)))
             if not kept:
@@ -353,35 +354,8 @@ class EAGLEWorker:
             ids, positions, slots, hidden = (
                 part.index_select(0, places) for part in (ids, positions, slots, hidden)
             )
-        requests = [at for at, (p, n) in enumerate(zip(prefix, new, strict=True)) if p + n > 1]
-        rows, lens = batch.req_pool_indices, batch.seq_lens
-        if len(requests) < len(prefix):
-            some = on_device(requests, ids.device)
-            rows, lens = rows.index_select(0, some), lens.index_select(0, some)
-        prefix_lens = [max(prefix[at] - 1, 0) for at in requests]
-        seq_lens = [prefix[at] + new[at] - 1 for at in requests]
-        new_lens = [end - begin for begin, end in zip(prefix_lens, seq_lens, strict=True)]
-        mode = batch.forward_mode
-        if mode is ForwardMode.EXTEND and max(new_lens) == 1:
-            mode = ForwardMode.DECODE
-        rows_cpu = batch.req_pool_indices_cpu
-        of_draft = ForwardBatch(
-            forward_mode=mode,
-            input_ids=ids,
-            positions=positions,
-            req_pool_indices=rows,
-            req_pool_indices_cpu=None if rows_cpu is None else [rows_cpu[at] for at in requests],
-            seq_lens=lens - 1,
-            seq_lens_cpu=seq_lens,
-            out_cache_loc=slots,
-            req_to_token_pool=self._rows,
-            token_to_kv_pool=batch.token_to_kv_pool,
-            extend_prefix_lens_cpu=prefix_lens,
-            extend_seq_lens_cpu=new_lens,
-            is_captured=batch.is_captured,
-            context_share=batch.context_share,
-        )
-        self._runner.store_drafts(of_draft, hidden)
+        stored = replace(batch, input_ids=ids, positions=positions, out_cache_loc=slots)
+        self._runner.store_drafts(stored, hidden)
 
 
 def _parts_at_position_0(prefix: Sequence[int], new: Sequence[int]) -> tuple[list[int], list[int]]:
