@@ -107,19 +107,14 @@ def attention_layer(heads: int, kv_heads: int, head_dim: int) -> RadixAttention:
     return RadixAttention(heads, head_dim, head_dim**-0.5, kv_heads, 0)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, prefix: int, window: int = 0
-) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, prefix: int) -> torch.Tensor:
     """Reference attention in fp64, for q `[new, heads, dim]` at positions from `prefix` on."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
     q_pos = torch.arange(prefix, prefix + q.shape[0], device=q.device).unsqueeze(1)
     k_pos = torch.arange(k.shape[0], device=q.device)
-    hidden = k_pos > q_pos
-    if window:
-        hidden |= k_pos <= q_pos - window
-    probs = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    probs = scores.masked_fill(k_pos > q_pos, -torch.inf).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", probs, v).flatten(1)
 
 

@@ -71,35 +71,27 @@ def test_decode(
     q = queries(len(lens), heads, head_dim, dtype)
     seq_lens = torch.tensor(lens, device=DEVICE)
     arrivals = make_arrivals(DEVICE)
-    for window in (0, 50):
-        got = decode_attention(
-            q,
-            pool.k,
-            pool.v,
-            pool.table,
-            pool.rows,
-            seq_lens,
-            head_dim**-0.5,
-            arrivals,
-            window=window,
-            splits=splits,
-        )
-        assert not arrivals.any()
-        want = [
-            attend(q[i : i + 1], *pool.context(i, n), prefix=n - 1, window=window)
-            for i, n in enumerate(lens)
-        ]
-        assert_close(got, torch.cat(want), dtype)
+    got = decode_attention(
+        q,
+        pool.k,
+        pool.v,
+        pool.table,
+        pool.rows,
+        seq_lens,
+        head_dim**-0.5,
+        arrivals,
+        splits=splits,
+    )
+    assert not arrivals.any()
+    want = [attend(q[i : i + 1], *pool.context(i, n), prefix=n - 1) for i, n in enumerate(lens)]
+    assert_close(got, torch.cat(want), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("shape", [(8, 2, 128), (7, 1, 80)])
-@pytest.mark.parametrize(
-    ("splits", "window"),
-    [((1, 1), 0), ((4, 100), 50), ((256, 32), 0), (None, 0), (None, 50), ((4, LONG_TOKENS), 0)],
-)
+@pytest.mark.parametrize("splits", [(1, 1), (4, 100), (256, 32), None, (4, LONG_TOKENS)])
 def test_decode_with_gates(
-    shape: tuple[int, int, int], dtype: torch.dtype, splits: tuple[int, int] | None, window: int
+    shape: tuple[int, int, int], dtype: torch.dtype, splits: tuple[int, int] | None
 ) -> None:
     """Parts joined by a kernel of their own, by the last program, and contexts in one part."""
     heads, kv_heads, head_dim = shape
@@ -109,10 +101,8 @@ def test_decode_with_gates(
     both = queries(len(lens), 2 * heads, head_dim, dtype)
     gates, arrivals = both[:, 1::2], make_arrivals(DEVICE)
     at = pool.k, pool.v, pool.table, pool.rows, torch.tensor(lens, device=DEVICE)
-    plain = decode_attention(q, *at, head_dim**-0.5, arrivals, window=window, splits=splits)
-    got = decode_attention(
-        q, *at, head_dim**-0.5, arrivals, gates=gates, window=window, splits=splits
-    )
+    plain = decode_attention(q, *at, head_dim**-0.5, arrivals, splits=splits)
+    got = decode_attention(q, *at, head_dim**-0.5, arrivals, gates=gates, splits=splits)
     assert not arrivals.any()
     assert_close(got, plain * gates.flatten(1).sigmoid(), dtype)
 
@@ -132,23 +122,21 @@ def test_extend(
     for row, (prefix, new) in zip(pool.rows.tolist(), work, strict=True):
         segments.append((row, begin, prefix, new))
         begin += new
-    for window in (0, 50):
-        plan = plan_blocks(
-            segments,
-            group=heads // kv_heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            device=DEVICE,
-            window=window,
-        )
-        plan = dataclasses.replace(plan, splits=splits or plan.splits)
-        got = torch.full((len(q), heads * head_dim), float("nan"), dtype=q.dtype, device=DEVICE)
-        extend_attention(q, pool.k, pool.v, pool.table, plan, head_dim**-0.5, got, window=window)
-        want = [
-            attend(q[b : b + new], *pool.context(i, prefix + new), prefix=prefix, window=window)
-            for i, (_, b, prefix, new) in enumerate(segments)
-        ]
-        assert_close(got, torch.cat(want), dtype)
+    plan = plan_blocks(
+        segments,
+        group=heads // kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        device=DEVICE,
+    )
+    plan = dataclasses.replace(plan, splits=splits or plan.splits)
+    got = torch.full((len(q), heads * head_dim), float("nan"), dtype=q.dtype, device=DEVICE)
+    extend_attention(q, pool.k, pool.v, pool.table, plan, head_dim**-0.5, got)
+    want = [
+        attend(q[b : b + new], *pool.context(i, prefix + new), prefix=prefix)
+        for i, (_, b, prefix, new) in enumerate(segments)
+    ]
+    assert_close(got, torch.cat(want), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -208,40 +196,39 @@ def test_splits_of_decode_fill_the_device() -> None:
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_range_kernel(
     out_ptr: tl.tensor,
-    first: tl.tensor,
     last: tl.tensor,
     splits: tl.tensor,
     least: tl.tensor,
     BLOCK_N: tl.constexpr,
 ) -> None:
     split = tl.program_id(0)
-    begin, end, parts = split_range(first, last, split, splits, least, BLOCK_N)
+    begin, end, parts = split_range(last, split, splits, least, BLOCK_N)
     tl.store(out_ptr + 3 * split, begin)
     tl.store(out_ptr + 3 * split + 1, end)
     tl.store(out_ptr + 3 * split + 2, parts)
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "splits", "least", "parts"),
+    ("last", "splits", "least", "parts"),
     [
-        (0, 2100, 4, 2048, 1),
-        (0, 4096, 4, 2048, 2),
-        (7, 4200, 4, 2048, 2),
-        (0, 9000, 4, 2048, 4),
-        (0, 32768, 4, 2048, 4),
-        (0, 63, 8, 64, 1),
-        (5, 640, 8, 64, 5),
-        (0, 1, 8, 64, 1),
+        (2100, 4, 2048, 1),
+        (4096, 4, 2048, 2),
+        (4193, 4, 2048, 2),
+        (9000, 4, 2048, 4),
+        (32768, 4, 2048, 4),
+        (63, 8, 64, 1),
+        (635, 8, 64, 5),
+        (1, 8, 64, 1),
     ],
 )
 def test_parts_of_a_context_are_not_smaller_than_worth_it(
-    first: int, last: int, splits: int, least: int, parts: int
+    last: int, splits: int, least: int, parts: int
 ) -> None:
     got = torch.zeros(splits, 3, dtype=torch.int64, device=DEVICE)
-    _store_range_kernel[(splits,)](got, first, last, splits, least, BLOCK_N=64)
+    _store_range_kernel[(splits,)](got, last, splits, least, BLOCK_N=64)
     ranges = got[:parts].tolist()
     assert [count for _, _, count in got.tolist()] == [parts] * splits
-    assert [first, *(end for _, end, _ in ranges)] == [*(begin for begin, _, _ in ranges), last]
+    assert [0, *(end for _, end, _ in ranges)] == [*(begin for begin, _, _ in ranges), last]
     assert all(begin >= end for begin, end, _ in got[parts:].tolist())
 
 

@@ -75,7 +75,6 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
     GATED: tl.constexpr,
     APART: tl.constexpr,
-    WINDOW: tl.constexpr,
     EARLY: tl.constexpr,
     EARLY_KV: tl.constexpr,
 ) -> None:
@@ -88,10 +87,7 @@ def _decode_kernel(
     # Written before the lookup of embeddings, which does not start early.
     length = tl.load(lens_ptr + request).to(tl.int32)
     slots = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * table_stride
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
-    begin, end, parts = split_range(first, length, split, splits, least, BLOCK)
+    begin, end, parts = split_range(length, split, splits, least, BLOCK)
     dims = tl.arange(0, BLOCK_D)
     k_head = k_ptr + kv_head * HEAD_DIM
     v_head = v_ptr + kv_head * HEAD_DIM
@@ -131,11 +127,11 @@ def _decode_kernel(
     whole = begin + (end - begin) // BLOCK * BLOCK
     peak, mass, acc = attend_range(
         q, peak, mass, acc, k_head, v_head, slots, begin, whole, heads, scale,
-        NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK, False, 0, True,
+        NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK, False, True,
     )  # fmt: skip
     peak, mass, acc = attend_range(
         q, peak, mass, acc, k_head, v_head, slots, whole, end, heads, scale,
-        NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK, False, 0, False,
+        NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK, False, False,
     )  # fmt: skip
     acc = acc / mass[:, None]
     if SPLIT:  # noqa: SIM102 - known when this is compiled
@@ -249,7 +245,6 @@ def decode_attention(
     arrivals: torch.Tensor,
     *,
     gates: torch.Tensor | None = None,
-    window: int = 0,
     splits: tuple[int, int] | None = None,
     launch: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
@@ -265,7 +260,6 @@ def decode_attention(
         arrivals: Counters from `make_arrivals`.
         gates: `[bs, num_heads, head_dim]` with dense rows; the output is multiplied by their
             sigmoid. None: no gates.
-        window: Number of tokens that are seen, including the newest; 0: all.
         splits: In the form of `plan_splits`; None: its result.
         launch: Tokens per block, warps, stages; None: the fastest.
 
@@ -327,7 +321,6 @@ def decode_attention(
         SPLIT=count > 1,
         GATED=gates is not None,
         APART=joins_apart,
-        WINDOW=window,
         EARLY_KV=reads_early,
         num_warps=num_warps,
         num_stages=num_stages,

@@ -47,7 +47,6 @@ def _extend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
 ) -> None:
     """Grid `(blocks, kv_heads, splits)`: one program attends from ROWS query rows to one split."""
     block = blocks_ptr + tl.program_id(0) * 4
@@ -64,10 +63,7 @@ def _extend_kernel(
     q_pos = first_pos + offset
     out_row = (first_token + offset) * NUM_KV_HEADS * GROUP + heads
     last = first_pos + num_tokens
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(first_pos + 1 - WINDOW, 0)
-    begin, end, _ = split_range(first, last, split, splits, BLOCK_N, BLOCK_N)
+    begin, end, _ = split_range(last, split, splits, BLOCK_N, BLOCK_N)
     if SPLIT:  # noqa: SIM102 - known when this is compiled
         if begin >= end:
             tl.store(lse_ptr + out_row * splits + split, float("-inf"), mask=is_row)
@@ -82,18 +78,16 @@ def _extend_kernel(
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     k_head = k_ptr + kv_head * HEAD_DIM
     v_head = v_ptr + kv_head * HEAD_DIM
-    whole = begin
-    if WINDOW == 0:
-        # Blocks that even the first row sees completely need no mask.
-        common = tl.maximum(tl.minimum(end, first_pos + 1) - begin, 0)
-        whole = begin + common // BLOCK_N * BLOCK_N
-        peak, mass, acc = attend_range(
-            q, peak, mass, acc, k_head, v_head, slots, begin, whole, q_pos, scale,
-            NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, True, 0, True,
-        )  # fmt: skip
+    # Blocks that even the first row sees completely need no mask.
+    common = tl.maximum(tl.minimum(end, first_pos + 1) - begin, 0)
+    whole = begin + common // BLOCK_N * BLOCK_N
+    peak, mass, acc = attend_range(
+        q, peak, mass, acc, k_head, v_head, slots, begin, whole, q_pos, scale,
+        NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, True, True,
+    )  # fmt: skip
     peak, mass, acc = attend_range(
         q, peak, mass, acc, k_head, v_head, slots, whole, end, q_pos, scale,
-        NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, False,
+        NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, True, False,
     )  # fmt: skip
     # A row may see nothing of its split.
     acc = acc / tl.where(mass > 0.0, mass, 1.0)[:, None]
@@ -128,7 +122,6 @@ def plan_blocks(
     num_kv_heads: int,
     head_dim: int,
     device: torch.device | str,
-    window: int = 0,
 ) -> ExtendWork:
     """Cut requests into blocks.
 
@@ -143,8 +136,6 @@ def plan_blocks(
     first, last = segments[0][1], segments[-1][1] + segments[-1][3]
     blocks = cut_into_blocks(segments, rows // group)
     context = max(prefix + count for _, _, prefix, count in segments)
-    if window:
-        context = min(context, window + rows // group)
     splits = _count_splits(len(blocks), last - first, context, group, num_kv_heads, head_dim)
     return ExtendWork(device_runtime(device).stage_to_device(blocks), rows, splits, first, last)
 
@@ -226,7 +217,6 @@ def extend_attention(
     scaling: float,
     out: torch.Tensor,
     *,
-    window: int = 0,
     launch: tuple[int, int, int] | None = None,
 ) -> None:
     """Attend from the tokens that `work` names.
@@ -238,7 +228,6 @@ def extend_attention(
         q: `[num_tokens, num_heads, head_dim]`, dense except for the first stride.
         k_pool: As in `decode_attention`, with the new tokens' keys.
         out: Contiguous `[num_tokens, num_heads * head_dim]`.
-        window: Number of tokens that a token sees, including itself; 0: all before it.
         launch: Tokens per block, warps, stages; None: the fastest.
     """
     q, out = q[work.begin : work.end], out[work.begin : work.end]
@@ -279,7 +268,6 @@ def extend_attention(
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_N=block_n,
         SPLIT=splits > 1,
-        WINDOW=window,
         num_warps=num_warps,
         num_stages=num_stages,
     )

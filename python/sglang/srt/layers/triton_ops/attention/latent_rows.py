@@ -115,7 +115,7 @@ def _latent_kernel(
     length = tl.load(lens_ptr + token).to(tl.int32)
     if MOST > 0:
         length = tl.minimum(length, MOST)
-    begin, end, _ = split_range(0, length, split, splits, least, BLOCK)
+    begin, end, _ = split_range(length, split, splits, least, BLOCK)
     if SPLIT:  # noqa: SIM102 - known when this is compiled
         if begin >= end:
             tl.store(lse_ptr + out_row * splits + split, float("-inf"), mask=is_head)

@@ -20,23 +20,22 @@ _GATED_DIMS = 64
 
 @triton.jit
 def split_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    first: tl.tensor,
     last: tl.tensor,
     split: tl.tensor,
     splits: tl.tensor,
     least: tl.tensor,
     BLOCK_N: tl.constexpr,
 ):
-    """The tokens `[begin, end)` of `[first, last)` that belong to one split, and the number of
+    """The tokens `[begin, end)` of those before `last` that belong to one split, and the number of
     splits that are not empty.
 
     A split has whole blocks, and at least `least` tokens unless there are fewer. Splits past the
     last token are empty.
     """
-    wanted = tl.minimum(splits, tl.maximum((last - first) // least, 1))
-    per_part = tl.cdiv(tl.cdiv(last - first, wanted), BLOCK_N) * BLOCK_N
-    begin = first + split * per_part
-    return begin, tl.minimum(begin + per_part, last), tl.cdiv(last - first, per_part)
+    wanted = tl.minimum(splits, tl.maximum(last // least, 1))
+    per_part = tl.cdiv(tl.cdiv(last, wanted), BLOCK_N) * BLOCK_N
+    begin = split * per_part
+    return begin, tl.minimum(begin + per_part, last), tl.cdiv(last, per_part)
 
 
 @triton.jit
@@ -57,7 +56,6 @@ def attend_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """One pass of online softmax (Milakov and Gimelshein, 2018), base 2.
@@ -82,8 +80,6 @@ def attend_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
         seen = pos[None, :] < end
         if CAUSAL:
             seen = seen & (pos[None, :] <= q_pos[:, None])
-        if WINDOW > 0:
-            seen = seen & (pos[None, :] > q_pos[:, None] - WINDOW)
         p, shrink, peak, mass = weigh(q, k, seen, peak, mass, scale, EVEN)
         if HEAD_DIM == BLOCK_D:
             v = tl.load(v_ptr + at)
