@@ -191,8 +191,8 @@ class _DraftLayer:
         before: Words,
         is_stored: bool,
     ) -> Words:
-        """Check what the layer has of a request, and store its new entries. What is wrong is told,
-        and nothing is stored.
+        """Check what the layer has of a request, and store its new entries. If anything is wrong,
+        report it and store nothing.
 
         Args:
             row: Its row.

@@ -26,8 +26,8 @@ def split_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
     least: tl.tensor,
     BLOCK_N: tl.constexpr,
 ):
-    """The tokens `[begin, end)` of those before `last` that belong to one split, and the number of
-    splits that are not empty.
+    """The tokens `[begin, end)` of one split of the context `[0, last)`, and the number of splits
+    that are not empty.
 
     A split has whole blocks, and at least `least` tokens unless there are fewer. Splits past the
     last token are empty.
