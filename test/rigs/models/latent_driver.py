@@ -17,6 +17,7 @@ def latent_driver(
     device: str,
     kv_cache_dtype: str = "auto",
     tp_group: TensorGroup | None = None,
+    gpu_id: int = 0,
 ) -> StepDriver:
     """On a GPU the default; elsewhere its attention is replaced."""
     driver = StepDriver(
@@ -26,6 +27,7 @@ def latent_driver(
         disable_cuda_graph=True,
         kv_cache_dtype=kv_cache_dtype,
         tp_group=tp_group,
+        gpu_id=gpu_id,
     )
     runner = driver.runner
     if device != "cuda":
