@@ -58,6 +58,7 @@ def logits_of_rank(path: str, device: str) -> tuple[torch.Tensor, list[int]]:
         mock.patch.object(backend.LatentTritonBackend, "_of_all_ranks", count),
     ):
         driver = latent_driver(Path(path), device, tp_group=group, gpu_id=group.rank)
+        shared.clear()  # A GPU has warmed up.
         return logits_of(driver), shared
 
 
