@@ -83,6 +83,7 @@ def test_defaults_that_depend_on_the_device(device: str, backend: str, chunk: in
     [
         (["--attention-backend", "triton"], "triton does not run on {}; use torch_native"),
         (["--attention-backend", "flashinfer"], "flashinfer does not run on {}; use torch_native"),
+        (["--attention-backend", "flashmla"], "flashmla does not run on {}; use torch_native"),
         (["--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs 8 has no effect on {}"),
     ],
 )

@@ -57,7 +57,9 @@ def logits_of_rank(path: str, device: str) -> tuple[torch.Tensor, list[int]]:
         mock.patch.multiple(backend, **LIMITS),
         mock.patch.object(backend.LatentTritonBackend, "_of_all_ranks", count),
     ):
-        return logits_of(latent_driver(Path(path), device, tp_group=group)), shared
+        driver = latent_driver(Path(path), device, tp_group=group, gpu_id=group.rank)
+        shared.clear()  # A GPU has warmed up.
+        return logits_of(driver), shared
 
 
 def check(ranks: int, device: str) -> None:

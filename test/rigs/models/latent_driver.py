@@ -17,8 +17,10 @@ def latent_driver(
     device: str,
     kv_cache_dtype: str = "auto",
     tp_group: TensorGroup | None = None,
+    gpu_id: int = 0,
+    backend: type[LatentTritonBackend] = LatentTritonBackend,
 ) -> StepDriver:
-    """On a GPU the default; elsewhere its attention is replaced."""
+    """On a GPU the default; elsewhere its attention is replaced by `backend`."""
     driver = StepDriver(
         path,
         page_size=16,
@@ -26,11 +28,12 @@ def latent_driver(
         disable_cuda_graph=True,
         kv_cache_dtype=kv_cache_dtype,
         tp_group=tp_group,
+        gpu_id=gpu_id,
     )
     runner = driver.runner
     if device != "cuda":
         (layer, *_) = runner.model.attention_layers()
-        runner.attn_backends[layer.kind] = LatentTritonBackend(
+        runner.attn_backends[layer.kind] = backend(
             AttentionConfig(
                 num_heads=layer.num_heads,
                 specs={spec.name: spec for spec in runner.state_specs},

@@ -225,7 +225,7 @@ _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "hicache_mem_layout": (("page_head",), "use auto"),
     "grammar_backend": (("outlines", "llguidance", "none"), "use xgrammar"),
     "attention_backend": (
-        ("fa3", "fa4", "flashmla", "flex_attention", "cutlass_mla", "trtllm_mla", "trtllm_mha",
+        ("fa3", "fa4", "flex_attention", "cutlass_mla", "trtllm_mla", "trtllm_mha",
             "aiter", "wave", "intel_amx", "intel_xpu", "dual_chunk_flash_attn", "nsa", "dsa"),
         "leave the flag out, or use flashinfer on a GPU",
     ),

@@ -222,8 +222,8 @@ class ServerArgs(ObservabilityArgs, SpeculativeArgs):
     attention_backend: str | None = flag(
         None,
         "Attention kernels; absent: torch_native on a CPU, triton on a GPU. flashinfer needs the "
-        "package flashinfer-python.",
-        choices=("torch_native", "triton", "flashinfer", "ascend"),
+        "package flashinfer-python; flashmla, for sparse attention (DSA), sglang-kernel.",
+        choices=("torch_native", "triton", "flashinfer", "flashmla", "ascend"),
     )
     disable_overlap_schedule: bool = flag(
         False, "On a GPU, process the tokens of each step before launching the next step."

@@ -182,6 +182,24 @@ def _make_flashinfer(config: AttentionConfig) -> AttentionBackend:
     return _imported("flashinfer_backend.FlashInferAttnBackend")(config)
 
 
+def _make_flashmla(config: AttentionConfig) -> AttentionBackend:
+    """Raise ValueError if the package is not installed or its kernel does not take this model."""
+    mla = config.mla
+    assert mla is not None, "its layers have latent attention"
+    if (mla.kv_lora_rank, mla.qk_rope_head_dim) != (512, 64):
+        raise ValueError(
+            "attention backend 'flashmla' takes a kv_lora_rank of 512 and a qk_rope_head_dim of "
+            f"64, not {mla.kv_lora_rank} and {mla.qk_rope_head_dim}: use triton"
+        )
+    stored = {spec.dtype for spec in config.specs.values() if isinstance(spec, MLASpec)}
+    if {config.dtype, *stored} != {torch.bfloat16}:
+        raise ValueError(
+            "attention backend 'flashmla' takes --dtype bfloat16 and --kv-cache-dtype auto, not "
+            f"{config.dtype} with rows in {', '.join(map(str, stored))}: use triton"
+        )
+    return _imported("flashmla_backend.FlashMLABackend")(config)
+
+
 _LATENT_TRITON: Final = _imported("latent_triton_backend.LatentTritonBackend")
 _FULL: Final[dict[str, MakeBackend]] = {
     "torch_native": TorchNativeAttnBackend,
@@ -191,10 +209,13 @@ _FULL: Final[dict[str, MakeBackend]] = {
 }
 for _kind in DEVICE_KINDS.values():
     for _name in _kind.attention_backends:
-        register_attention_backend(FULL_ATTENTION, _name, _kind.name, _FULL[_name])
+        if _name in _FULL:
+            register_attention_backend(FULL_ATTENTION, _name, _kind.name, _FULL[_name])
     if "triton" in _kind.attention_backends:
         register_attention_backend(MLA, "triton", _kind.name, _LATENT_TRITON)
         register_attention_backend(DSA, "triton", _kind.name, _LATENT_TRITON)
+    if "flashmla" in _kind.attention_backends:
+        register_attention_backend(DSA, "flashmla", _kind.name, _make_flashmla)
     register_attention_backend(MLA, "torch_native", _kind.name, MLATorchNativeBackend)
     register_attention_backend(DSA, "torch_native", _kind.name, DSATorchNativeBackend)
     register_attention_backend(SLIDING_WINDOW, "torch_native", _kind.name, WindowTorchBackend)

@@ -70,13 +70,15 @@ class SlotLists:
     """Upper bound of `lens`."""
     one_list: bool = False
     """True if all tokens have the same row."""
+    shortest: int = 1
+    """Lower bound of `lens`."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def of(self, tokens: slice | torch.Tensor) -> SlotLists:
         """The lists of some of the tokens: a slice, or indices (int64 `[n]`)."""
-        return SlotLists(self.rows[tokens], self.lens[tokens], self.longest, self.one_list)
+        return replace(self, rows=self.rows[tokens], lens=self.lens[tokens])
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +279,8 @@ class LatentTritonBackend(AttentionBackend):
             self._attend_masked(q[own], layer, forward_batch, lists, index.of(own), out[own])
             choosing = masked
         if choosing < segment.end:
-            own = slice(choosing, segment.end)
-            lists = long.lists.of(slice(choosing - segment.begin, None))
+            own, at = slice(choosing, segment.end), choosing - segment.begin
+            lists = replace(long.lists.of(slice(at, None)), shortest=segment.prefix + at + 1)
             self._attend(q[own], layer, forward_batch, lists, index.of(own), out[own])
 
     def _attend_masked(
@@ -400,23 +402,51 @@ class LatentTritonBackend(AttentionBackend):
         index: IndexQuery | None,
     ) -> torch.Tensor:
         """Attend, all tokens at once: `[n, num_heads, v_head_dim]`; arguments as in `_attend`."""
-        table, rows, most = forward_batch.req_to_token_pool.req_to_token, lists.rows, 0
+        table, pools = forward_batch.req_to_token_pool.req_to_token, forward_batch.token_to_kv_pool
         if index is None:
-            pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
+            pool = pools.get_key_buffer(layer.layer_id)
+            found = latent_attention(
+                *_absorbed(q, layer), pool, table, lists.rows, lists.lens, layer.scaling
+            )
         else:
             pool, keys = Pools.of(forward_batch, layer.layer_id, index)
             chosen = index.chosen
             if keys is not None:
                 chosen = self._choose(index, keys, table, lists)
             assert chosen is not None
-            table, most = chosen, index.topk
-            rows = self._own_rows[: len(q)]
-        nope = layer.mla.qk_nope_head_dim
-        absorbed = layer.up_projection.absorb(q[..., :nope].transpose(0, 1)).transpose(0, 1)
-        found = latent_attention(
-            absorbed, q[..., nope:], pool, table, rows, lists.lens, layer.scaling, most=most
-        )
+            found = self._attend_chosen(q, layer, pool, chosen, lists)
         return layer.up_projection.values_of(found.transpose(0, 1)).transpose(0, 1)
+
+    def _attend_chosen(
+        self,
+        q: torch.Tensor,
+        layer: LatentAttention,
+        pool: torch.Tensor,
+        chosen: torch.Tensor,
+        lists: SlotLists,
+    ) -> torch.Tensor:
+        """Attend to chosen slots; a token that sees fewer, to the first.
+
+        Args:
+            q: `[n, num_heads, qk_head_dim]`.
+            pool: The layer's stored rows.
+            chosen: int32 `[n, topk]`.
+            lists: What the tokens have chosen from.
+
+        Returns:
+            `[n, num_heads, kv_lora_rank]`.
+        """
+        rows, most = self._own_rows[: len(q)], chosen.shape[1]
+        return latent_attention(
+            *_absorbed(q, layer), pool, chosen, rows, lists.lens, layer.scaling, most=most
+        )
+
+
+def _absorbed(q: torch.Tensor, layer: LatentAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries in latent space, `[n, num_heads, kv_lora_rank]`, and their rotated parts."""
+    nope = layer.mla.qk_nope_head_dim
+    absorbed = layer.up_projection.absorb(q[..., :nope].transpose(0, 1)).transpose(0, 1)
+    return absorbed, q[..., nope:]
 
 
 def _can_be_masked(layer: LatentAttention) -> bool:

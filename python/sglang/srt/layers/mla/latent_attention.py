@@ -64,16 +64,17 @@ class KVUpProjection(WeightedLayer):
         weight = self._by_head()[heads]
         return apply_linear(latent, weight.flatten(0, 1)).view(len(latent), len(weight), -1)
 
-    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+    def absorb(self, q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Map queries to latent space, where their products with latent vectors are the scores.
 
         Args:
             q: `[num_heads, num_tokens, qk_nope_head_dim]`, any strides.
+            out: Tensor for the result, the last dimension dense; None: a new one.
 
         Returns:
             `[num_heads, num_tokens, kv_lora_rank]`.
         """
-        return torch.bmm(q, self._by_head()[:, : self.key_dim])
+        return torch.bmm(q, self._by_head()[:, : self.key_dim], out=out)
 
     def values_of(self, latent: torch.Tensor) -> torch.Tensor:
         """Map outputs of heads from latent space to values.

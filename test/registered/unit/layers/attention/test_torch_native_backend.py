@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rigs.models.attention_cases import PagedContexts, assert_close, attention_layer, queries
-from sglang.srt.layers.attention import partial_attention
+from sglang.srt.configs.mla_config import MLAConfig
+from sglang.srt.layers.attention import attention_registry, partial_attention
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
 from sglang.srt.layers.attention.partial_attention import (
@@ -25,8 +26,9 @@ from sglang.srt.layers.attention.partial_attention import (
 )
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import DSA, RadixAttention
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.state_spec import KVSpec
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -263,6 +265,34 @@ def test_flashinfer_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPat
     for fields, message in wrong:
         with pytest.raises(ValueError, match=message):
             create_attention_backend("flashinfer", dataclasses.replace(half, **fields))
+
+
+def test_flashmla_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sizes(rank: int, rope: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+        mla = MLAConfig(
+            kv_lora_rank=rank, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=rope,
+            v_head_dim=128, rope_interleave=True,
+        )  # fmt: skip
+        spec = MLASpec.of((0,), rank, rope, dtype)
+        return {"mla": mla, "specs": {spec.name: spec}}
+
+    right = dataclasses.replace(CONFIG, dtype=torch.bfloat16, device="cuda:0", **sizes(512, 64))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"device": "cpu"}, "'flashmla' does not run on 'cpu': use torch_native"),
+        ({"dtype": torch.float32}, "takes --dtype bfloat16 and --kv-cache-dtype auto, not"),
+        (sizes(512, 64, torch.float8_e4m3fn), "rows in torch.float8_e4m3fn: use triton"),
+        (sizes(256, 64), "a kv_lora_rank of 512 and a qk_rope_head_dim of 64, not 256 and 64"),
+        (sizes(512, 32), "not 512 and 32: use triton"),
+    ]
+    for fields, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            create_attention_backend("flashmla", dataclasses.replace(right, **fields), DSA)
+    made = []
+    monkeypatch.setattr(
+        attention_registry, "_imported", lambda path: lambda config: made.append(path)
+    )
+    create_attention_backend("flashmla", right, DSA)
+    assert made == ["flashmla_backend.FlashMLABackend"]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,128 @@
+"""Sparse latent attention (DSA) on CUDA: FlashMLA's kernel reads the chosen rows of long prefills.
+
+The kernel is in the package `sglang-kernel`, whose release must fit the installed torch. All else
+is `LatentTritonBackend`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
+from sglang.srt.layers.attention.latent_triton_backend import (
+    FEW_HEADS,
+    LatentTritonBackend,
+    SlotLists,
+)
+from sglang.srt.layers.mla.latent_attention import LatentAttention
+
+PACKAGE: Final = "sgl_kernel"
+RANK, ROPE = 512, 64
+"""The only rows that the kernel reads, in elements of bf16: latent vector, rotated part."""
+_HEADS: Final = 64
+"""Heads come in multiples of this; others are padded with zeros."""
+_CHOSEN: Final = 128
+"""Chosen rows come in multiples of this."""
+_FEWEST_TOKENS: Final = 64
+"""Fewer tokens do not fill the device: the kernel does not split a token's rows over programs."""
+MASKED_CONTEXT: Final = 5120
+"""Tokens before this position attend under a mask; see `latent_triton_backend.MASKED_CONTEXT`."""
+
+
+def load_kernel() -> None:
+    """Load the kernel's library: `torch.ops.sgl_kernel.sparse_prefill_fwd`.
+
+    Raises:
+        ValueError: The package is not installed, or does not fit the installed torch.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    found = [path for folder in folders for path in sorted(Path(folder).glob("flashmla_ops*.so"))]
+    if not found:
+        raise ValueError(
+            "attention backend 'flashmla' needs the package sglang-kernel: pip install its release "
+            f"for torch {torch.__version__}, or use triton"
+        )
+    try:
+        torch.ops.load_library(found[0])  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise ValueError(
+            f"attention backend 'flashmla': {found[0]} does not fit torch {torch.__version__} "
+            f"({error.__cause__ or error}): install the release of sglang-kernel for it, or use "
+            "triton"
+        ) from error
+
+
+def _kernels() -> Any:
+    return torch.ops.sgl_kernel
+
+
+class FlashMLABackend(LatentTritonBackend):
+    """`LatentTritonBackend`, but a long prefill's chosen rows are read by FlashMLA.
+
+    Raises:
+        ValueError: See `load_kernel`.
+    """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__(config)
+        load_kernel()
+        self._masked_context = MASKED_CONTEXT * (2 if config.num_heads <= FEW_HEADS else 1)
+
+    def warm_up(self) -> None:
+        """Raises:
+        ValueError: The GPU does not run the kernel.
+        """
+        super().warm_up()
+        device, dtype = self._config.device, self._config.dtype
+        query = torch.zeros((_FEWEST_TOKENS, _HEADS, RANK + ROPE), dtype=dtype, device=device)
+        chosen = torch.zeros((len(query), _CHOSEN), dtype=torch.int32, device=device)
+        try:
+            sparse_attention(query, query[:1, :1], chosen, 1.0)
+        except RuntimeError as error:
+            raise ValueError(
+                f"attention backend 'flashmla' does not run on {device!r} ({error}): use triton"
+            ) from error
+
+    def _attend_chosen(
+        self,
+        q: torch.Tensor,
+        layer: LatentAttention,
+        pool: torch.Tensor,
+        chosen: torch.Tensor,
+        lists: SlotLists,
+    ) -> torch.Tensor:
+        topk = chosen.shape[1]
+        if len(q) < _FEWEST_TOKENS or lists.shortest < topk or topk % _CHOSEN:
+            return super()._attend_chosen(q, layer, pool, chosen, lists)
+        heads, nope = layer.num_heads, layer.mla.qk_nope_head_dim
+        query = q.new_empty((len(q), heads + -heads % _HEADS, RANK + ROPE))
+        absorbed = query[:, :heads, :RANK].transpose(0, 1)
+        layer.up_projection.absorb(q[..., :nope].transpose(0, 1), out=absorbed)
+        query[:, :heads, RANK:] = q[..., nope:]
+        if heads < query.shape[1]:
+            query[:, heads:] = 0
+        return sparse_attention(query, pool, chosen, layer.scaling)[:, :heads]
+
+
+def sparse_attention(
+    query: torch.Tensor, pool: torch.Tensor, chosen: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Attend from tokens to chosen rows by FlashMLA's kernel. Tensors are contiguous.
+
+    Args:
+        query: bf16 `[num_tokens, num_heads, 576]`: absorbed, then rotated; a multiple of 64 heads.
+        pool: bf16 `[slots, 1, 576]`.
+        chosen: int32 `[num_tokens, topk]`; `topk` is a multiple of 128.
+        scaling: Factor of the scores.
+
+    Returns:
+        bf16 `[num_tokens, num_heads, 512]`.
+    """
+    out: torch.Tensor
+    out, *_ = _kernels().sparse_prefill_fwd(query, pool, chosen.unsqueeze(1), scaling, RANK)
+    return out

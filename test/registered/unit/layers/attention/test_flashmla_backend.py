@@ -1,0 +1,163 @@
+"""FlashMLA for long prefills of sparse attention: the kernel against the definition, the backend
+against transformers. Where there is no GPU the definition takes the kernel's place."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+import torch
+
+from rigs.models.model_oracle import prompt, reference
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.models.triton_device import triton_device
+from sglang.test.ci.ci_register import register_cuda_ci
+
+register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
+
+DEVICE: Final = triton_device()
+ON_GPU: Final = DEVICE == "cuda"
+
+from rigs.models.latent_driver import latent_driver  # noqa: E402
+from sglang.srt.layers.attention import flashmla_backend  # noqa: E402
+from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
+from sglang.srt.layers.attention.base_attn_backend import AttentionConfig  # noqa: E402
+from sglang.srt.layers.attention.flashmla_backend import (  # noqa: E402
+    FlashMLABackend,
+    sparse_attention,
+)
+
+IS_INSTALLED: Final = importlib.util.find_spec(flashmla_backend.PACKAGE) is not None
+needs_kernel = pytest.mark.skipif(
+    not (ON_GPU and IS_INSTALLED), reason="needs a GPU and the package sglang-kernel"
+)
+SIZES: Final[dict[str, Any]] = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "index_topk": 128,
+    "index_head_dim": 128, "max_position_embeddings": 1024,
+}  # fmt: skip
+"""Those that the kernel takes."""
+
+
+def defined(
+    q: torch.Tensor, pool: torch.Tensor, chosen: torch.Tensor, scaling: float, rank: int
+) -> list[torch.Tensor]:
+    """What the kernel computes, token by token."""
+    assert q.shape[1] % 64 == 0 and q.shape[2] == pool.shape[2] == 576 and rank == 512
+    assert chosen.shape[1] == 1 and chosen.shape[2] % 128 == 0 and chosen.dtype == torch.int32
+    found = []
+    for one, slots in zip(q, chosen[:, 0].long(), strict=True):
+        rows = pool[slots, 0].to(one.dtype)
+        weights = torch.softmax(one.float() @ rows.float().t() * scaling, dim=-1)
+        found.append((weights @ rows[:, :rank].float()).to(q.dtype))
+    return [torch.stack(found)]
+
+
+class Kernel:
+    """In the place of `torch.ops.sgl_kernel`: counts its calls, and on a GPU compares the kernel
+    with the definition."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def sparse_prefill_fwd(self, q: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+        self.tokens.append(len(q))
+        want = defined(q, *rest)
+        if not ON_GPU:
+            return want
+        found: list[torch.Tensor] = torch.ops.sgl_kernel.sparse_prefill_fwd(q, *rest)
+        torch.testing.assert_close(found[0], want[0], rtol=2e-2, atol=2e-2)
+        return found
+
+
+@needs_kernel
+@pytest.mark.parametrize(("heads", "topk"), [(128, 2048), (64, 256), (64, 128)])
+def test_the_kernel_equals_the_definition(heads: int, topk: int) -> None:
+    flashmla_backend.load_kernel()
+    generator = torch.Generator().manual_seed(1)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16)
+
+    query, pool = values(70, heads, 576), values(4000, 1, 576)
+    chosen = torch.randint(0, 4000, (70, topk), generator=generator).int().to(DEVICE)
+    (want,) = defined(query, pool, chosen.unsqueeze(1), 0.07, 512)
+    got = sparse_attention(query, pool, chosen, 0.07)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(ON_GPU and not IS_INSTALLED, reason="needs the package sglang-kernel")
+def test_logits_of_long_prefills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks before and after the first token that chooses, and one of few tokens; beside
+    another request, and decode steps."""
+    hf = save_tiny_checkpoint(tmp_path, "deepseek_v32", **SIZES)
+    monkeypatch.setattr(backend, "SHORT_TOKENS", 20)
+    monkeypatch.setattr(flashmla_backend, "_FEWEST_TOKENS", 16)
+    long, short = prompt(240, 1), prompt(150, 2)
+    if ON_GPU:
+        driver = StepDriver(
+            str(tmp_path), page_size=16, device=DEVICE, dtype="bfloat16", disable_cuda_graph=True,
+            attention_backend="flashmla",
+        )  # fmt: skip
+    else:
+        monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: None)
+        driver = latent_driver(tmp_path, DEVICE, backend=FlashMLABackend)
+    kernel = Kernel()
+    monkeypatch.setattr(flashmla_backend, "_kernels", lambda: kernel)
+    found = logits(driver, long, short)
+    # Of the first layer: in the second each request's last token attends, by itself. Of the short
+    # request 12 tokens choose, which are too few, and so is the chunk of 10.
+    assert kernel.tokens == [160 - 128, 40, 29]
+    if not ON_GPU:  # In bf16 the second layer's indexer chooses other tokens.
+        of_long, of_short = reference(hf, long), reference(hf, short)
+        want = torch.stack([of_short[139], *of_long[[159, 199, 209, 238, 239]], of_short[140]])
+        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
+
+
+def logits(driver: StepDriver, long: list[int], short: list[int]) -> torch.Tensor:
+    """Of prefills and a decode step, fp32 on the CPU."""
+    found = [driver.extend([(0, short[:140]), (1, long[:160])]).next_token_logits.clone()]
+    for begin, end in ((160, 200), (200, 210), (210, 239)):
+        found.append(driver.extend([(1, long[begin:end])]).next_token_logits.clone())
+    found.append(driver.decode([(1, long[239]), (0, short[140])]).next_token_logits.clone())
+    return torch.cat(found).float().cpu()
+
+
+def test_a_missing_or_unfit_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs the package sglang-kernel"):
+        flashmla_backend.load_kernel()
+    (tmp_path / "flashmla_ops.abi3.so").write_bytes(b"of another release")
+    found = importlib.machinery.ModuleSpec(flashmla_backend.PACKAGE, None, is_package=True)
+    found.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    with pytest.raises(ValueError, match=r"flashmla_ops\.abi3\.so does not fit torch"):
+        flashmla_backend.load_kernel()
+
+
+def test_a_gpu_that_does_not_run_the_kernel_is_named_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("Only SM90a and SM100f are supported")
+
+    monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: None)
+    monkeypatch.setattr(backend, "warm_up_projected", lambda *_: None)
+    kernels = SimpleNamespace(sparse_prefill_fwd=refuse)
+    monkeypatch.setattr(flashmla_backend, "_kernels", lambda: kernels)
+    mla = SimpleNamespace(qk_head_dim=192, v_head_dim=128)
+    config = AttentionConfig(
+        num_heads=6, specs={}, page_size=16, dtype=torch.bfloat16, device="cpu",
+        mla=mla,  # type: ignore[arg-type]
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"does not run on 'cpu' .Only SM90a.*: use triton"):
+        FlashMLABackend(config).warm_up()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
