@@ -153,10 +153,10 @@ KEEP_ALIVE_SECONDS: Final = 75
 """Seconds for which an idle connection stays open. Clients close theirs earlier (after 5 to 15 s):
 a server that closes first breaks a request that is just being sent."""
 NOTICE_SECONDS: Final = 5.0
-"""Seconds after SIGTERM in which a router is to learn that the server ends. From the begin, probes
-are answered with 503. A server that was probed serves requests all that time. Any other one refuses
-them, since refusals are all that its clients notice, and listens for as many seconds after the last
-of them."""
+"""Seconds for a router to notice SIGTERM. Probes get 503 at once, and a server that was probed
+serves requests meanwhile. If nobody probed, refusals are all that a client can notice: the server
+refuses requests at once, and listens until as many seconds after the last request before the
+signal."""
 PROBED_SECONDS: Final = 10.0
 """Most seconds between the last probe and SIGTERM for a server that counts as probed: two periods
 of Kubernetes' probes in docker/k8s."""
