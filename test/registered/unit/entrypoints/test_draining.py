@@ -24,7 +24,7 @@ from sglang.srt.managers.messages.io_struct import AbortReq, DeclineRoomReq, Shu
 from sglang.srt.utils.network import is_port_available, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
 BODY: Final[dict[str, Any]] = {"text": "hello", "sampling_params": {"max_new_tokens": 8}}
 CHAT: Final[dict[str, Any]] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
