@@ -106,6 +106,7 @@ where_space_is_left() {
 packages=()
 loads() { "$python" -c "import ctypes; ctypes.CDLL('$1')" 2>/dev/null; }
 # Mooncake's wheel links these libraries, but does not contain them.
+loads libcurl.so.4 || packages+=(libcurl4)
 loads libibverbs.so.1 || packages+=(libibverbs1 ibverbs-providers)
 loads libnuma.so.1 || packages+=(libnuma1)
 case $extra in efa*) loads libfabric.so.1 || packages+=(libfabric1) ;; esac

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,12 @@ FOLDER: Final = Path(__file__).parents[3] / "docker"
 PROJECT: Final = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
 IMAGES: Final = {"cpu": None, "cuda": "cuda", "efa": "efa-cuda", "npu": "npu"}
 """Containerfiles, with the extra that names their Mooncake wheel."""
+WHEEL: Final = "mooncake-transfer-engine-non-cuda"
+LIBRARIES: Final = {
+    "libcurl": "libcurl4", "libibverbs": "libibverbs1", "libnuma": "libnuma1",
+}  # fmt: skip
+"""Debian's packages of the libraries that Mooncake's wheel links, and does not contain."""
+EVERYWHERE: Final = {"libc", "libdl", "libgcc_s", "libm", "libpthread", "libstdc++"}
 VARIABLES: Final = {
     "POD_IP": "10.0.0.9",
     "POD_NETWORK": "10.0.0.0/8",
@@ -112,6 +119,24 @@ def test_images_have_the_wheels_of_pyproject(image: str, extra: str | None) -> N
     words = [word.strip('" ') for word in command.split(",")]
     assert words[0] == "serve"
     check_server_flags(words[1:])
+
+
+def test_images_and_the_setup_have_the_libraries_that_mooncake_links() -> None:
+    """Names of libraries in the wheel's programs, but for those that it or every system has."""
+    files = [Path(one.locate()) for one in distribution(WHEEL).files or ()]
+    names = ("engine.so", "store.so", "mooncake_master")
+    programs = [one for one in files if one.name in names and one.parent.name == "mooncake"]
+    assert len(programs) == len(names)
+    linked = {
+        found.decode()
+        for one in programs
+        for found in re.findall(rb"\0(lib[\w+]+)[\w.-]*\.so[.\d]*(?=\0)", one.read_bytes())
+    }
+    inside = {found[0] for one in files if (found := re.match(r"lib[\w+]+(?=.*\.so)", one.name))}
+    assert linked - inside - EVERYWHERE == LIBRARIES.keys()
+    for name in (*(f"docker/Dockerfile.{image}" for image in IMAGES), "scripts/setup.sh"):
+        words = re.findall(r"[\w.-]+", (FOLDER.parent / name).read_text(encoding="utf-8"))
+        assert set(LIBRARIES.values()) <= set(words), name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)

@@ -132,7 +132,7 @@ class ServerArgs(ObservabilityArgs, SpeculativeArgs):
     )
     drain_seconds: float = flag(
         30.0,
-        "Most seconds for requests under way after SIGTERM or Ctrl-C, while new ones are refused.",
+        "Most seconds for requests under way after SIGTERM or Ctrl-C.",
     )
     chat_template: str | None = flag(None, "Jinja file; absent: the tokenizer's own template.")
     grammar_backend: str = flag(

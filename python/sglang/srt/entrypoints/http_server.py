@@ -51,8 +51,9 @@ CLOSE_SECONDS: Final = 5
 class BoundedServer(uvicorn.Server):
     """uvicorn with `Listener`, and with draining. Its protocol is made by `bounded_protocol`.
 
-    A draining server goes on listening, so that the application can refuse requests with an answer,
-    which ends the connection. It shuts down as soon as no request is under way.
+    A draining server goes on listening, so that the application can serve requests for a while, and
+    then refuse them with an answer. Each answer ends its connection. The server shuts down as soon
+    as no request is under way.
     """
 
     _listener: Listener | None = None
@@ -64,13 +65,12 @@ class BoundedServer(uvicorn.Server):
     """`time.monotonic()` seconds between which a draining server shuts down; None: it does not
     drain."""
 
-    def drain(self, notice: float, at_most: float) -> None:
-        """Begin to drain. May be called by a signal handler. The server goes on listening for
-        `notice` seconds after the last request before the drain, even if no request is under way.
-        Requests under way have to end within `at_most` seconds."""
-        self._note_use()
+    def drain(self, listen_until: float, at_most: float) -> None:
+        """Begin to drain. May be called by a signal handler. The server goes on listening until
+        `listen_until`, by `time.monotonic()`, even if no request is under way. Requests under way
+        have to end within `at_most` seconds."""
         self._drain_end = time.monotonic() + at_most
-        self._drain_begin = min(self._last_used + notice, self._drain_end)
+        self._drain_begin = min(listen_until, self._drain_end)
         protocol: Any = self.config.http_protocol_class
         protocol.open_connections.end_with_answer = True
         connections: Any = list(self.server_state.connections)
@@ -82,11 +82,14 @@ class BoundedServer(uvicorn.Server):
         self._note_use()
         if self._drain_end is not None:
             now = time.monotonic()
+            if now >= self._drain_begin:
+                self.refuse_requests()
             is_idle = not self.server_state.tasks and now >= self._drain_begin
             self.should_exit = self.should_exit or is_idle or now >= self._drain_end
         return await super().on_tick(counter)
 
     def _note_use(self) -> None:
+        """Note whether requests came since the last call."""
         state = self.server_state
         if state.tasks or state.total_requests != self._num_answered:
             self._num_answered, self._last_used = state.total_requests, time.monotonic()
@@ -115,6 +118,10 @@ class BoundedServer(uvicorn.Server):
             most=most_connections(),
             tls=config.ssl,
         )
+
+    def refuse_requests(self) -> None:
+        """Hook: refuse all further requests. Called ten times a second, once a drain listens only
+        because of requests under way."""
 
     async def end_requests(self) -> None:
         """Hook: end the requests under way, so that their answers come soon."""
@@ -146,9 +153,14 @@ KEEP_ALIVE_SECONDS: Final = 75
 """Seconds for which an idle connection stays open. Clients close theirs earlier (after 5 to 15 s):
 a server that closes first breaks a request that is just being sent."""
 NOTICE_SECONDS: Final = 5.0
-"""Seconds for which a server still answers, with refusals, after SIGTERM, if a request or a probe
-came within as many seconds before. A router learns from a refusal to use other servers; from a
-refused connection it learns that later (docs/pd.md)."""
+"""Seconds for a router to notice SIGTERM. Probes get 503 at once, and a server that was probed
+serves requests meanwhile. If nobody probed, refusals are all that a client can notice: the server
+refuses requests at once, and listens until as many seconds after the last request before the
+signal."""
+PROBED_SECONDS: Final = 10.0
+"""Most seconds between the last probe and SIGTERM for a server that counts as probed: two periods
+of Kubernetes' probes in docker/k8s."""
+_ENDING: Final = "the server is shutting down: send the request to another one"
 DEATH_GRACE_SECONDS: Final = CLOSE_SECONDS + 2.0
 """Seconds to send errors to clients after the engine has died; then the server ends in any case."""
 
@@ -266,8 +278,9 @@ def _tls_factory(args: ServerArgs) -> Callable[..., ssl.SSLContext] | None:
 class HttpServer(BoundedServer):
     """uvicorn with this engine's shutdown.
 
-    The first SIGTERM or SIGINT drains: new requests are refused, those under way may finish, and
-    then the scheduler writes back what L3 lacks. A second signal kills.
+    The first SIGTERM or SIGINT drains: probes fail, new requests are refused, after SIGTERM not
+    before routers have had time to notice (`NOTICE_SECONDS`), those under way may finish, and then
+    the scheduler writes back what L3 lacks. A second signal kills.
     """
 
     def __init__(self, front: EngineFront) -> None:
@@ -295,6 +308,9 @@ class HttpServer(BoundedServer):
         """Cause of the engine's death, if it has died."""
         self._ended_well = True
         self._signalled = False
+        self._num_probes = 0
+        self._last_probed = -math.inf
+        """`time.monotonic()` seconds at which a probe was last seen."""
 
     def serve_blocking(self) -> int:
         self.run()
@@ -316,14 +332,35 @@ class HttpServer(BoundedServer):
             os._exit(128 + sig)
         self._signalled = True
         manager, seconds = self._front.manager, self._front.context.args.drain_seconds
-        manager.refusal = "the server is shutting down: send the request to another one"
-        self.drain(NOTICE_SECONDS if sig == signal.SIGTERM else 0.0, seconds)
+        manager.ending = _ENDING
+        self._note_use()
+        serves, listen_until = 0.0, time.monotonic()
+        if sig == signal.SIGTERM and listen_until - self._last_probed <= PROBED_SECONDS:
+            # The second half of a short drain is left for requests that come in the first one.
+            serves = min(NOTICE_SECONDS, seconds / 2)
+            listen_until += serves
+        elif sig == signal.SIGTERM:
+            listen_until = self._last_used + NOTICE_SECONDS
+        if not serves:
+            self.refuse_requests()
+        self.drain(listen_until, seconds)
         logger.info(
-            "%s: draining for up to %.0f s (%d requests under way), again to kill",
+            "%s: draining for up to %.0f s, refusing requests in %.0f s (%d under way), again to "
+            "kill",
             signal.Signals(sig).name,
             seconds,
+            serves,
             manager.num_requests,
         )
+
+    def _note_use(self) -> None:
+        super()._note_use()
+        if self._front.context.num_probes != self._num_probes:
+            self._num_probes, self._last_probed = self._front.context.num_probes, time.monotonic()
+
+    def refuse_requests(self) -> None:
+        manager = self._front.manager
+        manager.refusal = manager.refusal or _ENDING
 
     async def end_requests(self) -> None:
         """End the requests that have outlasted the drain."""

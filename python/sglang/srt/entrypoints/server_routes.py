@@ -48,20 +48,22 @@ METRICS_TIMEOUT: Final = 3.0
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while requests are accepted: all processes live and no shutdown has begun."""
+    """Answer 200 while all processes live and no shutdown has begun."""
     _refuse_if_ending(context_of(request))
     return Response()
 
 
 def _refuse_if_ending(context: ServerContext) -> None:
-    refusal = context.manager.refusal
+    """Count a probe, and refuse it from the begin of a shutdown on."""
+    context.num_probes += 1
+    refusal = context.manager.ending or context.manager.refusal
     if refusal is not None:
         raise ApiError(503, refusal)
 
 
 async def health_generate(request: Request) -> Response:
-    """200 when a token could be generated, now or within the last second, and requests are
-    accepted."""
+    """200 when a token could be generated, now or within the last second, and no shutdown has
+    begun."""
     context = context_of(request)
     _refuse_if_ending(context)
     error = await context.probe.latest(lambda: _generate_token(context.manager))

@@ -24,7 +24,7 @@ from sglang.srt.managers.messages.io_struct import AbortReq, DeclineRoomReq, Shu
 from sglang.srt.utils.network import is_port_available, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
 BODY: Final[dict[str, Any]] = {"text": "hello", "sampling_params": {"max_new_tokens": 8}}
 CHAT: Final[dict[str, Any]] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
@@ -135,7 +135,7 @@ def test_it_ends_when_the_last_request_has_ended(monkeypatch: pytest.MonkeyPatch
         assert AbortReq(abort_all=True) not in server.scheduler.received
 
 
-@pytest.mark.parametrize("path", ["/generate", "/health"])
+@pytest.mark.parametrize("path", ["/generate", "/health", "/health_generate"])
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_routers_get_time_to_notice_unless_it_is_ctrl_c(
     sig: signal.Signals, path: str, monkeypatch: pytest.MonkeyPatch
@@ -146,7 +146,7 @@ def test_routers_get_time_to_notice_unless_it_is_ctrl_c(
         server.signal(sig)
         assert wait_until(lambda: has_ended(server), END_S), "nobody used it"
     with front_server() as server:
-        method = "GET" if path == "/health" else "POST"
+        method = "POST" if path == "/generate" else "GET"
         assert httpx.request(method, server.url + path, json=BODY).status_code == 200
         server.signal(sig)
         if sig == signal.SIGINT:
@@ -154,9 +154,71 @@ def test_routers_get_time_to_notice_unless_it_is_ctrl_c(
         else:
             clock.now += http_server.NOTICE_SECONDS - 0.1
             assert not wait_until(lambda: has_ended(server), 0.7)
-            assert httpx.post(f"{server.url}/generate", json=BODY).status_code == 503
+            # Refusals are all that a client notices that does not probe.
+            status = 503 if path == "/generate" else 200
+            assert httpx.post(f"{server.url}/generate", json=BODY).status_code == status
             clock.now += 0.2
             assert wait_until(lambda: has_ended(server), END_S)
+
+
+def test_a_probed_server_serves_until_its_router_has_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(http_server, "time", SimpleNamespace(monotonic=clock))
+    with holding() as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        running = begin(server)
+        server.signal()
+        for path in ("/health", "/health_generate"):
+            refused = httpx.get(server.url + path)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["message"].startswith(SHUTS_DOWN)
+        late = begin(server)
+        # Neither requests nor probes lengthen it.
+        clock.now += http_server.NOTICE_SECONDS
+        assert wait_until(lambda: server.context.manager.refusal is not None, END_S)
+        assert httpx.post(f"{server.url}/generate", json=BODY).status_code == 503
+        assert not has_ended(server)
+        server.scheduler.hold.clear()
+        for one in (running, late):
+            answer = one.end()
+            assert (answer.status_code, answer.json()["text"]) == (200, "hellohel")
+            assert answer.headers["connection"] == "close"
+        assert wait_until(lambda: has_ended(server), END_S)
+
+
+@pytest.mark.parametrize("ago", [9.0, 11.0])
+def test_a_probe_long_ago_is_none(ago: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(http_server, "time", SimpleNamespace(monotonic=clock))
+    with front_server() as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert wait_until(lambda: server.server._last_probed == clock.now, END_S)
+        clock.now += ago
+        server.signal()
+        assert (server.context.manager.refusal is None) == (ago < http_server.PROBED_SECONDS)
+        clock.now += http_server.NOTICE_SECONDS
+        assert wait_until(lambda: has_ended(server), END_S)
+
+
+def test_half_of_a_short_drain_is_left_for_requests_that_came_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(http_server, "time", SimpleNamespace(monotonic=clock))
+    with holding(drain_seconds=4.0) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        server.signal()
+        running = begin(server)
+        clock.now += 2.0
+        assert wait_until(lambda: server.context.manager.refusal is not None, END_S)
+        clock.now += 1.9
+        assert not wait_until(lambda: has_ended(server), 0.7)
+        clock.now += 0.2
+        answer = running.end()
+        assert answer.status_code == 503
+        assert "has not ended within 4 s" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])

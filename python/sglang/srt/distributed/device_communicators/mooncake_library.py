@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MOONCAKE_MISSING: Final = (
     "{user}: Mooncake cannot be loaded ({cause}); install mooncake-transfer-engine and the "
-    "libraries libibverbs1 and libnuma1, for its EFA wheels also libfabric1"
+    "libraries libcurl4, libibverbs1 and libnuma1, for its EFA wheels also libfabric1"
 )
 STORE_USER: Final = "--hicache-storage-backend mooncake"
 ENGINE_USER: Final = "Transfer Engine"

@@ -64,6 +64,8 @@ class ServerContext:
     memory: HeapTrimmer = field(default_factory=HeapTrimmer)
     probe: SharedAnswer[ApiError | None] = field(default_factory=lambda: SharedAnswer(1.0))
     """Result of the last health probe: the reason why no token could be generated, or None."""
+    num_probes: int = 0
+    """Number of health probes, for a server that drains (`HttpServer`)."""
     cache_view: SharedAnswer[dict[str, Any]] = field(default_factory=lambda: SharedAnswer(1.0))
     """The last answer about what is in the cache."""
     renderer: ThreadPoolExecutor = field(default_factory=lambda: started_pool(1, "render"))

@@ -79,6 +79,8 @@ class TokenizerManager:
         still in use."""
         self.refusal: str | None = None
         """Reason why no request is accepted, or None."""
+        self.ending: str | None = None
+        """Reason why probes fail although requests are accepted, or None: the server ends."""
         self._log = RateLimitedLogger(logger)
 
     async def start(self) -> None:
