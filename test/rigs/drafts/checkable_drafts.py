@@ -154,10 +154,11 @@ class _DraftLayer:
         self.wanted = []
         done = 0
         for row, context in self.contexts.items():
-            new = len(context.slots) - max(context.begin, 1)
+            first = max(context.begin, 1)
+            new = len(context.slots) - first
             if new:
                 part = slice(done, done + new)
-                is_stored = context.num_old > context.begin
+                is_stored = context.num_old > first
                 self._entries(row, context.slots, tokens[part], before[part], is_stored)
                 done += new
 
