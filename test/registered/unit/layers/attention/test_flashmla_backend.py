@@ -1,5 +1,5 @@
 """FlashMLA for long prefills of sparse attention: the kernel against the definition, the backend
-against transformers. Where there is no GPU the definition takes the kernel's place."""
+against transformers. Without a GPU the backend calls the definition."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_logits_of_long_prefills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     kernel = Kernel()
     monkeypatch.setattr(flashmla_backend, "_kernels", lambda: kernel)
     found = logits(driver, long, short)
-    # Of the first layer: in the second each request's last token attends, by itself. Of the short
-    # request 12 tokens choose, which are too few, and so is the chunk of 10.
+    # Calls of the first layer. In the second only each request's last token attends. Too few tokens
+    # choose in the short request (12) and in the chunk of 10.
     assert kernel.tokens == [160 - 128, 40, 29]
     if not ON_GPU:  # In bf16 the second layer's indexer chooses other tokens.
         of_long, of_short = reference(hf, long), reference(hf, short)
@@ -118,7 +118,7 @@ def test_logits_of_long_prefills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def logits(driver: StepDriver, long: list[int], short: list[int]) -> torch.Tensor:
-    """Of prefills and a decode step, fp32 on the CPU."""
+    """Logits of prefills and a decode step, fp32 on the CPU."""
     found = [driver.extend([(0, short[:140]), (1, long[:160])]).next_token_logits.clone()]
     for begin, end in ((160, 200), (200, 210), (210, 239)):
         found.append(driver.extend([(1, long[begin:end])]).next_token_logits.clone())
