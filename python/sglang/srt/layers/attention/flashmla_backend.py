@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
-from sglang.srt.layers.attention.latent_triton_backend import (
-    FEW_HEADS,
-    LatentTritonBackend,
-    SlotLists,
-)
+from sglang.srt.layers.attention.latent_triton_backend import LatentTritonBackend, SlotLists
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 
 PACKAGE: Final = "sgl_kernel"
@@ -57,10 +53,6 @@ def load_kernel() -> None:
         ) from error
 
 
-def _kernels() -> Any:
-    return torch.ops.sgl_kernel
-
-
 class FlashMLABackend(LatentTritonBackend):
     """`LatentTritonBackend`, but a long prefill's chosen rows are read by FlashMLA.
 
@@ -69,9 +61,8 @@ class FlashMLABackend(LatentTritonBackend):
     """
 
     def __init__(self, config: AttentionConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, MASKED_CONTEXT)
         load_kernel()
-        self._masked_context = MASKED_CONTEXT * (2 if config.num_heads <= FEW_HEADS else 1)
 
     def warm_up(self) -> None:
         """Raises:
@@ -124,5 +115,7 @@ def sparse_attention(
         bf16 `[num_tokens, num_heads, 512]`.
     """
     out: torch.Tensor
-    out, *_ = _kernels().sparse_prefill_fwd(query, pool, chosen.unsqueeze(1), scaling, RANK)
+    out, *_ = torch.ops.sgl_kernel.sparse_prefill_fwd(
+        query, pool, chosen.unsqueeze(1), scaling, RANK
+    )
     return out

@@ -113,7 +113,10 @@ class LatentTritonBackend(AttentionBackend):
     captures_extend = True
     captures_verify = True
 
-    def __init__(self, config: AttentionConfig) -> None:
+    def __init__(self, config: AttentionConfig, masked_context: int | None = None) -> None:
+        """Args:
+        masked_context: In the place of `MASKED_CONTEXT`.
+        """
         self._config = config
         self._runtime = device_runtime(config.device)
         self._plan = _ExtendPlan()
@@ -121,7 +124,8 @@ class LatentTritonBackend(AttentionBackend):
         """Rows and lengths of tokens, int64 `[2, num_tokens]`, by `num_tokens` of a captured
         prefill."""
         self._own_rows = torch.arange(TOKENS_AT_ONCE, device=config.device)
-        self._masked_context = MASKED_CONTEXT * (2 if config.num_heads <= FEW_HEADS else 1)
+        masked_context = MASKED_CONTEXT if masked_context is None else masked_context
+        self._masked_context = masked_context * (2 if config.num_heads <= FEW_HEADS else 1)
         self._positions = torch.arange(
             self._masked_context, dtype=torch.int32, device=config.device
         )

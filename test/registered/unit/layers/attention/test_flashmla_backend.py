@@ -62,13 +62,14 @@ class Kernel:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self._real = torch.ops.sgl_kernel
 
     def sparse_prefill_fwd(self, q: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
         self.tokens.append(len(q))
         want = defined(q, *rest)
         if not ON_GPU:
             return want
-        found: list[torch.Tensor] = torch.ops.sgl_kernel.sparse_prefill_fwd(q, *rest)
+        found: list[torch.Tensor] = self._real.sparse_prefill_fwd(q, *rest)
         torch.testing.assert_close(found[0], want[0], rtol=2e-2, atol=2e-2)
         return found
 
@@ -106,7 +107,7 @@ def test_logits_of_long_prefills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: None)
         driver = latent_driver(tmp_path, DEVICE, backend=FlashMLABackend)
     kernel = Kernel()
-    monkeypatch.setattr(flashmla_backend, "_kernels", lambda: kernel)
+    monkeypatch.setattr(torch.ops, "sgl_kernel", kernel)
     found = logits(driver, long, short)
     # Calls of the first layer. In the second only each request's last token attends. Too few tokens
     # choose in the short request (12) and in the chunk of 10. In the last chunk, of 18, some see
@@ -153,7 +154,7 @@ def test_a_gpu_that_does_not_run_the_kernel_is_named_at_the_start(
     monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: None)
     monkeypatch.setattr(backend, "warm_up_projected", lambda *_: None)
     kernels = SimpleNamespace(sparse_prefill_fwd=refuse)
-    monkeypatch.setattr(flashmla_backend, "_kernels", lambda: kernels)
+    monkeypatch.setattr(torch.ops, "sgl_kernel", kernels)
     mla = SimpleNamespace(qk_head_dim=192, v_head_dim=128)
     config = AttentionConfig(
         num_heads=6, specs={}, page_size=16, dtype=torch.bfloat16, device="cpu",
