@@ -160,7 +160,6 @@ signal."""
 PROBED_SECONDS: Final = 10.0
 """Most seconds between the last probe and SIGTERM for a server that counts as probed: two periods
 of Kubernetes' probes in docker/k8s."""
-_ENDING: Final = "the server is shutting down: send the request to another one"
 DEATH_GRACE_SECONDS: Final = CLOSE_SECONDS + 2.0
 """Seconds to send errors to clients after the engine has died; then the server ends in any case."""
 
@@ -278,8 +277,8 @@ def _tls_factory(args: ServerArgs) -> Callable[..., ssl.SSLContext] | None:
 class HttpServer(BoundedServer):
     """uvicorn with this engine's shutdown.
 
-    The first SIGTERM or SIGINT drains: probes fail, new requests are refused, after SIGTERM not
-    before routers have had time to notice (`NOTICE_SECONDS`), those under way may finish, and then
+    The first SIGTERM or SIGINT drains. Probes fail at once. New requests are refused; after SIGTERM
+    routers first have time to notice (`NOTICE_SECONDS`). Requests under way may finish, and then
     the scheduler writes back what L3 lacks. A second signal kills.
     """
 
@@ -308,9 +307,6 @@ class HttpServer(BoundedServer):
         """Cause of the engine's death, if it has died."""
         self._ended_well = True
         self._signalled = False
-        self._num_probes = 0
-        self._last_probed = -math.inf
-        """`time.monotonic()` seconds at which a probe was last seen."""
 
     def serve_blocking(self) -> int:
         self.run()
@@ -331,11 +327,12 @@ class HttpServer(BoundedServer):
             self._front.processes.kill()
             os._exit(128 + sig)
         self._signalled = True
-        manager, seconds = self._front.manager, self._front.context.args.drain_seconds
-        manager.ending = _ENDING
+        manager, context = self._front.manager, self._front.context
+        seconds = context.args.drain_seconds
+        manager.ending = "the server is shutting down: send the request to another one"
         self._note_use()
         serves, listen_until = 0.0, time.monotonic()
-        if sig == signal.SIGTERM and listen_until - self._last_probed <= PROBED_SECONDS:
+        if sig == signal.SIGTERM and listen_until - context.probed_at <= PROBED_SECONDS:
             # The second half of a short drain is left for requests that come in the first one.
             serves = min(NOTICE_SECONDS, seconds / 2)
             listen_until += serves
@@ -353,14 +350,9 @@ class HttpServer(BoundedServer):
             manager.num_requests,
         )
 
-    def _note_use(self) -> None:
-        super()._note_use()
-        if self._front.context.num_probes != self._num_probes:
-            self._num_probes, self._last_probed = self._front.context.num_probes, time.monotonic()
-
     def refuse_requests(self) -> None:
         manager = self._front.manager
-        manager.refusal = manager.refusal or _ENDING
+        manager.refusal = manager.refusal or manager.ending
 
     async def end_requests(self) -> None:
         """End the requests that have outlasted the drain."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -54,8 +55,8 @@ async def health(request: Request) -> Response:
 
 
 def _refuse_if_ending(context: ServerContext) -> None:
-    """Count a probe, and refuse it from the begin of a shutdown on."""
-    context.num_probes += 1
+    """Note a probe; refuse it once a shutdown has begun."""
+    context.probed_at = time.monotonic()
     refusal = context.manager.ending or context.manager.refusal
     if refusal is not None:
         raise ApiError(503, refusal)

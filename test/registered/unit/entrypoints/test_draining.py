@@ -18,7 +18,7 @@ import pytest
 
 from rigs.disaggregation.desk_rig import Clock
 from rigs.servers.fake_engine import FrontServer, front_server
-from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints import http_server, server_routes
 from sglang.srt.entrypoints.http.errors import RETRY_AFTER_SECONDS
 from sglang.srt.managers.messages.io_struct import AbortReq, DeclineRoomReq, ShutdownReq
 from sglang.srt.utils.network import is_port_available, wait_until
@@ -59,6 +59,15 @@ def holding(**args: Any) -> Iterator[FrontServer]:
         server.scheduler.hold.set()
         yield server
         server.scheduler.hold.clear()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of the server and of its probes, which stands still unless it is moved."""
+    found = Clock()
+    for module in (http_server, server_routes):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=found))
+    return found
 
 
 def begin(server: FrontServer, path: str = "/generate", **fields: Any) -> Asking:
@@ -138,10 +147,8 @@ def test_it_ends_when_the_last_request_has_ended(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("path", ["/generate", "/health", "/health_generate"])
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_routers_get_time_to_notice_unless_it_is_ctrl_c(
-    sig: signal.Signals, path: str, monkeypatch: pytest.MonkeyPatch
+    sig: signal.Signals, path: str, clock: Clock
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(http_server, "time", SimpleNamespace(monotonic=clock))
     with front_server() as server:
         server.signal(sig)
         assert wait_until(lambda: has_ended(server), END_S), "nobody used it"
@@ -161,11 +168,7 @@ def test_routers_get_time_to_notice_unless_it_is_ctrl_c(
             assert wait_until(lambda: has_ended(server), END_S)
 
 
-def test_a_probed_server_serves_until_its_router_has_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr(http_server, "time", SimpleNamespace(monotonic=clock))
+def test_a_probed_server_serves_until_its_router_has_noticed(clock: Clock) -> None:
     with holding() as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         running = begin(server)
@@ -189,12 +192,10 @@ def test_a_probed_server_serves_until_its_router_has_noticed(
 
 
 @pytest.mark.parametrize("ago", [9.0, 11.0])
-def test_a_probe_long_ago_is_none(ago: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(http_server, "time", SimpleNamespace(monotonic=clock))
+def test_a_probe_long_ago_is_none(ago: float, clock: Clock) -> None:
     with front_server() as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
-        assert wait_until(lambda: server.server._last_probed == clock.now, END_S)
+        assert server.context.probed_at == clock.now
         clock.now += ago
         server.signal()
         assert (server.context.manager.refusal is None) == (ago < http_server.PROBED_SECONDS)
@@ -202,11 +203,7 @@ def test_a_probe_long_ago_is_none(ago: float, monkeypatch: pytest.MonkeyPatch) -
         assert wait_until(lambda: has_ended(server), END_S)
 
 
-def test_half_of_a_short_drain_is_left_for_requests_that_came_in_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr(http_server, "time", SimpleNamespace(monotonic=clock))
+def test_half_of_a_short_drain_is_left_for_requests_that_came_in_it(clock: Clock) -> None:
     with holding(drain_seconds=4.0) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         server.signal()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -64,8 +65,8 @@ class ServerContext:
     memory: HeapTrimmer = field(default_factory=HeapTrimmer)
     probe: SharedAnswer[ApiError | None] = field(default_factory=lambda: SharedAnswer(1.0))
     """Result of the last health probe: the reason why no token could be generated, or None."""
-    num_probes: int = 0
-    """Number of health probes, for a server that drains (`HttpServer`)."""
+    probed_at: float = -math.inf
+    """`time.monotonic()` seconds of the last health probe, for a server that ends."""
     cache_view: SharedAnswer[dict[str, Any]] = field(default_factory=lambda: SharedAnswer(1.0))
     """The last answer about what is in the cache."""
     renderer: ThreadPoolExecutor = field(default_factory=lambda: started_pool(1, "render"))
