@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from sglang.srt.layers import linear
 from sglang.srt.layers.moe import experts
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight, Weight
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight, Weight, inputs_of_bytes
 from sglang.srt.model_loader import loader
 
 
@@ -20,11 +20,19 @@ def dequantized(weight: ScaledWeight) -> torch.Tensor:
     if weight.is_fp8:
         elements = weight.elements.float()
     else:
-        pairs = torch.stack((weight.elements & 15, weight.elements >> 4), dim=-1)
         zeros = 8 if weight.zeros is None else weight.zeros.repeat_interleave(weight.group, -1)
-        elements = pairs.flatten(-2).float() - zeros
+        elements = integers_of(weight).float() - zeros
     scales = weight.scales.float().repeat_interleave(weight.height, -2)
     return elements * scales.repeat_interleave(weight.group, -1)
+
+
+def integers_of(weight: ScaledWeight) -> torch.Tensor:
+    """uint8 `[..., outputs, inputs]`: the 4-bit integers of a weight, by input."""
+    elements, half = weight.elements, weight.block // 2
+    blocks = elements.view(*elements.shape[:-1], elements.shape[-1] // half, half)
+    halves = torch.stack((blocks & 15, blocks >> 4), -2)
+    order = inputs_of_bytes(weight.block).argsort().to(halves.device)
+    return halves[..., order].flatten(-3)
 
 
 def rounded_activations(x: torch.Tensor, group: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from rigs.models import interpreted_fp8  # noqa: F401 - rounding in the interpreter
 from rigs.models.kernel_layers import DEVICE, HALF
+from rigs.models.scaled_products import integers_of
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 
 
@@ -42,7 +43,7 @@ def dequantized(weight: ScaledWeight) -> torch.Tensor:
     scales = scales.repeat_interleave(weight.height, -2).repeat_interleave(weight.group, -1)
     if weight.is_fp8:
         return weight.elements.double() * scales
-    elements = torch.stack([weight.elements & 15, weight.elements >> 4], -1).flatten(-2).double()
+    elements = integers_of(weight).double()
     if weight.zeros is None:
         return (elements - 8) * scales
     return (elements - weight.zeros.double().repeat_interleave(weight.group, -1)) * scales

@@ -9,6 +9,8 @@ from typing import Final, TypeAlias
 
 import torch
 
+from sglang.srt.layers.triton_ops.arguments import LEAST_PACKED
+
 BLOCK: Final = 128
 """Outputs of a block, and inputs, that have one scale in memory."""
 SCALE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,7 +48,7 @@ class WeightFormat:
             width = share  # one group, or a part of one
         elif share % width or width not in (_PACKED_GROUPS if self.bits == 4 else (BLOCK,)):
             return None
-        return width if self.bits == 8 or width % 2 == 0 else None
+        return width if self.bits == 8 or width % LEAST_PACKED == 0 else None
 
 
 FormatOf: TypeAlias = Callable[[str], WeightFormat | None]

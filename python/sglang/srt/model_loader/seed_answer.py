@@ -23,6 +23,8 @@ from sglang.srt.layers.placement import WeightSlot
 from sglang.srt.layers.weight_format import SCALE_DTYPES, WeightFormat
 
 _MAX_VALUE_CHARS = 80
+PACKING: Final = "halves of blocks"
+"""This release's order of 4-bit integers in bytes; see `inputs_of_bytes`."""
 
 Range: TypeAlias = tuple[int, int]
 """First index, and the index after the last."""
@@ -176,6 +178,8 @@ class SeedWeights(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     """Number of ranks of the seed."""
     tensors: dict[str, TensorPart]
+    packing: str = "pairs"
+    """Order of 4-bit integers in bytes. Seeds without this field pack neighbours."""
     hash: str = "xxh3-128"
     """Name of the checksums' hash. Seeds without this field hash tensors as a whole."""
     digest: WeightsDigest | None = None
@@ -269,8 +273,8 @@ def check_seed(weights: SeedWeights, *, config: Mapping[str, str], protocol: str
         protocol: Protocol of this process's Transfer Engine.
 
     Raises:
-        ValueError: Model, transport or hash differ; with the difference (for a model, the first
-            field) and the remedy.
+        ValueError: Model, transport, packing or hash differ; with the difference (for a model, the
+            first field) and the remedy.
     """
     if weights.protocol != protocol:
         raise ValueError(
@@ -281,6 +285,12 @@ def check_seed(weights: SeedWeights, *, config: Mapping[str, str], protocol: str
         raise ValueError(
             f"its checksums are {weights.hash}, those of this server {HASH_NAME}: start both with "
             "the same release"
+        )
+    has_bytes = any(part.dtype == "uint8" for part in weights.tensors.values())
+    if has_bytes and weights.packing != PACKING:
+        raise ValueError(
+            f"its 4-bit integers are packed by {weights.packing}, those of this server by "
+            f"{PACKING}: start both with the same release"
         )
     for field in sorted({*weights.config, *config}):
         theirs, ours = weights.config.get(field, "missing"), config.get(field, "missing")

@@ -19,6 +19,7 @@ from sglang.srt.hardware_backend.leaf_hash import HASH_NAME, join_leaves
 from sglang.srt.layers.placement import WeightSlot
 from sglang.srt.model_loader.seed_answer import (
     PACKED_ANSWER_DECODER,
+    PACKING,
     SeedAnswer,
     SeedWeights,
     TensorPart,
@@ -75,6 +76,7 @@ class WeightSeed:
                 config=config,
                 protocol=str(engine.describe()["protocol"]),
                 ranks=group.size,
+                packing=PACKING,
                 hash=HASH_NAME,
                 tensors={name: TensorPart.of(slot) for name, slot in self._slots.items()},
             ),

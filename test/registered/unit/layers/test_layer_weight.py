@@ -35,11 +35,12 @@ INT4 = WeightFormat(bits=4, block=(1, 32), scales=torch.bfloat16, has_zeros=True
         (WeightFormat(block=(64, 64)), 128, 128, None),
         (INT4, 96, 96, 32),
         (INT4, 48, 96, None),
-        (INT4, 16, 96, 16),
+        (INT4, 16, 96, None),
+        (WeightFormat(bits=4, block=(1, 128)), 64, 512, 64),
         (WeightFormat(bits=4, block=(1, 16)), 96, 96, None),
         (WeightFormat(bits=4, block=(1, -1)), 96, 96, 96),
-        # A byte has two inputs.
-        (WeightFormat(bits=4, block=(1, -1)), 33, 99, None),
+        # 32 inputs are packed together.
+        (WeightFormat(bits=4, block=(1, -1)), 48, 144, None),
     ],
 )
 def test_inputs_that_share_a_scale_on_a_rank(

@@ -45,7 +45,7 @@ WEIGHTS = {
     "int4 groups of 32": int4_weight(36, 256),
     "int4 groups of 64 with zeros": int4_weight(36, 320, group=64, has_zeros=True),
     "int4 groups of 128": int4_weight(36, 384, group=128),
-    "int4 rows with zeros": int4_weight(36, 200, group=200, has_zeros=True),
+    "int4 rows with zeros": int4_weight(36, 224, group=224, has_zeros=True),
 }
 
 
@@ -93,7 +93,7 @@ def test_rows_and_columns_of_programs_for_one_token(kind: str, rows: int, column
     out = out.to(DEVICE)
     plan: GemvPlan = {"BLOCK_N": rows, "BLOCK_K": columns, "num_warps": 2}
     scaled_gemv(x, weight, None, out, plan)
-    assert relative_error(out, product(x, weight)) < 1e-6
+    assert relative_error(out, product(x, weight)) < 2e-6
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)

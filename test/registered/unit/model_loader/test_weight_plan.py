@@ -243,6 +243,10 @@ def test_a_tensor_that_the_model_here_lacks() -> None:
             {"config": {**CONFIG, "rope.theta": "2e4"}},
             r"another model: rope.theta in its config.json is 2e4, in the one in .* 1e4; give",
         ),
+        (
+            {"tensors": {"w": TensorPart(dtype="uint8", shape=(2, 2))}},
+            "packed by pairs, those of this server by halves of blocks: start both with the same",
+        ),
         ({"hash": "md5"}, "checksums are md5, those of this .*: start both with the same release"),
         ({"config": {"rope.theta": "1e4"}}, "hidden_size in its config.json is missing, in .* 4;"),
         ({"config": {**CONFIG, "x": "9" * 99}}, "x in its config.json is 9{80}, in .* missing;"),

@@ -11,6 +11,7 @@ block, and within a word of packed integers. Scales and zero points are read who
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
@@ -19,6 +20,7 @@ import torch
 
 from sglang.srt.configs.quantization_config import Packing
 from sglang.srt.layers.placement import Sliceable
+from sglang.srt.layers.triton_ops.arguments import MOST_PACKED, inputs_of_bytes
 
 _TILE_ELEMENTS: Final = 1 << 22
 """About this many elements are dequantized at a time: 16 MiB in fp32."""
@@ -183,7 +185,8 @@ class PackedTensor(QuantizedTensor):
         if not torch.equal(first.repeat_interleave(group), self._groups):
             raise ValueError("its groups are reordered, which quantization_config does not say")
         zeros = None if self._zeros is None else self._zeros[:, first]
-        return StoredParts(_PairsInBytes(self), self._scales[:, first], zeros)
+        pairs = _PairsInBytes(self, math.gcd(group, MOST_PACKED))
+        return StoredParts(pairs, self._scales[:, first], zeros)
 
     def integers(self, rows: slice, columns: slice) -> torch.Tensor:
         """The unsigned integers `[rows, columns]`, int32."""
@@ -219,17 +222,25 @@ class PackedTensor(QuantizedTensor):
 
 
 class _PairsInBytes(TiledTensor):
-    """The 4-bit integers of a weight, two inputs in a byte: uint8 `[outputs, inputs / 2]`."""
+    """The 4-bit integers of a weight, two inputs in a byte: uint8 `[outputs, inputs / 2]`. Tiles
+    are whole blocks.
 
-    def __init__(self, weight: PackedTensor) -> None:
+    Args:
+        block: See `ScaledWeight.block`.
+    """
+
+    def __init__(self, weight: PackedTensor, block: int) -> None:
         outputs, inputs = weight.shape
         super().__init__((outputs, inputs // 2), torch.uint8, weight.device)
-        self._weight = weight
+        self._weight, self._block = weight, block
+        self._order = inputs_of_bytes(block).to(weight.device)
 
     def tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
         inputs = slice(2 * columns.start, 2 * columns.stop)
         integers = self._weight.integers(rows, inputs)
-        return integers[:, ::2] | integers[:, 1::2] << 4
+        halves = integers.reshape(len(integers), -1, 2, self._block // 2)[..., self._order]
+        pairs: torch.Tensor = halves[:, :, 0] | halves[:, :, 1] << 4
+        return pairs.flatten(1)
 
 
 def unpack_words(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
+LEAST_PACKED: Final = 32
+MOST_PACKED: Final = 128
+"""Bounds of a block of 4-bit integers, in inputs."""
 MOST_TAPS: Final = 4
 """The widest convolution that `attend_linearly` takes, in tokens."""
 TILE_DIMS: Final = frozenset({64, 128})
@@ -121,7 +125,7 @@ class ScaledWeight:
 
     elements: torch.Tensor
     """float8_e4m3fn `[..., outputs, inputs]`; or uint8 `[..., outputs, inputs / 2]`: two 4-bit
-    integers a byte, that of the even input in the low bits. Contiguous."""
+    integers a byte, in the order of `inputs_of_bytes`. Contiguous."""
     scales: torch.Tensor
     """`[..., outputs / height, inputs / group]`, contiguous: fp32 for fp8, else bf16 or fp16."""
     zeros: torch.Tensor | None = None
@@ -146,6 +150,25 @@ class ScaledWeight:
     def group(self) -> int:
         """Inputs that share a scale."""
         return self.shape[-1] // self.scales.shape[-1]
+
+    @property
+    def block(self) -> int:
+        """Inputs whose 4-bit integers are packed together."""
+        return math.gcd(self.group, MOST_PACKED)
+
+
+def inputs_of_bytes(block: int) -> torch.Tensor:
+    """The input in the low bits of each byte of a block, int64 `[block / 2]`; that in the high bits
+    is `block / 2` after it. Four lanes of a warp each read a quarter of the bytes at once, which
+    are then their parts of the left operand of a tensor core's product, without exchanging any.
+
+    Args:
+        block: Inputs of the block, a multiple of `LEAST_PACKED`.
+
+    Source: PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16".
+    """
+    inputs = torch.arange(block // 2).view(-1, 2, 4, 2)
+    return inputs.permute(2, 0, 1, 3).flatten()
 
 
 Weight: TypeAlias = torch.Tensor | ScaledWeight

@@ -111,16 +111,17 @@ def load_weights(
 def load_rows(
     at: tl.tensor,
     used: tl.tensor,
+    cols: tl.tensor,
     begin: tl.tensor,
     SIZE: tl.constexpr,
     COLS: tl.constexpr,
 ) -> tl.tensor:
-    """Load COLS columns from `begin` on of a tile's rows of SIZE, transposed; zeros for rows that
-    are not used."""
+    """Load `cols`, out of COLS columns from `begin` on, of a tile's rows of SIZE, transposed; zeros
+    for rows that are not used."""
     if SIZE % COLS == 0:
         loaded = tl.load(at + begin, mask=used[None, :], other=0.0)
     else:
-        inside = tl.arange(0, COLS) < SIZE - begin
+        inside = cols < SIZE - begin
         loaded = tl.load(at + begin, mask=used[None, :] & inside[:, None], other=0.0)
     return loaded
 
@@ -163,7 +164,7 @@ def _gate_up_kernel(
         # Weights first: their place is known before that of the rows.
         of_gate = load_weights(gate_up, first, mid, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
         of_up = load_weights(gate_up, first + FEATURES, end, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
-        x = load_rows(x_at, used, k, HIDDEN, BLOCK_H)
+        x = load_rows(x_at, used, tl.arange(0, BLOCK_H), k, HIDDEN, BLOCK_H)
         gate = tl.dot(of_gate, x, gate, input_precision="tf32x3")
         up = tl.dot(of_up, x, up, input_precision="tf32x3")
     inner = gate / (1.0 + tl.exp(-gate)) * up
@@ -209,7 +210,7 @@ def _down_kernel(
     part = tl.zeros([BLOCK_H, TILE_ROWS], tl.float32)
     for k in range(0, FEATURES, BLOCK_F):
         weights = load_weights(down, first, end, k, BLOCK_H, FEATURES, BLOCK_F, TMA)
-        inner = load_rows(inner_at, used, k, FEATURES, BLOCK_F)
+        inner = load_rows(inner_at, used, tl.arange(0, BLOCK_F), k, FEATURES, BLOCK_F)
         part = tl.dot(weights, inner, part, input_precision="tf32x3")
     scales_at = weights_ptr + uses // TOP_K * stride + uses % TOP_K
     part *= tl.load(scales_at, mask=used, other=0.0)[None, :]

@@ -46,6 +46,7 @@ def _gate_up_kernel(
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
+    PACKED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -87,7 +88,7 @@ def _gate_up_kernel(
         user = current // per_token
         totals = multiply_row(
             x_ptr + user.to(tl.int64) * HIDDEN, weights, scales, zeros, rows,
-            HIDDEN, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_H, False,
+            HIDDEN, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_H, False,
         )  # fmt: skip
         # Rounded at the same points as for many tokens.
         dtype = inner_ptr.dtype.element_ty
@@ -124,6 +125,7 @@ def _down_kernel(
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
+    PACKED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_F: tl.constexpr,
@@ -149,14 +151,14 @@ def _down_kernel(
         totals = multiply_rows(
             inner + places * FEATURES, weight_ptr, scales_ptr, zeros_ptr,
             expert.to(tl.int64) * HIDDEN + row, chosen,
-            FEATURES, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_F, EARLY and begin == 0,
+            FEATURES, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_F, EARLY and begin == 0,
         )  # fmt: skip
         weights = tl.load(weights_ptr + token * stride + places, mask=chosen, other=0.0)
         total += tl.sum(totals * weights[:, None], axis=0)
     if PLACES > TOP_K:
         shared = multiply_row(
             inner + TOP_K * FEATURES, shared_ptr, shared_scales_ptr, shared_zeros_ptr, read,
-            FEATURES, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_F, False,
+            FEATURES, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_F, False,
         )  # fmt: skip
         total += shared * tl.load(weights_ptr + token * stride + TOP_K)
     to = out_ptr + token * HIDDEN + features

@@ -14,8 +14,28 @@ from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early
 from sglang.srt.layers.triton_ops.scaled.rounding import gate, most_of_rows, round_with, scale_of
 
 _PIECE: Final = tl.constexpr(8)
-"""Inputs that a thread reads at once: 16 bytes of `x`. Weights are read alike, though in 4 or 8
-bytes, so that no numbers move between threads."""
+"""Inputs of fp8 weights that a thread reads at once: 16 bytes of `x`. Weights are read alike,
+though in 8 bytes, so that no numbers move between threads."""
+_BYTES: Final = tl.constexpr(16)
+"""Bytes of 4-bit integers that a thread reads at once."""
+_TO_FLOATS: Final = tl.constexpr("""
+{
+.reg .b32 a, b;
+and.b32 a, $8, 0x0F0F0F0F;
+shr.u32 b, $8, 4;
+and.b32 b, b, 0x0F0F0F0F;
+prmt.b32 $0, a, 0x43000000, 0x7044;
+prmt.b32 $1, a, 0x43000000, 0x7144;
+prmt.b32 $2, a, 0x43000000, 0x7244;
+prmt.b32 $3, a, 0x43000000, 0x7344;
+prmt.b32 $4, b, 0x43000000, 0x7044;
+prmt.b32 $5, b, 0x43000000, 0x7144;
+prmt.b32 $6, b, 0x43000000, 0x7244;
+prmt.b32 $7, b, 0x43000000, 0x7344;
+}
+""")
+"""Four bytes to four low and four high integers, each plus 128. An integer in these bits of a
+float's mantissa makes this sum, without a conversion."""
 _SPAN: Final = 128
 """Most inputs of a span: neighbours with the same scales."""
 
@@ -28,6 +48,8 @@ class WeightKind(TypedDict):
     HEIGHT: int
     GROUP: int
     SPAN: int
+    PACKED: bool
+    """True if 4-bit integers are unpacked by packed instructions of a GPU."""
 
 
 def kind_of(weight: ScaledWeight) -> WeightKind:
@@ -37,7 +59,8 @@ def kind_of(weight: ScaledWeight) -> WeightKind:
         "ZEROS": weight.zeros is not None,
         "HEIGHT": weight.height,
         "GROUP": weight.group,
-        "SPAN": _SPAN if weight.is_fp8 else min(_SPAN, triton.next_power_of_2(weight.group)),
+        "SPAN": _SPAN if weight.is_fp8 else weight.block,
+        "PACKED": not weight.is_fp8 and weight.elements.is_cuda,
     }
 
 
@@ -73,18 +96,32 @@ def _add_int4_(
     scales: tl.tensor,
     zeros: tl.tensor,
     x: tl.tensor,
+    PACKED: tl.constexpr,
 ) -> tl.tensor:
-    """Add the products of some columns to `acc` `[vectors, rows, spans, pieces]`.
-
-    A byte is `even + 16 * odd`, so `even * x0 + odd * x1` is
-    `byte * x0 + (16 * odd) * (x1 / 16 - x0)`, which needs no shifts.
-    """
-    x0, x1 = tl.split(tl.reshape(x, [acc.shape[0], acc.shape[2], acc.shape[3], _PIECE // 2, 2]))
+    """Add the products of some columns to `acc` `[vectors, rows, spans, pieces]`."""
+    COUNT: tl.constexpr = acc.shape[0]
+    SPANS: tl.constexpr = acc.shape[2]
+    PARTS: tl.constexpr = x.shape[1] // SPANS // 32
+    # In the order of bytes; see `inputs_of_bytes`.
+    x = tl.reshape(x, [COUNT, SPANS, 2, PARTS, 2, 4, 2])
+    x = tl.permute(x, [0, 1, 5, 3, 4, 6, 2])
+    x0, x1 = tl.split(tl.reshape(x, [COUNT, SPANS, acc.shape[3], 16 * PARTS // acc.shape[3], 2]))
     totals = tl.sum(x0 + x1, axis=3)
-    rest = x1 * 0.0625 - x0
+    if PACKED:
+        low, high = tl.inline_asm_elementwise(
+            _TO_FLOATS,
+            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r",
+            [elements],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+        zeros += 128.0
+    else:
+        low, high = (elements & 0xF).to(tl.float32), (elements >> 4).to(tl.float32)
     # Separate sums, which are chains of multiply-adds.
-    part = tl.sum(elements.to(tl.float32) * x0[:, None, :, :, :], axis=4)
-    part += tl.sum((elements & 0xF0).to(tl.float32) * rest[:, None, :, :, :], axis=4)
+    part = tl.sum(low * x0[:, None, :, :, :], axis=4)
+    part += tl.sum(high * x1[:, None, :, :, :], axis=4)
     part -= zeros[:, :, :, None] * totals[:, None, :, :]
     return acc + part * scales[:, :, :, None]
 
@@ -105,6 +142,7 @@ def _add_step_(
     ZEROS: tl.constexpr,
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
     """Add the products of BLOCK_K columns, `elements` `[vectors * rows, BLOCK_K]` as they are
@@ -122,7 +160,7 @@ def _add_step_(
         group = group * SPAN // GROUP
     scales = tl.load(scale_rows + group, mask=has_scale, other=0.0).to(tl.float32)
     scales = tl.reshape(scales, [COUNT, ROWS, SPANS])
-    PIECE: tl.constexpr = _PIECE if FP8 else _PIECE // 2
+    PIECE: tl.constexpr = elements.shape[1] // SPANS // acc.shape[3]
     tile = tl.reshape(elements, [COUNT, ROWS, SPANS, acc.shape[3], PIECE])
     if FP8:
         acc = _add_fp8_(acc, tile, scales, part, x_scales, FP8 and GROUP == K)
@@ -131,7 +169,7 @@ def _add_step_(
         if ZEROS:
             zeros = tl.load(zero_rows + group, mask=has_scale, other=0).to(tl.float32)
             zeros = tl.reshape(zeros, [COUNT, ROWS, SPANS])
-        acc = _add_int4_(acc, tile, scales, zeros, part)
+        acc = _add_int4_(acc, tile, scales, zeros, part, PACKED)
     return acc
 
 
@@ -149,6 +187,7 @@ def multiply_rows(
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> tl.tensor:
@@ -164,7 +203,8 @@ def multiply_rows(
     WHOLE: tl.constexpr = FP8 and GROUP == K
     SPANS: tl.constexpr = BLOCK_K // SPAN
     SHARE: tl.constexpr = 1 if FP8 else 2
-    PIECES: tl.constexpr = SPAN // _PIECE
+    BYTES_AT_ONCE: tl.constexpr = _PIECE if FP8 else min(_BYTES, SPAN // 2)
+    PIECES: tl.constexpr = SPAN // SHARE // BYTES_AT_ONCE
     GROUPS: tl.constexpr = K // GROUP
     BYTES: tl.constexpr = K // SHARE
     STEP: tl.constexpr = BLOCK_K // SHARE
@@ -172,7 +212,7 @@ def multiply_rows(
     COUNT: tl.constexpr = x.shape[0]
     ROWS: tl.constexpr = rows.shape[0] // COUNT
     # Loads have two dimensions, so that neighbours in a row belong to neighbouring threads.
-    cols = tl.max_contiguous(tl.arange(0, STEP), _PIECE // SHARE)[None, :]
+    cols = tl.max_contiguous(tl.arange(0, STEP), BYTES_AT_ONCE)[None, :]
     weights = weight_ptr + (rows * BYTES)[:, None] + cols
     own = tl.reshape(tl.broadcast_to(used[:, None], [COUNT, ROWS]), [COUNT * ROWS])[:, None]
     scale_rows = scales_ptr + (rows // HEIGHT * GROUPS)[:, None]
@@ -185,14 +225,14 @@ def multiply_rows(
     acc = tl.zeros([COUNT, ROWS, SPANS, PIECES], tl.float32)
     acc = _add_step_(
         acc, elements, x, x_scales, used, own, scale_rows, zero_rows, 0,
-        K, FP8, ZEROS, GROUP, SPAN, BLOCK_K,
+        K, FP8, ZEROS, GROUP, SPAN, PACKED, BLOCK_K,
     )  # fmt: skip
     for step in range(1, STEPS):
         is_read = own & (cols < BYTES - step * STEP)
         elements = tl.load(weights + step * STEP, mask=is_read, other=0.0)
         acc = _add_step_(
             acc, elements, x, x_scales, used, own, scale_rows, zero_rows, step,
-            K, FP8, ZEROS, GROUP, SPAN, BLOCK_K,
+            K, FP8, ZEROS, GROUP, SPAN, PACKED, BLOCK_K,
         )  # fmt: skip
     return tl.sum(tl.sum(acc, axis=3), axis=2) * x_scales[:, None]
 
@@ -210,6 +250,7 @@ def multiply_row(
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> tl.tensor:
@@ -217,7 +258,7 @@ def multiply_row(
     one = tl.arange(0, 1)
     totals = multiply_rows(
         x + one, weight_ptr, scales_ptr, zeros_ptr, rows, one == 0,
-        K, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_K, EARLY,
+        K, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_K, EARLY,
     )  # fmt: skip
     return tl.reshape(totals, [rows.shape[0]])
 
@@ -237,6 +278,7 @@ def _scaled_gemv_kernel(
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
@@ -247,7 +289,7 @@ def _scaled_gemv_kernel(
     read = tl.minimum(rows, N - 1).to(tl.int64)
     total = multiply_row(
         x_ptr, weight_ptr, scales_ptr, zeros_ptr, read,
-        K, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_K, EARLY,
+        K, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_K, EARLY,
     )  # fmt: skip
     if BIAS:
         total += tl.load(bias_ptr + read).to(tl.float32)
@@ -268,6 +310,7 @@ def _scaled_gated_gemv_kernel(
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
@@ -277,7 +320,7 @@ def _scaled_gated_gemv_kernel(
     rows = tl.minimum(tl.program_id(0) * BLOCK_N + nth // 2, N - 1) + nth % 2 * N
     totals = multiply_row(
         x_ptr, weight_ptr, scales_ptr, zeros_ptr, rows.to(tl.int64),
-        K, FP8, ZEROS, HEIGHT, GROUP, SPAN, BLOCK_K, EARLY,
+        K, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_K, EARLY,
     )  # fmt: skip
     # Rounded at the same points as in `scaled_gemv` and `silu_and_mul`.
     dtype = out_ptr.dtype.element_ty
@@ -306,10 +349,10 @@ class GemvPlan(TypedDict):
 def plan(weight: ScaledWeight) -> GemvPlan:
     """Rows, columns and warps of a program for a weight `[outputs, inputs]`."""
     outputs, inputs = weight.shape
-    kind = kind_of(weight)
-    rows = 8 if outputs > 4096 else 4
-    block_k = inputs_at_once(inputs, kind, 1024)
-    return {"BLOCK_N": rows, "BLOCK_K": block_k, "num_warps": max(1, block_k // 256)}
+    is_narrow = not weight.is_fp8 and outputs <= 8192
+    block_k = inputs_at_once(inputs, kind_of(weight), 4096 if is_narrow else 2048)
+    warps = min(8 if is_narrow else 4, max(1, block_k // 256))
+    return {"BLOCK_N": 8 if weight.is_fp8 else 16, "BLOCK_K": block_k, "num_warps": warps}
 
 
 def scaled_gemv(

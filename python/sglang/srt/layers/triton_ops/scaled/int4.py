@@ -1,4 +1,9 @@
-"""4-bit weights, dequantized."""
+"""4-bit weights, dequantized.
+
+An integer minus its zero point is exact. The product with the scale is rounded once, to the dtype
+of activations. A tile of bytes becomes two tiles: integers in the low bits are the first half of
+the inputs of each block, those in the high bits the second half. See `inputs_of_bytes`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,44 @@ from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 _ROWS: Final = 8
 _COLS: Final = 1024
 """Elements that a program dequantizes."""
+_DEQUANTIZE_BF16: Final = tl.constexpr("""
+{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
+sub.rn.bf16x2 a, a, $7;
+sub.rn.bf16x2 b, b, $8;
+sub.rn.bf16x2 c, c, $7;
+sub.rn.bf16x2 d, d, $8;
+mul.rn.bf16x2 $0, a, $5;
+mul.rn.bf16x2 $1, b, $6;
+mul.rn.bf16x2 $2, c, $5;
+mul.rn.bf16x2 $3, d, $6;
+}
+""")
+"""Four bytes to four low and four high numbers. An integer in the last bits of a float's mantissa
+makes 128 plus the integer, without a conversion; in fp16 it makes 1,024 plus the integer."""
+_DEQUANTIZE_FP16: Final = tl.constexpr(
+    _DEQUANTIZE_BF16.value.replace("bf16x2", "f16x2").replace("0x43004300", "0x64006400")
+)
+
+
+_REGISTERS: Final = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r")
+
+
+@triton.jit
+def first_halves(BLOCK: tl.constexpr, COLS: tl.constexpr) -> tl.tensor:
+    """Inputs that the low integers of a tile of COLS inputs stand for, `[COLS / 2]`, ascending.
+    Those of the high integers are BLOCK / 2 after them."""
+    HALF: tl.constexpr = BLOCK // 2
+    cols = tl.arange(0, COLS // 2)
+    return cols if BLOCK == COLS else cols // HALF * BLOCK + cols % HALF
 
 
 @triton.jit
@@ -25,35 +68,82 @@ def load_int4(
     K: tl.constexpr,
     ZEROS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     COLS: tl.constexpr,
     DTYPE: tl.constexpr,
-) -> tl.tensor:
-    """Load COLS inputs from `begin` on, a multiple of COLS, of some rows of K: `[rows, COLS]` of
-    DTYPE. Inputs beyond K are zeros.
+    PACKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Load COLS inputs from `begin` on, a multiple of COLS, of some rows of K: `[rows, COLS / 2]`
+    of DTYPE twice, for the inputs of `first_halves` and those after them. Inputs beyond K are
+    zeros.
 
     Args:
         rows: int64; indices into the weight, all experts' rows in one.
+        PACKED: If true, use packed instructions of a GPU, for scales of DTYPE.
     """
-    SPAN: tl.constexpr = GROUP if GROUP < COLS and GROUP < K else COLS
-    SPANS: tl.constexpr = COLS // SPAN
-    GROUPS: tl.constexpr = K // GROUP
-    bytes = begin // 2 + tl.arange(0, COLS // 2)[None, :]
-    packed = tl.load(weight_ptr + (rows * (K // 2))[:, None] + bytes, mask=bytes < K // 2, other=0)
-    spans = begin // SPAN + tl.arange(0, SPANS)[None, :]
-    groups = spans
-    if GROUP != SPAN:
-        groups = spans * SPAN // GROUP
-    inside = spans < (K + SPAN - 1) // SPAN
-    at = (rows * GROUPS)[:, None] + groups
-    scales = tl.load(scales_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    both = tl.join(packed & 0xF, packed >> 4)
-    elements = tl.reshape(both, [rows.shape[0], SPANS, SPAN]).to(tl.float32)
-    if ZEROS:
-        zeros = tl.load(zeros_ptr + at, mask=inside, other=0).to(tl.float32)
-        elements -= zeros[:, :, None]
+    ROWS: tl.constexpr = rows.shape[0]
+    BLOCKS: tl.constexpr = COLS // BLOCK
+    IS_BF16: tl.constexpr = DTYPE is tl.bfloat16
+    BASE: tl.constexpr = 128.0 if IS_BF16 else 1024.0
+    bytes = tl.arange(0, COLS // 2)[None, :]
+    at = weight_ptr + (rows * (K // 2))[:, None] + bytes
+    blocks = tl.arange(0, BLOCKS)[None, :]
+    groups = (rows * (K // GROUP))[:, None] + (begin + blocks * BLOCK) // GROUP
+    if K % COLS == 0:
+        packed = tl.load(at + begin // 2)
+        scales = tl.load(scales_ptr + groups)
     else:
-        elements -= 8.0
-    return tl.reshape(elements * scales[:, :, None], [rows.shape[0], COLS]).to(DTYPE)
+        packed = tl.load(at + begin // 2, mask=bytes < (K - begin) // 2, other=0)
+        inside = blocks * BLOCK < K - begin
+        scales = tl.load(scales_ptr + groups, mask=inside, other=0.0)
+    zeros = tl.full([ROWS, BLOCKS], 8.0 + BASE, tl.float32)
+    if ZEROS:
+        if K % COLS == 0:
+            zeros = tl.load(zeros_ptr + groups).to(tl.float32) + BASE
+        else:
+            zeros = tl.load(zeros_ptr + groups, mask=inside, other=0).to(tl.float32) + BASE
+    if PACKED:
+        scales = _over_bytes(scales, COLS // 2)
+        zeros = _over_bytes(zeros.to(DTYPE), COLS // 2)
+        if IS_BF16:
+            low, high = tl.inline_asm_elementwise(
+                _DEQUANTIZE_BF16, _REGISTERS, [packed, scales, zeros],
+                dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+            )  # fmt: skip
+        else:
+            low, high = tl.inline_asm_elementwise(
+                _DEQUANTIZE_FP16, _REGISTERS, [packed, scales, zeros],
+                dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+            )  # fmt: skip
+    else:
+        scales = _over_bytes(scales.to(tl.float32), COLS // 2)
+        zeros = _over_bytes(zeros - BASE, COLS // 2)
+        low = (((packed & 0xF).to(tl.float32) - zeros) * scales).to(DTYPE)
+        high = (((packed >> 4).to(tl.float32) - zeros) * scales).to(DTYPE)
+    return _in_order(low, BLOCK), _in_order(high, BLOCK)
+
+
+@triton.jit
+def _over_bytes(values: tl.tensor, BYTES: tl.constexpr) -> tl.tensor:
+    """Values of blocks, `[rows, blocks]`, for each byte, `[rows, BYTES]`."""
+    ROWS: tl.constexpr = values.shape[0]
+    BLOCKS: tl.constexpr = values.shape[1]
+    wide = tl.broadcast_to(values[:, :, None], [ROWS, BLOCKS, BYTES // BLOCKS])
+    return tl.reshape(wide, [ROWS, BYTES])
+
+
+@triton.jit
+def _in_order(values: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Values of bytes, `[rows, bytes]`, by ascending input: `inputs_of_bytes` undone."""
+    ROWS: tl.constexpr = values.shape[0]
+    BLOCKS: tl.constexpr = values.shape[1] // (BLOCK // 2)
+    parts = tl.reshape(values, [ROWS, BLOCKS, 4, BLOCK // 32, 2, 2])
+    return tl.reshape(tl.permute(parts, [0, 1, 3, 4, 2, 5]), [ROWS, values.shape[1]])
+
+
+def takes_packed(x: torch.Tensor, weight: ScaledWeight) -> bool:
+    """PACKED of `load_int4` for activations like `x`."""
+    return x.is_cuda and weight.scales.dtype == x.dtype
 
 
 @triton.jit
@@ -66,29 +156,34 @@ def _dequantize_kernel(
     K: tl.constexpr,
     ZEROS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    PACKED: tl.constexpr,
 ) -> None:
     """Grid `(n / ROWS, k / COLS)`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     read = tl.minimum(rows, N - 1).to(tl.int64)
     begin = tl.program_id(1) * COLS
-    dtype = out_ptr.dtype.element_ty
-    elements = load_int4(
-        weight_ptr, scales_ptr, zeros_ptr, read, begin, K, ZEROS, GROUP, COLS, dtype
-    )
-    cols = begin + tl.arange(0, COLS)
+    low, high = load_int4(
+        weight_ptr, scales_ptr, zeros_ptr, read, begin, K, ZEROS, GROUP, BLOCK, COLS,
+        out_ptr.dtype.element_ty, PACKED,
+    )  # fmt: skip
+    cols = begin + first_halves(BLOCK, COLS)
     to = out_ptr + (read * K)[:, None] + cols[None, :]
-    tl.store(to, elements, mask=(rows < N)[:, None] & (cols < K)[None, :])
+    inside = (rows < N)[:, None] & (cols < K)[None, :]
+    tl.store(to, low, mask=inside)
+    tl.store(to + BLOCK // 2, high, mask=inside)
 
 
 def dequantize_int4(weight: ScaledWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight `[outputs, inputs]` in `dtype`: computed in fp32, rounded once."""
+    """The weight `[outputs, inputs]` in `dtype`."""
     outputs, inputs = weight.shape
     out = torch.empty((outputs, inputs), dtype=dtype, device=weight.elements.device)
     zeros = weight.elements if weight.zeros is None else weight.zeros
     _dequantize_kernel[(triton.cdiv(outputs, _ROWS), triton.cdiv(inputs, _COLS))](
         weight.elements, weight.scales, zeros, out, N=outputs, K=inputs,
-        ZEROS=weight.zeros is not None, GROUP=weight.group, ROWS=_ROWS, COLS=_COLS, num_warps=4,
+        ZEROS=weight.zeros is not None, GROUP=weight.group, BLOCK=weight.block, ROWS=_ROWS,
+        COLS=_COLS, PACKED=takes_packed(out, weight), num_warps=4,
     )  # fmt: skip
     return out

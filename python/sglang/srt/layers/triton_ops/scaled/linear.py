@@ -16,9 +16,10 @@ from sglang.srt.layers.triton_ops.scaled.product import (
 
 _FEW_TOKENS: Final = 64
 _FEW_OUTPUTS: Final = 4096
-"""The kernels of this project take up to `_FEW_TOKENS` tokens, and twice that for at most
-`_FEW_OUTPUTS` outputs. For more tokens the library is faster, even if it has to dequantize 4-bit
-weights first."""
+_FEW_TOKENS_OF_INT4: Final = 256
+"""For fp8 weights, the kernels of this project take up to `_FEW_TOKENS` tokens, and twice that for
+at most `_FEW_OUTPUTS` outputs; for 4-bit weights up to `_FEW_TOKENS_OF_INT4`. For more tokens the
+library is faster, even if it has to dequantize 4-bit weights first."""
 
 
 def multiply_scaled(
@@ -44,7 +45,8 @@ def multiply_scaled(
     tokens, outputs = len(x), weight.shape[0]
     assert x.dtype in (torch.bfloat16, torch.float16), x.dtype
     dtype = out.dtype if out is not None else out_dtype or x.dtype
-    is_many = tokens > _FEW_TOKENS * (2 if outputs <= _FEW_OUTPUTS else 1)
+    few = _FEW_TOKENS * (2 if outputs <= _FEW_OUTPUTS else 1)
+    is_many = tokens > (few if weight.is_fp8 else _FEW_TOKENS_OF_INT4)
     if is_many and not weight.is_fp8:
         return _dequantize_and_multiply(x, weight, bias, out, dtype)
     if is_many and x.is_cuda and outputs % 16 == 0 and weight.shape[1] % 16 == 0:

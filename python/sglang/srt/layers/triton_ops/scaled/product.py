@@ -1,12 +1,13 @@
 """Several rows times a weight with scales, on tensor cores.
 
 fp8: each group of inputs has a sum of its own, which both scales multiply in fp32. 4 bits: weights
-are dequantized to the dtype of `x` first. Weights are the left operand:
-they have enough rows for tensor cores even where there are few tokens.
+are dequantized to the dtype of `x` first, in the registers that tensor cores read. Weights are the
+left operand: they have enough rows for tensor cores even where there are few tokens.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,9 +19,9 @@ from torch.nn.functional import ScalingType
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
-from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.early_start import EarlyStart, await_kernels_before, early_start
 from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
-from sglang.srt.layers.triton_ops.scaled.int4 import load_int4
+from sglang.srt.layers.triton_ops.scaled.int4 import first_halves, load_int4, takes_packed
 from sglang.srt.layers.triton_ops.scaled.rounding import quantize_activations
 
 _DEPTH: Final = 128
@@ -49,6 +50,8 @@ def _product_kernel(
     zeros_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
     tokens: tl.tensor,
     stride: tl.tensor,
     N: tl.constexpr,
@@ -57,19 +60,22 @@ def _product_kernel(
     ZEROS: tl.constexpr,
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
     TMA: tl.constexpr,
+    PACKED: tl.constexpr,
     BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute a tile of outputs and tokens over a share of the inputs.
 
-    Grid `(tiles of outputs * tiles of tokens, SPLITS)`. If SPLITS is above 1, `out` is fp32
-    `[SPLITS, tokens, N]`. For fp8 weights `x` is rounded.
+    Grid `(tiles of outputs * tiles of tokens, SPLITS)`. If SPLITS is above 1, the program of a tile
+    that ends last adds the parts, fp32 `[SPLITS, tokens, N]`, in their order. For fp8 weights `x`
+    is rounded.
     """
     await_kernels_before(EARLY)
     blocks: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -79,7 +85,7 @@ def _product_kernel(
     token = (group * TILES + within % size) * BLOCK_T
     output = within // size * BLOCK_N
     rows, own = token + tl.arange(0, BLOCK_T), output + tl.arange(0, BLOCK_N)
-    cols = tl.arange(0, BLOCK_K)
+    cols = tl.arange(0, BLOCK_K) if FP8 else first_halves(BLOCK, BLOCK_K)
     read = tl.minimum(own, N - 1)
     used = rows < tokens
     x_at = x_ptr
@@ -97,20 +103,25 @@ def _product_kernel(
         k = step * BLOCK_K
         inside = cols < K - k
         if not FP8:
-            w = load_int4(
-                weight_ptr, scales_ptr, zeros_ptr, read.to(tl.int64), k, K, ZEROS, GROUP, BLOCK_K,
-                x_ptr.dtype.element_ty,
+            w, high = load_int4(
+                weight_ptr, scales_ptr, zeros_ptr, read.to(tl.int64), k, K, ZEROS, GROUP, BLOCK,
+                BLOCK_K, x_ptr.dtype.element_ty, PACKED,
             )  # fmt: skip
         elif TMA:
             w = weights.load([output, k])
         else:
             w = tl.load(weights + k, mask=inside[None, :], other=0.0)
+        is_read = used[:, None]
+        if K % BLOCK_K != 0:
+            is_read = is_read & inside[None, :]
         if TMA:
             x = x_at.load([token, k])
         else:
-            x = tl.load(x_at + k, mask=used[:, None] & inside[None, :], other=0.0)
+            x = tl.load(x_at + k, mask=is_read, other=0.0)
         if not FP8:
             acc = tl.dot(w, x.T, acc)
+            x = tl.load(x_at + (k + BLOCK // 2), mask=is_read, other=0.0)
+            acc = tl.dot(high, x.T, acc)
         elif GROUP == K:
             acc += tl.dot(w, x.T)
         else:
@@ -126,58 +137,57 @@ def _product_kernel(
         x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
         scales = tl.load(scales_ptr + read // HEIGHT)
         acc *= scales[:, None] * x_scales[None, :]
+    at = rows.to(tl.int64)[None, :] * N + own[:, None]
+    stored = used[None, :] & (own < N)[:, None]
+    if SPLITS > 1:
+        step_of_parts = tokens.to(tl.int64) * N
+        tl.store(parts_ptr + tl.program_id(1) * step_of_parts + at, acc, mask=stored)
+        # Every thread of this program stores before the program is counted.
+        tl.debug_barrier()
+        arrivals = arrivals_ptr + tl.program_id(0)
+        if tl.atomic_add(arrivals, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.store(arrivals, 0)
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for split in tl.static_range(SPLITS):
+            # Past the L1 cache, because it is not coherent.
+            part = parts_ptr + split * step_of_parts + at
+            acc += tl.load(part, mask=stored, other=0.0, cache_modifier=".cg")
     if BIAS:
         acc += tl.load(bias_ptr + read).to(tl.float32)[:, None]
-    to = out_ptr + (tl.program_id(1).to(tl.int64) * tokens + rows)[None, :] * N + own[:, None]
-    stored = used[None, :] & (own < N)[:, None]
-    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=stored)
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _sum_kernel(
-    parts_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    tokens: tl.tensor,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Grid `(tokens, n / BLOCK)`: sum the parts of a token's outputs."""
-    await_kernels_before(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < N
-    total = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        part = parts_ptr + (split * tokens + token) * N + cols
-        total += tl.load(part, mask=inside, other=0.0)
-    if BIAS:
-        total += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * N + cols, total.to(out_ptr.dtype.element_ty), mask=inside)
+_MULTIPROCESSORS: Final = 132
+"""Of an H100. If tiles are fewer, several programs share the inputs of one."""
 
 
-_PROGRAMS: Final = 192
-"""Programs that fill a device. If tiles are fewer, several programs share the inputs of one."""
+@functools.cache
+def _arrivals(device: torch.device, stream: int) -> torch.Tensor:
+    """Counters of a tile's finished parts, int32 zeros between products. Each calling stream has
+    its own. A graph is captured on a stream that has run the same products before."""
+    return torch.zeros(_MULTIPROCESSORS, dtype=torch.int32, device=device)
 
 
 def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
-    """Tiles of a product, and the number of programs that share a tile's inputs. Measured on an
-    H100 with the shapes of Qwen3-8B."""
+    """Tiles of a product, and the number of programs that share a tile's inputs. Measured on H100s
+    and H200s with the shapes of Qwen3-8B."""
     outputs, inputs = weight.shape
     rows = max(16, min(64, triton.next_power_of_2(tokens)))
-    if tokens <= 32 and outputs > 4096:
-        tiles = Tiles(128, rows, 8, 4, 4)
-    elif tokens <= 256 or not weight.is_fp8:
+    is_wide, wanted = outputs > 8192, 192
+    if weight.is_fp8:
         tiles = Tiles(64, rows, 8, 4, 5 if rows < 64 else 4)
+    elif tokens > 128:
+        tiles = Tiles(64, 128, 8, 4, 3)
     else:
-        tiles = Tiles(128, 128, 8, 8, 4)
+        wanted = 384 if tokens <= 32 else 256
+        stages = 3 if (tokens > 64) == is_wide else 4
+        tiles = Tiles(128 if is_wide and rows == 64 else 64, rows, 8, 4, stages)
     programs = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
     splits = 1
-    while programs * splits < _PROGRAMS and inputs >= splits * 2048:
-        splits *= 2
+    if programs < _MULTIPROCESSORS:
+        while programs * splits < wanted and inputs >= splits * 1024:
+            splits *= 2
     return tiles, splits
 
 
@@ -208,26 +218,26 @@ def multiply_on_tensor_cores(
         tma = inputs % 16 == 0
         if tma:
             elements = TensorDescriptor.from_tensor(elements, [tiles.outputs, _DEPTH])
-    to = out
-    if splits > 1:
-        to = torch.empty((splits, tokens, outputs), dtype=torch.float32, device=x.device)
+    # Programs of 4-bit weights that start early are spread unevenly: 40% slower.
+    starts: EarlyStart = early_start(x) if weight.is_fp8 else {"EARLY": False}
     grid = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
+    parts = arrivals = weight.scales
+    if splits > 1:
+        assert grid <= _MULTIPROCESSORS
+        parts = torch.empty((splits, tokens, outputs), dtype=torch.float32, device=x.device)
+        stream = torch.accelerator.current_stream(x.device).stream_id if x.is_cuda else 0
+        arrivals = _arrivals(x.device, stream)
     _product_kernel[(grid, splits)](
         TensorDescriptor.from_tensor(given, [tiles.tokens, _DEPTH]) if tma else given,
         x_scales, elements, weight.scales, zeros_of(weight),
-        weight.scales if bias is None else bias, to, tokens, given.stride(0), N=outputs, K=inputs,
-        FP8=weight.is_fp8, ZEROS=weight.zeros is not None, HEIGHT=weight.height,
-        GROUP=weight.group, SPLITS=splits, BLOCK_N=tiles.outputs, BLOCK_T=tiles.tokens,
-        BLOCK_K=_DEPTH, TILES=tiles.group, TMA=tma,
-        BIAS=bias is not None and splits == 1, num_warps=tiles.warps, num_stages=tiles.stages,
-        **early_start(x),
+        weight.scales if bias is None else bias, out, parts, arrivals, tokens, given.stride(0),
+        N=outputs, K=inputs, FP8=weight.is_fp8, ZEROS=weight.zeros is not None,
+        HEIGHT=weight.height, GROUP=weight.group, BLOCK=weight.block, SPLITS=splits,
+        BLOCK_N=tiles.outputs, BLOCK_T=tiles.tokens,
+        BLOCK_K=_DEPTH, TILES=tiles.group, TMA=tma, PACKED=takes_packed(x, weight),
+        BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+        **starts,
     )  # fmt: skip
-    if splits > 1:
-        block = min(1024, triton.next_power_of_2(outputs))
-        _sum_kernel[(tokens, triton.cdiv(outputs, block))](
-            to, weight.scales if bias is None else bias, out, tokens, N=outputs, SPLITS=splits,
-            BIAS=bias is not None, BLOCK=block, num_warps=4, **early_start(x),
-        )  # fmt: skip
 
 
 def multiply_fp8_by_library(

@@ -23,7 +23,7 @@ from sglang.srt.layers.triton_ops.routed_experts import (
     sum_of_uses,
 )
 from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
-from sglang.srt.layers.triton_ops.scaled.int4 import load_int4
+from sglang.srt.layers.triton_ops.scaled.int4 import first_halves, load_int4, takes_packed
 from sglang.srt.layers.triton_ops.scaled.rounding import quantize_activations, quantize_gated
 
 
@@ -56,8 +56,8 @@ _FP8_PLANS: Final = (
 _INT4_PLANS: Final = (
     Plan(12.0, 16, 64, 128, 1, 4, 4),
     Plan(24.0, 32, 64, 128, 1, 4, 4),
-    Plan(96.0, 64, 128, 64, 4, 8, 4),
-    Plan(float("inf"), 128, 128, 64, 8, 8, 3),
+    Plan(96.0, 64, 128, 128, 4, 8, 3),
+    Plan(float("inf"), 128, 128, 128, 8, 8, 3),
 )
 
 
@@ -88,6 +88,7 @@ def _product_kernel(
     ZEROS: tl.constexpr,
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     USES: tl.constexpr,
     FACTORS: tl.constexpr,
@@ -96,6 +97,7 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
     TMA: tl.constexpr,
+    PACKED: tl.constexpr,
 ) -> None:
     """Compute BLOCK_N outputs of an expert for the rows of one tile.
 
@@ -111,7 +113,8 @@ def _product_kernel(
     used = nth < count
     uses = tl.load(order_ptr + begin + nth, mask=used, other=0).to(tl.int64)
     rows = uses // USES
-    x_at = x_ptr + (rows * K)[None, :] + tl.arange(0, BLOCK_K)[:, None]
+    cols = tl.arange(0, BLOCK_K) if FP8 else first_halves(BLOCK, BLOCK_K)
+    x_at = x_ptr + (rows * K)[None, :] + cols[:, None]
     first = expert * N + block * BLOCK_N
     end = (expert + 1) * N
     own = tl.minimum(first + tl.arange(0, BLOCK_N), end - 1).to(tl.int64)
@@ -122,13 +125,15 @@ def _product_kernel(
         if FP8:
             weights = load_weights(weight_ptr, first, end, k, BLOCK_N, K, BLOCK_K, TMA)
         else:
-            weights = load_int4(
-                weight_ptr, scales_ptr, zeros_ptr, own, k, K, ZEROS, GROUP, BLOCK_K,
-                x_ptr.dtype.element_ty,
+            weights, high = load_int4(
+                weight_ptr, scales_ptr, zeros_ptr, own, k, K, ZEROS, GROUP, BLOCK, BLOCK_K,
+                x_ptr.dtype.element_ty, PACKED,
             )  # fmt: skip
-        x = load_rows(x_at, used, k, K, BLOCK_K)
+        x = load_rows(x_at, used, cols, k, K, BLOCK_K)
         if not FP8:
             acc = tl.dot(weights, x, acc)
+            x = load_rows(x_at + BLOCK // 2, used, cols, k, K, BLOCK_K)
+            acc = tl.dot(high, x, acc)
         elif GROUP == K:
             acc += tl.dot(weights, x)
         else:
@@ -181,11 +186,11 @@ def _multiply(
         zeros_of(weight), weight.scales if factors is None else factors, out, tiles.order,
         tiles.table, tiles.count, tiles.bound, len(x), 0 if factors is None else factors.stride(0),
         N=outputs, K=inputs, FP8=weight.is_fp8, ZEROS=weight.zeros is not None,
-        HEIGHT=weight.height, GROUP=weight.group, TOP_K=tiles.top_k,
+        HEIGHT=weight.height, GROUP=weight.group, BLOCK=weight.block, TOP_K=tiles.top_k,
         USES=tiles.top_k if factors is None else 1,
         FACTORS=factors is not None, TILE_ROWS=plan.tile_rows, BLOCK_N=plan.outputs,
-        BLOCK_K=plan.depth, TILES=plan.group, TMA=tma, num_warps=plan.warps,
-        num_stages=plan.stages,
+        BLOCK_K=plan.depth, TILES=plan.group, TMA=tma, PACKED=takes_packed(x, weight),
+        num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
 
