@@ -52,7 +52,7 @@ _REGISTERS: Final = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r")
 @triton.jit
 def first_halves(BLOCK: tl.constexpr, COLS: tl.constexpr) -> tl.tensor:
     """Inputs that the low integers of a tile of COLS inputs stand for, `[COLS / 2]`, ascending.
-    Those of the high integers are BLOCK / 2 after them."""
+    The inputs of the high integers come BLOCK / 2 later."""
     HALF: tl.constexpr = BLOCK // 2
     cols = tl.arange(0, COLS // 2)
     return cols if BLOCK == COLS else cols // HALF * BLOCK + cols % HALF
