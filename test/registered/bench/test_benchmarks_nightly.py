@@ -37,7 +37,7 @@ def test_the_run_of_eight_gpus_is_whole_on_two_ranks() -> None:
         assert found["cached_from_host"] == (most if source.startswith("L2") else 0), source
         assert found["cached_from_storage"] == (most if source == "Mooncake" else 0), source
     loads = [one["load"] for one in cases if "load" in one]
-    assert loads == ["turns", "trace", "unused", "unused", "unused"]
+    assert loads == ["turns", "trace", "unused", "unused", "unused", "throughput"]
     assert [one["decode"] for one in cases if "decode" in one] == [1, 4]
     (hidden,) = (one for one in cases if "agreement_hidden" in one)
     assert 0 <= hidden["agreement_hidden"] <= 1
