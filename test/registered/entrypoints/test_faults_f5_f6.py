@@ -132,7 +132,7 @@ def test_f5_storage_survives_sigterm_and_sigkill_does_not_hinder_a_restart(
     assert answer.cached["storage"] >= (PAGES - 1) * PAGE
     # The server is killed while it computes, writes and streams.
     other = [token + 1 for token in PROMPT]
-    running = [Client(server, True, [300, 301], 8000), Client(server, False, other, 8)]
+    running = [Client(server, True, [300, 301], 8000), Client(server, False, other, 300)]
     assert running[0].begun.wait(60)
     family, directory = members(server), ipc_directory(server)
     os.kill(server.process.pid, signal.SIGKILL)
