@@ -11,7 +11,6 @@ block, and within a word of packed integers. Scales and zero points are read who
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
@@ -20,7 +19,7 @@ import torch
 
 from sglang.srt.configs.quantization_config import Packing
 from sglang.srt.layers.placement import Sliceable
-from sglang.srt.layers.triton_ops.arguments import MOST_PACKED, inputs_of_bytes
+from sglang.srt.layers.triton_ops.arguments import inputs_of_bytes, packed_block
 
 _TILE_ELEMENTS: Final = 1 << 22
 """About this many elements are dequantized at a time: 16 MiB in fp32."""
@@ -185,7 +184,7 @@ class PackedTensor(QuantizedTensor):
         if not torch.equal(first.repeat_interleave(group), self._groups):
             raise ValueError("its groups are reordered, which quantization_config does not say")
         zeros = None if self._zeros is None else self._zeros[:, first]
-        pairs = _PairsInBytes(self, math.gcd(group, MOST_PACKED))
+        pairs = _PairsInBytes(self, packed_block(group))
         return StoredParts(pairs, self._scales[:, first], zeros)
 
     def integers(self, rows: slice, columns: slice) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 
 LEAST_PACKED: Final = 32
-MOST_PACKED: Final = 128
+_MOST_PACKED: Final = 128
 """Bounds of a block of 4-bit integers, in inputs."""
 MOST_TAPS: Final = 4
 """The widest convolution that `attend_linearly` takes, in tokens."""
@@ -154,7 +154,12 @@ class ScaledWeight:
     @property
     def block(self) -> int:
         """Inputs whose 4-bit integers are packed together."""
-        return math.gcd(self.group, MOST_PACKED)
+        return packed_block(self.group)
+
+
+def packed_block(group: int) -> int:
+    """Inputs whose 4-bit integers are packed together, in groups of so many."""
+    return math.gcd(group, _MOST_PACKED)
 
 
 def inputs_of_bytes(block: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
 
 _ROWS: Final = 8
 _COLS: Final = 1024
@@ -180,9 +181,8 @@ def dequantize_int4(weight: ScaledWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weight `[outputs, inputs]` in `dtype`."""
     outputs, inputs = weight.shape
     out = torch.empty((outputs, inputs), dtype=dtype, device=weight.elements.device)
-    zeros = weight.elements if weight.zeros is None else weight.zeros
     _dequantize_kernel[(triton.cdiv(outputs, _ROWS), triton.cdiv(inputs, _COLS))](
-        weight.elements, weight.scales, zeros, out, N=outputs, K=inputs,
+        weight.elements, weight.scales, zeros_of(weight), out, N=outputs, K=inputs,
         ZEROS=weight.zeros is not None, GROUP=weight.group, BLOCK=weight.block, ROWS=_ROWS,
         COLS=_COLS, PACKED=takes_packed(out, weight), num_warps=4,
     )  # fmt: skip

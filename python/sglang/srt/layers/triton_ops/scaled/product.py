@@ -181,7 +181,8 @@ def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
         tiles = Tiles(64, 128, 8, 4, 3)
     else:
         wanted = 384 if tokens <= 32 else 256
-        stages = 3 if (tokens > 64) == is_wide else 4
+        # Wide weights read further ahead for up to 64 tokens, the others for more.
+        stages = 4 if is_wide == (tokens <= 64) else 3
         tiles = Tiles(128 if is_wide and rows == 64 else 64, rows, 8, 4, stages)
     programs = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
     splits = 1
