@@ -23,6 +23,7 @@ from sglang.srt.layers.triton_ops.scaled.gemv import GemvPlan, scaled_gemv
 from sglang.srt.layers.triton_ops.scaled.int4 import dequantize_int4
 from sglang.srt.layers.triton_ops.scaled.product import (
     Tiles,
+    _arrivals,
     multiply_fp8_by_library,
     multiply_on_tensor_cores,
 )
@@ -79,10 +80,14 @@ def test_tiles_and_splits_leave_only_the_order_of_sums(
 ) -> None:
     weight = WEIGHTS[kind]
     x = randn(35, weight.shape[1], seed=2, dtype=HALF)
-    want = product(x, weight)
+    bias = randn(weight.shape[0], seed=1, dtype=HALF)
     out = torch.empty(35, weight.shape[0], device=DEVICE)
-    multiply_on_tensor_cores(x, weight, None, out, config)
-    assert relative_error(out, want) < (FP8_SUMS if weight.is_fp8 else UNIT)
+    for one in (None, bias):
+        want = product(x, weight) + (0 if one is None else one.double())
+        multiply_on_tensor_cores(x, weight, one, out, config)
+        assert relative_error(out, want) < (FP8_SUMS if weight.is_fp8 else UNIT)
+    stream = torch.accelerator.current_stream().stream_id if DEVICE == "cuda" else 0
+    assert not _arrivals(x.device, stream).any(), "the next product counts from zero"
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
