@@ -140,8 +140,10 @@ def test_it_ends_when_the_last_request_has_ended(monkeypatch: pytest.MonkeyPatch
         assert running.end().status_code == 200
         assert wait_until(lambda: has_ended(server), END_S)
         idle.close()
-        assert [m for m in server.scheduler.received if isinstance(m, ShutdownReq)]
-        assert AbortReq(abort_all=True) not in server.scheduler.received
+        # The scheduler reads in a thread of its own, perhaps after the server has ended.
+        received = server.scheduler.received
+        assert wait_until(lambda: any(isinstance(m, ShutdownReq) for m in received), END_S)
+        assert AbortReq(abort_all=True) not in received
 
 
 @pytest.mark.parametrize("path", ["/generate", "/health", "/health_generate"])
@@ -261,7 +263,8 @@ def test_requests_that_outlast_the_drain_get_an_error(caplog: pytest.LogCaptureF
             assert "has not ended within 0.3 s" in message
         assert wait_until(lambda: has_ended(server), END_S)
         # The scheduler has its time for other things than requests whose clients have left.
-        assert AbortReq(abort_all=True) in server.scheduler.received
+        received = server.scheduler.received
+        assert wait_until(lambda: AbortReq(abort_all=True) in received, END_S)
     assert not [one for one in caplog.records if one.exc_info or one.levelno >= logging.ERROR]
 
 
