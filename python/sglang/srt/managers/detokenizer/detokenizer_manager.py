@@ -6,6 +6,7 @@ One thread, two sockets, and for each running request the state of its decoder.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import logging
 import multiprocessing
 from abc import ABC, abstractmethod
@@ -220,22 +221,20 @@ def _visible_ids(output: RequestOutput) -> list[int]:
 
 
 def serve(detokenizer: Detokenizer, source: zmq.Socket[bytes], sink: zmq.Socket[bytes]) -> None:
-    """Read, convert, send, until the context of `source` is terminated.
+    """Read, convert, send, until the context of the sockets is terminated.
 
     Bytes that are no message are dropped and counted in the log.
     """
     bad = BadMessages(logger, "message")
-    while True:
-        try:
+    with contextlib.suppress(zmq.ContextTerminated):
+        while True:
             payload = source.recv()
-        except zmq.ContextTerminated:
-            return
-        try:
-            batch = DETOKENIZER_DECODER.decode(payload)
-        except MALFORMED as error:
-            bad.add(error)
-            continue
-        sink.send(encode(detokenizer.process(batch)))
+            try:
+                batch = DETOKENIZER_DECODER.decode(payload)
+            except MALFORMED as error:
+                bad.add(error)
+                continue
+            sink.send(encode(detokenizer.process(batch)))
 
 
 def open_sockets(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -17,12 +19,17 @@ from sglang.srt.managers.detokenizer.detokenizer_manager import (
     TextDecoder,
     WindowDecoder,
     make_decoder_factory,
+    open_sockets,
+    serve,
 )
 from sglang.srt.managers.messages.io_struct import (
+    BatchStrOutput,
     BatchTokenIDOutput,
     FinishReason,
     RequestOutput,
+    encode,
 )
+from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory, push_socket
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -153,6 +160,32 @@ def test_state_is_bounded_and_requests_do_not_mix() -> None:
         "é",
         "é",
     ]
+
+
+def test_a_context_that_ends_in_the_middle_of_a_batch_ends_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = make_ipc_directory()
+    ipc = IpcAddresses(directory.path)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    source, sink = open_sockets(context, ipc)
+    scheduler = push_socket(context, ipc.detokenizer_input)
+    ending = threading.Thread(target=context.term)
+
+    def process(_: Detokenizer, batch: BatchTokenIDOutput) -> BatchStrOutput:
+        ending.start()
+        with pytest.raises(zmq.ContextTerminated):
+            scheduler.poll()
+        return BatchStrOutput(outputs=[])
+
+    monkeypatch.setattr(Detokenizer, "process", process)
+    scheduler.send(encode(BatchTokenIDOutput(outputs=[])))
+    serve(Detokenizer(make_decoder_factory(byte_tokenizer())), source, sink)
+    for socket in (source, sink, scheduler):
+        socket.close(linger=0)
+    ending.join(20.0)
+    assert not ending.is_alive()
+    directory.remove()
 
 
 if __name__ == "__main__":
