@@ -89,9 +89,10 @@ def test_requests_together_with_good_drafts(
         messages = [pair.request(f"{n}", ids, greedy(NEW_TOKENS)) for n, ids in enumerate(PROMPTS)]
         pair.run(*messages)
         for number, (words, _) in enumerate(alone):
-            assert pair.result(f"{number}").output_ids == words
-        counters = pair.decode.scheduler.state.counters
-        assert counters.decode_steps < NEW_TOKENS - 1
+            got = pair.result(f"{number}")
+            assert got.output_ids == words
+            assert got.last is not None and got.last.verifications is not None
+            assert got.last.verifications.accept_length > 1.3
 
 
 @pytest.mark.parametrize("without", ["prefill", "decode"])

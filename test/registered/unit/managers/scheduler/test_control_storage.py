@@ -134,7 +134,7 @@ def test_requests_run_while_a_backend_connects_and_until_it_is_given_up(
     given_up = answer(rig, "attach")
     assert not given_up.success
     assert "given up: it has taken 100 s" in given_up.message
-    assert rig.scheduler.is_idle()
+    step_until(rig, rig.scheduler.is_idle)
     # It comes up after all, and is let go.
     Slow.gate.set()
     step_until(rig, lambda: Slow.closed)
@@ -180,6 +180,7 @@ def test_a_clear_that_hangs_stops_no_request_and_is_answered(rig: SchedulerRig) 
     cleared = answer(rig, "clear")
     assert not cleared.success
     assert "given up" in cleared.message
+    step_until(rig, rig.scheduler.is_idle)
     rig.step(DETACH)
     assert "left behind" in answer(rig, "detach").message
     assert attached(rig) is None

@@ -311,8 +311,11 @@ def test_the_same_words_in_any_traffic(
         else:
             assert got.output_ids == other.output_ids, rid
             assert got.finish_reason == other.finish_reason
-    assert settled.scheduler.state.counters.retractions, "memory was short"
-    assert behind.scheduler.state.counters.retractions
+    for rig in (settled, behind):
+        counters = rig.scheduler.state.counters
+        # With tiers, memory also comes back when a copy to L2 has ended.
+        was_short = counters.retractions or (tiers and counters.decode_stalls)
+        assert was_short, "memory was short"
 
 
 if __name__ == "__main__":
