@@ -275,8 +275,9 @@ def fake_engine() -> Iterator[FakeEngine]:
     scheduler = FakeScheduler(ipc, make_decoder_factory(byte_tokenizer()))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
+    source, sink = open_sockets(context, ipc)
+
     def detokenize() -> None:
-        source, sink = open_sockets(context, ipc)
         serve(Detokenizer(make_decoder_factory(byte_tokenizer())), source, sink)
         source.close(linger=0)
         sink.close(linger=0)

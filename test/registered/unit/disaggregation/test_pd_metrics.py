@@ -189,8 +189,8 @@ def test_waiting_for_slots_and_for_a_turn_is_queueing(pair: PdRig, mover: LocalM
     waited = time.monotonic() - asked
     mover.release()
     pair.until(lambda: all(rig.scheduler.is_idle() for rig in pair.rigs))
-    queued = {rid: stages(pair.decode, rid).queue or 0.0 for rid in ("first", "second")}
-    assert max(queued.values()) >= waited > min(queued.values())
+    first, second = sorted(stages(pair.decode, rid).queue or 0.0 for rid in ("first", "second"))
+    assert second - first >= waited, "they arrived together"
 
 
 def test_a_server_that_does_both_transfers_nothing(pair: PdRig) -> None:
