@@ -94,12 +94,14 @@ def test_c7_a_node_stopped_in_mid_get(
 ) -> None:
     """The first 64 pages land, then the node stops; the request uses them in the policy's time."""
     node = cluster.nodes[0]
-    monkeypatch.setattr(
-        StoppedInMidGet,
-        "before_get",
-        staticmethod(lambda number: node.suspend() if number == 1 else None),
-        raising=False,
-    )
+    stopped = threading.Event()
+
+    def stop(number: int) -> None:
+        if number == 1:
+            node.suspend()
+            stopped.set()
+
+    monkeypatch.setattr(StoppedInMidGet, "before_get", staticmethod(stop), raising=False)
     times = {
         "prefetch_timeout_max": 1.5,
         "prefetch_timeout_base": 1.0,
@@ -112,7 +114,7 @@ def test_c7_a_node_stopped_in_mid_get(
             began = time.monotonic()
             reader.arrive("held", PROMPT)
             operation = reader.hi.storage_prefetch.table.operations[0]
-            reader.until(lambda: operation.landed_pages == PAGES_PER_CALL)
+            reader.until(lambda: operation.landed_pages == PAGES_PER_CALL and stopped.is_set())
             reader.tick()
             landed_after = time.monotonic() - began
             reader.until(lambda: reader.tree.check_prefetch_progress("held"))
