@@ -15,7 +15,6 @@ import argparse
 import logging
 import os
 import signal
-from collections.abc import Sequence
 
 from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig, settle_protocol
@@ -33,18 +32,14 @@ def lends(pid: int) -> str:
     return f"node {pid} lends "
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Lend memory until a signal comes. A failed start exits with one line.
-
-    Args:
-        argv: Words of the command line, of which `--help` is the only one; None: the process's.
-    """
-    parser = argparse.ArgumentParser(
+def main() -> None:
+    """Lend memory until a signal comes. A failed start exits with one line, and so do words on the
+    command line other than `--help`."""
+    argparse.ArgumentParser(
         prog="python -m sglang.mooncake_node",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.parse_args(argv)
+    ).parse_args()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     set_title("store_node")
     # In all threads, Mooncake's too, so that the signals wait for `sigwait`.

@@ -44,8 +44,7 @@ RIG_LAYOUTS = ("layer_first", "page_first", "page_first_direct") + (
 """Layouts of L2 that the device supports."""
 
 _LAYERS, _HEADS, _DIM = 3, 2, 4
-_DEADLINE_S = 90.0
-"""More than the 60 seconds after which Mooncake gives a transfer up."""
+_DEADLINE_S = 60.0
 
 
 @dataclass(kw_only=True)

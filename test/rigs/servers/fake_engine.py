@@ -274,7 +274,6 @@ def fake_engine() -> Iterator[FakeEngine]:
     tokenizer = byte_tokenizer()
     scheduler = FakeScheduler(ipc, make_decoder_factory(byte_tokenizer()))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-
     source, sink = open_sockets(context, ipc)
 
     def detokenize() -> None:

@@ -1,13 +1,15 @@
-"""The command `sglang`."""
+"""The command `sglang`, and that of a store node."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 import pytest
 
 import sglang
+from sglang import mooncake_node
 from sglang.cli.main import main
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -35,16 +37,20 @@ def test_serve_becomes_a_server_with_the_same_flags(
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("program", "words", "status", "said"),
     [
-        (["--version"], 0, f"{sglang.__version__}\n"),
-        (["--help"], 0, "start a server"),
-        ([], 2, "required: command"),
-        (["server"], 2, "choose from 'serve'"),
-        (["--ver"], 2, "required: command"),
+        (main, ["--version"], 0, f"{sglang.__version__}\n"),
+        (main, ["--help"], 0, "start a server"),
+        (main, [], 2, "required: command"),
+        (main, ["server"], 2, "choose from 'serve'"),
+        (main, ["--ver"], 2, "required: command"),
+        # A store node answers before it looks for a master.
+        (mooncake_node.main, ["--help"], 0, "MOONCAKE_GLOBAL_SEGMENT_SIZE=64gb"),
+        (mooncake_node.main, ["--port", "7"], 2, "unrecognized arguments: --port 7"),
     ],
 )
 def test_all_else(
+    program: Callable[[], object],
     words: list[str],
     status: int,
     said: str,
@@ -52,8 +58,9 @@ def test_all_else(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["sglang", *words])
+    monkeypatch.delenv("MOONCAKE_MASTER", raising=False)
     with pytest.raises(SystemExit) as ended:
-        main()
+        program()
     assert ended.value.code == status
     shown = capsys.readouterr()
     assert said in shown.out + shown.err

@@ -125,6 +125,7 @@ def test_every_key_and_value_is_right_cold_and_cached(
 def test_retracted_requests_are_computed_on_the_decode_server(mover: LocalMover) -> None:
     tight = {"pool_tokens": 120, "schedule_conservativeness": 0.01}
     with make_pair(mover, decode=tight) as pair:
+        # The outputs are so long that a request still runs when the next one arrives.
         messages = [pair.request(f"r{n}", prompt(n, 30, 1000), greedy(85)) for n in range(6)]
         pair.run(*messages)
         assert_said(pair, *messages)

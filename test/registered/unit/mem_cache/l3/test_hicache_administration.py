@@ -322,7 +322,7 @@ def test_what_is_detached_is_not_shown_as_failing(rig: CacheRig) -> None:
 def test_a_close_that_hangs_holds_up_no_request_and_no_end(
     rig: CacheRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Also for threads that end.
+    # The storage threads end within this time too.
     monkeypatch.setattr(attached_store, "_CLOSE_TIMEOUT_S", 0.5)
     assert attach(rig, ERRATIC)[0]
     gate = Erratic.hangs["close"] = threading.Event()
