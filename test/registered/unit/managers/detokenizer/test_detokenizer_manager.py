@@ -180,12 +180,14 @@ def test_a_context_that_ends_in_the_middle_of_a_batch_ends_the_loop(
 
     monkeypatch.setattr(Detokenizer, "process", process)
     scheduler.send(encode(BatchTokenIDOutput(outputs=[])))
-    serve(Detokenizer(make_decoder_factory(byte_tokenizer())), source, sink)
-    for socket in (source, sink, scheduler):
-        socket.close(linger=0)
+    try:
+        serve(Detokenizer(make_decoder_factory(byte_tokenizer())), source, sink)
+    finally:
+        for socket in (source, sink, scheduler):
+            socket.close(linger=0)
+        directory.remove()
     ending.join(20.0)
     assert not ending.is_alive()
-    directory.remove()
 
 
 if __name__ == "__main__":
