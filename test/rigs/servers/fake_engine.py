@@ -277,9 +277,11 @@ def fake_engine() -> Iterator[FakeEngine]:
     source, sink = open_sockets(context, ipc)
 
     def detokenize() -> None:
-        serve(Detokenizer(make_decoder_factory(byte_tokenizer())), source, sink)
-        source.close(linger=0)
-        sink.close(linger=0)
+        try:
+            serve(Detokenizer(make_decoder_factory(byte_tokenizer())), source, sink)
+        finally:
+            source.close(linger=0)
+            sink.close(linger=0)
 
     threads = [
         threading.Thread(target=scheduler.run, args=(context,), name="fake-scheduler"),
