@@ -9,7 +9,12 @@ from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.arguments import (
+    RoundedRows,
+    ScaledWeight,
+    Weight,
+    takes_rounded,
+)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -60,19 +65,29 @@ class GatedMLP(torch.nn.Module):
         self.down_proj = RowParallelLinear(
             size, hidden_size, bias=bias, placement=placement.at("down_proj")
         )
+        self._kernels = fused_kernels(placement.device)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
-        """Apply to `x` `[num_tokens, hidden_size]`; the rest as in `RowParallelLinear.forward`."""
+    @property
+    def first_weight(self) -> Weight:
+        """The only weight that multiplies the input."""
+        return self.gate_up_proj.weight
+
+    def forward(
+        self, x: torch.Tensor | RoundedRows, residual: torch.Tensor
+    ) -> tuple[ToAdd, torch.Tensor]:
+        """Apply to `x` `[num_tokens, hidden_size]`, which may be rounded for `first_weight`; the
+        rest as in `RowParallelLinear.forward`."""
         return self.down_proj.forward(self._gated(x), residual)
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, hidden_size]` to this rank's partial sum of the output, same shape."""
         return self.down_proj.part(self._gated(x))
 
-    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+    def _gated(self, x: torch.Tensor | RoundedRows) -> torch.Tensor | RoundedRows:
         """`[num_tokens, hidden_size]` to this rank's features."""
-        weight, kernels = self.gate_up_proj.weight, fused_kernels(x.device)
-        if kernels is not None and len(x) == 1 and self.gate_up_proj.bias is None:
+        weight, kernels = self.gate_up_proj.weight, self._kernels
+        is_one = kernels is not None and len(x) == 1 and self.gate_up_proj.bias is None
+        if kernels is not None and is_one and isinstance(x, torch.Tensor):
             out = x.new_empty((1, weight.shape[0] // 2))
             if isinstance(weight, ScaledWeight):
                 kernels.scaled_gated_gemv(x, weight, out)
@@ -81,4 +96,8 @@ class GatedMLP(torch.nn.Module):
             if config is not None:
                 kernels.gated_gemv(x, weight, out, config)
                 return out
-        return silu_and_mul(self.gate_up_proj.forward(x))
+        both = self.gate_up_proj.forward(x)
+        down = takes_rounded(self.down_proj.weight, len(x))
+        if kernels is not None and down is not None:
+            return kernels.round_rows(both, down, is_gated=True)
+        return silu_and_mul(both)

@@ -18,7 +18,7 @@ from sglang.srt.layers.triton_ops import (
 from sglang.srt.layers.triton_ops import gemv as gemvs
 from sglang.srt.layers.triton_ops.scaled import experts
 from sglang.srt.layers.triton_ops.scaled import gemv as scaled_gemvs
-from sglang.srt.layers.triton_ops.scaled.linear import multiply_scaled
+from sglang.srt.layers.triton_ops.scaled.linear import add_and_round_, multiply_scaled, round_rows
 
 
 class FusedKernels:
@@ -28,12 +28,14 @@ class FusedKernels:
     scale_by_gates_ = staticmethod(gating.scale_by_gates_)
     rms_norm = staticmethod(norm.rms_norm)
     add_rms_norm_ = staticmethod(norm.add_rms_norm_)
+    add_and_round_ = staticmethod(add_and_round_)
     add_parts_rms_norm_ = staticmethod(norm.add_parts_rms_norm_)
     look_up_share = staticmethod(vocab.look_up_share)
     argmax_of_ranks = staticmethod(vocab.argmax_of_ranks)
     plan_gemv = staticmethod(gemvs.plan)
     gemv = staticmethod(gemvs.gemv)
     gated_gemv = staticmethod(gemvs.gated_gemv)
+    round_rows = staticmethod(round_rows)
     multiply_scaled = staticmethod(multiply_scaled)
     scaled_gated_gemv = staticmethod(scaled_gemvs.scaled_gated_gemv)
     rotate = staticmethod(rotation.rotate)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.placement import NamedSlots, TensorPlacement, WeightedLayer, WeightSlot
+from sglang.srt.layers.triton_ops.arguments import RoundedRows, Weight, takes_rounded
 
 
 class RMSNorm(WeightedLayer):
@@ -57,6 +58,23 @@ class RMSNorm(WeightedLayer):
             return x, residual
         residual = x.add_(residual)
         return self.forward(residual), residual
+
+    def add_and_round_(
+        self, x: ToAdd, residual: torch.Tensor, consumer: Weight | None
+    ) -> tuple[torch.Tensor | RoundedRows, torch.Tensor]:
+        """`add_`, with the normalised sum rounded for a product with `consumer` if one launch can
+        do both.
+
+        Args:
+            consumer: The only weight that multiplies the normalised sum; None: it has others.
+        """
+        scaled = takes_rounded(consumer, len(residual))
+        if self._kernels is None or isinstance(x, PendingSum) or scaled is None:
+            return self.add_(x, residual)
+        rounded = self._kernels.add_and_round_(
+            x, residual, self.weight, self.eps, scaled, self.is_centered
+        )
+        return rounded, residual
 
     def weight_slots(self) -> NamedSlots:
         yield f"{self.prefix}.weight", WeightSlot.of(self.weight)

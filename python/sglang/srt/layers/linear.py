@@ -26,7 +26,7 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight, Weight
+from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight, Weight
 
 _MAX_UNPADDED_ROWS: Final = 32
 """Batches up to this size are not padded: padding would cost more than compiling for each size."""
@@ -37,7 +37,7 @@ microseconds for so many rows, and 349 to 764 for 8,192, most of it on slower co
 
 
 def apply_linear(
-    x: torch.Tensor,
+    x: torch.Tensor | RoundedRows,
     weight: Weight,
     bias: torch.Tensor | None = None,
     *,
@@ -47,7 +47,7 @@ def apply_linear(
     """Compute `x @ weight.T + bias` with the best kernel for the device and the number of rows.
 
     Args:
-        x: `[num_tokens, input_size]`.
+        x: `[num_tokens, input_size]`, or rounded for this weight.
         weight: `[output_size, input_size]`. If it is fp32, so is the result, whatever the dtype of
             `x`. A weight with scales needs a device with fused kernels; they round `x` as
             `FusedKernels.multiply_scaled` says.
@@ -56,10 +56,12 @@ def apply_linear(
         out_dtype: Dtype of the result; None: that of `x`. On CUDA the sums are not rounded to the
             dtype of `x` in between.
     """
-    kernels = fused_kernels(x.device)
     if isinstance(weight, ScaledWeight):
+        kernels = fused_kernels(weight.elements.device)
         assert kernels is not None, "other devices dequantize weights at load"
         return kernels.multiply_scaled(x, weight, bias, out=out, out_dtype=out_dtype)
+    assert isinstance(x, torch.Tensor), "only weights with scales take rounded activations"
+    kernels = fused_kernels(x.device)
     if weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
         is_many = kernels is not None and len(x) >= _ROWS_OF_PARTS
         if is_many and x.dtype == torch.bfloat16 and bias is None and out is None:
@@ -146,8 +148,8 @@ class MergedColumnParallelLinear(WeightedLayer):
         self.weight = new_weight(self, "weight", placement, format_, runs, inputs)
         self.bias = placement.empty(output_size) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[num_tokens, input_size]` to `[num_tokens, sum of the parts]`."""
+    def forward(self, x: torch.Tensor | RoundedRows) -> torch.Tensor:
+        """`[num_tokens, input_size]`, perhaps rounded, to `[num_tokens, sum of the parts]`."""
         return apply_linear(x, self.weight, self.bias)
 
     def weight_slots(self) -> NamedSlots:
@@ -190,25 +192,27 @@ class RowParallelLinear(WeightedLayer):
         if kernels is not None and is_plain and self.bias is None and self._group.size == 1:
             self._rows_added = kernels.rows_added_in_product
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor | RoundedRows, residual: torch.Tensor
+    ) -> tuple[ToAdd, torch.Tensor]:
         """Project, and add the result to the residual if the matrix product can do that.
 
         Args:
-            x: `[num_tokens, input_size]`.
+            x: `[num_tokens, input_size]`, or rounded for this weight.
             residual: `[num_tokens, output_size]`; its memory may be used.
 
         Returns:
             The tensor that remains to be added to the residual (None: nothing), and the residual.
         """
         if self._rows_added is not None and len(x) >= self._rows_added:
-            assert isinstance(self.weight, torch.Tensor)
+            assert isinstance(self.weight, torch.Tensor) and isinstance(x, torch.Tensor)
             return None, residual.addmm_(x, self.weight.t())
         if self._group.size == 1:
             return self.part(x), residual
-        out = self._group.empty_part((len(x), self.weight.shape[0]), x)
+        out = self._group.empty_part((len(x), self.weight.shape[0]), residual)
         return self._group.sum_later(self.part(x, out)), residual
 
-    def part(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def part(self, x: torch.Tensor | RoundedRows, out: torch.Tensor | None = None) -> torch.Tensor:
         """Project `[num_tokens, input_size]` to this rank's partial sum,
         `[num_tokens, output_size]`.
 

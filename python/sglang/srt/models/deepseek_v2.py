@@ -17,6 +17,7 @@ from sglang.srt.layers.moe.sparse_moe import RouterOptions, SharedExpertOptions,
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.radix_attention import DSA, MLA, AttentionKind, IndexQuery
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
+from sglang.srt.layers.triton_ops.arguments import RoundedRows
 from sglang.srt.mem_cache.device.fp8_rows import FP8
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.nsa_pool import NSASpec, NSATokenToKVPool
@@ -88,11 +89,12 @@ class DeepseekV2AttentionMLA(CachedAttention):
 
     def attend(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | RoundedRows,
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor), "there is no first weight"
         mla, q_input = self.mla, x
         latent = self.to_latent.forward(x)
         if self.q_a_layernorm is not None:

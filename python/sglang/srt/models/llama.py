@@ -23,6 +23,7 @@ from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import FULL_ATTENTION, SLIDING_WINDOW, RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation, apply_rotary
+from sglang.srt.layers.triton_ops.arguments import RoundedRows, Weight
 from sglang.srt.layers.vocab_parallel_embedding import VocabLogits, VocabParallelEmbedding
 from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 from sglang.srt.models.causal_lm import CausalLM
@@ -32,9 +33,13 @@ from sglang.srt.models.mtp import DraftLayer, DraftNames
 class SelfAttention(Protocol):
     """The part of a decoder layer in which tokens see other tokens."""
 
+    @property
+    def first_weight(self) -> Weight | None:
+        """The only weight that multiplies the input; None: the input has other uses."""
+
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | RoundedRows,
         residual: torch.Tensor,
         rotation: Rotation,
         forward_batch: ForwardBatch,
@@ -69,9 +74,14 @@ class CachedAttention(torch.nn.Module, ABC):
 
     o_proj: RowParallelLinear
 
+    @property
+    def first_weight(self) -> Weight | None:
+        """See `SelfAttention.first_weight`."""
+        return None
+
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | RoundedRows,
         residual: torch.Tensor,
         rotation: Rotation,
         forward_batch: ForwardBatch,
@@ -80,7 +90,7 @@ class CachedAttention(torch.nn.Module, ABC):
         """Attend, then project; returns the result of `RowParallelLinear.forward`.
 
         Args:
-            x: `[num_tokens, hidden_size]`.
+            x: `[num_tokens, hidden_size]`, rounded if a layer has said its `first_weight`.
             residual: `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `rows`.
             rows: int64 `[bs]`: tokens whose output is needed; None: all.
         """
@@ -89,7 +99,7 @@ class CachedAttention(torch.nn.Module, ABC):
     @abstractmethod
     def attend(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | RoundedRows,
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
@@ -149,14 +159,18 @@ class LlamaAttention(CachedAttention):
             kind=SLIDING_WINDOW if has_window else FULL_ATTENTION,
         )
 
+    @property
+    def first_weight(self) -> Weight:
+        return self.qkv_proj.weight
+
     def attend(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | RoundedRows,
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
+        qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
         q, k, v = self._prepare(qkv, rotation, forward_batch)
         is_stored = self.attn.kind == FULL_ATTENTION
         return self.attn.forward(q, k, v, forward_batch, save_kv_cache=not is_stored, rows=rows)
@@ -245,12 +259,15 @@ class LlamaDecoderLayer(torch.nn.Module):
         Returns:
             The output (None: the residual includes it) and the residual.
         """
-        normed, residual = self.input_layernorm.add_(x, residual)
+        attention, mlp = self.self_attn, self.mlp
+        normed, residual = self.input_layernorm.add_and_round_(x, residual, attention.first_weight)
         if rows is not None:
             residual = residual.index_select(0, rows)
-        x, residual = self.self_attn.forward(normed, residual, rotation, forward_batch, rows)
-        normed, residual = self.post_attention_layernorm.add_(x, residual)
-        return self.mlp.forward(normed, residual)
+        x, residual = attention.forward(normed, residual, rotation, forward_batch, rows)
+        normed, residual = self.post_attention_layernorm.add_and_round_(
+            x, residual, mlp.first_weight
+        )
+        return mlp.forward(normed, residual)
 
     def store(
         self, residual: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch

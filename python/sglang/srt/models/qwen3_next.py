@@ -21,6 +21,7 @@ from sglang.srt.layers.linear_attention.delta_net import (
 from sglang.srt.layers.moe.sparse_moe import SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
+from sglang.srt.layers.triton_ops.arguments import RoundedRows
 from sglang.srt.mem_cache.device.state_pool import MambaSpec
 from sglang.srt.mem_cache.device.state_spec import RankSplit, StateSpec
 from sglang.srt.models.llama import (
@@ -54,7 +55,7 @@ class GatedAttention(LlamaAttention):
 
     def attend(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | RoundedRows,
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,

@@ -18,16 +18,17 @@ from rigs.models.scaled_weights import (
     rounded,
 )
 from sglang.srt.layers.cuda_kernels import KERNELS
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
+from sglang.srt.layers.triton_ops.rounding import quantize_activations, quantize_gated
 from sglang.srt.layers.triton_ops.scaled.gemv import GemvPlan, scaled_gemv
 from sglang.srt.layers.triton_ops.scaled.int4 import dequantize_int4
+from sglang.srt.layers.triton_ops.scaled.linear import round_rows
 from sglang.srt.layers.triton_ops.scaled.product import (
     Tiles,
     _arrivals,
     multiply_fp8_by_library,
     multiply_on_tensor_cores,
 )
-from sglang.srt.layers.triton_ops.scaled.rounding import quantize_activations, quantize_gated
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
@@ -52,6 +53,12 @@ WEIGHTS = {
 
 def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def values(rows: RoundedRows) -> torch.Tensor:
+    """The activations in fp64, with the rows after the tokens."""
+    per_scale = rows.elements.shape[1] // rows.scales.shape[1]
+    return rows.elements.double() * rows.scales.double().repeat_interleave(per_scale, 1)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40, 150])
@@ -82,9 +89,10 @@ def test_tiles_and_splits_leave_only_the_order_of_sums(
     x = randn(35, weight.shape[1], seed=2, dtype=HALF)
     bias = randn(weight.shape[0], seed=1, dtype=HALF)
     out = torch.empty(35, weight.shape[0], device=DEVICE)
+    given = round_rows(x, weight) if weight.is_fp8 else x
     for one in (None, bias):
         want = product(x, weight) + (0 if one is None else one.double())
-        multiply_on_tensor_cores(x, weight, one, out, config)
+        multiply_on_tensor_cores(given, weight, one, out, config)
         assert relative_error(out, want) < (FP8_SUMS if weight.is_fp8 else UNIT)
     stream = torch.accelerator.current_stream().stream_id if DEVICE == "cuda" else 0
     assert not _arrivals(x.device, stream).any(), "the next product counts from zero"
@@ -144,6 +152,52 @@ def test_rounding_behind_the_gate_is_that_of_its_two_parts(group: int) -> None:
     assert same_bits(elements, want) and torch.equal(scales, want_scales)
 
 
+@pytest.mark.parametrize("tokens", [2, 40, 150])
+@pytest.mark.parametrize("kind", [kind for kind in WEIGHTS if kind.startswith("fp8")])
+def test_a_product_takes_what_the_gate_has_rounded(kind: str, tokens: int) -> None:
+    weight = WEIGHTS[kind]
+    outputs, inputs = weight.shape
+    gate_up, bias = (
+        randn(tokens, 2 * inputs, seed=9, dtype=HALF),
+        randn(outputs, seed=1, dtype=HALF),
+    )
+    want = KERNELS.multiply_scaled(KERNELS.silu_and_mul(gate_up), weight, bias)
+    given = KERNELS.round_rows(gate_up, weight, is_gated=True)
+    assert len(given) == tokens and given.dtype == HALF
+    assert torch.equal(KERNELS.multiply_scaled(given, weight, bias), want)
+    out = torch.empty(tokens, outputs, device=DEVICE)
+    KERNELS.multiply_scaled(given, weight, bias, out=out)
+    assert relative_error(out, want) < UNIT
+
+
+@pytest.mark.parametrize("tokens", [2, 150])
+@pytest.mark.parametrize("adds", [True, False], ids=["sum", "residual"])
+@pytest.mark.parametrize("is_centered", [True, False])
+@pytest.mark.parametrize("kind", [kind for kind in WEIGHTS if kind.startswith("fp8")])
+def test_a_norm_that_rounds_is_its_two_parts(
+    kind: str, is_centered: bool, adds: bool, tokens: int
+) -> None:
+    """On a GPU the two norms add their squares in different orders."""
+    weight = WEIGHTS[kind]
+    size = weight.shape[1]
+    scale = randn(size, seed=3, dtype=HALF)
+    x, residual = (randn(tokens, size, seed=seed, dtype=HALF) for seed in (4, 5))
+    normed, total = x.clone(), residual.clone()
+    if adds:
+        KERNELS.add_rms_norm_(normed, total, scale, 1e-5, is_centered)
+    else:
+        normed = KERNELS.rms_norm(residual, scale, 1e-5, is_centered)
+    want = KERNELS.round_rows(normed, weight)
+    got = KERNELS.add_and_round_(x if adds else None, residual, scale, 1e-5, weight, is_centered)
+    assert torch.equal(residual, total)
+    assert (len(got), got.dtype) == (tokens, HALF)
+    assert got.scales.stride() == want.scales.stride()
+    if DEVICE == "cuda":
+        assert relative_error(values(got), values(want)) < UNIT
+    else:
+        assert same_bits(got.elements, want.elements) and torch.equal(got.scales, want.scales)
+
+
 @pytest.mark.parametrize("group", [128, 256])
 def test_every_product_rounds_to_the_same_bits(group: int) -> None:
     """A weight that is 1 at one input of each output shows the rounded activations."""
@@ -157,10 +211,10 @@ def test_every_product_rounds_to_the_same_bits(group: int) -> None:
     out = torch.empty(20, inputs, device=DEVICE)
     scaled_gemv(x[:1], unit, None, out[:1])
     assert torch.equal(out[:1], want[:1])
-    multiply_on_tensor_cores(x, unit, None, out)
+    multiply_on_tensor_cores(round_rows(x, unit), unit, None, out)
     assert torch.equal(out, want)
     if DEVICE == "cuda":
-        library = multiply_fp8_by_library(x, unit, None, torch.float32)
+        library = multiply_fp8_by_library(round_rows(x, unit), unit, None, torch.float32)
         assert torch.equal(library, want)
 
 

@@ -29,6 +29,7 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import FULL_ATTENTION, AttentionKind, RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation
+from sglang.srt.layers.triton_ops.arguments import RoundedRows
 from sglang.srt.mem_cache.device import pool_registry
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.pool_registry import register_pool
@@ -123,13 +124,13 @@ class UniformAttention(LlamaAttention):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | RoundedRows,
         residual: torch.Tensor,
         rotation: Rotation,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None,
     ) -> tuple[ToAdd, torch.Tensor]:
-        qkv = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
+        qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
         v = qkv[:, -self.attn.num_kv_heads :]
         assert forward_batch.pools is not None
         pool = forward_batch.pools[PoolName.INDEXER]

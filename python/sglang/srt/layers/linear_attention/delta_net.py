@@ -38,6 +38,7 @@ from sglang.srt.layers.triton_ops.arguments import (
     DeltaInputs,
     DeltaLayout,
     DeltaStates,
+    RoundedRows,
 )
 from sglang.srt.layers.weight_format import WeightFormat
 from sglang.srt.mem_cache.device.state_pool import MambaPool
@@ -235,6 +236,9 @@ class GatedDeltaNet(torch.nn.Module):
     """Linear attention, which reads and overwrites each request's running state. A verification
     only reads it, and keeps what `commit_verified` needs."""
 
+    first_weight = None
+    """The input is multiplied by several weights."""
+
     def __init__(self, options: DeltaNetOptions, placement: TensorPlacement, layer_id: int) -> None:
         """Raises ValueError: the ranks do not divide the key heads."""
         super().__init__()
@@ -257,7 +261,7 @@ class GatedDeltaNet(torch.nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | RoundedRows,
         residual: torch.Tensor,
         rotation: Rotation,
         forward_batch: ForwardBatch,
@@ -271,6 +275,7 @@ class GatedDeltaNet(torch.nn.Module):
             rotation: Unused: the states carry positions.
             rows: int64 `[bs]`: tokens whose output is needed; None: all.
         """
+        assert isinstance(x, torch.Tensor), "there is no first weight"
         forward_batch.begin_layer(self.layer_id)
         is_few = forward_batch.forward_mode is not ForwardMode.EXTEND or len(x) <= SHORT
         if self._kernels is not None and (is_few or self._takes_chunks):

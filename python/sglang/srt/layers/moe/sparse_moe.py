@@ -20,7 +20,12 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
-from sglang.srt.layers.triton_ops.arguments import ExpertChoice, ExpertWeights, Weight
+from sglang.srt.layers.triton_ops.arguments import (
+    ExpertChoice,
+    ExpertWeights,
+    RoundedRows,
+    Weight,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +188,9 @@ class Router(WeightedLayer):
 class SparseMoeBlock(torch.nn.Module):
     """The feed-forward part of a sparse layer, called like the dense `GatedMLP`."""
 
+    first_weight = None
+    """The input is multiplied by several weights."""
+
     def __init__(self, options: SparseMoeOptions, placement: TensorPlacement) -> None:
         """Raises ValueError: the ranks do not divide the intermediate sizes."""
         super().__init__()
@@ -243,7 +251,9 @@ class SparseMoeBlock(torch.nn.Module):
                 return None
         return ExpertWeights(gate_up=experts.gate_up, down=experts.down, shared=both)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[ToAdd, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor | RoundedRows, residual: torch.Tensor
+    ) -> tuple[ToAdd, torch.Tensor]:
         """Run router and experts.
 
         Args:
@@ -253,6 +263,7 @@ class SparseMoeBlock(torch.nn.Module):
         Returns:
             The tensor that remains to be added to the residual (None: nothing), and the residual.
         """
+        assert isinstance(x, torch.Tensor), "there is no first weight"
         shared_weight: torch.Tensor | None = None
         if self._kernels is None:
             weights, ids = self.gate.forward(x)

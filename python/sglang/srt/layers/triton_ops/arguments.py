@@ -157,9 +157,34 @@ class ScaledWeight:
         return packed_block(self.group)
 
 
+def takes_rounded(weight: Weight | None, tokens: int) -> ScaledWeight | None:
+    """`weight` if its product with so many tokens takes `RoundedRows`."""
+    if isinstance(weight, ScaledWeight) and weight.is_fp8 and tokens > 1:
+        return weight
+    return None
+
+
 def packed_block(group: int) -> int:
     """Inputs whose 4-bit integers are packed together, in groups of so many."""
     return math.gcd(group, _MOST_PACKED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoundedRows:
+    """Activations in fp8 for products with one fp8 weight, made by the kernel that computed them.
+    Its length is the number of tokens."""
+
+    elements: torch.Tensor
+    """float8_e4m3fn `[rows, features]`, contiguous. Rows after the tokens are zeros, which some
+    products need."""
+    scales: torch.Tensor
+    """fp32 `[rows, features / group]`; columns are contiguous."""
+    num_tokens: int
+    dtype: torch.dtype
+    """Dtype of the activations."""
+
+    def __len__(self) -> int:
+        return self.num_tokens
 
 
 def inputs_of_bytes(block: int) -> torch.Tensor:

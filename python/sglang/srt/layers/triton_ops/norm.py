@@ -17,8 +17,10 @@ from sglang.srt.distributed.tensor_group import (
     MOST_PROGRAMS,
     PeerParts,
 )
+from sglang.srt.layers.triton_ops.arguments import RoundedRows
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 from sglang.srt.layers.triton_ops.peers import barrier, receive, send, sequence_numbers
+from sglang.srt.layers.triton_ops.rounding import round_groups
 
 
 @triton.jit
@@ -40,32 +42,50 @@ def _normed(
     return normed.to(rounded.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    tokens: tl.tensor,
     eps: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     CENTERED: tl.constexpr,
+    GROUP: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(num_tokens,)`: one program normalises one token; BLOCK covers it."""
+    """Grid `(rows,)`: one program normalises one token; BLOCK covers it.
+
+    GROUP: features that have a scale in fp8, 0: the result is not rounded. Rows after the tokens
+    are zeros.
+    """
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < SIZE
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    is_given = cols < tl.where(row < tokens, SIZE, 0)
     await_kernels_before(EARLY)
-    x = tl.load(x_ptr + row * SIZE + cols, mask=inside, other=0.0)
+    x = tl.load(x_ptr + row * SIZE + cols, mask=is_given, other=0.0)
     if ADD:
-        residual = tl.load(residual_ptr + row * SIZE + cols, mask=inside, other=0.0)
+        residual = tl.load(residual_ptr + row * SIZE + cols, mask=is_given, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(residual_ptr + row * SIZE + cols, x, mask=inside)
+        tl.store(residual_ptr + row * SIZE + cols, x, mask=is_given)
     normed = _normed(x, weight, eps, SIZE, CENTERED)
-    tl.store(out_ptr + row * SIZE + cols, normed, mask=inside)
+    if GROUP:
+        # A token that is one group has zeros after it, which leave its scale alone.
+        WIDTH: tl.constexpr = BLOCK if GROUP == SIZE else GROUP
+        groups = tl.reshape(normed.to(tl.float32), [BLOCK // WIDTH, WIDTH])
+        elements, scales = round_groups(groups)
+        tl.store(out_ptr + row * SIZE + cols, tl.reshape(elements, [BLOCK]), mask=inside)
+        group = tl.arange(0, BLOCK // WIDTH)
+        to = scales_ptr + group * tl.num_programs(0) + row
+        tl.store(to, scales, mask=group < SIZE // GROUP)
+    else:
+        tl.store(out_ptr + row * SIZE + cols, normed, mask=inside)
 
 
 def rms_norm(
@@ -94,26 +114,53 @@ def add_rms_norm_(
     _launch(x, residual, weight, x, eps, is_centered)
 
 
+def rounded_norm_(
+    x: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: RoundedRows,
+    is_centered: bool = False,
+) -> None:
+    """`residual += x`, then `out = norm(residual)`, rounded.
+
+    Args:
+        x: Contiguous `[num_tokens, size]`; None: nothing is added.
+        residual: Contiguous `[num_tokens, size]`.
+    """
+    assert residual.is_contiguous() and (x is None or x.is_contiguous())
+    given = residual if x is None else x
+    _launch(given, None if x is None else residual, weight, out, eps, is_centered)
+
+
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | RoundedRows,
     eps: float,
     is_centered: bool,
 ) -> None:
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
-    _rms_norm_kernel[(x.numel() // size,)](
+    tokens = x.numel() // size
+    elements, scales, rows, group = out, out, tokens, 0
+    if isinstance(out, RoundedRows):
+        elements, scales, rows = out.elements, out.scales, len(out.elements)
+        group = size // scales.shape[1]
+    _rms_norm_kernel[(rows,)](
         x,
         residual if residual is not None else x,
         weight,
-        out,
+        elements,
+        scales,
+        tokens,
         eps,
         SIZE=size,
         BLOCK=block,
         ADD=residual is not None,
         CENTERED=is_centered,
+        GROUP=group,
         num_warps=min(16, max(1, block // 512)),
         **early_start(x),
     )

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import await_then_start_next, early_start
+from sglang.srt.layers.triton_ops.rounding import gate
 from sglang.srt.layers.triton_ops.scaled.gemv import (
     inputs_at_once,
     kind_of,
@@ -17,7 +18,6 @@ from sglang.srt.layers.triton_ops.scaled.gemv import (
     multiply_rows,
     zeros_of,
 )
-from sglang.srt.layers.triton_ops.scaled.rounding import gate
 
 _FEATURES: Final = 4
 """Features that a program of either product computes."""

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
-from sglang.srt.layers.triton_ops.scaled.rounding import gate, most_of_rows, round_with, scale_of
+from sglang.srt.layers.triton_ops.rounding import gate, most_of_rows, round_with, scale_of
 
 _PIECE: Final = tl.constexpr(8)
 """Inputs of fp8 weights that a thread reads at once: 16 bytes of `x`. Weights are read alike,

@@ -6,10 +6,17 @@ from typing import Final
 
 import torch
 
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
+from sglang.srt.layers.triton_ops.norm import rounded_norm_
+from sglang.srt.layers.triton_ops.rounding import (
+    empty_rounded,
+    quantize_activations,
+    quantize_gated,
+)
 from sglang.srt.layers.triton_ops.scaled.gemv import scaled_gemv
 from sglang.srt.layers.triton_ops.scaled.int4 import dequantize_int4
 from sglang.srt.layers.triton_ops.scaled.product import (
+    more_rows_of_library,
     multiply_fp8_by_library,
     multiply_on_tensor_cores,
 )
@@ -22,8 +29,39 @@ at most `_FEW_OUTPUTS` outputs; for 4-bit weights up to `_FEW_TOKENS_OF_INT4`. F
 library is faster, even if it has to dequantize 4-bit weights first."""
 
 
+def round_rows(x: torch.Tensor, weight: ScaledWeight, *, is_gated: bool = False) -> RoundedRows:
+    """Round activations for a product with `weight`, which is fp8.
+
+    Args:
+        x: `[num_tokens, inputs]`, dense rows of any stride, bf16 or fp16.
+        is_gated: If true, `x` is contiguous `[num_tokens, 2 * inputs]`, gate, then up, and the
+            activations are `silu_and_mul(x)`.
+    """
+    round_ = quantize_gated if is_gated else quantize_activations
+    elements, scales = round_(x, weight.group, more_rows=_more_rows(len(x), weight))
+    return RoundedRows(elements=elements, scales=scales, num_tokens=len(x), dtype=x.dtype)
+
+
+def add_and_round_(
+    x: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: ScaledWeight,
+    is_centered: bool = False,
+) -> RoundedRows:
+    """`residual += x`, and its norm as `round_rows` rounds it, in one launch; see
+    `rounded_norm_`."""
+    tokens, features = residual.shape
+    rows = tokens + _more_rows(tokens, weight)
+    elements, scales = empty_rounded(rows, features, weight.group, residual.device)
+    out = RoundedRows(elements=elements, scales=scales, num_tokens=tokens, dtype=residual.dtype)
+    rounded_norm_(x, residual, norm_weight, eps, out, is_centered)
+    return out
+
+
 def multiply_scaled(
-    x: torch.Tensor,
+    x: torch.Tensor | RoundedRows,
     weight: ScaledWeight,
     bias: torch.Tensor | None = None,
     *,
@@ -36,7 +74,8 @@ def multiply_scaled(
     tokens.
 
     Args:
-        x: `[num_tokens, inputs]`, dense rows of any stride, bf16 or fp16.
+        x: `[num_tokens, inputs]`, dense rows of any stride, bf16 or fp16; or the result of
+            `round_rows` with this weight, for several tokens.
         weight: `[outputs, inputs]`; an fp8 weight's groups are of 128 inputs or whole rows.
         bias: `[outputs]`.
         out: Contiguous tensor for the result, `[num_tokens, outputs]`; None: a new one.
@@ -45,20 +84,34 @@ def multiply_scaled(
     tokens, outputs = len(x), weight.shape[0]
     assert x.dtype in (torch.bfloat16, torch.float16), x.dtype
     dtype = out.dtype if out is not None else out_dtype or x.dtype
-    few = _FEW_TOKENS * (2 if outputs <= _FEW_OUTPUTS else 1)
-    is_many = tokens > (few if weight.is_fp8 else _FEW_TOKENS_OF_INT4)
-    if is_many and not weight.is_fp8:
-        return _dequantize_and_multiply(x, weight, bias, out, dtype)
-    if is_many and x.is_cuda and outputs % 16 == 0 and weight.shape[1] % 16 == 0:
+    if not isinstance(x, RoundedRows):
+        if tokens > _FEW_TOKENS_OF_INT4 and not weight.is_fp8:
+            return _dequantize_and_multiply(x, weight, bias, out, dtype)
+        if weight.is_fp8 and tokens > 1:
+            x = round_rows(x, weight)
+    if isinstance(x, RoundedRows) and _by_library(tokens, weight):
         result = multiply_fp8_by_library(x, weight, bias, dtype)
         return result if out is None else out.copy_(result)
     if out is None:
-        out = torch.empty((tokens, outputs), dtype=dtype, device=x.device)
-    if tokens == 1:
+        out = torch.empty((tokens, outputs), dtype=dtype, device=weight.elements.device)
+    if tokens == 1 and not isinstance(x, RoundedRows):
         scaled_gemv(x, weight, bias, out)
     elif tokens:
         multiply_on_tensor_cores(x, weight, bias, out)
     return out
+
+
+def _more_rows(tokens: int, weight: ScaledWeight) -> int:
+    """Rows of zeros that the product of so many tokens needs after them."""
+    return more_rows_of_library(tokens, weight) if _by_library(tokens, weight) else 0
+
+
+def _by_library(tokens: int, weight: ScaledWeight) -> bool:
+    """True if the library multiplies so many tokens and an fp8 weight."""
+    outputs, inputs = weight.shape
+    few = _FEW_TOKENS * (2 if outputs <= _FEW_OUTPUTS else 1)
+    fits = outputs % 16 == 0 and inputs % 16 == 0
+    return tokens > few and weight.elements.is_cuda and fits
 
 
 def _dequantize_and_multiply(

@@ -18,11 +18,10 @@ import triton.language as tl
 from torch.nn.functional import ScalingType
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import EarlyStart, await_kernels_before, early_start
 from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
 from sglang.srt.layers.triton_ops.scaled.int4 import first_halves, load_int4, takes_packed
-from sglang.srt.layers.triton_ops.scaled.rounding import quantize_activations
 
 _DEPTH: Final = 128
 """Inputs that are multiplied at a time: a group, or a part of one."""
@@ -193,7 +192,7 @@ def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
 
 
 def multiply_on_tensor_cores(
-    x: torch.Tensor,
+    x: torch.Tensor | RoundedRows,
     weight: ScaledWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
@@ -202,32 +201,36 @@ def multiply_on_tensor_cores(
     """`x @ weight.T + bias` by this module's kernel.
 
     Args:
-        x: `[num_tokens, inputs]`, dense rows of any stride.
+        x: `[num_tokens, inputs]`, dense rows of any stride; for an fp8 weight rounded, without more
+            rows.
         weight: `[outputs, inputs]`.
         out: Contiguous `[num_tokens, outputs]`, any float dtype.
         config: From `plan`.
     """
     tokens, (outputs, inputs) = len(x), weight.shape
     tiles, splits = config or plan(tokens, weight)
-    assert x.stride(1) == 1 and out.is_contiguous()
-    given, x_scales = x, weight.scales
+    assert out.is_contiguous()
     elements: Any = weight.elements
     tma = False
-    if weight.is_fp8:
-        assert weight.group in (_DEPTH, inputs)
-        given, x_scales = quantize_activations(x, weight.group)
+    assert isinstance(x, RoundedRows) == weight.is_fp8
+    if isinstance(x, RoundedRows):
+        given, x_scales = x.elements, x.scales
+        assert len(given) == tokens and weight.group in (_DEPTH, inputs)
         tma = inputs % 16 == 0
         if tma:
             elements = TensorDescriptor.from_tensor(elements, [tiles.outputs, _DEPTH])
+    else:
+        given, x_scales = x, weight.scales
+        assert given.stride(1) == 1
     # Programs of 4-bit weights that start early are spread unevenly: 40% slower.
-    starts: EarlyStart = early_start(x) if weight.is_fp8 else {"EARLY": False}
+    starts: EarlyStart = early_start(given) if weight.is_fp8 else {"EARLY": False}
     grid = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
     parts = arrivals = weight.scales
     if splits > 1:
         assert grid <= _MULTIPROCESSORS
-        parts = torch.empty((splits, tokens, outputs), dtype=torch.float32, device=x.device)
-        stream = torch.accelerator.current_stream(x.device).stream_id if x.is_cuda else 0
-        arrivals = _arrivals(x.device, stream)
+        parts = torch.empty((splits, tokens, outputs), dtype=torch.float32, device=out.device)
+        stream = torch.accelerator.current_stream(out.device).stream_id if out.is_cuda else 0
+        arrivals = _arrivals(out.device, stream)
     _product_kernel[(grid, splits)](
         TensorDescriptor.from_tensor(given, [tiles.tokens, _DEPTH]) if tma else given,
         x_scales, elements, weight.scales, zeros_of(weight),
@@ -235,22 +238,28 @@ def multiply_on_tensor_cores(
         N=outputs, K=inputs, FP8=weight.is_fp8, ZEROS=weight.zeros is not None,
         HEIGHT=weight.height, GROUP=weight.group, BLOCK=weight.block, SPLITS=splits,
         BLOCK_N=tiles.outputs, BLOCK_T=tiles.tokens,
-        BLOCK_K=_DEPTH, TILES=tiles.group, TMA=tma, PACKED=takes_packed(x, weight),
+        BLOCK_K=_DEPTH, TILES=tiles.group, TMA=tma, PACKED=takes_packed(given, weight),
         BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
         **starts,
     )  # fmt: skip
 
 
+def more_rows_of_library(tokens: int, weight: ScaledWeight) -> int:
+    """Rows of zeros that `multiply_fp8_by_library` needs after so many tokens: scales of blocks are
+    read 16 bytes at a time."""
+    return 0 if weight.group == weight.shape[1] else -tokens % 4
+
+
 def multiply_fp8_by_library(
-    x: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None, out_dtype: torch.dtype
+    x: RoundedRows, weight: ScaledWeight, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """`x @ weight.T + bias` by `torch.nn.functional.scaled_mm`: blocks of 128 inputs with 1 or 128
-    outputs, or one group of inputs."""
-    tokens, inputs = len(x), weight.shape[1]
-    # Scales of blocks are read 16 bytes at a time.
-    rounded, x_scales = quantize_activations(
-        x, weight.group, more_rows=0 if weight.group == inputs else -tokens % 4
-    )
+    outputs, or one group of inputs.
+
+    Args:
+        x: With `more_rows_of_library` after its tokens.
+    """
+    inputs, x_scales = weight.shape[1], x.scales
     scales = weight.scales
     if weight.group == inputs:
         x_recipe = recipe = ScalingType.RowWise
@@ -264,12 +273,12 @@ def multiply_fp8_by_library(
         x_recipe, recipe = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
         scales = F.pad(scales, (0, -scales.shape[1] % 4)).t()
     result = F.scaled_mm(
-        rounded,
+        x.elements,
         weight.elements.t(),
         scale_a=x_scales,
         scale_recipe_a=x_recipe,
         scale_b=scales,
         scale_recipe_b=recipe,
         output_dtype=out_dtype,
-    )[:tokens]
+    )[: len(x)]
     return result if bias is None else result.add_(bias)

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert
 from sglang.srt.layers.triton_ops.gating import silu_and_mul
+from sglang.srt.layers.triton_ops.rounding import quantize_activations, quantize_gated
 from sglang.srt.layers.triton_ops.routed_experts import (
     load_rows,
     load_weights,
@@ -24,7 +25,6 @@ from sglang.srt.layers.triton_ops.routed_experts import (
 )
 from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
 from sglang.srt.layers.triton_ops.scaled.int4 import first_halves, load_int4, takes_packed
-from sglang.srt.layers.triton_ops.scaled.rounding import quantize_activations, quantize_gated
 
 
 @dataclass(frozen=True, slots=True)

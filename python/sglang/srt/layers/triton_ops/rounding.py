@@ -140,7 +140,7 @@ def quantize_activations(
     given, features = x.shape
     rows = given + more_rows
     assert x.stride(1) == 1 and features % group == 0
-    out, scales = _empty_rounded(rows, features, group, x.device)
+    out, scales = empty_rounded(rows, features, group, x.device)
     if group == features:
         assert not more_rows
         block = min(4096, triton.next_power_of_2(features))
@@ -156,26 +156,30 @@ def quantize_activations(
     return out, scales
 
 
-def quantize_gated(gate_up: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_gated(
+    gate_up: torch.Tensor, group: int, *, more_rows: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_activations` of `silu_and_mul(gate_up)`, in one launch for groups of 128.
 
     Args:
         gate_up: Contiguous `[num_rows, 2 * features]`: gate, then up.
     """
-    rows, features = len(gate_up), gate_up.shape[1] // 2
+    given, features = len(gate_up), gate_up.shape[1] // 2
     if group == features:
-        return quantize_activations(silu_and_mul(gate_up), group)
-    out, scales = _empty_rounded(rows, features, group, gate_up.device)
+        return quantize_activations(silu_and_mul(gate_up), group, more_rows=more_rows)
+    rows = given + more_rows
+    out, scales = empty_rounded(rows, features, group, gate_up.device)
     _round_groups_kernel[(triton.cdiv(scales.numel(), _GROUPS),)](
-        gate_up, out, scales, rows, rows, gate_up.stride(0),
+        gate_up, out, scales, rows, given, gate_up.stride(0),
         PER_ROW=features // group, SIZE=group, GATED=True, BLOCK=_GROUPS, num_warps=4,
         **early_start(gate_up),
     )  # fmt: skip
     return out, scales
 
 
-def _empty_rounded(
+def empty_rounded(
     rows: int, features: int, group: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for what `quantize_activations` returns."""
     out = torch.empty((rows, features), dtype=torch.float8_e4m3fn, device=device)
     return out, torch.empty((features // group, rows), dtype=torch.float32, device=device).t()
