@@ -25,7 +25,8 @@ Pair = tuple[ScaledWeight, ScaledWeight]
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one after the other."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(few_experts, "_FEATURES", 32)
+        for name in ("_FEATURES", "_FEATURES_OF_INT4"):
+            monkeypatch.setattr(few_experts, name, 32)
 
 
 def pair(kind: str, *lead: int, seed: int = 0) -> Pair:

@@ -20,6 +20,7 @@ from sglang.srt.layers.triton_ops.scaled.gemv import (
 )
 
 _FEATURES: Final = 4
+_FEATURES_OF_INT4: Final = 8
 """Features that a program of either product computes."""
 _INPUTS: Final = 2048
 """Inputs, of several experts of a token, that a program of the second product reads at a time."""
@@ -193,20 +194,21 @@ def run_scaled_experts(
     assert all(kind_of(a) == kind_of(b) for a, b in zip(of_shared, (gate_up, down), strict=True))
     inner = torch.empty((num_tokens, places, features), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
+    rows = _FEATURES if gate_up.is_fp8 else _FEATURES_OF_INT4
     block_h = inputs_at_once(hidden, kind_of(gate_up), 1024)
-    _gate_up_kernel[(triton.cdiv(features, _FEATURES), num_tokens * places)](
+    _gate_up_kernel[(triton.cdiv(features, rows), num_tokens * places)](
         x, *_tensors(gate_up), *_tensors(of_shared[0]), ids, inner, num_tokens,
         HIDDEN=hidden, FEATURES=features, TOP_K=top_k, PLACES=places, **kind_of(gate_up),
-        ROWS=_FEATURES, BLOCK_H=block_h, ONE=num_tokens == 1,
+        ROWS=rows, BLOCK_H=block_h, ONE=num_tokens == 1,
         BLOCK_I=triton.next_power_of_2(num_tokens * top_k),
         num_warps=max(1, block_h // 256), **early_start(x),
     )  # fmt: skip
     block_f = inputs_at_once(features, kind_of(down), 1024)
     block_p = max(1, min(_INPUTS // block_f, triton.next_power_of_2(top_k)))
-    _down_kernel[(triton.cdiv(hidden, _FEATURES), num_tokens)](
+    _down_kernel[(triton.cdiv(hidden, rows), num_tokens)](
         inner, *_tensors(down), *_tensors(of_shared[1]), weights, ids, out, weights.stride(0),
         HIDDEN=hidden, FEATURES=features, TOP_K=top_k, PLACES=places, **kind_of(down),
-        ROWS=_FEATURES, BLOCK_P=block_p, BLOCK_F=block_f, num_warps=max(1, block_f // 256),
+        ROWS=rows, BLOCK_P=block_p, BLOCK_F=block_f, num_warps=max(1, block_f // 256),
         **early_start(x),
     )  # fmt: skip
     return out

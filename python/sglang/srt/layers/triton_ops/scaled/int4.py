@@ -89,7 +89,9 @@ def load_int4(
     bytes = tl.arange(0, COLS // 2)[None, :]
     at = weight_ptr + (rows * (K // 2))[:, None] + bytes
     blocks = tl.arange(0, BLOCKS)[None, :]
-    groups = (rows * (K // GROUP))[:, None] + (begin + blocks * BLOCK) // GROUP
+    # Neighbours are seen as such where each block has its own scale.
+    group = begin // BLOCK + blocks if GROUP == BLOCK else (begin + blocks * BLOCK) // GROUP
+    groups = (rows * (K // GROUP))[:, None] + group
     if K % COLS == 0:
         packed = tl.load(at + begin // 2)
         scales = tl.load(scales_ptr + groups)

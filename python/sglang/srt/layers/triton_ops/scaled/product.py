@@ -175,6 +175,8 @@ def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
     rows = max(16, min(64, triton.next_power_of_2(tokens)))
     is_wide, wanted = outputs > 8192, 192
     if weight.is_fp8:
+        if tokens <= 32 and inputs > 8192:
+            wanted = 384
         tiles = Tiles(64, rows, 8, 4, 5 if rows < 64 else 4)
     elif tokens > 128:
         tiles = Tiles(64, 128, 8, 4, 3)
