@@ -80,6 +80,18 @@ def test_products_are_near_fp64(kind: str, tokens: int) -> None:
     assert relative_error(out, want + bias.double()) < UNIT
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="too large for the interpreter")
+@pytest.mark.parametrize("tokens", [16, 64, 128])
+@pytest.mark.parametrize("outputs", [4096, 16384])
+def test_4_bit_products_give_the_same_bits_in_each_run(outputs: int, tokens: int) -> None:
+    weight = int4_weight(outputs, 4096, group=128)
+    x = randn(tokens, 4096, seed=2, dtype=HALF)
+    first = KERNELS.multiply_scaled(x, weight)
+    assert relative_error(first, product(x, weight)) < UNIT
+    for _ in range(20):
+        assert torch.equal(KERNELS.multiply_scaled(x, weight), first)
+
+
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("config", [(Tiles(64, 16, 2, 4, 3), 1), (Tiles(128, 32, 1, 4, 3), 3)])
 def test_tiles_and_splits_leave_only_the_order_of_sums(

@@ -350,8 +350,10 @@ def plan(weight: ScaledWeight) -> GemvPlan:
     """Rows, columns and warps of a program for a weight `[outputs, inputs]`."""
     outputs, inputs = weight.shape
     is_narrow = not weight.is_fp8 and outputs <= 8192
-    block_k = inputs_at_once(inputs, kind_of(weight), 4096 if is_narrow else 2048)
-    warps = min(8 if is_narrow else 4, max(1, block_k // 256))
+    is_small = outputs <= 4096 and inputs <= 4096
+    most = 4096 if is_narrow and not is_small else 2048
+    block_k = inputs_at_once(inputs, kind_of(weight), most)
+    warps = min(8 if is_narrow and outputs <= 4096 else 4, max(1, block_k // 256))
     return {"BLOCK_N": 8 if weight.is_fp8 else 16, "BLOCK_K": block_k, "num_warps": warps}
 
 

@@ -72,7 +72,7 @@ def load_int4(
     BLOCK: tl.constexpr,
     COLS: tl.constexpr,
     DTYPE: tl.constexpr,
-    PACKED: tl.constexpr,
+    CUDA: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Load COLS inputs from `begin` on, a multiple of COLS, of some rows of K: `[rows, COLS / 2]`
     of DTYPE twice, for the inputs of `first_halves` and those after them. Inputs beyond K are
@@ -80,11 +80,12 @@ def load_int4(
 
     Args:
         rows: int64; indices into the weight, all experts' rows in one.
-        PACKED: If true, use packed instructions of a GPU, for scales of DTYPE.
+        CUDA: If true, use packed instructions of a GPU, for scales of DTYPE.
     """
     ROWS: tl.constexpr = rows.shape[0]
     BLOCKS: tl.constexpr = COLS // BLOCK
     IS_BF16: tl.constexpr = DTYPE is tl.bfloat16
+    PACKED: tl.constexpr = CUDA and scales_ptr.dtype.element_ty == DTYPE
     BASE: tl.constexpr = 128.0 if IS_BF16 else 1024.0
     bytes = tl.arange(0, COLS // 2)[None, :]
     at = weight_ptr + (rows * (K // 2))[:, None] + bytes
@@ -127,6 +128,19 @@ def load_int4(
 
 
 @triton.jit
+def awaited(sums: tl.tensor, CUDA: tl.constexpr) -> tl.tensor:
+    """The sums of a product whose left operand is from `load_int4`, once it has ended.
+
+    Triton lets the product of a step end in the next step unless something reads its sums.
+    Assemblers before CUDA 13.3 let the next step write to registers that this product still reads
+    (https://github.com/triton-lang/triton/pull/11781).
+    """
+    if CUDA:
+        sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], tl.float32, True, 1)
+    return sums
+
+
+@triton.jit
 def _over_bytes(values: tl.tensor, BYTES: tl.constexpr) -> tl.tensor:
     """Values of blocks, `[rows, blocks]`, for each byte, `[rows, BYTES]`."""
     ROWS: tl.constexpr = values.shape[0]
@@ -144,11 +158,6 @@ def _in_order(values: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     return tl.reshape(tl.permute(parts, [0, 1, 3, 4, 2, 5]), [ROWS, values.shape[1]])
 
 
-def takes_packed(x: torch.Tensor, weight: ScaledWeight) -> bool:
-    """PACKED of `load_int4` for activations like `x`."""
-    return x.is_cuda and weight.scales.dtype == x.dtype
-
-
 @triton.jit
 def _dequantize_kernel(
     weight_ptr: tl.tensor,
@@ -162,7 +171,7 @@ def _dequantize_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    PACKED: tl.constexpr,
+    CUDA: tl.constexpr,
 ) -> None:
     """Grid `(n / ROWS, k / COLS)`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -170,7 +179,7 @@ def _dequantize_kernel(
     begin = tl.program_id(1) * COLS
     low, high = load_int4(
         weight_ptr, scales_ptr, zeros_ptr, read, begin, K, ZEROS, GROUP, BLOCK, COLS,
-        out_ptr.dtype.element_ty, PACKED,
+        out_ptr.dtype.element_ty, CUDA,
     )  # fmt: skip
     cols = begin + first_halves(BLOCK, COLS)
     to = out_ptr + (read * K)[:, None] + cols[None, :]
@@ -186,6 +195,6 @@ def dequantize_int4(weight: ScaledWeight, dtype: torch.dtype) -> torch.Tensor:
     _dequantize_kernel[(triton.cdiv(outputs, _ROWS), triton.cdiv(inputs, _COLS))](
         weight.elements, weight.scales, zeros_of(weight), out, N=outputs, K=inputs,
         ZEROS=weight.zeros is not None, GROUP=weight.group, BLOCK=weight.block, ROWS=_ROWS,
-        COLS=_COLS, PACKED=takes_packed(out, weight), num_warps=4,
+        COLS=_COLS, CUDA=out.is_cuda, num_warps=4,
     )  # fmt: skip
     return out

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import EarlyStart, await_kernels_before, early_start
 from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
-from sglang.srt.layers.triton_ops.scaled.int4 import first_halves, load_int4, takes_packed
+from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
 
 _DEPTH: Final = 128
 """Inputs that are multiplied at a time: a group, or a part of one."""
@@ -66,7 +66,7 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
     TMA: tl.constexpr,
-    PACKED: tl.constexpr,
+    CUDA: tl.constexpr,
     BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -104,7 +104,7 @@ def _product_kernel(
         if not FP8:
             w, high = load_int4(
                 weight_ptr, scales_ptr, zeros_ptr, read.to(tl.int64), k, K, ZEROS, GROUP, BLOCK,
-                BLOCK_K, x_ptr.dtype.element_ty, PACKED,
+                BLOCK_K, x_ptr.dtype.element_ty, CUDA,
             )  # fmt: skip
         elif TMA:
             w = weights.load([output, k])
@@ -120,7 +120,7 @@ def _product_kernel(
         if not FP8:
             acc = tl.dot(w, x.T, acc)
             x = tl.load(x_at + (k + BLOCK // 2), mask=is_read, other=0.0)
-            acc = tl.dot(high, x.T, acc)
+            acc = awaited(tl.dot(high, x.T, acc), CUDA)
         elif GROUP == K:
             acc += tl.dot(w, x.T)
         else:
@@ -240,7 +240,7 @@ def multiply_on_tensor_cores(
         N=outputs, K=inputs, FP8=weight.is_fp8, ZEROS=weight.zeros is not None,
         HEIGHT=weight.height, GROUP=weight.group, BLOCK=weight.block, SPLITS=splits,
         BLOCK_N=tiles.outputs, BLOCK_T=tiles.tokens,
-        BLOCK_K=_DEPTH, TILES=tiles.group, TMA=tma, PACKED=takes_packed(given, weight),
+        BLOCK_K=_DEPTH, TILES=tiles.group, TMA=tma, CUDA=out.is_cuda,
         BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
         **starts,
     )  # fmt: skip

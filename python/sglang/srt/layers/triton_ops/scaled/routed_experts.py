@@ -24,7 +24,7 @@ from sglang.srt.layers.triton_ops.routed_experts import (
     sum_of_uses,
 )
 from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
-from sglang.srt.layers.triton_ops.scaled.int4 import first_halves, load_int4, takes_packed
+from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     TILES: tl.constexpr,
     TMA: tl.constexpr,
-    PACKED: tl.constexpr,
+    CUDA: tl.constexpr,
 ) -> None:
     """Compute BLOCK_N outputs of an expert for the rows of one tile.
 
@@ -127,13 +127,13 @@ def _product_kernel(
         else:
             weights, high = load_int4(
                 weight_ptr, scales_ptr, zeros_ptr, own, k, K, ZEROS, GROUP, BLOCK, BLOCK_K,
-                x_ptr.dtype.element_ty, PACKED,
+                x_ptr.dtype.element_ty, CUDA,
             )  # fmt: skip
         x = load_rows(x_at, used, cols, k, K, BLOCK_K)
         if not FP8:
             acc = tl.dot(weights, x, acc)
             x = load_rows(x_at + BLOCK // 2, used, cols, k, K, BLOCK_K)
-            acc = tl.dot(high, x, acc)
+            acc = awaited(tl.dot(high, x, acc), CUDA)
         elif GROUP == K:
             acc += tl.dot(weights, x)
         else:
@@ -189,7 +189,7 @@ def _multiply(
         HEIGHT=weight.height, GROUP=weight.group, BLOCK=weight.block, TOP_K=tiles.top_k,
         USES=tiles.top_k if factors is None else 1,
         FACTORS=factors is not None, TILE_ROWS=plan.tile_rows, BLOCK_N=plan.outputs,
-        BLOCK_K=plan.depth, TILES=plan.group, TMA=tma, PACKED=takes_packed(x, weight),
+        BLOCK_K=plan.depth, TILES=plan.group, TMA=tma, CUDA=out.is_cuda,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
