@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from sglang.srt.layers.triton_ops.scaled import product, routed_experts
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10)
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
