@@ -86,7 +86,7 @@ class GatedMLP(torch.nn.Module):
     def _gated(self, x: torch.Tensor | RoundedRows) -> torch.Tensor | RoundedRows:
         """`[num_tokens, hidden_size]` to this rank's features."""
         weight, kernels = self.gate_up_proj.weight, self._kernels
-        is_one = kernels is not None and len(x) == 1 and self.gate_up_proj.bias is None
+        is_one = len(x) == 1 and self.gate_up_proj.bias is None
         if kernels is not None and is_one and isinstance(x, torch.Tensor):
             out = x.new_empty((1, weight.shape[0] // 2))
             if isinstance(weight, ScaledWeight):

@@ -137,22 +137,16 @@ def quantize_activations(
         fp8 elements, contiguous `[num_rows + more_rows, features]`, and fp32 scales, `[num_rows +
         more_rows, features / group]`. Columns of scales are contiguous.
     """
-    given, features = x.shape
-    rows = given + more_rows
+    rows, features = x.shape
     assert x.stride(1) == 1 and features % group == 0
+    if group != features:
+        return _round_groups(x, features, group, more_rows)
+    assert not more_rows
     out, scales = empty_rounded(rows, features, group, x.device)
-    if group == features:
-        assert not more_rows
-        block = min(4096, triton.next_power_of_2(features))
-        _round_rows_kernel[(rows,)](
-            x, out, scales, x.stride(0), SIZE=features, BLOCK=block, num_warps=4, **early_start(x)
-        )
-        return out, scales
-    _round_groups_kernel[(triton.cdiv(scales.numel(), _GROUPS),)](
-        x, out, scales, rows, given, x.stride(0),
-        PER_ROW=features // group, SIZE=group, GATED=False, BLOCK=_GROUPS, num_warps=4,
-        **early_start(x),
-    )  # fmt: skip
+    block = min(4096, triton.next_power_of_2(features))
+    _round_rows_kernel[(rows,)](
+        x, out, scales, x.stride(0), SIZE=features, BLOCK=block, num_warps=4, **early_start(x)
+    )
     return out, scales
 
 
@@ -164,15 +158,22 @@ def quantize_gated(
     Args:
         gate_up: Contiguous `[num_rows, 2 * features]`: gate, then up.
     """
-    given, features = len(gate_up), gate_up.shape[1] // 2
+    features = gate_up.shape[1] // 2
     if group == features:
         return quantize_activations(silu_and_mul(gate_up), group, more_rows=more_rows)
-    rows = given + more_rows
-    out, scales = empty_rounded(rows, features, group, gate_up.device)
+    return _round_groups(gate_up, features, group, more_rows)
+
+
+def _round_groups(
+    x: torch.Tensor, features: int, group: int, more_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_activations` of groups that are parts of rows; `quantize_gated` if `x` has twice
+    as many features as the result."""
+    rows = len(x) + more_rows
+    out, scales = empty_rounded(rows, features, group, x.device)
     _round_groups_kernel[(triton.cdiv(scales.numel(), _GROUPS),)](
-        gate_up, out, scales, rows, given, gate_up.stride(0),
-        PER_ROW=features // group, SIZE=group, GATED=True, BLOCK=_GROUPS, num_warps=4,
-        **early_start(gate_up),
+        x, out, scales, rows, len(x), x.stride(0), PER_ROW=features // group, SIZE=group,
+        GATED=x.shape[1] != features, BLOCK=_GROUPS, num_warps=4, **early_start(x),
     )  # fmt: skip
     return out, scales
 

@@ -90,7 +90,7 @@ def load_int4(
     bytes = tl.arange(0, COLS // 2)[None, :]
     at = weight_ptr + (rows * (K // 2))[:, None] + bytes
     blocks = tl.arange(0, BLOCKS)[None, :]
-    # Neighbours are seen as such where each block has its own scale.
+    # If each block has its own scale, Triton sees that they are neighbours, and loads them at once.
     group = begin // BLOCK + blocks if GROUP == BLOCK else (begin + blocks * BLOCK) // GROUP
     groups = (rows * (K // GROUP))[:, None] + group
     if K % COLS == 0:
