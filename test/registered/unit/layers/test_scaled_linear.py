@@ -19,7 +19,12 @@ from rigs.models.scaled_weights import (
 )
 from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
-from sglang.srt.layers.triton_ops.rounding import quantize_activations, quantize_gated
+from sglang.srt.layers.triton_ops.norm import rounded_norm_
+from sglang.srt.layers.triton_ops.rounding import (
+    empty_rounded,
+    quantize_activations,
+    quantize_gated,
+)
 from sglang.srt.layers.triton_ops.scaled.gemv import GemvPlan, scaled_gemv
 from sglang.srt.layers.triton_ops.scaled.int4 import dequantize_int4
 from sglang.srt.layers.triton_ops.scaled.linear import round_rows
@@ -194,12 +199,8 @@ def test_a_norm_that_rounds_is_its_two_parts(
     size = weight.shape[1]
     scale = randn(size, seed=3, dtype=HALF)
     x, residual = (randn(tokens, size, seed=seed, dtype=HALF) for seed in (4, 5))
-    normed, total = x.clone(), residual.clone()
-    if adds:
-        KERNELS.add_rms_norm_(normed, total, scale, 1e-5, is_centered)
-    else:
-        normed = KERNELS.rms_norm(residual, scale, 1e-5, is_centered)
-    want = KERNELS.round_rows(normed, weight)
+    total = residual + x if adds else residual.clone()
+    want = KERNELS.round_rows(KERNELS.rms_norm(total, scale, 1e-5, is_centered), weight)
     got = KERNELS.add_and_round_(x if adds else None, residual, scale, 1e-5, weight, is_centered)
     assert torch.equal(residual, total)
     assert (len(got), got.dtype) == (tokens, HALF)
@@ -208,6 +209,15 @@ def test_a_norm_that_rounds_is_its_two_parts(
         assert relative_error(values(got), values(want)) < UNIT
     else:
         assert same_bits(got.elements, want.elements) and torch.equal(got.scales, want.scales)
+
+
+def test_a_norm_that_rounds_writes_zeros_after_the_tokens() -> None:
+    x, scale = randn(6, 256, seed=4, dtype=HALF), randn(256, seed=3, dtype=HALF)
+    elements, scales = (tensor.fill_(3) for tensor in empty_rounded(8, 256, 128, x.device))
+    out = RoundedRows(elements=elements, scales=scales, num_tokens=5, dtype=HALF)
+    rounded_norm_(None, x[:5], scale, 1e-5, out)
+    assert elements[:5].double().abs().amax(1).min() > 0
+    assert not elements[5:].double().any() and (scales[5:] == 1).all()
 
 
 @pytest.mark.parametrize("group", [128, 256])
