@@ -179,8 +179,7 @@ def test_waiting_for_slots_and_for_a_turn_is_queueing(pair: PdRig, mover: LocalM
     mover.hold = True
     began, created = time.monotonic(), pair.decode.now
     messages = [
-        pair.request(rid, prompt(len(rid), 16), created_time=created)
-        for rid in ("first", "second")
+        pair.request(rid, prompt(len(rid), 16), created_time=created) for rid in ("first", "second")
     ]
     unasked = "sglang:num_prefill_bootstrap_queue_reqs"
     registry = state.metrics.registry
