@@ -310,9 +310,9 @@ class LlamaModel(torch.nn.Module):
         """Hidden states of `ForwardBatch.rows_for_logits`, `[rows, hidden_size]`; of all tokens if
         the step captures them."""
         x: ToAdd = None
-        # The lookup comes first: it cannot start early, and the kernels after it can.
-        residual = self.embed_tokens.forward(input_ids)
+        # Kernels that start early may read what was written before the lookup; see `early_start`.
         rotation = self.rotary_emb.forward(positions)
+        residual = self.embed_tokens.forward(input_ids)
         *most, last = self.decoder_layers
         for layer in most:
             x, residual = layer.forward(x, residual, rotation, forward_batch)

@@ -162,8 +162,10 @@ class DraftLayer(torch.nn.Module):
         self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, Rotation]:
         """The decoder layer's input, `[num_tokens, hidden_size]`, and its rotation."""
+        # Kernels that start early may read what was written before the lookup; see `early_start`.
+        rotation = self._rotate(positions)
         embedded = self.embedding_norm.forward(self._embed(input_ids))
         both = torch.cat((embedded, self.hidden_norm.forward(hidden)), dim=-1)
         share = self.projection.inputs
         joined = self.projection.part(both[:, share.begin : share.end].contiguous())
-        return self._group.all_reduce(joined), self._rotate(positions)
+        return self._group.all_reduce(joined), rotation

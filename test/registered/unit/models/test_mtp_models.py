@@ -20,6 +20,8 @@ from rigs.models.model_oracle import assert_close, prompt, reference
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from rigs.schedulers.rank_threads import on_rank_threads
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
@@ -128,6 +130,30 @@ def test_entries_are_stored_without_running_the_layer(
         torch.testing.assert_close(got[1:], right[1:], rtol=0, atol=1e-5)
     # The next step, which waits for no load, reads the layer.
     assert waited == [driver.runner.model_config.num_hidden_layers] * 2
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_angles_are_ready_before_the_lookup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Kernels that start early read angles at once: they may only if a kernel that waits follows
+    the angles."""
+    order: list[str] = []
+
+    def note(module: Any, name: str) -> None:
+        forward = module.forward
+
+        def noting(*arguments: Any) -> Any:
+            order.append(name)
+            return forward(*arguments)
+
+        monkeypatch.setattr(module, "forward", noting)
+
+    note(RotaryEmbedding, "angles")
+    note(VocabParallelEmbedding, "lookup")
+    save_tiny_checkpoint(tmp_path, family, mtp=True)
+    DraftDriver(tmp_path, page_size=4).run([(0, prompt(9, 1))])
+    assert order == ["angles", "lookup"] * 2
 
 
 def not_called(*args: object, **kwargs: object) -> None:
