@@ -36,14 +36,18 @@ LONG_PROGRAMS = 8192
 """Batches that fill the device are split too, because all would wait for one long context among
 short ones: into parts of at least `LONG_TOKENS`, over at most `LONG_PROGRAMS` programs. A program
 without work costs little."""
+_EARLY_PROGRAMS = 256
+"""Most programs that read keys and values before they wait. They need more registers, so a device
+has no room for twice as many at a time."""
 _MOST_COUNTED = 1 << 16
 _ROWS_JOINED_AT_ONCE = 64
 _SECTOR_BYTES = 32
-"""Unit that an L1 cache fetches. Rows in the same sector as the newest row are not read early."""
+"""Unit that an L1 cache fetches. Rows in the same sector as a newest row are not read early."""
 
 
 @triton.jit(
-    do_not_specialize=["splits", "least"], do_not_specialize_on_alignment=["rows_ptr", "lens_ptr"]
+    do_not_specialize=["splits", "least", "written"],
+    do_not_specialize_on_alignment=["rows_ptr", "lens_ptr"],
 )
 def _decode_kernel(
     q_ptr: tl.tensor,
@@ -64,6 +68,7 @@ def _decode_kernel(
     gates_step: tl.tensor,
     splits: tl.tensor,
     least: tl.tensor,
+    written: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -93,11 +98,12 @@ def _decode_kernel(
     v_head = v_ptr + kv_head * HEAD_DIM
     if EARLY_KV:
         # Since the embedding lookup, only this layer's kernels have written to its keys and values,
-        # and only those of the newest token.
+        # and only those of the newest tokens.
+        old = length - written
         pos = begin + tl.arange(0, BLOCK)
         slot = tl.load(slots + pos, mask=pos < end, other=0).to(tl.int64)
         at = slot[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-        is_old = (pos < tl.minimum(end, length - 1))[:, None] & (dims < HEAD_DIM)[None, :]
+        is_old = (pos < tl.minimum(end, old))[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_head + at, mask=is_old, other=0.0)
         v = tl.load(v_head + at, mask=is_old, other=0.0)
     await_kernels_before(EARLY)
@@ -117,8 +123,8 @@ def _decode_kernel(
     mass = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     if EARLY_KV:
-        if end == length:
-            is_new = (pos == length - 1)[:, None] & (dims < HEAD_DIM)[None, :]
+        if end > old:
+            is_new = ((pos >= old) & (pos < end))[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.where(is_new, tl.load(k_head + at, mask=is_new, other=0.0), k)
             v = tl.where(is_new, tl.load(v_head + at, mask=is_new, other=0.0), v)
         p, _, peak, mass = weigh(q, k, (pos < end)[None, :], peak, mass, scale, False)
@@ -244,6 +250,7 @@ def decode_attention(
     scaling: float,
     arrivals: torch.Tensor,
     *,
+    written: int = 1,
     gates: torch.Tensor | None = None,
     splits: tuple[int, int] | None = None,
     launch: tuple[int, int, int] | None = None,
@@ -258,6 +265,7 @@ def decode_attention(
         req_pool_indices: Integer `[bs]`.
         seq_lens: Integer `[bs]`, at least 1 each.
         arrivals: Counters from `make_arrivals`.
+        written: Tokens at the end of a context whose keys and values this step may have written.
         gates: `[bs, num_heads, head_dim]` with dense rows; the output is multiplied by their
             sigmoid. None: no gates.
         splits: In the form of `plan_splits`; None: its result.
@@ -290,9 +298,9 @@ def decode_attention(
     group = num_heads // num_kv_heads
     block_n, num_warps, num_stages = launch
     starts = early_start(q)
-    row_bytes = head_dim * k_pool.element_size()
-    # Programs with one short block gain from it; longer ones were not measured.
-    reads_early = starts["EARLY"] and joins_apart and row_bytes % _SECTOR_BYTES == 0
+    has_room = joins_apart or num_kv_heads * batch_size * count <= _EARLY_PROGRAMS
+    whole_sectors = head_dim * k_pool.element_size() % _SECTOR_BYTES == 0
+    reads_early = starts["EARLY"] and has_room and whole_sectors
     _decode_kernel[(num_kv_heads, batch_size, count)](
         q,
         k_pool,
@@ -310,6 +318,7 @@ def decode_attention(
         *gate_arguments,
         count,
         least,
+        written,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
