@@ -45,42 +45,48 @@ def _normalise_rotate_store_kernel(
     head = tl.where(rows < GROUP, kv_head * GROUP + rows, num_heads + kv_head)
     inside = (rows[:, None] <= GROUP) & (cols[None, :] < HALF)
     base = qkv_ptr + token * (num_heads + 2 * NUM_KV_HEADS) * head_dim
+    # What is loaded before the wait is converted after it: a conversion waits for the load.
+    if NORM:
+        weight = weight_ptr + head[:, None] * head_dim + cols[None, :]
+        low_weight = tl.load(weight, mask=inside, other=0.0)
+        high_weight = tl.load(weight + HALF, mask=inside, other=0.0)
+    # Angles were written before the embedding lookup, which does not start early.
+    half = cols < HALF
+    angle = token * head_dim + cols
+    low_cos = tl.load(cos_ptr + angle, mask=half, other=0.0)
+    high_cos = tl.load(cos_ptr + angle + HALF, mask=half, other=0.0)
+    low_sin = tl.load(sin_ptr + angle, mask=half, other=0.0)
+    high_sin = tl.load(sin_ptr + angle + HALF, mask=half, other=0.0)
     await_kernels_before(EARLY)
+    slot = tl.load(loc_ptr + token).to(tl.int64)
     low_ptr = base + head[:, None] * head_dim + cols[None, :]
     low = tl.load(low_ptr, mask=inside, other=0.0)
     high = tl.load(low_ptr + HALF, mask=inside, other=0.0)
+    v_from = base + (num_heads + NUM_KV_HEADS + kv_head) * head_dim + cols
+    v_low = tl.load(v_from, mask=half, other=0.0)
+    v_high = tl.load(v_from + HALF, mask=half, other=0.0)
     dtype = low.dtype
     low = low.to(tl.float32)
     high = high.to(tl.float32)
     if NORM:
         square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
         scale = tl.rsqrt(square / head_dim + eps)[:, None]
-        weight = weight_ptr + head[:, None] * head_dim + cols[None, :]
-        low_weight = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-        high_weight = tl.load(weight + HALF, mask=inside, other=0.0).to(tl.float32)
-        low = ((low * scale).to(dtype).to(tl.float32) * low_weight).to(dtype).to(tl.float32)
-        high = ((high * scale).to(dtype).to(tl.float32) * high_weight).to(dtype).to(tl.float32)
-    half = cols < HALF
-    angle = token * head_dim + cols
-    low_cos = tl.load(cos_ptr + angle, mask=half, other=0.0).to(tl.float32)[None, :]
-    high_cos = tl.load(cos_ptr + angle + HALF, mask=half, other=0.0).to(tl.float32)[None, :]
-    low_sin = tl.load(sin_ptr + angle, mask=half, other=0.0).to(tl.float32)[None, :]
-    high_sin = tl.load(sin_ptr + angle + HALF, mask=half, other=0.0).to(tl.float32)[None, :]
+        low = (low * scale).to(dtype).to(tl.float32) * low_weight.to(tl.float32)
+        high = (high * scale).to(dtype).to(tl.float32) * high_weight.to(tl.float32)
+        low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
+    low_cos, high_cos = low_cos.to(tl.float32)[None, :], high_cos.to(tl.float32)[None, :]
+    low_sin, high_sin = low_sin.to(tl.float32)[None, :], high_sin.to(tl.float32)[None, :]
     new_low = ((low * low_cos).to(dtype).to(tl.float32) + high * low_sin).to(dtype)
     new_high = ((high * high_cos).to(dtype).to(tl.float32) + low * high_sin).to(dtype)
     tl.store(low_ptr, new_low, mask=inside)
     tl.store(low_ptr + HALF, new_high, mask=inside)
 
-    slot = tl.load(loc_ptr + token).to(tl.int64)
     place = slot * (NUM_KV_HEADS * head_dim) + kv_head * head_dim
     is_key = inside & (rows[:, None] == GROUP)
     k_ptr = k_pool_ptr + place + tl.zeros([ROWS, 1], tl.int32) + cols[None, :]
     stored = k_pool_ptr.dtype.element_ty
     tl.store(k_ptr, new_low.to(stored), mask=is_key)
     tl.store(k_ptr + HALF, new_high.to(stored), mask=is_key)
-    v_from = base + (num_heads + NUM_KV_HEADS + kv_head) * head_dim + cols
-    v_low = tl.load(v_from, mask=half, other=0.0)
-    v_high = tl.load(v_from + HALF, mask=half, other=0.0)
     tl.store(v_pool_ptr + place + cols, v_low.to(stored), mask=half)
     tl.store(v_pool_ptr + place + HALF + cols, v_high.to(stored), mask=half)
 
