@@ -98,7 +98,10 @@ def test_4_bit_products_give_the_same_bits_in_each_run(outputs: int, tokens: int
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("config", [(Tiles(64, 16, 2, 4, 3), 1), (Tiles(128, 32, 1, 4, 3), 3)])
+@pytest.mark.parametrize(
+    "config",
+    [(Tiles(64, 16, 2, 4, 3), 1), (Tiles(128, 32, 1, 4, 3), 3), (Tiles(32, 64, 1, 4, 3), 2)],
+)
 def test_tiles_and_splits_leave_only_the_order_of_sums(
     kind: str, config: tuple[Tiles, int]
 ) -> None:

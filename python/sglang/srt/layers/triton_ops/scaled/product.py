@@ -2,7 +2,8 @@
 
 fp8: each group of inputs has a sum of its own, which both scales multiply in fp32. 4 bits: weights
 are dequantized to the dtype of `x` first, in the registers that tensor cores read. Weights are the
-left operand: they have enough rows for tensor cores even where there are few tokens.
+left operand: they have enough rows for tensor cores even where there are few tokens. If a program
+computes fewer outputs than tensor cores take rows, tokens are the left operand.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from sglang.srt.layers.triton_ops.early_start import EarlyStart, await_kernels_b
 from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
 from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
 
+_ROWS_OF_LEFT: Final = tl.constexpr(64)
+"""Rows of the left operand that tensor cores multiply at once."""
 _DEPTH: Final = 128
 """Inputs that are multiplied at a time: a group, or a part of one."""
 
@@ -38,6 +41,18 @@ class Tiles:
     warps: int
     stages: int
     """Weights read ahead, in units of 128 inputs."""
+
+
+@triton.jit
+def _by_output(values: tl.tensor, LEFT: tl.constexpr) -> tl.tensor:
+    """Values of outputs, over a tile. LEFT: tokens are its rows."""
+    return values[None, :] if LEFT else values[:, None]
+
+
+@triton.jit
+def _by_token(values: tl.tensor, LEFT: tl.constexpr) -> tl.tensor:
+    """Values of tokens, over a tile. LEFT: tokens are its rows."""
+    return values[:, None] if LEFT else values[None, :]
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -97,7 +112,9 @@ def _product_kernel(
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     first = tl.program_id(1) * SHARE
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    LEFT: tl.constexpr = FP8 and BLOCK_N < _ROWS_OF_LEFT
+    shape: tl.constexpr = [BLOCK_T, BLOCK_N] if LEFT else [BLOCK_N, BLOCK_T]
+    acc = tl.zeros(shape, tl.float32)
     for step in range(first, tl.minimum(first + SHARE, STEPS)):
         k = step * BLOCK_K
         inside = cols < K - k
@@ -122,22 +139,22 @@ def _product_kernel(
             x = tl.load(x_at + (k + BLOCK // 2), mask=is_read, other=0.0)
             acc = awaited(tl.dot(high, x.T, acc), CUDA)
         elif GROUP == K:
-            acc += tl.dot(w, x.T)
+            acc += tl.dot(x, w.T) if LEFT else tl.dot(w, x.T)
         else:
-            part = tl.dot(w, x.T)
+            part = tl.dot(x, w.T) if LEFT else tl.dot(w, x.T)
             x_scales = tl.load(x_scales_ptr + step * tokens + rows, mask=used, other=0.0)
             if HEIGHT % BLOCK_N == 0:
                 scale = tl.load(scales_ptr + output // HEIGHT * GROUPS + step)
-                acc += part * (x_scales * scale)[None, :]
+                acc += part * _by_token(x_scales * scale, LEFT)
             else:
                 scales = tl.load(scales_ptr + read // HEIGHT * GROUPS + step)
-                acc += part * (scales[:, None] * x_scales[None, :])
+                acc += part * (_by_output(scales, LEFT) * _by_token(x_scales, LEFT))
     if FP8 and GROUP == K:
         x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
         scales = tl.load(scales_ptr + read // HEIGHT)
-        acc *= scales[:, None] * x_scales[None, :]
-    at = rows.to(tl.int64)[None, :] * N + own[:, None]
-    stored = used[None, :] & (own < N)[:, None]
+        acc *= _by_output(scales, LEFT) * _by_token(x_scales, LEFT)
+    at = _by_token(rows.to(tl.int64) * N, LEFT) + _by_output(own, LEFT)
+    stored = _by_token(used, LEFT) & _by_output(own < N, LEFT)
     if SPLITS > 1:
         step_of_parts = tokens.to(tl.int64) * N
         tl.store(parts_ptr + tl.program_id(1) * step_of_parts + at, acc, mask=stored)
@@ -147,13 +164,13 @@ def _product_kernel(
         if tl.atomic_add(arrivals, 1, sem="acq_rel") < SPLITS - 1:
             return
         tl.store(arrivals, 0)
-        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        acc = tl.zeros(shape, tl.float32)
         for split in tl.static_range(SPLITS):
             # Past the L1 cache, because it is not coherent.
             part = parts_ptr + split * step_of_parts + at
             acc += tl.load(part, mask=stored, other=0.0, cache_modifier=".cg")
     if BIAS:
-        acc += tl.load(bias_ptr + read).to(tl.float32)[:, None]
+        acc += _by_output(tl.load(bias_ptr + read).to(tl.float32), LEFT)
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
@@ -175,9 +192,11 @@ def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
     rows = max(16, min(64, triton.next_power_of_2(tokens)))
     is_wide, wanted = outputs > 8192, 192
     if weight.is_fp8:
-        if tokens <= 32 and inputs > 8192:
+        if tokens <= 64 and inputs > 8192:
             wanted = 384
         tiles = Tiles(64, rows, 8, 4, 5 if rows < 64 else 4)
+        if 32 < tokens <= 64 and not is_wide:
+            tiles = Tiles(32, rows, 8, 4, 4 if inputs > 8192 else 6)
     elif tokens > 128:
         tiles = Tiles(64, 128, 8, 4, 3)
     else:
