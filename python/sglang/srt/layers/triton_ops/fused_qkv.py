@@ -45,7 +45,7 @@ def _normalise_rotate_store_kernel(
     head = tl.where(rows < GROUP, kv_head * GROUP + rows, num_heads + kv_head)
     inside = (rows[:, None] <= GROUP) & (cols[None, :] < HALF)
     base = qkv_ptr + token * (num_heads + 2 * NUM_KV_HEADS) * head_dim
-    # What is loaded before the wait is converted after it: a conversion waits for the load.
+    # Conversions wait for their loads, so they follow the wait, and the next kernel starts sooner.
     if NORM:
         weight = weight_ptr + head[:, None] * head_dim + cols[None, :]
         low_weight = tl.load(weight, mask=inside, other=0.0)
