@@ -175,6 +175,11 @@ class ForwardBatch:
         return len(self.seq_lens_cpu)
 
     @property
+    def tokens_per_request(self) -> int:
+        """Tokens of each request: 1 in a decode step, more in a verification. Not for extends."""
+        return len(self.input_ids) // self.batch_size
+
+    @property
     def longest_context(self) -> int:
         """Upper bound of the context lengths, in tokens; for a captured step, over all replays."""
         if self.is_captured:
@@ -197,7 +202,7 @@ class ForwardBatch:
         int64 `[num_tokens]` each. Attention treats each token as a request that decodes. Only the
         device computes them."""
         if self.token_contexts is None:
-            width = len(self.input_ids) // self.batch_size
+            width = self.tokens_per_request
             lens = torch.arange(1 - width, 1, device=self.seq_lens.device) + self.seq_lens[:, None]
             rows = self.req_pool_indices.repeat_interleave(width, output_size=lens.numel())
             self.token_contexts = rows, lens.flatten()

@@ -166,10 +166,8 @@ class TritonAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         rows, lens = forward_batch.req_pool_indices, forward_batch.seq_lens
-        written = 1
         if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
             rows, lens = forward_batch.contexts_of_tokens()
-            written = len(q) // forward_batch.batch_size
         return decode_attention(
             q,
             pool_k,
@@ -179,7 +177,7 @@ class TritonAttnBackend(AttentionBackend):
             lens,
             layer.scaling,
             self._arrivals,
-            written=written,
+            written=forward_batch.tokens_per_request,
             gates=gates,
         )
 

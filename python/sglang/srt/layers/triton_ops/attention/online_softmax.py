@@ -29,8 +29,8 @@ def split_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
     """The tokens `[begin, end)` of one split of the context `[0, last)`, and the number of splits
     that are not empty.
 
-    A split has whole blocks, and about `least` tokens or more unless there are fewer. Splits past
-    the last token are empty.
+    All splits but the last have whole blocks, and at least `least` tokens. Splits past the last
+    token are empty.
     """
     # Counted in whole blocks: 1,025 tokens are 17 splits of 64, not 9 of 128.
     whole = tl.cdiv(last, BLOCK_N) * BLOCK_N
