@@ -175,8 +175,11 @@ class ForwardBatch:
         return len(self.seq_lens_cpu)
 
     @property
-    def tokens_per_request(self) -> int:
-        """Tokens of each request: 1 in a decode step, more in a verification. Not for extends."""
+    def most_new_tokens(self) -> int:
+        """Most tokens of a request in the step; for a captured step, over all replays. In decode
+        steps and verifications, all requests have as many."""
+        if self.extend_seq_lens_cpu is not None:
+            return max(self.extend_seq_lens_cpu)
         return len(self.input_ids) // self.batch_size
 
     @property
@@ -202,7 +205,7 @@ class ForwardBatch:
         int64 `[num_tokens]` each. Attention treats each token as a request that decodes. Only the
         device computes them."""
         if self.token_contexts is None:
-            width = self.tokens_per_request
+            width = self.most_new_tokens
             lens = torch.arange(1 - width, 1, device=self.seq_lens.device) + self.seq_lens[:, None]
             rows = self.req_pool_indices.repeat_interleave(width, output_size=lens.numel())
             self.token_contexts = rows, lens.flatten()

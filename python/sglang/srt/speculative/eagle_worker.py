@@ -294,7 +294,7 @@ class EAGLEWorker:
             ends = itertools.accumulate(batch.extend_seq_lens_cpu, initial=0)
             starts, last = on_device(list(ends)[:-1], device), batch.last_rows()
         else:
-            starts = torch.arange(0, len(hidden), batch.tokens_per_request, device=device)
+            starts = torch.arange(0, len(hidden), batch.most_new_tokens, device=device)
             last = starts if accepted is None else starts + accepted
         shifted = hidden.roll(1, dims=0)
         shifted.index_copy_(0, starts, self._last.read(batch))

@@ -177,7 +177,7 @@ class TritonAttnBackend(AttentionBackend):
             lens,
             layer.scaling,
             self._arrivals,
-            written=forward_batch.tokens_per_request,
+            written=forward_batch.most_new_tokens,
             gates=gates,
         )
 
