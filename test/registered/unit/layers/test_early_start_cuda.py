@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from rigs.models.attention_cases import PagedContexts
+from rigs.models.kernel_layers import HALF
+from rigs.models.scaled_weights import fp8_weight, int4_weight
 from rigs.models.triton_device import triton_device
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
@@ -20,6 +23,7 @@ DEVICE = triton_device()
 
 from sglang.srt.layers.cuda_kernels import KERNELS, FusedKernels  # noqa: E402
 from sglang.srt.layers.triton_ops import early_start  # noqa: E402
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight  # noqa: E402
 from sglang.srt.layers.triton_ops.attention import decode_attention as decode  # noqa: E402
 from sglang.srt.layers.triton_ops.attention import online_softmax  # noqa: E402
 from sglang.srt.layers.triton_ops.fused_qkv import normalise_rotate_store_  # noqa: E402
@@ -68,6 +72,37 @@ def test_a_chain_of_early_kernels_has_the_same_bits() -> None:
     early_start._starts_early.cache_clear()
     for _ in range(TURNS):
         assert torch.equal(run_chain(KERNELS, weights), wanted)
+
+
+WEIGHTS: dict[str, Callable[..., ScaledWeight]] = {
+    "fp8": fp8_weight,
+    "int4": partial(int4_weight, group=128),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 64])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_chain_of_weights_with_scales_has_the_same_bits(kind: str, rows: int) -> None:
+    """Norms, rounding, gates and products of several rows, split over programs."""
+    ups = [WEIGHTS[kind](2 * INNER, SIZE, seed=nth) for nth in range(LAYERS)]
+    downs = [WEIGHTS[kind](SIZE, INNER, seed=LAYERS + nth) for nth in range(LAYERS)]
+    norm = torch.ones(SIZE, device=DEVICE, dtype=HALF)
+
+    def run() -> torch.Tensor:
+        x = torch.linspace(-1, 1, rows * SIZE, device=DEVICE).view(rows, SIZE).to(HALF)
+        residual = torch.zeros_like(x)
+        for up, down in zip(ups, downs, strict=True):
+            KERNELS.add_rms_norm_(x, residual, norm, 1e-6, False)
+            inner = KERNELS.silu_and_mul(KERNELS.multiply_scaled(x, up))
+            KERNELS.multiply_scaled(inner, down, out=x)
+        return residual + x
+
+    with envs.SGLANG_KERNELS_START_EARLY.override(False):
+        wanted = run()
+    early_start._starts_early.cache_clear()
+    assert wanted.isfinite().all()
+    for _ in range(TURNS):
+        assert torch.equal(run(), wanted)
 
 
 HEADS, KV_HEADS, HEAD_DIM, VERIFIED = 8, 2, 64, 4
@@ -175,18 +210,21 @@ def test_attention_reads_what_the_step_writes_after_the_wait(
     monkeypatch.setattr(decode._decode_kernel, "pre_run_hooks", [note])
     monkeypatch.setattr(decode, "split_range", begin)
     monkeypatch.setattr(decode, "await_kernels_before", lambda _: put(stored))
-    monkeypatch.setattr(decode, "early_start", lambda _: {"EARLY": True})
+    monkeypatch.setattr(decode, "early_start", lambda _, **__: {"EARLY": 1})
     assert torch.equal(layers.attend(0, qkv, gated), wanted)
 
 
-def test_only_few_rows_start_early_unless_it_is_switched_off() -> None:
+def test_kernels_of_many_rows_do_not_start_early() -> None:
     few, many = torch.zeros(8, 1, device=DEVICE), torch.zeros(9, 1, device=DEVICE)
-    is_able = device_runtime(few.device).starts_kernels_early
-    assert early_start.early_start(few)["EARLY"] == is_able
-    assert early_start.early_start(many) == {"EARLY": False}
+    is_able = int(device_runtime(few.device).starts_kernels_early)
+    start = early_start.early_start
+    assert start(few)["EARLY"] == start(many, most_rows=9)["EARLY"] == is_able
+    assert start(few, is_short=True)["EARLY"] == 2 * is_able
+    assert start(few[:1], is_short=True)["EARLY"] == is_able
+    assert start(many) == {"EARLY": 0}
     early_start._starts_early.cache_clear()
     with envs.SGLANG_KERNELS_START_EARLY.override(False):
-        assert early_start.early_start(few) == {"EARLY": False}
+        assert start(few) == {"EARLY": 0}
 
 
 if __name__ == "__main__":

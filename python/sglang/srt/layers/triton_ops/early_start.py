@@ -35,22 +35,30 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 _FEW_ROWS: Final = 8
-"""Most rows of an early start: kernels of more rows run so long that their start matters little."""
+SEVERAL_ROWS: Final = 64
+"""Most rows of early starts of the kernels of a dense layer. Kernels of more rows run so long that
+their start matters little."""
+_FIRST, _SECOND = tl.constexpr(1), tl.constexpr(2)
+"""A kernel lets the next one start first of all, or after it has waited."""
 
 
 class EarlyStart(TypedDict, total=False):
     """Arguments of a launch: one of the kernel's own, and one of Triton's if it starts early."""
 
-    EARLY: bool
+    EARLY: int
     launch_pdl: bool
 
 
 @triton.jit
 def await_kernels_before(EARLY: tl.constexpr) -> None:
-    """Let the next kernel start, and wait until all kernels before this one have ended."""
+    """Let the next kernel start, and wait until all kernels before this one have ended; in the
+    other order if EARLY says so."""
     if EARLY:
-        gdc_launch_dependents()
+        if EARLY == _FIRST:
+            gdc_launch_dependents()
         gdc_wait()
+        if EARLY == _SECOND:
+            gdc_launch_dependents()
 
 
 @triton.jit
@@ -62,15 +70,21 @@ def await_then_start_next(EARLY: tl.constexpr) -> None:
         gdc_launch_dependents()
 
 
-def early_start(x: torch.Tensor) -> EarlyStart:
+def early_start(
+    x: torch.Tensor, *, most_rows: int = _FEW_ROWS, is_short: bool = False
+) -> EarlyStart:
     """Launch arguments for a kernel that makes one of the two calls above.
 
     Args:
         x: An input or output of the kernel; its first dimension is the number of rows.
+        most_rows: Most rows of an early start.
+        is_short: True for a kernel between two large ones, such as a norm. Unless there is only one
+            row, it lets the next one start when the one before has ended: while that one fills the
+            device, the programs of the next would be placed unevenly.
     """
-    if len(x) <= _FEW_ROWS and _starts_early(x.device):
-        return {"EARLY": True, "launch_pdl": True}
-    return {"EARLY": False}
+    if len(x) > most_rows or not _starts_early(x.device):
+        return {"EARLY": 0}
+    return {"EARLY": 2 if is_short and len(x) > 1 else 1, "launch_pdl": True}
 
 
 @functools.cache

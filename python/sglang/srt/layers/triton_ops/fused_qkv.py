@@ -10,7 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.early_start import (
+    SEVERAL_ROWS,
+    await_kernels_before,
+    early_start,
+)
 
 _BLOCK_TOKENS = 16
 
@@ -132,7 +136,7 @@ def normalise_rotate_store_(
         BLOCK=triton.next_power_of_2(half),
         NORM=norm is not None,
         num_warps=1,
-        **early_start(qkv),
+        **early_start(qkv, most_rows=SEVERAL_ROWS, is_short=True),
     )
 
 

@@ -6,7 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.early_start import (
+    SEVERAL_ROWS,
+    await_kernels_before,
+    early_start,
+)
 
 
 @triton.jit
@@ -50,7 +54,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         BLOCK=block,
         EVEN=size % block == 0,
         num_warps=4,
-        **early_start(gate_up),
+        **early_start(gate_up, most_rows=SEVERAL_ROWS, is_short=True),
     )
     return out
 

@@ -18,7 +18,11 @@ from sglang.srt.distributed.tensor_group import (
     PeerParts,
 )
 from sglang.srt.layers.triton_ops.arguments import RoundedRows
-from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.early_start import (
+    SEVERAL_ROWS,
+    await_kernels_before,
+    early_start,
+)
 from sglang.srt.layers.triton_ops.peers import barrier, receive, send, sequence_numbers
 from sglang.srt.layers.triton_ops.rounding import round_groups
 
@@ -162,7 +166,7 @@ def _launch(
         CENTERED=is_centered,
         GROUP=group,
         num_warps=min(16, max(1, block // 512)),
-        **early_start(x),
+        **early_start(x, most_rows=SEVERAL_ROWS, is_short=True),
     )
 
 

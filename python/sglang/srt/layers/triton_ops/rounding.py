@@ -12,7 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.early_start import (
+    SEVERAL_ROWS,
+    await_kernels_before,
+    early_start,
+)
 from sglang.srt.layers.triton_ops.gating import silu_and_mul
 
 _GROUPS: Final = 16
@@ -145,7 +149,14 @@ def quantize_activations(
     out, scales = empty_rounded(rows, features, group, x.device)
     block = min(4096, triton.next_power_of_2(features))
     _round_rows_kernel[(rows,)](
-        x, out, scales, x.stride(0), SIZE=features, BLOCK=block, num_warps=4, **early_start(x)
+        x,
+        out,
+        scales,
+        x.stride(0),
+        SIZE=features,
+        BLOCK=block,
+        num_warps=4,
+        **early_start(x, most_rows=SEVERAL_ROWS, is_short=True),
     )
     return out, scales
 
@@ -173,7 +184,8 @@ def _round_groups(
     out, scales = empty_rounded(rows, features, group, x.device)
     _round_groups_kernel[(triton.cdiv(scales.numel(), _GROUPS),)](
         x, out, scales, rows, len(x), x.stride(0), PER_ROW=features // group, SIZE=group,
-        GATED=x.shape[1] != features, BLOCK=_GROUPS, num_warps=4, **early_start(x),
+        GATED=x.shape[1] != features, BLOCK=_GROUPS, num_warps=4,
+        **early_start(x, most_rows=SEVERAL_ROWS, is_short=True),
     )  # fmt: skip
     return out, scales
 

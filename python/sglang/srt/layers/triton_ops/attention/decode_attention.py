@@ -20,7 +20,11 @@ from sglang.srt.layers.triton_ops.attention.online_softmax import (
     split_range,
     weigh,
 )
-from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.early_start import (
+    SEVERAL_ROWS,
+    await_kernels_before,
+    early_start,
+)
 from sglang.srt.layers.triton_ops.gating import gated
 
 BLOCK_N = 64
@@ -40,7 +44,9 @@ _EARLY_PROGRAMS = 256
 """Most programs that read keys and values before they wait. They need more registers, so a device
 has no room for twice as many at a time."""
 _MOST_COUNTED = 1 << 16
-_ROWS_JOINED_AT_ONCE = 64
+_ROWS_JOINED_AT_ONCE = (64, 128)
+"""Parts that a program joins at once, times heads. Programs that read early are few, so more
+registers cost them nothing."""
 _SECTOR_BYTES = 32
 """Unit that an L1 cache fetches. Rows in the same sector as a newest row are not read early."""
 
@@ -297,10 +303,10 @@ def decode_attention(
         gate_arguments = (gates, gates.stride(0), gates.stride(1))
     group = num_heads // num_kv_heads
     block_n, num_warps, num_stages = launch
-    starts = early_start(q)
+    starts = early_start(q, most_rows=SEVERAL_ROWS)
     has_room = joins_apart or num_kv_heads * batch_size * count <= _EARLY_PROGRAMS
     whole_sectors = head_dim * k_pool.element_size() % _SECTOR_BYTES == 0
-    reads_early = starts["EARLY"] and has_room and whole_sectors
+    reads_early = starts["EARLY"] > 0 and has_room and whole_sectors
     _decode_kernel[(num_kv_heads, batch_size, count)](
         q,
         k_pool,
@@ -324,7 +330,7 @@ def decode_attention(
         HEAD_DIM=head_dim,
         ROWS=max(16, triton.next_power_of_2(group)),
         JOINED_ROWS=triton.next_power_of_2(group),
-        JOINED_PARTS=max(1, _ROWS_JOINED_AT_ONCE // triton.next_power_of_2(group)),
+        JOINED_PARTS=max(1, _ROWS_JOINED_AT_ONCE[reads_early] // triton.next_power_of_2(group)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK=block_n,
         SPLIT=count > 1,

@@ -176,7 +176,7 @@ def combine_splits(
     rows, splits, head_dim = parts.shape
     block_d = triton.next_power_of_2(head_dim)
     heads, stride, step = 1, 0, 0
-    early: EarlyStart = {"EARLY": False}
+    early: EarlyStart = {"EARLY": 0}
     if gates is not None:
         block_d = min(block_d, _GATED_DIMS)
         heads, stride, step = gates.shape[1], gates.stride(0), gates.stride(1)

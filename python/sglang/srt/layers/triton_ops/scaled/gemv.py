@@ -127,49 +127,71 @@ def _add_int4_(
 
 
 @triton.jit
+def _load_scales(
+    scale_rows: tl.tensor,
+    zero_rows: tl.tensor,
+    own: tl.tensor,
+    step: tl.tensor,
+    K: tl.constexpr,
+    ZEROS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Scales and zero points of BLOCK_K columns as they are stored, `[vectors * rows, spans]` each.
+    They are converted later, because a conversion waits for its load.
+
+    Args:
+        scale_rows: `[vectors * rows, 1]`: pointers to scales of each row; `zero_rows` likewise.
+    """
+    SPANS: tl.constexpr = BLOCK_K // SPAN
+    group = step * SPANS + tl.arange(0, SPANS)[None, :]
+    has_scale = own & (group < (K + SPAN - 1) // SPAN)
+    if GROUP != SPAN:
+        group = group * SPAN // GROUP
+    scales = tl.load(scale_rows + group, mask=has_scale, other=0.0)
+    zeros = scales
+    if ZEROS:
+        zeros = tl.load(zero_rows + group, mask=has_scale, other=0)
+    return scales, zeros
+
+
+@triton.jit
 def _add_step_(
     acc: tl.tensor,
     elements: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
     x: tl.tensor,
     x_scales: tl.tensor,
     used: tl.tensor,
-    own: tl.tensor,
-    scale_rows: tl.tensor,
-    zero_rows: tl.tensor,
     step: tl.tensor,
     K: tl.constexpr,
     FP8: tl.constexpr,
     ZEROS: tl.constexpr,
     GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
     PACKED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
     """Add the products of BLOCK_K columns, `elements` `[vectors * rows, BLOCK_K]` as they are
-    stored, to `acc` `[vectors, rows, spans, pieces]`. The other arguments are as in
-    `multiply_rows`, or pointers to scales and zero points of each row."""
+    stored, to `acc` `[vectors, rows, spans, pieces]`. Scales and zero points are from
+    `_load_scales`, the other arguments as in `multiply_rows`."""
     COUNT: tl.constexpr = acc.shape[0]
     ROWS: tl.constexpr = acc.shape[1]
     SPANS: tl.constexpr = acc.shape[2]
     cols = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     inside = used[:, None] & (cols < K)
     part = tl.load(x[:, None] + cols, mask=inside, other=0.0).to(tl.float32)
-    group = step * SPANS + tl.arange(0, SPANS)[None, :]
-    has_scale = own & (group < (K + SPAN - 1) // SPAN)
-    if GROUP != SPAN:
-        group = group * SPAN // GROUP
-    scales = tl.load(scale_rows + group, mask=has_scale, other=0.0).to(tl.float32)
-    scales = tl.reshape(scales, [COUNT, ROWS, SPANS])
+    scales = tl.reshape(scales.to(tl.float32), [COUNT, ROWS, SPANS])
     PIECE: tl.constexpr = elements.shape[1] // SPANS // acc.shape[3]
     tile = tl.reshape(elements, [COUNT, ROWS, SPANS, acc.shape[3], PIECE])
     if FP8:
         acc = _add_fp8_(acc, tile, scales, part, x_scales, FP8 and GROUP == K)
     else:
-        zeros = tl.full([1, 1, 1], 8.0, tl.float32)
+        points = tl.full([1, 1, 1], 8.0, tl.float32)
         if ZEROS:
-            zeros = tl.load(zero_rows + group, mask=has_scale, other=0).to(tl.float32)
-            zeros = tl.reshape(zeros, [COUNT, ROWS, SPANS])
-        acc = _add_int4_(acc, tile, scales, zeros, part, PACKED)
+            points = tl.reshape(zeros.to(tl.float32), [COUNT, ROWS, SPANS])
+        acc = _add_int4_(acc, tile, scales, points, part, PACKED)
     return acc
 
 
@@ -193,7 +215,8 @@ def multiply_rows(
 ) -> tl.tensor:
     """Sums of the products of vectors and rows of a weight, fp32 `[vectors, rows]`.
 
-    Reads BLOCK_K inputs of the weight before it waits for earlier kernels; see `early_start`.
+    Reads BLOCK_K inputs of the weight and their scales before it waits for earlier kernels; see
+    `early_start`.
 
     Args:
         x: `[vectors]`, pointers to vectors of K.
@@ -218,21 +241,25 @@ def multiply_rows(
     scale_rows = scales_ptr + (rows // HEIGHT * GROUPS)[:, None]
     zero_rows = zeros_ptr + (rows * GROUPS)[:, None]
     elements = tl.load(weights, mask=own & (cols < BYTES), other=0.0)
+    scales, zeros = _load_scales(scale_rows, zero_rows, own, 0, K, ZEROS, GROUP, SPAN, BLOCK_K)
     await_kernels_before(EARLY)
     x_scales = tl.full([COUNT], 1.0, tl.float32)
     if WHOLE:
         x_scales = scale_of(most_of_rows(x, used, K, BLOCK_K))
     acc = tl.zeros([COUNT, ROWS, SPANS, PIECES], tl.float32)
     acc = _add_step_(
-        acc, elements, x, x_scales, used, own, scale_rows, zero_rows, 0,
-        K, FP8, ZEROS, GROUP, SPAN, PACKED, BLOCK_K,
+        acc, elements, scales, zeros, x, x_scales, used, 0,
+        K, FP8, ZEROS, GROUP, PACKED, BLOCK_K,
     )  # fmt: skip
     for step in range(1, STEPS):
         is_read = own & (cols < BYTES - step * STEP)
         elements = tl.load(weights + step * STEP, mask=is_read, other=0.0)
+        scales, zeros = _load_scales(
+            scale_rows, zero_rows, own, step, K, ZEROS, GROUP, SPAN, BLOCK_K
+        )
         acc = _add_step_(
-            acc, elements, x, x_scales, used, own, scale_rows, zero_rows, step,
-            K, FP8, ZEROS, GROUP, SPAN, PACKED, BLOCK_K,
+            acc, elements, scales, zeros, x, x_scales, used, step,
+            K, FP8, ZEROS, GROUP, PACKED, BLOCK_K,
         )  # fmt: skip
     return tl.sum(tl.sum(acc, axis=3), axis=2) * x_scales[:, None]
 

@@ -20,7 +20,11 @@ from torch.nn.functional import ScalingType
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
-from sglang.srt.layers.triton_ops.early_start import EarlyStart, await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.early_start import (
+    SEVERAL_ROWS,
+    await_kernels_before,
+    early_start,
+)
 from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
 from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
 
@@ -243,8 +247,6 @@ def multiply_on_tensor_cores(
     else:
         given, x_scales = x, weight.scales
         assert given.stride(1) == 1
-    # Programs of 4-bit weights that start early are spread unevenly: 40% slower.
-    starts: EarlyStart = early_start(given) if weight.is_fp8 else {"EARLY": False}
     grid = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
     parts = arrivals = weight.scales
     if splits > 1:
@@ -261,7 +263,7 @@ def multiply_on_tensor_cores(
         BLOCK_N=tiles.outputs, BLOCK_T=tiles.tokens,
         BLOCK_K=_DEPTH, TILES=tiles.group, TMA=tma, CUDA=out.is_cuda,
         BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
-        **starts,
+        **early_start(given, most_rows=SEVERAL_ROWS),
     )  # fmt: skip
 
 
