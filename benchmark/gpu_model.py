@@ -23,9 +23,11 @@ POOL_TOKENS = 163_840
 class GpuModel:
     """A runner whose pages are allocated once, and batches over them."""
 
-    def __init__(self, page_size: int, pool_tokens: int, **config: Any) -> None:
+    def __init__(
+        self, page_size: int, pool_tokens: int, weights: str = "bf16", **config: Any
+    ) -> None:
         begun = time.monotonic()
-        with dummy_model() as directory:
+        with dummy_model(weights) as directory:
             self.runner = ModelRunner(
                 ModelRunnerConfig(
                     model_config=ModelConfig.from_path(directory),

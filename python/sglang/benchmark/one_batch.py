@@ -80,8 +80,9 @@ def measure_limits(device: torch.device | str, dtype: torch.dtype) -> Limits:
 def least_seconds(model: ModelConfig, work: StepWork, limits: Limits) -> float:
     """The larger of the times for arithmetic and for memory at the limits.
 
-    Every weight except the embedding is read once, in the model's dtype. In the last layer, tokens
-    without logits need only their keys and values.
+    Every weight except the embedding is read once: those of layers in the checkpoint's format,
+    without its scales, the head in the model's dtype. In the last layer, tokens without logits need
+    only their keys and values.
     """
     attention_width = model.num_attention_heads * model.head_dim
     kv_weights = 2 * model.hidden_size * model.num_key_value_heads * model.head_dim
@@ -92,7 +93,9 @@ def least_seconds(model: ModelConfig, work: StepWork, limits: Limits) -> float:
     flops = 2.0 * (body - other_weights) * work.new_tokens
     flops += 2.0 * (other_weights + head) * work.logits
     flops += 4.0 * attention_width * ((layers - 1) * work.pairs + work.last_pairs)
-    moved = model.dtype.itemsize * (body + head) + work.read_kv_bytes
+    size = model.dtype.itemsize
+    body_size = size if model.quantization is None else model.quantization.bits / 8
+    moved = body_size * body + size * head + work.read_kv_bytes
     return max(flops / limits.product_flop_per_s, moved / limits.copy_bytes_per_s)
 
 

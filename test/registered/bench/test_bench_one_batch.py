@@ -171,6 +171,9 @@ def test_limits() -> None:
     slow_memory = Limits(copy_bytes_per_s=1e3, product_flop_per_s=1e15)
     read = least_seconds(model, decode_work(2, 100, 1024), slow_memory)
     assert read == pytest.approx((4 * (body + head) + 200 * 1024) / 1e3)
+    rounded = ModelConfig.from_path(str(BUILTIN_MODEL_DIR), dtype="float32", quantization="fp8")
+    read = least_seconds(rounded, decode_work(2, 100, 1024), slow_memory)
+    assert read == pytest.approx((body + 4 * head + 200 * 1024) / 1e3)
     slow_arithmetic = Limits(copy_bytes_per_s=1e15, product_flop_per_s=1e3)
     # In the last layer, 18 of the 20 tokens need only keys and values.
     flops = 2 * (body - other) * 20 + 2 * (other + head) * 2 + 4 * 192 * (3 * 2 * 55 + 2 * 10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -36,13 +36,42 @@ _CONFIG: Final[dict[str, Any]] = {
 }
 """The fields of its config.json that serving reads."""
 
+WEIGHTS: Final[Mapping[str, dict[str, Any]]] = {
+    "bf16": {},
+    "fp8": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "strategy": "group",
+                    "group_size": 128,
+                    "symmetric": True,
+                },
+            }
+        },
+    },
+}
+"""`quantization_config` of each weight format that benchmarks compare."""
+
 DUMMY_FLAGS: Final = ("--load-format", "dummy", "--tokenizer-path", str(BUILTIN_MODEL_DIR))
 """Flags for a server of `dummy_model`: random weights, and the tokenizer of another model."""
 
 
 @contextmanager
-def dummy_model() -> Iterator[str]:
-    """A temporary directory with only the configuration."""
+def dummy_model(weights: str = "bf16") -> Iterator[str]:
+    """A temporary directory with only the configuration, for a format in `WEIGHTS`."""
+    form = WEIGHTS[weights]
+    config = {**_CONFIG, "quantization_config": form} if form else _CONFIG
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+        (Path(directory) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         yield directory
