@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -33,12 +35,15 @@ from sglang.srt.layers.triton_ops.arguments import (
     DeltaStates,
     ExpertChoice,
     ExpertWeights,
+    ScaledWeight,
 )
 from sglang.srt.layers.triton_ops.attention.decode_attention import decode_attention, make_arrivals
 from sglang.srt.layers.triton_ops.attention.extend_attention import (
     extend_attention,
     plan_blocks,
 )
+from sglang.srt.layers.triton_ops.scaled.linear import multiply_scaled, round_rows
+from sglang.srt.layers.triton_ops.scaled.product import Tiles, multiply_on_tensor_cores
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
@@ -204,6 +209,45 @@ def linear(report: Report) -> None:
             )
 
 
+def scaled(report: Report) -> None:
+    """The layers' products with fp8 and 4-bit weights, rounding of activations included; for 64
+    rows of fp8 in tiles of several sizes. Rate: TB/s of weights."""
+    sizes = [
+        Tiles(outputs, 64, 8, warps, stages)
+        for outputs in (32, 64, 128) for warps in (4, 8) for stages in (4, 6)
+    ]  # fmt: skip
+    for n, k in ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)):
+        fp8 = ScaledWeight(
+            elements=random(n, k).to(torch.float8_e4m3fn),
+            scales=torch.rand(n // 128, k // 128, device="cuda"),
+        )
+        integers = torch.randint(256, (n, k // 2), dtype=torch.uint8, device="cuda")
+        int4 = ScaledWeight(elements=integers, scales=random(n, k // 128), zeros=None)
+        for name, weight in (("fp8", fp8), ("int4", int4)):
+            for count in (1, 2, 8, 16, 64):
+                attempt(
+                    report,
+                    {"what": "scaled", "n": n, "k": k, "rows": count, "weights": name},
+                    partial(multiply_scaled, random(count, k), weight),
+                    weight.elements.nbytes,
+                )
+        x = round_rows(random(64, k), fp8)
+        out = torch.empty(64, n, dtype=BF16, device="cuda")
+        for tiles, splits in product(sizes, (1, 2, 4, 8)):
+            programs = n // tiles.outputs
+            if not 96 <= programs * splits <= 800 or (splits > 1 and programs > 132):
+                continue
+            attempt(
+                report,
+                {
+                    "what": "scaled", "n": n, "k": k, "rows": 64, "tiles": astuple(tiles),
+                    "splits": splits,
+                },
+                partial(multiply_on_tensor_cores, x, fp8, None, out, (tiles, splits)),
+                fp8.elements.nbytes,
+            )  # fmt: skip
+
+
 def fused(report: Report) -> None:
     """The layers between the products. Rate: TB/s read and written."""
     for count in (1, 64, 8192):
@@ -292,7 +336,7 @@ def few(report: Report) -> None:
 
 PARTS = {
     "prefill": prefill, "plan": plan, "decode": decode, "linear": linear, "fused": fused,
-    "few": few,
+    "few": few, "scaled": scaled,
 }  # fmt: skip
 
 
