@@ -5,8 +5,9 @@ Starts `mooncake_master` and a store node for the prefill server's cache, both s
 next question, and runs until Ctrl-C (with `ONCE=1` until the answer). Both servers get the
 arguments, except that `--host` and `--port` are for the router and flags of the cache for the
 prefill server. The servers share a secret: SGLANG_DISAGGREGATION_SECRET, or a random one. Without
-`--model-path` both serve the built-in model, with `MODEL=hybrid` the built-in hybrid. If there are
-enough GPUs, each server has its own. All processes are children and end by their handles.
+`--model-path` both serve the built-in model, with `MODEL=hybrid` the built-in hybrid, with
+`MODEL=smollm2` a real model from PyPI. If there are enough GPUs, each server has its own. All
+processes are children and end by their handles.
 """
 
 from __future__ import annotations

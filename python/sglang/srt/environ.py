@@ -319,9 +319,9 @@ class Envs:
     ONCE = _env_bool(False, "`make serve` ends after its first answer.")
     MODEL = _env_str(
         "builtin",
-        "The model of `make serve` without --model-path: the built-in one, or the built-in hybrid, "
-        "which has recurrent states.",
-        choices=("builtin", "hybrid"),
+        "The model of `make serve` without --model-path: the built-in one, the built-in hybrid, "
+        "which has recurrent states, or SmolLM2-135M-Instruct, a real model from PyPI.",
+        choices=("builtin", "hybrid", "smollm2"),
     )
 
     # Torch's OpenMP library reads these.

@@ -6,10 +6,14 @@ import argparse
 import json
 import math
 import pydoc
-from collections.abc import Callable
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,9 +26,12 @@ from rigs.models.quantized_checkpoints import (
     gptq,
     write_quantized,
 )
-from rigs.models.smollm2 import save_smollm2
 from rigs.servers.engine_server import EngineServer
 from rigs.servers.forked_servers import ForkedServer
+from sglang.serve_embedded import QUESTION
+from sglang.smollm2 import installed_smollm2, save_smollm2
+from sglang.srt.environ import child_environment
+from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=600, suite="nightly-test-cpu", nightly=True)
@@ -123,6 +130,114 @@ def test_a_format_costs_what_its_values_cost(
         assert found == pytest.approx(perplexity(server, text_ids), rel=0.005)
     print(f"{name}: perplexity {plain_perplexity:.3f} x {found / plain_perplexity:.4f}")
     assert found < most * plain_perplexity
+
+
+TEMPLATE: Final = """\
+{% if tools %}<|im_start|>system
+Call these: {{ tools | tojson }}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""The model's own template shows it no tools, so the server would refuse them."""
+
+
+@pytest.fixture(scope="module")
+def client(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    template = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
+    words = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096")
+    tools = ("--tool-call-parser", "hermes", "--chat-template", str(template))
+    with ForkedServer(*words, *tools, model=str(smollm2)) as server:
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def chat(client: openai.OpenAI, question: str, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=64,
+        **fields,
+    )
+
+
+def test_a_chat_makes_sense(client: openai.OpenAI) -> None:
+    (choice,) = chat(client, "What is the capital of France?").choices
+    assert "Paris" in choice.message.content
+    assert choice.finish_reason == "stop"
+
+
+CITIES: Final = ("Paris", "London")
+PERSON: Final = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 1, "maximum": 120},
+        "city": {"enum": [*CITIES]},
+    },
+    "required": ["name", "age", "city"],
+    "additionalProperties": False,
+}
+
+
+def check_person(text: str) -> None:
+    person = json.loads(text)
+    assert list(person) == ["name", "age", "city"]
+    assert isinstance(person["name"], str)
+    assert 1 <= person["age"] <= 120
+    assert person["city"] in CITIES
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_by_a_schema(client: openai.OpenAI, stream: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    reply = chat(
+        client, "Anna is 31 and lives in Paris. As JSON?", response_format=form, stream=stream
+    )
+    parts = [event.choices[0].delta for event in reply] if stream else [reply.choices[0].message]
+    check_person("".join(part.content or "" for part in parts))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_is_called(client: openai.OpenAI, stream: bool) -> None:
+    tool = {"type": "function", "function": {"name": "note", "parameters": PERSON}}
+    choice = {"type": "function", "function": {"name": "note"}}
+    reply = chat(
+        client, "Note: Anna is 31, Paris.", tools=[tool], tool_choice=choice, stream=stream
+    )
+    parts = [event.choices[0].delta for event in reply] if stream else [reply.choices[0].message]
+    calls = [call.function for part in parts for call in part.tool_calls or ()]
+    assert "".join(call.name or "" for call in calls) == "note"
+    check_person("".join(call.arguments or "" for call in calls))
+
+
+@pytest.mark.parametrize("regex", ["[😀-😏]{8}", "[一-龥]{12}", "(👩‍🚀 é ﷽ 한){3}"])
+def test_characters_of_several_tokens_are_streamed_whole(client: openai.OpenAI, regex: str) -> None:
+    """Most of these characters are several tokens each."""
+    whole = chat(client, "Say something.", extra_body={"regex": regex})
+    said = whole.choices[0].message.content
+    assert re.fullmatch(regex, said)
+    assert whole.usage.completion_tokens > len(said)
+    events = chat(client, "Say something.", extra_body={"regex": regex}, stream=True)
+    parts = [event.choices[0].delta.content or "" for event in events]
+    assert "".join(parts) == said
+    assert len([part for part in parts if part]) > 2
+
+
+@pytest.mark.timeout(300)
+def test_make_serve_gets_and_serves_it() -> None:
+    flags = ("--port", str(get_free_port()), "--device", "cpu")
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.serve_embedded", *flags],
+        env=child_environment({"MODEL": "smollm2", "ONCE": "1"}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The code of heron is" in done.stdout.split(QUESTION, 1)[1]
+    assert (installed_smollm2() / "config.json").exists()
 
 
 if __name__ == "__main__":

