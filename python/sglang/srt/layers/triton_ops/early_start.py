@@ -36,8 +36,8 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 _FEW_ROWS: Final = 8
 SEVERAL_ROWS: Final = 64
-"""Most rows of early starts of the kernels of a dense layer. Kernels of more rows run so long that
-their start matters little."""
+"""Most rows of an early start: of kernels in general, and of those of a dense layer, which are
+short for longer. Kernels of more rows run so long that their start matters little."""
 _FIRST, _SECOND = tl.constexpr(1), tl.constexpr(2)
 """A kernel lets the next one start first of all, or after it has waited."""
 
