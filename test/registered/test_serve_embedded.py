@@ -171,6 +171,16 @@ def test_a_real_model_that_cannot_be_got_leaves_nothing(
     assert not list((tmp_path / "share/sglang").iterdir())
 
 
+def test_a_real_model_that_cannot_be_written_gives_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "share").write_text("not a folder")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("MODEL", "smollm2")
+    with pytest.raises(RuntimeError, match=r"SmolLM2 cannot be written to .*: .*Not a directory"):
+        with_model([])
+
+
 def test_a_port_in_use_gives_one_line_before_any_process_starts() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from rigs.models.quantized_checkpoints import fp8_blocks
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 
 VOCAB_SIZE: Final = 151936
@@ -38,11 +39,7 @@ _CONFIG: Final[dict[str, Any]] = {
 
 WEIGHTS: Final[Mapping[str, dict[str, Any]]] = {
     "bf16": {},
-    "fp8": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    },
+    "fp8": fp8_blocks().config,
     "int4": {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",

@@ -44,9 +44,10 @@ _EARLY_PROGRAMS = 256
 """Most programs that read keys and values before they wait. They need more registers, so a device
 has no room for twice as many at a time."""
 _MOST_COUNTED = 1 << 16
-_ROWS_JOINED_AT_ONCE = (64, 128)
-"""Parts that a program joins at once, times heads. Programs that read early are few, so more
-registers cost them nothing."""
+_ROWS_JOINED_AT_ONCE = 64
+_ROWS_JOINED_EARLY = 128
+"""Parts that a program joins at once, times heads; and if it reads early. Such programs are few, so
+more registers cost nothing."""
 _SECTOR_BYTES = 32
 """Unit that an L1 cache fetches. Rows in the same sector as a newest row are not read early."""
 
@@ -307,6 +308,8 @@ def decode_attention(
     has_room = joins_apart or num_kv_heads * batch_size * count <= _EARLY_PROGRAMS
     whole_sectors = head_dim * k_pool.element_size() % _SECTOR_BYTES == 0
     reads_early = starts["EARLY"] > 0 and has_room and whole_sectors
+    joined_rows = triton.next_power_of_2(group)
+    joined_at_once = _ROWS_JOINED_EARLY if reads_early else _ROWS_JOINED_AT_ONCE
     _decode_kernel[(num_kv_heads, batch_size, count)](
         q,
         k_pool,
@@ -329,8 +332,8 @@ def decode_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         ROWS=max(16, triton.next_power_of_2(group)),
-        JOINED_ROWS=triton.next_power_of_2(group),
-        JOINED_PARTS=max(1, _ROWS_JOINED_AT_ONCE[reads_early] // triton.next_power_of_2(group)),
+        JOINED_ROWS=joined_rows,
+        JOINED_PARTS=max(1, joined_at_once // joined_rows),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK=block_n,
         SPLIT=count > 1,
