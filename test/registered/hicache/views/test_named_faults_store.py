@@ -30,6 +30,7 @@ OTHER_VERSION: Final = "9.9.9"
 
 
 _BACKUPS: Final = 'sglang:hicache_queue_length{queue="backups"}'
+_ENDED_BACKUPS: Final = "sglang:hicache_backup_total{"
 
 
 def prompt(seed: int, pages: int = PAGES) -> list[int]:
@@ -126,9 +127,16 @@ def test_a_full_store(cluster: MooncakeCluster, server: EngineServer) -> None:
 
     seeds = iter(range(100, 200))
 
+    def ended_backups() -> float:
+        found = server.metrics().items()
+        return sum(value for name, value in found if name.startswith(_ENDED_BACKUPS))
+
     def fill(name: str, above: float) -> None:
         while cluster.master.metric(name) <= above:
+            ended = ended_backups()
             ask(server, next(seeds), pages=LONG_PAGES)
+            # The answer comes before the backup is in the queue.
+            assert wait_until(lambda: ended_backups() > ended, 60)
             assert wait_until(lambda: server.metrics()[_BACKUPS] == 0, 60)
 
     quiet = {"StoreNearlyFull", "StoreEvicts"}
