@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import pydoc
@@ -18,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rigs.models.gptq_rounding import Moments, input_moments
 from rigs.models.quantized_checkpoints import (
     Format,
     awq,
@@ -44,16 +44,18 @@ CONVERSATIONS: Final = (
 WORDS: Final = 32
 CHUNK: Final = 512
 """Tokens of a text whose perplexity is measured, each chunk by itself."""
-FORMATS: Final[dict[str, tuple[Callable[[], Format], float]]] = {
-    "fp8-blocks": (fp8_blocks, 1.02),
-    "fp8-per-tensor": (fp8_per_tensor, 1.02),
-    "awq": (awq, 1.35),
-    "gptq": (gptq, 1.35),
-    "gptq-8": (lambda: gptq(8, 128), 1.005),
+CALIBRATION: Final = """ast collections csv datetime decimal http.client inspect logging pathlib
+    random shutil socket statistics subprocess tarfile threading typing zipfile"""
+"""Modules whose documentation calibrates GPTQ."""
+FORMATS: Final[dict[str, tuple[Callable[[Moments], Format], float]]] = {
+    "fp8-blocks": (lambda moments: fp8_blocks(moments=moments), 1.01),
+    "fp8-per-tensor": (lambda moments: fp8_per_tensor(), 1.01),
+    "awq": (lambda moments: awq(moments=moments), 1.05),
+    "gptq": (lambda moments: gptq(moments=moments), 1.05),
+    "gptq-8": (lambda moments: gptq(8, 128), 1.005),
 }
-"""Writer of a format, and the greatest ratio of its perplexity to that of the plain model. The
-writers round to the nearest value, without the calibration that published checkpoints have had: on
-this small model int4 costs a quarter, fp8 about one percent."""
+"""Writer of a format, and the bound of its perplexity as a ratio to the plain model's. With moments
+a writer rounds by GPTQ, without them to the nearest value."""
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +63,25 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_smollm2(tmp_path_factory.mktemp("smollm2"))
 
 
+def english(smollm2: Path, module: str, chunks: int) -> list[list[int]]:
+    """Real text: the documentation of a module of the standard library."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(smollm2)
+    ids = tokenizer(pydoc.plain(pydoc.render_doc(module)))["input_ids"]
+    assert len(ids) >= chunks * CHUNK
+    return [ids[begin : begin + CHUNK] for begin in range(0, chunks * CHUNK, CHUNK)]
+
+
 @pytest.fixture(scope="module")
 def text_ids(smollm2: Path) -> list[list[int]]:
-    """Real English: pages of the standard library's documentation."""
-    text = "\n".join(pydoc.plain(pydoc.render_doc(module)) for module in (argparse, json))
-    tokenizer: Any = AutoTokenizer.from_pretrained(smollm2)
-    ids = tokenizer(text)["input_ids"]
-    return [ids[begin : begin + CHUNK] for begin in range(0, 4 * CHUNK, CHUNK)]
+    return english(smollm2, "argparse", 4)
+
+
+@pytest.fixture(scope="module")
+def moments(smollm2: Path) -> Moments:
+    """The moments on calibration texts, which share nothing with the measured text."""
+    chunks = [ids for module in CALIBRATION.split() for ids in english(smollm2, module, 2)]
+    texts = torch.tensor(chunks).view(-1, CHUNK // 2)
+    return input_moments(smollm2, [texts[begin : begin + 8] for begin in range(0, len(texts), 8)])
 
 
 def serve(path: Path) -> ForkedServer:
@@ -119,11 +133,16 @@ def test_the_text_is_understood(plain_perplexity: float) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_costs_what_its_values_cost(
-    smollm2: Path, text_ids: list[list[int]], plain_perplexity: float, tmp_path: Path, name: str
+    smollm2: Path,
+    text_ids: list[list[int]],
+    moments: Moments,
+    plain_perplexity: float,
+    tmp_path: Path,
+    name: str,
 ) -> None:
     """The perplexity equals that of a plain checkpoint with the dequantized values."""
     make, most = FORMATS[name]
-    with serve(write_quantized(smollm2, tmp_path, make())) as server:
+    with serve(write_quantized(smollm2, tmp_path, make(moments))) as server:
         found = perplexity(server, text_ids)
     with serve(tmp_path / "plain") as server:
         # Its values are rounded to bf16.

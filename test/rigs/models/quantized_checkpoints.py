@@ -12,17 +12,24 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
+from rigs.models.gptq_rounding import NO_MOMENTS, Moments, compensated
+
 Floats: TypeAlias = npt.NDArray[np.float32]
 Encoded: TypeAlias = tuple[dict[str, torch.Tensor], Floats]
 """The tensors of one weight by their full names, and the values that they stand for."""
 
+_CLIPS: Final = 20
+_CLIP_STEP: Final = 0.02
+_CLIP_NORM: Final = 2.4
+"""GPTQ's groups of integers: ranges that are tried, the share by which each is smaller, and the
+norm of the errors by which one is chosen."""
 _LEFT_PLAIN = re.compile(r"embed_tokens|lm_head|norm|conv1d|\.gate\.weight|shared_expert_gate")
 _STACKED = re.compile(r"experts\.(gate_up_proj|down_proj)$")
 
@@ -83,8 +90,13 @@ def write_quantized(plain: Path, directory: Path, form: Format, *, files: int = 
     return directory / names[0]
 
 
-def fp8_blocks(height: int = 128, width: int = 128) -> Format:
-    """DeepSeek's format: fp8 with a scale for each block."""
+def fp8_blocks(height: int = 128, width: int = 128, *, moments: Moments = NO_MOMENTS) -> Format:
+    """DeepSeek's format: fp8 with a scale for each block.
+
+    Args:
+        moments: Moments of the inputs, here and below. GPTQ rounds the weights that have some;
+            others are rounded to the nearest value.
+    """
     config = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -93,7 +105,7 @@ def fp8_blocks(height: int = 128, width: int = 128) -> Format:
     }
 
     def encode(name: str, weight: Floats) -> Encoded:
-        elements, scales, values = _fp8(weight, height, width)
+        elements, scales, values = _fp8(weight, height, width, moments.get(name))
         return {name: elements, f"{name}_scale_inv": scales}, values
 
     return Format(config, encode, takes_stacks=True)
@@ -112,7 +124,9 @@ def fp8_per_tensor() -> Format:
     return Format(config, encode)
 
 
-def _fp8(weight: Floats, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor, Floats]:
+def _fp8(
+    weight: Floats, height: int, width: int, moments: Floats | None = None
+) -> tuple[torch.Tensor, torch.Tensor, Floats]:
     *lead, outputs, inputs = weight.shape
     blocks = (-(-outputs // height), -(-inputs // width))
     scales = np.zeros((*lead, *blocks), np.float32)
@@ -125,11 +139,22 @@ def _fp8(weight: Floats, height: int, width: int) -> tuple[torch.Tensor, torch.T
             ]
             scales[..., row, column] = np.abs(block).max(axis=(-1, -2)) / 448.0
     of_each = scales.repeat(height, axis=-2)[..., :outputs, :].repeat(width, axis=-1)[..., :inputs]
-    elements = torch.from_numpy(weight / of_each).to(torch.float8_e4m3fn)
+
+    def nearest(weight: Floats, scales: Floats) -> torch.Tensor:
+        return torch.from_numpy(weight / scales).to(torch.float8_e4m3fn)
+
+    if moments is not None:
+
+        def of_column(values: Floats, column: int) -> Floats:
+            scales = of_each[:, column]
+            return nearest(values, scales).to(torch.float32).numpy() * scales
+
+        weight = compensated(weight, moments, of_column)
+    elements = nearest(weight, of_each)
     return elements, torch.from_numpy(scales), elements.to(torch.float32).numpy() * of_each
 
 
-def awq(group: int = 32) -> Format:
+def awq(group: int = 32, *, moments: Moments = NO_MOMENTS) -> Format:
     """AutoAWQ's layout for its GEMM kernels."""
     config = {
         "quant_method": "awq",
@@ -140,7 +165,9 @@ def awq(group: int = 32) -> Format:
     }
 
     def encode(name: str, weight: Floats) -> Encoded:
-        integers, zeros, scales, values = _integers(weight, np.arange(weight.shape[1]) // group, 4)
+        integers, zeros, scales, values = _integers(
+            weight, np.arange(weight.shape[1]) // group, 4, moments=moments.get(name)
+        )
         layer = name.removesuffix(".weight")
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         return {
@@ -152,7 +179,14 @@ def awq(group: int = 32) -> Format:
     return Format(config, encode, multiple=8)
 
 
-def gptq(bits: int = 4, group: int = 32, *, act_order: bool = False, version: int = 1) -> Format:
+def gptq(
+    bits: int = 4,
+    group: int = 32,
+    *,
+    act_order: bool = False,
+    version: int = 1,
+    moments: Moments = NO_MOMENTS,
+) -> Format:
     """The layout of AutoGPTQ (version 1), and of GPTQModel (version 2).
 
     Args:
@@ -173,7 +207,9 @@ def gptq(bits: int = 4, group: int = 32, *, act_order: bool = False, version: in
         groups = np.arange(inputs) // (inputs if group < 0 else group)
         if act_order:
             np.random.default_rng(3).shuffle(groups)
-        integers, zeros, scales, values = _integers(weight, groups, bits, least_zero=1)
+        integers, zeros, scales, values = _integers(
+            weight, groups, bits, least_zero=1, moments=moments.get(name)
+        )
         layer = name.removesuffix(".weight")
         return {
             f"{layer}.qweight": _pack(integers.T, bits, axis=0),
@@ -186,21 +222,42 @@ def gptq(bits: int = 4, group: int = 32, *, act_order: bool = False, version: in
 
 
 def _integers(
-    weight: Floats, groups: npt.NDArray[np.int64], bits: int, least_zero: int = 0
+    weight: Floats,
+    groups: npt.NDArray[np.int64],
+    bits: int,
+    least_zero: int = 0,
+    moments: Floats | None = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats, Floats]:
     """Integers `[outputs, inputs]`, zero points and scales `[outputs, groups]`, and values."""
     most, count = (1 << bits) - 1, int(groups.max()) + 1
     scales = np.zeros((len(weight), count), np.float32)
-    zeros = np.zeros((len(weight), count), np.int64)
+    zeros = np.zeros((len(weight), count), np.float32)
+
+    def nearest(weight: Floats, scales: Floats, zeros: Floats) -> Floats:
+        return np.clip(np.round(weight / scales), -zeros, most - zeros) * scales
+
     for group in range(count):
         part = weight[:, groups == group]
         low, high = np.minimum(part.min(axis=1), 0), np.maximum(part.max(axis=1), 0)
-        scales[:, group] = ((high - low) / most).astype(np.float16)
-        zeros[:, group] = np.clip(np.round(-low / scales[:, group]), least_zero, most)
-    integers = np.clip(np.round(weight / scales[:, groups]) + zeros[:, groups], 0, most)
-    integers = integers.astype(np.int64)
-    values = (integers - zeros[:, groups]).astype(np.float32) * scales[:, groups]
-    return integers, zeros, scales, values
+        least = np.full(len(weight), np.inf)
+        for clip in range(1 if moments is None else _CLIPS):
+            share = 1 - clip * _CLIP_STEP
+            scale = (share * (high - low) / most).astype(np.float16).astype(np.float32)
+            zero = np.clip(np.round(-share * low / scale), least_zero, most)
+            off = np.abs(nearest(part, scale[:, None], zero[:, None]) - part) ** _CLIP_NORM
+            is_less = off.sum(axis=1) < least
+            least[is_less] = off.sum(axis=1)[is_less]
+            scales[is_less, group], zeros[is_less, group] = scale[is_less], zero[is_less]
+    if moments is not None:
+
+        def of_column(values: Floats, column: int) -> Floats:
+            group = groups[column]
+            return nearest(values, scales[:, group], zeros[:, group])
+
+        weight = compensated(weight, moments, of_column)
+    values = nearest(weight, scales[:, groups], zeros[:, groups])
+    integers = np.round(values / scales[:, groups]) + zeros[:, groups]
+    return integers.astype(np.int64), zeros.astype(np.int64), scales, values
 
 
 def _pack(

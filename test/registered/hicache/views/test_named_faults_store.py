@@ -131,13 +131,16 @@ def test_a_full_store(cluster: MooncakeCluster, server: EngineServer) -> None:
         found = server.metrics().items()
         return sum(value for name, value in found if name.startswith(_ENDED_BACKUPS))
 
+    def add_one() -> None:
+        ended = ended_backups()
+        ask(server, next(seeds), pages=LONG_PAGES)
+        # The answer comes before the backup is in the queue.
+        assert wait_until(lambda: ended_backups() > ended, 60)
+        assert wait_until(lambda: server.metrics()[_BACKUPS] == 0, 60)
+
     def fill(name: str, above: float) -> None:
         while cluster.master.metric(name) <= above:
-            ended = ended_backups()
-            ask(server, next(seeds), pages=LONG_PAGES)
-            # The answer comes before the backup is in the queue.
-            assert wait_until(lambda: ended_backups() > ended, 60)
-            assert wait_until(lambda: server.metrics()[_BACKUPS] == 0, 60)
+            add_one()
 
     quiet = {"StoreNearlyFull", "StoreEvicts"}
     assert not quiet & alerts(cluster, server, lambda: ask(server, 1))
