@@ -11,6 +11,7 @@ from typing import Any, Final
 from transformers import DeepseekV32Config, Qwen3NextConfig
 
 from benchmark.prompts import random_prompt
+from rigs.models.qwen3_8b import WEIGHTS
 from sglang.srt.configs.config_fields import FIELDS
 
 LENGTH: Final = 8192
@@ -52,13 +53,20 @@ def add_families(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def model_of(family: str, *, drafts: bool = False) -> Iterator[str]:
-    """A temporary directory with only the configuration; `drafts`: with a layer that drafts."""
+def model_of(family: str, *, drafts: bool = False, weights: str = "bf16") -> Iterator[str]:
+    """A temporary directory with only the configuration.
+
+    Args:
+        drafts: Whether there is a layer that drafts.
+        weights: A format in `WEIGHTS`.
+    """
     config_class, architecture, shape = SHAPES[family]
     with tempfile.TemporaryDirectory() as directory:
         config = config_class(vocab_size=VOCABULARY, max_position_embeddings=40960, **shape)
         config.architectures = [architecture]
         config.dtype = "bfloat16"
+        if WEIGHTS[weights]:
+            config.quantization_config = WEIGHTS[weights]
         if drafts:
             field = FIELDS[architecture].of_text.num_draft_layers
             assert field is not None, f"{architecture} has no layer that drafts"

@@ -11,6 +11,7 @@ import torch
 
 from benchmark import __main__ as program
 from benchmark.command import COMMANDS, Command, description, load_command, module_name
+from benchmark.gpu_hybrid.steps import costs_by_ends
 from benchmark.report import Report
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -118,6 +119,11 @@ def test_a_figure_is_a_line_of_the_table_and_of_the_file(
         ["hash", "0.333333", "us", "expected", "0.3,", "target", "at", "most", "1"],
         ["pages", "8", "count"],
     ]
+
+
+def test_a_kernel_costs_what_it_adds_to_the_timeline() -> None:
+    spans = [(5, 14, "a"), (0, 10, "a"), (2, 8, "b"), (20, 25, "c")]
+    assert costs_by_ends(spans) == {"a": [10, 4], "b": [0], "c": [11]}
 
 
 if __name__ == "__main__":
