@@ -60,7 +60,7 @@ def add_decode(
 
 
 def costs_by_ends(spans: Iterable[tuple[int, int, str]]) -> dict[str, list[int]]:
-    """What each kernel adds to a timeline, by name.
+    """Nanoseconds that each launch of a kernel adds to a timeline, by name.
 
     Args:
         spans: Begin, end and name of each kernel; times in nanoseconds.

@@ -54,8 +54,8 @@ FORMATS: Final[dict[str, tuple[Callable[[Moments], Format], float]]] = {
     "gptq": (lambda moments: gptq(moments=moments), 1.05),
     "gptq-8": (lambda moments: gptq(8, 128), 1.005),
 }
-"""Writer of a format, and the bound of its perplexity as a ratio to the plain model's. With moments
-a writer rounds by GPTQ, without them to the nearest value."""
+"""Writer of a format, and the bound of its perplexity as a ratio to the plain model's. A
+writer that is given moments rounds by GPTQ; the others round to the nearest value."""
 
 
 @pytest.fixture(scope="module")
