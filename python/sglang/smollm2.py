@@ -57,7 +57,7 @@ def installed_smollm2() -> Path:
     """Path of the checkpoint in this virtual environment, written there at the first call.
 
     Raises:
-        RuntimeError: As `save_smollm2`, or the folder cannot be written. One line.
+        RuntimeError: It could not be downloaded, read or written. One line.
     """
     target = Path(sys.prefix, "share", "sglang", "smollm2")
     if not target.exists():

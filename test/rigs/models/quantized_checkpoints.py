@@ -19,9 +19,8 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
-from rigs.models.gptq_rounding import NO_MOMENTS, Moments, compensated
+from rigs.models.gptq_rounding import NO_MOMENTS, Floats, Moments, compensated
 
-Floats: TypeAlias = npt.NDArray[np.float32]
 Encoded: TypeAlias = tuple[dict[str, torch.Tensor], Floats]
 """The tensors of one weight by their full names, and the values that they stand for."""
 

@@ -45,9 +45,10 @@ _EARLY_PROGRAMS = 256
 has no room for twice as many at a time."""
 _MOST_COUNTED = 1 << 16
 _ROWS_JOINED_AT_ONCE = 64
+"""Parts that a program joins at once, times heads."""
 _ROWS_JOINED_EARLY = 128
-"""Parts that a program joins at once, times heads; and if it reads early. Such programs are few, so
-more registers cost nothing."""
+"""The same of a program that reads early. Few of those run at a time, so each has more registers
+free."""
 _SECTOR_BYTES = 32
 """Unit that an L1 cache fetches. Rows in the same sector as a newest row are not read early."""
 
