@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import DeltaChunks, DeltaLayout, DeltaStates
-from sglang.srt.layers.triton_ops.conv_states import keep_conv_states
+from sglang.srt.layers.triton_ops.conv_states import CONV_PARTS, keep_conv_states
 
 _NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
 INDICES = [
@@ -160,15 +160,15 @@ def _keep_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Write the convolution's state of one head's channels, and its snapshot's."""
+    """Write a part of a head's convolution state, and of its snapshot's."""
     request = tl.program_id(1)
     first, slot = tl.load(read_ptr + request), tl.load(write_ptr + request)
     begin, end = tl.load(bounds_ptr + request), tl.load(bounds_ptr + request + 1)
     snapshot, track_len = tl.load(track_ptr + request), tl.load(track_lens_ptr + request)
     keep_conv_states(
-        x_ptr, conv_ptr, tl.program_id(0), first, slot, snapshot, track_len, begin, end, stride,
-        Q0, K0, V0, QK_STEP, V_STEP, KEY_HEADS, REPEATS, KEY_DIM, VALUE_DIM, KERNEL, PAST, BLOCK_K,
-        BLOCK_V, True,
+        x_ptr, conv_ptr, tl.program_id(0), tl.program_id(2), first, slot, snapshot, track_len,
+        begin, end, stride, Q0, K0, V0, QK_STEP, V_STEP, KEY_HEADS, REPEATS, KEY_DIM, VALUE_DIM,
+        KERNEL, PAST, BLOCK_K, BLOCK_V, True,
     )  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def keep_convolution(x: torch.Tensor, layout: DeltaLayout, states: DeltaStates) 
     """Write the convolution's states after a prefill, and those of the snapshots. The kernels that
     read the states before must have been launched."""
     track_slots = states.slots if states.track_slots is None else states.track_slots
-    _keep_kernel[(layout.key_heads * layout.repeats, len(states.slots))](
+    _keep_kernel[(layout.key_heads * layout.repeats, len(states.slots), CONV_PARTS.value)](
         x, states.conv, states.read_slots, states.slots, track_slots, states.bounds,
         states.track_lens, x.stride(0), PAST=triton.next_power_of_2(layout.kernel - 1),
         BLOCK_K=triton.next_power_of_2(layout.key_dim),

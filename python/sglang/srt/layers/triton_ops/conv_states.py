@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
+
+CONV_PARTS: Final = tl.constexpr(3)
+"""Parts of a head's conv state: values, query, key. In decode steps a program writes one part; all
+parts in turn would take three times as long."""
 
 
 @triton.jit
@@ -70,6 +76,7 @@ def keep_conv_states(
     x_ptr: tl.tensor,
     conv_ptr: tl.tensor,
     head: tl.tensor,
+    part: tl.tensor,
     first: tl.tensor,
     slot: tl.tensor,
     snapshot: tl.tensor,
@@ -92,27 +99,24 @@ def keep_conv_states(
     BLOCK_V: tl.constexpr,
     TRACK: tl.constexpr,
 ) -> None:
-    """Write a request's conv states, after its tokens and of its snapshot, of the channels of one
-    value head; the first value head of a key head has its query and key too."""
+    """Write a request's conv states, after its tokens and of its snapshot: the channels of one
+    value head (part 0), of the query (part 1) or of the key (part 2) of its key head. Queries and
+    keys are written by the first value head of a key head."""
     key_head, nth = head // REPEATS, head % REPEATS
-    values = tl.arange(0, BLOCK_V)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + KEY_HEADS * REPEATS * VALUE_DIM
-    _move_conv(
-        x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
-        V0 + key_head * V_STEP + nth * VALUE_DIM + values,
-        2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values,
-        values < VALUE_DIM, CHANNELS, KERNEL, PAST, TRACK,
-    )  # fmt: skip
-    if nth == 0:
-        keys = tl.arange(0, BLOCK_K)
-        is_key = keys < KEY_DIM
+    if part == 0:
+        values = tl.arange(0, BLOCK_V)
         _move_conv(
             x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
-            Q0 + key_head * QK_STEP + keys, key_head * KEY_DIM + keys,
-            is_key, CHANNELS, KERNEL, PAST, TRACK,
+            V0 + key_head * V_STEP + nth * VALUE_DIM + values,
+            2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values,
+            values < VALUE_DIM, CHANNELS, KERNEL, PAST, TRACK,
         )  # fmt: skip
+    elif nth == 0:
+        keys = tl.arange(0, BLOCK_K)
         _move_conv(
             x_ptr, conv_ptr, first, slot, snapshot, track_len, begin, end, stride,
-            K0 + key_head * QK_STEP + keys, (KEY_HEADS + key_head) * KEY_DIM + keys,
-            is_key, CHANNELS, KERNEL, PAST, TRACK,
+            tl.where(part == 1, Q0, K0) + key_head * QK_STEP + keys,
+            ((part - 1) * KEY_HEADS + key_head) * KEY_DIM + keys,
+            keys < KEY_DIM, CHANNELS, KERNEL, PAST, TRACK,
         )  # fmt: skip

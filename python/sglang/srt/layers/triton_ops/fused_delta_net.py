@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import MOST_TAPS, DeltaLayout, DeltaStates
-from sglang.srt.layers.triton_ops.conv_states import keep_conv_states
+from sglang.srt.layers.triton_ops.conv_states import CONV_PARTS, keep_conv_states
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 
 _FEW_REQUESTS = 2
@@ -259,7 +259,7 @@ def _finish_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """Normalise and gate one head of a token. Rows after the tokens, which a verification does not
-    have, write a head's conv state, because all programs of `_rule_kernel` read it."""
+    have, write a part of a head's conv state, because all programs of `_rule_kernel` read it."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     key_head, nth = head // REPEATS, head % REPEATS
@@ -268,7 +268,8 @@ def _finish_kernel(
     is_value = values < VALUE_DIM
     own = nth * VALUE_DIM + values
     weight = tl.load(norm_ptr + values, mask=is_value, other=0.0).to(tl.float32)
-    request = tl.maximum(row - tokens, 0)
+    part = tl.maximum(row - tokens, 0) % CONV_PARTS
+    request = tl.maximum(row - tokens, 0) // CONV_PARTS
     first = tl.load(read_ptr + request)
     slot = tl.load(write_ptr + request)
     await_kernels_before(EARLY)
@@ -302,9 +303,9 @@ def _finish_kernel(
         snapshot = tl.load(track_ptr + request)
         track_len = tl.load(track_lens_ptr + request)
     keep_conv_states(
-        x_ptr, conv_ptr, head, first, slot, snapshot, track_len, begin, end, stride, Q0, K0, V0,
-        QK_STEP, V_STEP, KEY_HEADS, REPEATS, KEY_DIM, VALUE_DIM, KERNEL, PAST, BLOCK_K, BLOCK_V,
-        TRACK,
+        x_ptr, conv_ptr, head, part, first, slot, snapshot, track_len, begin, end, stride,
+        Q0, K0, V0, QK_STEP, V_STEP, KEY_HEADS, REPEATS, KEY_DIM, VALUE_DIM, KERNEL, PAST, BLOCK_K,
+        BLOCK_V, TRACK,
     )  # fmt: skip
 
 
@@ -365,7 +366,8 @@ def attend_linearly(
         *inputs, x.stride(0), layout.key_dim**-0.5, B0=layout.b, A0=layout.a,
         BA_STEP=layout.ba_step, KEEP=kept is not None, BLOCK_V=block_v, num_warps=_WARPS, **shape,
     )  # fmt: skip
-    _finish_kernel[(heads, num_tokens + (requests if kept is None else 0))](
+    rows_of_states = requests * CONV_PARTS.value if kept is None else 0
+    _finish_kernel[(heads, num_tokens + rows_of_states)](
         x, states.conv, attended, weight, out, *indices, num_tokens, requests, x.stride(0), eps,
         Z0=layout.z, PAST=triton.next_power_of_2(layout.kernel - 1),
         BLOCK_V=triton.next_power_of_2(value_dim), num_warps=1, **shape,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import DeltaInputs
-from sglang.srt.layers.triton_ops.conv_states import keep_conv_states
+from sglang.srt.layers.triton_ops.conv_states import CONV_PARTS, keep_conv_states
 from sglang.srt.layers.triton_ops.fused_delta_net import advanced
 
 _VALUES_AT_ONCE = 32
@@ -88,12 +88,13 @@ def _advance_kernel(
         tl.store(states + target * size + place, state.to(kept), mask=inside)
         if block == 0:
             # The kept inputs lie like conv states: all queries, all keys, all values.
-            keep_conv_states(
-                inputs_ptr, conv_ptr + layer * conv_stride, head, slot, target, target, count,
-                begin, end, CHANNELS, 0, KEY_HEADS * KEY_DIM, 2 * KEY_HEADS * KEY_DIM,
-                KEY_DIM, REPEATS * VALUE_DIM, KEY_HEADS, REPEATS, KEY_DIM, VALUE_DIM, KERNEL,
-                PAST, BLOCK_K, ALL_V, False,
-            )  # fmt: skip
+            for part in range(CONV_PARTS):
+                keep_conv_states(
+                    inputs_ptr, conv_ptr + layer * conv_stride, head, part, slot, target, target,
+                    count, begin, end, CHANNELS, 0, KEY_HEADS * KEY_DIM, 2 * KEY_HEADS * KEY_DIM,
+                    KEY_DIM, REPEATS * VALUE_DIM, KEY_HEADS, REPEATS, KEY_DIM, VALUE_DIM, KERNEL,
+                    PAST, BLOCK_K, ALL_V, False,
+                )  # fmt: skip
 
 
 def advance_states(
