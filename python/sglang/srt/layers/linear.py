@@ -62,19 +62,22 @@ def apply_linear(
         return kernels.multiply_scaled(x, weight, bias, out=out, out_dtype=out_dtype)
     assert isinstance(x, torch.Tensor), "only weights with scales take rounded activations"
     kernels = fused_kernels(x.device)
-    if weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16):
+    is_wide = weight.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    if is_wide:
         is_many = kernels is not None and len(x) >= _ROWS_OF_PARTS
         if is_many and x.dtype == torch.bfloat16 and bias is None and out is None:
             return _multiply_by_parts(x, weight)
+        out_dtype = torch.float32
+    config = kernels.plan_gemv(*weight.shape) if kernels is not None and len(x) == 1 else None
+    if kernels is not None and config is not None:
+        if out is None:
+            shape = (1, weight.shape[0])
+            out = torch.empty(shape, dtype=out_dtype or x.dtype, device=x.device)
+        kernels.gemv(x, weight, bias, out, config)
+        return out
+    if is_wide:
         x = x.float()
     if kernels is not None:
-        config = kernels.plan_gemv(*weight.shape) if x.shape[0] == 1 else None
-        if config is not None:
-            if out is None:
-                shape = (1, weight.shape[0])
-                out = torch.empty(shape, dtype=out_dtype or x.dtype, device=x.device)
-            kernels.gemv(x, weight, bias, out, config)
-            return out
         if out_dtype not in (None, x.dtype) and bias is None:
             if out is not None:
                 return torch.mm(x, weight.t(), out_dtype=out_dtype, out=out)
@@ -148,9 +151,15 @@ class MergedColumnParallelLinear(WeightedLayer):
         self.weight = new_weight(self, "weight", placement, format_, runs, inputs)
         self.bias = placement.empty(output_size) if bias else None
 
-    def forward(self, x: torch.Tensor | RoundedRows) -> torch.Tensor:
-        """`[num_tokens, input_size]`, perhaps rounded, to `[num_tokens, sum of the parts]`."""
-        return apply_linear(x, self.weight, self.bias)
+    def forward(
+        self, x: torch.Tensor | RoundedRows, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`[num_tokens, input_size]`, perhaps rounded, to `[num_tokens, sum of the parts]`.
+
+        Args:
+            out: Tensor for the result; None: a new one.
+        """
+        return apply_linear(x, self.weight, self.bias, out=out)
 
     def weight_slots(self) -> NamedSlots:
         begin = 0

@@ -68,6 +68,16 @@ def test_gemv(n: int, k: int, out_dtype: torch.dtype) -> None:
     assert relative_error(out, want - bias.double()) < 5e-3
 
 
+def test_gemv_of_an_fp32_weight() -> None:
+    """An indexer's weights of heads: the vector is exact as it is, and nothing is rounded."""
+    x, weight = random(1, 512, seed=5), random(64, 512, seed=6, dtype=torch.float32)
+    config = gemv.plan(64, 512)
+    assert config is not None and x.dtype is HALF
+    out = torch.full((1, 64), float("nan"), device=DEVICE)
+    gemv.gemv(x, weight, None, out, config)
+    assert relative_error(out, F.linear(x.double(), weight.double())) < 1e-6
+
+
 @pytest.mark.parametrize(("n", "k"), [(64, 512), (12288, 1024), (1004, 256), (152, 3072)])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 def test_gated_gemv(n: int, k: int, dtype: torch.dtype) -> None:

@@ -188,8 +188,15 @@ class DeltaNetProjections(torch.nn.Module):
 
     def columns(self, x: torch.Tensor) -> torch.Tensor:
         """Project `[num_tokens, hidden_size]`; all projections lie side by side."""
-        found = [product.forward(x) for product in self._products]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        if len(self._products) == 1:
+            return self._products[0].forward(x)
+        if len(x) > 1:
+            return torch.cat([product.forward(x) for product in self._products], dim=-1)
+        widths = [product.weight.shape[0] for product in self._products]
+        out = x.new_empty((1, sum(widths)))
+        for product, part in zip(self._products, torch.split(out, widths, dim=1), strict=True):
+            product.forward(x, part)
+        return out
 
     def forward(self, x: torch.Tensor) -> _Projected:
         """Project `[num_tokens, hidden_size]`."""

@@ -126,7 +126,8 @@ class Indexer(WeightedLayer):
 
     Its small queries and keys rank tokens. A key's score for a query is the sum over the indexer's
     heads of relu(query * key), weighted by a factor per head that the querying token provides
-    (DeepSeek-V3.2, section 2.1).
+    (DeepSeek-V3.2, section 2.1). The reference multiplies all scores by one positive number, which
+    changes no ranking and is omitted.
 
     If keys are in fp8, the query of each head is rounded as well. Like the reference, the indexer
     first multiplies both by a Hadamard matrix (`head_dim` is a power of 2). Products stay the same,
@@ -159,7 +160,6 @@ class Indexer(WeightedLayer):
         self.norm_weight, self.norm_bias = placement.empty(dim), placement.empty(dim)
         # fp32 as in the reference: the head weights decide the ranking of tokens.
         self.heads_weight = replace(placement, dtype=torch.float32).empty(heads, hidden_size)
-        self._scale = dim**-0.5 * heads**-0.5
         self._spreading = hadamard(dim, placement.dtype, placement.device)
 
     def queries(
@@ -180,8 +180,7 @@ class Indexer(WeightedLayer):
         q = apply_linear(q_latent, self.query_weight)
         q = self._rotate_(q.view(len(q), -1, self.config.head_dim), rotation)
         q = self._spread(q) if in_fp8 else q
-        weights = apply_linear(hidden, self.heads_weight) * self._scale
-        return IndexQuery(q, weights, self.config.topk)
+        return IndexQuery(q, apply_linear(hidden, self.heads_weight), self.config.topk)
 
     def keys(
         self, hidden: torch.Tensor, rotation: Rotation, *, in_fp8: bool = False
