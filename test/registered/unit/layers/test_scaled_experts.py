@@ -25,7 +25,7 @@ Pair = tuple[ScaledWeight, ScaledWeight]
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one after the other."""
     if DEVICE == "cpu":
-        for name in ("_FEATURES", "_FEATURES_OF_INT4"):
+        for name in ("_FEATURES", "_FEATURES_OF_INT4", "_FEATURES_OF_DOWN"):
             monkeypatch.setattr(few_experts, name, 32)
 
 
@@ -116,6 +116,35 @@ def test_few_tokens(kind: str, tokens: int, with_shared: bool) -> None:
     given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=shared)
     got = KERNELS.run_experts(x, weights, ids.int(), given)
     assert got.dtype == HALF
+    assert relative_error(got, reference(x, weights, ids, experts, shared)) < bound_of(experts)
+
+
+def wide_pair(kind: str, *lead: int, seed: int = 0) -> Pair:
+    """`pair` of so many features that the second product reads a row of them in several steps."""
+    if kind == "fp8 blocks":
+        return (
+            fp8_weight(*lead, 768, 128, height=128, seed=seed),
+            fp8_weight(*lead, 128, 384, height=128, seed=seed + 1),
+        )
+    if kind == "fp8 rows":
+        return (
+            fp8_weight(*lead, 600, 40, group=40, seed=seed),
+            fp8_weight(*lead, 40, 300, group=300, seed=seed + 1),
+        )
+    return int4_weight(*lead, 1408, 64, seed=seed), int4_weight(*lead, 64, 704, seed=seed + 1)
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 rows", "int4"])
+def test_the_second_product_in_many_tiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some are loaded before others are used; the shared expert's are the last ones."""
+    monkeypatch.setattr(few_experts, "_INPUTS", 256)
+    experts, shared = wide_pair(kind, EXPERTS), wide_pair(kind, seed=7)
+    plan = few_experts.plan_down(experts[1], TOP_K + 1)
+    assert plan["BLOCK_F"] < experts[1].shape[-1] and plan["BLOCK_P"] < TOP_K
+    x = randn(2, experts[0].shape[-1], seed=1, dtype=HALF)
+    weights, ids = choice(2, TOP_K + 1)
+    given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=shared)
+    got = KERNELS.run_experts(x, weights, ids.int(), given)
     assert relative_error(got, reference(x, weights, ids, experts, shared)) < bound_of(experts)
 
 

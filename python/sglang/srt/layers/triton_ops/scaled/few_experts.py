@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypedDict
 
 import torch
 import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
-from sglang.srt.layers.triton_ops.early_start import await_then_start_next, early_start
+from sglang.srt.layers.triton_ops.early_start import (
+    await_kernels_before,
+    await_then_start_next,
+    early_start,
+)
 from sglang.srt.layers.triton_ops.rounding import gate
 from sglang.srt.layers.triton_ops.scaled.gemv import (
+    add_tile_,
     inputs_at_once,
     kind_of,
+    load_tile,
     multiply_row,
-    multiply_rows,
+    no_sums,
+    rows_at,
+    rows_left,
+    whole_scales,
     zeros_of,
 )
 
 _FEATURES: Final = 4
 _FEATURES_OF_INT4: Final = 8
-"""Features that a program of either product computes."""
+_FEATURES_OF_DOWN: Final = 8
+"""Features that a program computes: of the first product for fp8 weights and for others, and of the
+second."""
 _INPUTS: Final = 2048
-"""Inputs, of several experts of a token, that a program of the second product reads at a time."""
+"""Inputs, of several experts of a token, of a tile of the second product."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -81,14 +92,13 @@ def _gate_up_kernel(
     if not ONE:  # noqa: SIM102 - known when this is compiled
         if tl.min(tl.where(used, numbers, BLOCK_I), axis=0) < current:
             return
-    nth = tl.arange(0, 2 * ROWS)
-    rows = tl.minimum(tl.program_id(0) * ROWS + nth // 2, FEATURES - 1) + nth % 2 * FEATURES
-    rows += expert * 2 * FEATURES
-    features = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begin = tl.program_id(0) * ROWS
+    features = begin + tl.arange(0, ROWS)
     while current < BLOCK_I:
         user = current // per_token
         totals = multiply_row(
-            x_ptr + user.to(tl.int64) * HIDDEN, weights, scales, zeros, rows,
+            x_ptr + user.to(tl.int64) * HIDDEN, weights, scales, zeros,
+            expert * 2 * FEATURES + begin, rows_left(FEATURES, begin, ROWS), ROWS, FEATURES,
             HIDDEN, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_H, False,
         )  # fmt: skip
         # Rounded at the same points as for many tokens.
@@ -130,40 +140,115 @@ def _down_kernel(
     ROWS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute ROWS features of a token: the weighted sum over its experts.
 
-    The previous kernel is `_gate_up_kernel`, so ids may be read before the wait, which
-    `multiply_rows` makes; see `early_start`.
+    Weights are read in tiles: BLOCK_F inputs of the experts of BLOCK_P places, AHEAD tiles before
+    they are used. The previous kernel is `_gate_up_kernel`, so ids may be read before the wait; see
+    `early_start`.
     """
     token = tl.program_id(1).to(tl.int64)
-    features = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    read = tl.minimum(features, HIDDEN - 1).to(tl.int64)
+    STEPS: tl.constexpr = (FEATURES + BLOCK_F - 1) // BLOCK_F
+    TILES: tl.constexpr = (PLACES + BLOCK_P - 1) // BLOCK_P * STEPS
+    first = tl.program_id(0) * ROWS
+    left = rows_left(HIDDEN, first, ROWS)
     inner = inner_ptr + token * PLACES * FEATURES
-    total = tl.zeros([ROWS], tl.float32)
-    for begin in tl.static_range(0, TOP_K, BLOCK_P):
-        # Rows of several places in one dimension.
-        at = begin * ROWS + tl.arange(0, BLOCK_P * ROWS)
-        expert = tl.load(ids_ptr + token * TOP_K + at // ROWS, mask=at < TOP_K * ROWS, other=0)
-        row = tl.minimum(tl.program_id(0) * ROWS + at % ROWS, HIDDEN - 1)
-        places = begin + tl.arange(0, BLOCK_P)
-        chosen = places < TOP_K
-        totals = multiply_rows(
-            inner + places * FEATURES, weight_ptr, scales_ptr, zeros_ptr,
-            expert.to(tl.int64) * HIDDEN + row, chosen,
-            FEATURES, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_F, EARLY and begin == 0,
+    rows_of: tl.tuple = ()
+    for begin in tl.static_range(0, PLACES, BLOCK_P):
+        place = begin + tl.arange(0, BLOCK_P)
+        is_chosen = place < TOP_K
+        expert = tl.load(ids_ptr + token * TOP_K + place, mask=is_chosen, other=0).to(tl.int64)
+        at = rows_at(
+            weight_ptr, scales_ptr, zeros_ptr, expert * HIDDEN + first, left, ROWS, 0,
+            FEATURES, FP8, HEIGHT, GROUP,
         )  # fmt: skip
-        weights = tl.load(weights_ptr + token * stride + places, mask=chosen, other=0.0)
-        total += tl.sum(totals * weights[:, None], axis=0)
-    if PLACES > TOP_K:
-        shared = multiply_row(
-            inner + TOP_K * FEATURES, shared_ptr, shared_scales_ptr, shared_zeros_ptr, read,
-            FEATURES, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_F, False,
+        if PLACES > TOP_K and begin + BLOCK_P > TOP_K:
+            of_shared = rows_at(
+                shared_ptr, shared_scales_ptr, shared_zeros_ptr, expert * 0 + first, left, ROWS, 0,
+                FEATURES, FP8, HEIGHT, GROUP,
+            )  # fmt: skip
+            at = (
+                tl.where(is_chosen[None, :], at[0], of_shared[0]),
+                tl.where(is_chosen[None, :], at[1], of_shared[1]),
+                tl.where(is_chosen[None, :], at[2], of_shared[2]),
+            )
+        rows_of += ((at, place < PLACES),)
+    tiles: tl.tuple = ()
+    for n in tl.static_range(AHEAD):
+        at, own = rows_of[n // STEPS]
+        tile = load_tile(at, own, n % STEPS, FEATURES, FP8, ZEROS, GROUP, SPAN, BLOCK_F)
+        tiles += (tile,)
+    await_kernels_before(EARLY)
+    acc = no_sums(BLOCK_P, ROWS, FP8, SPAN, BLOCK_F)
+    for n in tl.static_range(TILES):
+        if n + AHEAD < TILES:
+            at, own = rows_of[(n + AHEAD) // STEPS]
+            step = (n + AHEAD) % STEPS
+            tile = load_tile(at, own, step, FEATURES, FP8, ZEROS, GROUP, SPAN, BLOCK_F)
+            tiles += (tile,)
+        places = n // STEPS * BLOCK_P + tl.arange(0, BLOCK_P)
+        used = places < PLACES
+        x = inner + places * FEATURES
+        if n % STEPS == 0:
+            x_scales = whole_scales(x, used, FEATURES, FP8, GROUP, BLOCK_F)
+            weights = tl.load(weights_ptr + token * stride + places, mask=used, other=0.0)
+        acc = add_tile_(
+            acc, tiles[n], x, x_scales, weights, used, n % STEPS,
+            FEATURES, FP8, ZEROS, GROUP, PACKED, BLOCK_F,
         )  # fmt: skip
-        total += shared * tl.load(weights_ptr + token * stride + TOP_K)
+    total = tl.sum(tl.sum(tl.sum(acc, axis=3), axis=2), axis=1)
+    features = first + tl.arange(0, ROWS)
     to = out_ptr + token * HIDDEN + features
     tl.store(to, total.to(out_ptr.dtype.element_ty), mask=features < HIDDEN)
+
+
+class GateUpPlan(TypedDict):
+    """Sizes of a program of the first product."""
+
+    ROWS: int
+    BLOCK_H: int
+    num_warps: int
+
+
+class DownPlan(TypedDict):
+    """Sizes of a program of the second product."""
+
+    ROWS: int
+    BLOCK_P: int
+    BLOCK_F: int
+    AHEAD: int
+    num_warps: int
+
+
+def plan_gate_up(weight: ScaledWeight, tokens: int) -> GateUpPlan:
+    """Sizes for a stack of weights `[experts, 2 * features, hidden_size]`."""
+    block_h = inputs_at_once(weight.shape[-1], kind_of(weight), 1024)
+    warps = max(1, block_h // 256)
+    if not weight.is_fp8:
+        return {"ROWS": _FEATURES_OF_INT4, "BLOCK_H": block_h, "num_warps": warps}
+    if tokens == 1:
+        # More programs have room on a multiprocessor, so fewer wait for others to end.
+        return {"ROWS": _FEATURES // 2, "BLOCK_H": block_h, "num_warps": max(1, warps // 2)}
+    return {"ROWS": _FEATURES, "BLOCK_H": block_h, "num_warps": warps}
+
+
+def plan_down(weight: ScaledWeight, places: int) -> DownPlan:
+    """Sizes for a stack of weights `[experts, hidden_size, features]`."""
+    features = weight.shape[-1]
+    block_f = inputs_at_once(features, kind_of(weight), _INPUTS if weight.is_fp8 else 1024)
+    block_p = max(1, min(_INPUTS // block_f, triton.next_power_of_2(places)))
+    tiles = triton.cdiv(places, block_p) * triton.cdiv(features, block_f)
+    # More tiles of 4-bit weights, or fewer warps, would need more registers than there are.
+    ahead, of_warp = (2, 256 // block_p) if weight.is_fp8 else (1, 128)
+    return {
+        "ROWS": _FEATURES_OF_DOWN,
+        "BLOCK_P": block_p,
+        "BLOCK_F": block_f,
+        "AHEAD": min(tiles, ahead),
+        "num_warps": max(1, block_f // of_warp),
+    }
 
 
 def run_scaled_experts(
@@ -192,24 +277,21 @@ def run_scaled_experts(
     assert x.is_contiguous() and weights.stride(1) == 1 and ids.is_contiguous()
     of_shared = shared or (gate_up, down)
     assert all(kind_of(a) == kind_of(b) for a, b in zip(of_shared, (gate_up, down), strict=True))
+    # The second product reads so many bytes at a time, whatever the compiler sees.
+    assert all(weight.elements.data_ptr() % 16 == 0 for weight in (down, of_shared[1]))
     inner = torch.empty((num_tokens, places, features), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
-    rows = _FEATURES if gate_up.is_fp8 else _FEATURES_OF_INT4
-    block_h = inputs_at_once(hidden, kind_of(gate_up), 1024)
-    _gate_up_kernel[(triton.cdiv(features, rows), num_tokens * places)](
+    up, last = plan_gate_up(gate_up, num_tokens), plan_down(down, places)
+    _gate_up_kernel[(triton.cdiv(features, up["ROWS"]), num_tokens * places)](
         x, *_tensors(gate_up), *_tensors(of_shared[0]), ids, inner, num_tokens,
         HIDDEN=hidden, FEATURES=features, TOP_K=top_k, PLACES=places, **kind_of(gate_up),
-        ROWS=rows, BLOCK_H=block_h, ONE=num_tokens == 1,
-        BLOCK_I=triton.next_power_of_2(num_tokens * top_k),
-        num_warps=max(1, block_h // 256), **early_start(x),
+        ONE=num_tokens == 1, BLOCK_I=triton.next_power_of_2(num_tokens * top_k),
+        **up, **early_start(x),
     )  # fmt: skip
-    block_f = inputs_at_once(features, kind_of(down), 1024)
-    block_p = max(1, min(_INPUTS // block_f, triton.next_power_of_2(top_k)))
-    _down_kernel[(triton.cdiv(hidden, rows), num_tokens)](
+    _down_kernel[(triton.cdiv(hidden, last["ROWS"]), num_tokens)](
         inner, *_tensors(down), *_tensors(of_shared[1]), weights, ids, out, weights.stride(0),
         HIDDEN=hidden, FEATURES=features, TOP_K=top_k, PLACES=places, **kind_of(down),
-        ROWS=rows, BLOCK_P=block_p, BLOCK_F=block_f, num_warps=max(1, block_f // 256),
-        **early_start(x),
+        **last, **early_start(x),
     )  # fmt: skip
     return out
 

@@ -3,6 +3,7 @@ used."""
 
 from __future__ import annotations
 
+import math
 from typing import Final, TypedDict
 
 import torch
@@ -38,6 +39,8 @@ prmt.b32 $7, b, 0x43000000, 0x7344;
 float's mantissa makes this sum, without a conversion."""
 _SPAN: Final = 128
 """Most inputs of a span: neighbours with the same scales."""
+MULTIPROCESSORS: Final = 132
+"""Those of an H100 and of an H200, where sizes of programs were measured."""
 
 
 class WeightKind(TypedDict):
@@ -73,19 +76,19 @@ def _add_fp8_(
     x_scales: tl.tensor,
     WHOLE: tl.constexpr,
 ) -> tl.tensor:
-    """Add the products of some columns to `acc` `[vectors, rows, spans, pieces]`.
+    """Add the products of some columns to `acc` `[rows, vectors, spans, pieces]`.
 
-    `x_scales` `[vectors]` are the scales of `x` if a vector is one group (WHOLE); the caller then
-    multiplies by them.
+    `x_scales` `[vectors]` are the scales of `x` if a vector is one group (WHOLE).
     """
-    x = tl.reshape(x, [acc.shape[0], acc.shape[2], acc.shape[3], _PIECE])
+    x = tl.reshape(x, [acc.shape[1], acc.shape[2], acc.shape[3], _PIECE])
     if WHOLE:
         rounded = round_with(x, x_scales[:, None, None, None])
+        scales *= x_scales[None, :, None]
     else:
         of_spans = scale_of(tl.max(tl.max(tl.abs(x), axis=3), axis=2))
         rounded = round_with(x, of_spans[:, :, None, None])
-        scales *= of_spans[:, None, :]
-    products = elements.to(tl.float32) * rounded.to(tl.float32)[:, None, :, :, :]
+        scales *= of_spans[None, :, :]
+    products = elements.to(tl.float32) * rounded.to(tl.float32)[None, :, :, :, :]
     return acc + tl.sum(products, axis=4) * scales[:, :, :, None]
 
 
@@ -98,8 +101,8 @@ def _add_int4_(
     x: tl.tensor,
     PACKED: tl.constexpr,
 ) -> tl.tensor:
-    """Add the products of some columns to `acc` `[vectors, rows, spans, pieces]`."""
-    COUNT: tl.constexpr = acc.shape[0]
+    """Add the products of some columns to `acc` `[rows, vectors, spans, pieces]`."""
+    COUNT: tl.constexpr = acc.shape[1]
     SPANS: tl.constexpr = acc.shape[2]
     PARTS: tl.constexpr = x.shape[1] // SPANS // 32
     # In the order of bytes; see `inputs_of_bytes`.
@@ -120,50 +123,119 @@ def _add_int4_(
     else:
         low, high = (elements & 0xF).to(tl.float32), (elements >> 4).to(tl.float32)
     # Separate sums, which are chains of multiply-adds.
-    part = tl.sum(low * x0[:, None, :, :, :], axis=4)
-    part += tl.sum(high * x1[:, None, :, :, :], axis=4)
-    part -= zeros[:, :, :, None] * totals[:, None, :, :]
+    part = tl.sum(low * x0[None, :, :, :, :], axis=4)
+    part += tl.sum(high * x1[None, :, :, :, :], axis=4)
+    part -= zeros[:, :, :, None] * totals[None, :, :, :]
     return acc + part * scales[:, :, :, None]
 
 
 @triton.jit
-def _load_scales(
-    scale_rows: tl.tensor,
-    zero_rows: tl.tensor,
+def rows_at(
+    weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    first: tl.tensor,
+    left: tl.tensor,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    K: tl.constexpr,
+    FP8: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Pointers to some rows of several matrices, `[rows, matrices]`, to their zero points, and to
+    their scales, `[rows with scales of their own, matrices]`.
+
+    Args:
+        first: int64 `[matrices]`: a matrix's first row, a multiple of ROWS, in the whole weight.
+        left: Rows from there on that exist; the last one stands for others.
+        ROWS: Neighbours, all in one block of outputs.
+        HALF: If not 0, each row is followed by that many rows below it.
+    """
+    BYTES: tl.constexpr = K if FP8 else K // 2
+    GROUPS: tl.constexpr = K // GROUP
+    HALVES: tl.constexpr = 2 if HALF else 1
+    nth = tl.arange(0, ROWS * HALVES).to(tl.int64)
+    rows = (tl.minimum(nth // HALVES, left - 1) + nth % HALVES * HALF)[:, None]
+    scaled = rows
+    if HEIGHT > 1:
+        scaled = (tl.arange(0, HALVES) * (HALF // HEIGHT))[:, None]
+    return (
+        (weight_ptr + first * BYTES)[None, :] + rows * BYTES,
+        (scales_ptr + first // HEIGHT * GROUPS)[None, :] + scaled * GROUPS,
+        (zeros_ptr + first * GROUPS)[None, :] + rows * GROUPS,
+    )
+
+
+@triton.jit
+def _flat(values: tl.tensor) -> tl.tensor:
+    """`[rows, matrices]` to `[rows * matrices, 1]`."""
+    return tl.reshape(values, [values.shape[0] * values.shape[1], 1])
+
+
+@triton.jit
+def load_tile(
+    at: tl.tuple,
     own: tl.tensor,
     step: tl.tensor,
     K: tl.constexpr,
+    FP8: tl.constexpr,
     ZEROS: tl.constexpr,
     GROUP: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK_K: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Scales and zero points of BLOCK_K columns as they are stored, `[vectors * rows, spans]` each.
-    They are converted later, because a conversion waits for its load.
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """BLOCK_K columns of some rows as they are stored: elements `[rows * matrices, bytes]`, scales
+    and zero points `[rows * matrices, spans]`. Scales are converted later, because a conversion
+    waits for its load.
 
     Args:
-        scale_rows: `[vectors * rows, 1]`: pointers to scales of each row; `zero_rows` likewise.
+        at: From `rows_at`. Several matrices begin at multiples of 16 bytes.
+        own: `[matrices]`: whether a matrix is read; the others' elements are zeros.
     """
+    weights, scale_rows, zero_rows = at
+    SHARE: tl.constexpr = 1 if FP8 else 2
+    AT_ONCE: tl.constexpr = _PIECE if FP8 else min(_BYTES, SPAN // 2)
+    STEP: tl.constexpr = BLOCK_K // SHARE
     SPANS: tl.constexpr = BLOCK_K // SPAN
+    # Loads have two dimensions, so that neighbours in a row belong to neighbouring threads.
+    cols = tl.max_contiguous(tl.arange(0, STEP), AT_ONCE)[None, :]
+    is_own = _flat(tl.broadcast_to(own[None, :], weights.shape))
+    is_read = is_own & (cols < K // SHARE - step * STEP)
+    elements_at = _flat(weights) + step * STEP + cols
+    if own.shape[0] > 1 and K // SHARE // AT_ONCE * AT_ONCE == K // SHARE:
+        # The compiler does not see it behind the change of shape.
+        elements_at = tl.max_contiguous(tl.multiple_of(elements_at, [1, AT_ONCE]), [1, AT_ONCE])
+    elements = tl.load(elements_at, mask=is_read, other=0.0)
     group = step * SPANS + tl.arange(0, SPANS)[None, :]
-    has_scale = own & (group < (K + SPAN - 1) // SPAN)
+    is_inside = group < (K + SPAN - 1) // SPAN
     if GROUP != SPAN:
         group = group * SPAN // GROUP
-    scales = tl.load(scale_rows + group, mask=has_scale, other=0.0)
+    has_scale = _flat(tl.broadcast_to(own[None, :], scale_rows.shape)) & is_inside
+    scales = tl.load(_flat(scale_rows) + group, mask=has_scale, other=0.0)
     zeros = scales
     if ZEROS:
-        zeros = tl.load(zero_rows + group, mask=has_scale, other=0)
-    return scales, zeros
+        zeros = tl.load(_flat(zero_rows) + group, mask=is_own & is_inside, other=0)
+    return elements, scales, zeros
 
 
 @triton.jit
-def _add_step_(
+def no_sums(
+    VECTORS: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Zeros for `add_tile_` to add to."""
+    PIECES: tl.constexpr = SPAN // _PIECE if FP8 else SPAN // 2 // min(_BYTES, SPAN // 2)
+    return tl.zeros([ROWS, VECTORS, BLOCK_K // SPAN, PIECES], tl.float32)
+
+
+@triton.jit
+def add_tile_(
     acc: tl.tensor,
-    elements: tl.tensor,
-    scales: tl.tensor,
-    zeros: tl.tensor,
+    tile: tl.tuple,
     x: tl.tensor,
     x_scales: tl.tensor,
+    factors: tl.tensor,
     used: tl.tensor,
     step: tl.tensor,
     K: tl.constexpr,
@@ -173,95 +245,53 @@ def _add_step_(
     PACKED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Add the products of BLOCK_K columns, `elements` `[vectors * rows, BLOCK_K]` as they are
-    stored, to `acc` `[vectors, rows, spans, pieces]`. Scales and zero points are from
-    `_load_scales`, the other arguments as in `multiply_rows`."""
-    COUNT: tl.constexpr = acc.shape[0]
-    ROWS: tl.constexpr = acc.shape[1]
+    """Add the products of BLOCK_K columns to `acc` `[rows, vectors, spans, pieces]`.
+
+    Args:
+        tile: From `load_tile`: rows of one matrix for each vector.
+        x: `[vectors]`, pointers to vectors of K.
+        x_scales: `[vectors]`, from `whole_scales`.
+        factors: fp32 `[vectors]`, of the products.
+        used: `[vectors]`; the others' sums are 0.
+    """
+    elements, scales, zeros = tile
+    ROWS: tl.constexpr = acc.shape[0]
+    COUNT: tl.constexpr = acc.shape[1]
     SPANS: tl.constexpr = acc.shape[2]
     cols = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     inside = used[:, None] & (cols < K)
     part = tl.load(x[:, None] + cols, mask=inside, other=0.0).to(tl.float32)
-    scales = tl.reshape(scales.to(tl.float32), [COUNT, ROWS, SPANS])
+    SCALED: tl.constexpr = scales.shape[0] // COUNT
+    scales = tl.reshape(scales.to(tl.float32), [1, SCALED, COUNT, SPANS])
+    scales = tl.broadcast_to(scales, [ROWS // SCALED, SCALED, COUNT, SPANS])
+    scales = tl.reshape(scales, [ROWS, COUNT, SPANS]) * factors[None, :, None]
     PIECE: tl.constexpr = elements.shape[1] // SPANS // acc.shape[3]
-    tile = tl.reshape(elements, [COUNT, ROWS, SPANS, acc.shape[3], PIECE])
+    bytes_ = tl.reshape(elements, [ROWS, COUNT, SPANS, acc.shape[3], PIECE])
     if FP8:
-        acc = _add_fp8_(acc, tile, scales, part, x_scales, FP8 and GROUP == K)
+        acc = _add_fp8_(acc, bytes_, scales, part, x_scales, GROUP == K)
     else:
         points = tl.full([1, 1, 1], 8.0, tl.float32)
         if ZEROS:
-            points = tl.reshape(zeros.to(tl.float32), [COUNT, ROWS, SPANS])
-        acc = _add_int4_(acc, tile, scales, points, part, PACKED)
+            points = tl.reshape(zeros.to(tl.float32), [ROWS, COUNT, SPANS])
+        acc = _add_int4_(acc, bytes_, scales, points, part, PACKED)
     return acc
 
 
 @triton.jit
-def multiply_rows(
+def whole_scales(
     x: tl.tensor,
-    weight_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    zeros_ptr: tl.tensor,
-    rows: tl.tensor,
     used: tl.tensor,
     K: tl.constexpr,
     FP8: tl.constexpr,
-    ZEROS: tl.constexpr,
-    HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    PACKED: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> tl.tensor:
-    """Sums of the products of vectors and rows of a weight, fp32 `[vectors, rows]`.
-
-    Reads BLOCK_K inputs of the weight and their scales before it waits for earlier kernels; see
-    `early_start`.
-
-    Args:
-        x: `[vectors]`, pointers to vectors of K.
-        rows: int64 `[vectors * rows]`: indices into the weight, all experts' rows in one.
-        used: `[vectors]`; the others' sums are 0.
-    """
-    WHOLE: tl.constexpr = FP8 and GROUP == K
-    SPANS: tl.constexpr = BLOCK_K // SPAN
-    SHARE: tl.constexpr = 1 if FP8 else 2
-    BYTES_AT_ONCE: tl.constexpr = _PIECE if FP8 else min(_BYTES, SPAN // 2)
-    PIECES: tl.constexpr = SPAN // SHARE // BYTES_AT_ONCE
-    GROUPS: tl.constexpr = K // GROUP
-    BYTES: tl.constexpr = K // SHARE
-    STEP: tl.constexpr = BLOCK_K // SHARE
-    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    COUNT: tl.constexpr = x.shape[0]
-    ROWS: tl.constexpr = rows.shape[0] // COUNT
-    # Loads have two dimensions, so that neighbours in a row belong to neighbouring threads.
-    cols = tl.max_contiguous(tl.arange(0, STEP), BYTES_AT_ONCE)[None, :]
-    weights = weight_ptr + (rows * BYTES)[:, None] + cols
-    own = tl.reshape(tl.broadcast_to(used[:, None], [COUNT, ROWS]), [COUNT * ROWS])[:, None]
-    scale_rows = scales_ptr + (rows // HEIGHT * GROUPS)[:, None]
-    zero_rows = zeros_ptr + (rows * GROUPS)[:, None]
-    elements = tl.load(weights, mask=own & (cols < BYTES), other=0.0)
-    scales, zeros = _load_scales(scale_rows, zero_rows, own, 0, K, ZEROS, GROUP, SPAN, BLOCK_K)
-    await_kernels_before(EARLY)
-    x_scales = tl.full([COUNT], 1.0, tl.float32)
-    if WHOLE:
-        x_scales = scale_of(most_of_rows(x, used, K, BLOCK_K))
-    acc = tl.zeros([COUNT, ROWS, SPANS, PIECES], tl.float32)
-    acc = _add_step_(
-        acc, elements, scales, zeros, x, x_scales, used, 0,
-        K, FP8, ZEROS, GROUP, PACKED, BLOCK_K,
-    )  # fmt: skip
-    for step in range(1, STEPS):
-        is_read = own & (cols < BYTES - step * STEP)
-        elements = tl.load(weights + step * STEP, mask=is_read, other=0.0)
-        scales, zeros = _load_scales(
-            scale_rows, zero_rows, own, step, K, ZEROS, GROUP, SPAN, BLOCK_K
-        )
-        acc = _add_step_(
-            acc, elements, scales, zeros, x, x_scales, used, step,
-            K, FP8, ZEROS, GROUP, PACKED, BLOCK_K,
-        )  # fmt: skip
-    return tl.sum(tl.sum(acc, axis=3), axis=2) * x_scales[:, None]
+    """The scales `[vectors]` of fp8 vectors that are one group; ones for others."""
+    if FP8 and GROUP == K:
+        scales = scale_of(most_of_rows(x, used, K, BLOCK_K))
+    else:
+        scales = tl.full([x.shape[0]], 1.0, tl.float32)
+    return scales
 
 
 @triton.jit
@@ -270,7 +300,10 @@ def multiply_row(
     weight_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     zeros_ptr: tl.tensor,
-    rows: tl.tensor,
+    first: tl.tensor,
+    left: tl.tensor,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
     K: tl.constexpr,
     FP8: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -281,13 +314,46 @@ def multiply_row(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> tl.tensor:
-    """`multiply_rows` of one vector `x`: sums `[rows]`."""
+    """Sums of the products of the vector `x` and some rows of a weight, fp32 `[rows]`.
+
+    Reads BLOCK_K inputs of the weight and their scales before it waits for earlier kernels; see
+    `early_start`.
+
+    Args:
+        x: Pointer to a vector of K.
+        first: int64, see `rows_at`; `left`, ROWS and HALF likewise.
+    """
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     one = tl.arange(0, 1)
-    totals = multiply_rows(
-        x + one, weight_ptr, scales_ptr, zeros_ptr, rows, one == 0,
-        K, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_K, EARLY,
-    )  # fmt: skip
-    return tl.reshape(totals, [rows.shape[0]])
+    own = tl.full([1], True, tl.int1)
+    at = rows_at(
+        weight_ptr, scales_ptr, zeros_ptr, first + one, left, ROWS, HALF, K, FP8, HEIGHT, GROUP
+    )
+    tile = load_tile(at, own, 0, K, FP8, ZEROS, GROUP, SPAN, BLOCK_K)
+    await_kernels_before(EARLY)
+    factors = tl.full([1], 1.0, tl.float32)
+    x_scales = whole_scales(x + one, own, K, FP8, GROUP, BLOCK_K)
+    acc = no_sums(1, at[0].shape[0], FP8, SPAN, BLOCK_K)
+    acc = add_tile_(
+        acc, tile, x + one, x_scales, factors, own, 0, K, FP8, ZEROS, GROUP, PACKED, BLOCK_K
+    )
+    for step in range(1, STEPS):
+        tile = load_tile(at, own, step, K, FP8, ZEROS, GROUP, SPAN, BLOCK_K)
+        acc = add_tile_(
+            acc, tile, x + one, x_scales, factors, own, step, K, FP8, ZEROS, GROUP, PACKED, BLOCK_K
+        )
+    return tl.reshape(tl.sum(tl.sum(acc, axis=3), axis=2), [acc.shape[0]])
+
+
+@triton.jit
+def rows_left(size: tl.constexpr, begin: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+    """At least ROWS if so many of `size` rows follow `begin`, a multiple of ROWS; known when a
+    kernel is compiled if that is always so."""
+    if size % ROWS:
+        left = size - begin
+    else:
+        left = ROWS
+    return left
 
 
 @triton.jit
@@ -312,14 +378,14 @@ def _scaled_gemv_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """Grid `(n / BLOCK_N,)`: one program computes BLOCK_N outputs."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    read = tl.minimum(rows, N - 1).to(tl.int64)
+    first = tl.program_id(0) * BLOCK_N
+    rows = first + tl.arange(0, BLOCK_N)
     total = multiply_row(
-        x_ptr, weight_ptr, scales_ptr, zeros_ptr, read,
-        K, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_K, EARLY,
+        x_ptr, weight_ptr, scales_ptr, zeros_ptr, first.to(tl.int64), rows_left(N, first, BLOCK_N),
+        BLOCK_N, 0, K, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_K, EARLY,
     )  # fmt: skip
     if BIAS:
-        total += tl.load(bias_ptr + read).to(tl.float32)
+        total += tl.load(bias_ptr + tl.minimum(rows, N - 1)).to(tl.float32)
     tl.store(out_ptr + rows, total.to(out_ptr.dtype.element_ty), mask=rows < N)
 
 
@@ -343,17 +409,16 @@ def _scaled_gated_gemv_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """Compute BLOCK_N features, each from its row of gate and, N rows below, its row of up."""
-    nth = tl.arange(0, 2 * BLOCK_N)
-    rows = tl.minimum(tl.program_id(0) * BLOCK_N + nth // 2, N - 1) + nth % 2 * N
+    begin = tl.program_id(0) * BLOCK_N
     totals = multiply_row(
-        x_ptr, weight_ptr, scales_ptr, zeros_ptr, rows.to(tl.int64),
-        K, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_K, EARLY,
+        x_ptr, weight_ptr, scales_ptr, zeros_ptr, begin.to(tl.int64), rows_left(N, begin, BLOCK_N),
+        BLOCK_N, N, K, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_K, EARLY,
     )  # fmt: skip
     # Rounded at the same points as in `scaled_gemv` and `silu_and_mul`.
     dtype = out_ptr.dtype.element_ty
     first, up = tl.split(tl.reshape(totals.to(dtype).to(tl.float32), [BLOCK_N, 2]))
     gated = gate(first, up, dtype)
-    features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    features = begin + tl.arange(0, BLOCK_N)
     tl.store(out_ptr + features, gated.to(dtype), mask=features < N)
 
 
@@ -376,12 +441,31 @@ class GemvPlan(TypedDict):
 def plan(weight: ScaledWeight) -> GemvPlan:
     """Rows, columns and warps of a program for a weight `[outputs, inputs]`."""
     outputs, inputs = weight.shape
-    is_narrow = not weight.is_fp8 and outputs <= 8192
+    if weight.is_fp8:
+        return _plan_fp8(outputs, inputs, kind_of(weight))
+    is_narrow = outputs <= 8192
     is_small = outputs <= 4096 and inputs <= 4096
     most = 4096 if is_narrow and not is_small else 2048
     block_k = inputs_at_once(inputs, kind_of(weight), most)
     warps = min(8 if is_narrow and outputs <= 4096 else 4, max(1, block_k // 256))
-    return {"BLOCK_N": 8 if weight.is_fp8 else 16, "BLOCK_K": block_k, "num_warps": warps}
+    return {"BLOCK_N": 16, "BLOCK_K": block_k, "num_warps": warps}
+
+
+def _plan_fp8(outputs: int, inputs: int, kind: WeightKind) -> GemvPlan:
+    """`plan` for fp8 weights, by measurements of 12 shapes on an H200
+    (benchmark/results/2026-11-28-gpu-experts.md)."""
+    block_k = inputs_at_once(inputs, kind, 2048 if inputs > 2048 else 1024)
+    is_broad = outputs > 16384
+    warps = max(1, block_k // 256)
+    rows = 8
+    if block_k >= 1024 and not is_broad:
+        # The most rows with which all multiprocessors have equal work, some programs each.
+        for more in (16, 8, 4):
+            programs = triton.cdiv(outputs, more) / MULTIPROCESSORS
+            if programs > 2 and programs > 0.95 * math.ceil(programs):
+                rows = more
+                break
+    return {"BLOCK_N": rows, "BLOCK_K": block_k, "num_warps": min(warps, 4 if is_broad else 8)}
 
 
 def scaled_gemv(

@@ -25,7 +25,7 @@ from sglang.srt.layers.triton_ops.early_start import (
     await_kernels_before,
     early_start,
 )
-from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
+from sglang.srt.layers.triton_ops.scaled.gemv import MULTIPROCESSORS, zeros_of
 from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
 
 _ROWS_OF_LEFT: Final = tl.constexpr(64)
@@ -178,15 +178,11 @@ def _product_kernel(
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-_MULTIPROCESSORS: Final = 132
-"""Of an H100. If tiles are fewer, several programs share the inputs of one."""
-
-
 @functools.cache
 def _arrivals(device: torch.device, stream: int) -> torch.Tensor:
     """Counters of a tile's finished parts, int32 zeros between products. Each calling stream has
     its own. A graph is captured on a stream that has run the same products before."""
-    return torch.zeros(_MULTIPROCESSORS, dtype=torch.int32, device=device)
+    return torch.zeros(MULTIPROCESSORS, dtype=torch.int32, device=device)
 
 
 def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
@@ -210,7 +206,7 @@ def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
         tiles = Tiles(128 if is_wide and rows == 64 else 64, rows, 8, 4, stages)
     programs = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
     splits = 1
-    if programs < _MULTIPROCESSORS:
+    if programs < MULTIPROCESSORS:
         while programs * splits < wanted and inputs >= splits * 1024:
             splits *= 2
     return tiles, splits
@@ -250,7 +246,7 @@ def multiply_on_tensor_cores(
     grid = triton.cdiv(outputs, tiles.outputs) * triton.cdiv(tokens, tiles.tokens)
     parts = arrivals = weight.scales
     if splits > 1:
-        assert grid <= _MULTIPROCESSORS
+        assert grid <= MULTIPROCESSORS
         parts = torch.empty((splits, tokens, outputs), dtype=torch.float32, device=out.device)
         stream = torch.accelerator.current_stream(out.device).stream_id if out.is_cuda else 0
         arrivals = _arrivals(out.device, stream)
