@@ -9,9 +9,9 @@ from sglang.srt.layers.triton_ops import fused_experts, gemv, routed_experts
 from sglang.srt.layers.triton_ops.arguments import ExpertWeights, ScaledWeight, Weight
 from sglang.srt.layers.triton_ops.gating import silu_and_mul
 from sglang.srt.layers.triton_ops.scaled.few_experts import run_scaled_experts
-from sglang.srt.layers.triton_ops.scaled.gemv import kind_of
 from sglang.srt.layers.triton_ops.scaled.linear import multiply_scaled
 from sglang.srt.layers.triton_ops.scaled.routed_experts import run_scaled_routed_experts
+from sglang.srt.layers.triton_ops.scaled.tiles import kind_of
 
 
 def run_experts(

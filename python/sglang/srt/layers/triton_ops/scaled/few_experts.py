@@ -15,7 +15,7 @@ from sglang.srt.layers.triton_ops.early_start import (
     early_start,
 )
 from sglang.srt.layers.triton_ops.rounding import gate
-from sglang.srt.layers.triton_ops.scaled.gemv import (
+from sglang.srt.layers.triton_ops.scaled.tiles import (
     add_tile_,
     inputs_at_once,
     kind_of,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
-from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
+from sglang.srt.layers.triton_ops.scaled.tiles import zeros_of
 
 _ROWS: Final = 8
 _COLS: Final = 1024

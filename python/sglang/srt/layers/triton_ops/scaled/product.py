@@ -25,8 +25,8 @@ from sglang.srt.layers.triton_ops.early_start import (
     await_kernels_before,
     early_start,
 )
-from sglang.srt.layers.triton_ops.scaled.gemv import MULTIPROCESSORS, zeros_of
 from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
+from sglang.srt.layers.triton_ops.scaled.tiles import MULTIPROCESSORS, zeros_of
 
 _ROWS_OF_LEFT: Final = tl.constexpr(64)
 """Rows of the left operand that tensor cores multiply at once."""

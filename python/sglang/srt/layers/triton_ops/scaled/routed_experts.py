@@ -23,8 +23,8 @@ from sglang.srt.layers.triton_ops.routed_experts import (
     program_of_tiles,
     sum_of_uses,
 )
-from sglang.srt.layers.triton_ops.scaled.gemv import zeros_of
 from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
+from sglang.srt.layers.triton_ops.scaled.tiles import zeros_of
 
 
 @dataclass(frozen=True, slots=True)
