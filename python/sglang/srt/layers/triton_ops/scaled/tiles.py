@@ -145,14 +145,14 @@ def rows_at(
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Pointers to some rows of several matrices, `[rows, matrices]`, to their zero points, and to
-    their scales, `[rows with scales of their own, matrices]`.
+    """Pointers to some rows of several matrices, to their scales and to their zero points, each
+    `[rows, matrices]`; to one scale for rows that share it.
 
     Args:
         first: int64 `[matrices]`: a matrix's first row, a multiple of ROWS, in the whole weight.
         left: Rows from there on that exist; the last one stands for others.
         ROWS: Neighbours, all in one block of outputs.
-        HALF: If not 0, each row is followed by that many rows below it.
+        HALF: If not 0, each row is followed by the one so many rows below it.
     """
     BYTES: tl.constexpr = K if FP8 else K // 2
     GROUPS: tl.constexpr = K // GROUP
@@ -359,7 +359,7 @@ def rows_left(size: tl.constexpr, begin: tl.tensor, ROWS: tl.constexpr) -> tl.te
 
 
 def inputs_at_once(inputs: int, kind: WeightKind, most: int) -> int:
-    """BLOCK_K of `multiply_rows`: up to `most`, and a divisor of `inputs` if that is not small."""
+    """BLOCK_K of `load_tile`: up to `most`, and a divisor of `inputs` if that is not small."""
     block: int = min(most, triton.next_power_of_2(inputs))
     while inputs % block and block > max(256, kind["SPAN"]):
         block //= 2
