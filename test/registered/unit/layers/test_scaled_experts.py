@@ -29,26 +29,28 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(few_experts, name, 32)
 
 
-def pair(kind: str, *lead: int, seed: int = 0) -> Pair:
-    """`gate_up` and `down` of experts, or of one."""
+def pair(kind: str, *lead: int, seed: int = 0, is_wide: bool = False) -> Pair:
+    """`gate_up` and `down` of experts, or of one; `is_wide`: of more features than 256."""
     if kind == "fp8 blocks":
+        features = 384 if is_wide else 128
         return (
-            fp8_weight(*lead, 256, 128, height=128, seed=seed),
-            fp8_weight(*lead, 128, 128, height=128, seed=seed + 1),
+            fp8_weight(*lead, 2 * features, 128, height=128, seed=seed),
+            fp8_weight(*lead, 128, features, height=128, seed=seed + 1),
         )
     if kind == "fp8 blocks of one output":
         return fp8_weight(*lead, 512, 24, group=24, seed=seed), fp8_weight(
             *lead, 24, 256, seed=seed + 1
         )
     if kind == "fp8 rows":
+        features = 300 if is_wide else 20
         return (
-            fp8_weight(*lead, 40, 140, group=140, seed=seed),
-            fp8_weight(*lead, 140, 20, group=20, seed=seed + 1),
+            fp8_weight(*lead, 2 * features, 140, group=140, seed=seed),
+            fp8_weight(*lead, 140, features, group=features, seed=seed + 1),
         )
-    has_zeros = kind.endswith("zeros")
+    features, has_zeros = 704 if is_wide else 32, kind.endswith("zeros")
     return (
-        int4_weight(*lead, 64, 64, has_zeros=has_zeros, seed=seed),
-        int4_weight(*lead, 64, 32, has_zeros=has_zeros, seed=seed + 1),
+        int4_weight(*lead, 2 * features, 64, has_zeros=has_zeros, seed=seed),
+        int4_weight(*lead, 64, features, has_zeros=has_zeros, seed=seed + 1),
     )
 
 
@@ -105,47 +107,31 @@ def bound_of(experts: Pair) -> float:
     return 1e-2 if experts[0].is_fp8 else 4e-3
 
 
-@pytest.mark.parametrize("with_shared", [True, False])
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_few_tokens(kind: str, tokens: int, with_shared: bool) -> None:
-    experts = pair(kind, EXPERTS)
-    shared = pair(kind, seed=7) if with_shared else None
+def check_few_tokens(tokens: int, experts: Pair, shared: Pair | None) -> None:
     x = randn(tokens, experts[0].shape[-1], seed=tokens, dtype=HALF)
-    weights, ids = choice(tokens, TOP_K + with_shared)
+    weights, ids = choice(tokens, TOP_K + (shared is not None))
     given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=shared)
     got = KERNELS.run_experts(x, weights, ids.int(), given)
     assert got.dtype == HALF
     assert relative_error(got, reference(x, weights, ids, experts, shared)) < bound_of(experts)
 
 
-def wide_pair(kind: str, *lead: int, seed: int = 0) -> Pair:
-    """`pair` of so many features that the second product reads a row of them in several steps."""
-    if kind == "fp8 blocks":
-        return (
-            fp8_weight(*lead, 768, 128, height=128, seed=seed),
-            fp8_weight(*lead, 128, 384, height=128, seed=seed + 1),
-        )
-    if kind == "fp8 rows":
-        return (
-            fp8_weight(*lead, 600, 40, group=40, seed=seed),
-            fp8_weight(*lead, 40, 300, group=300, seed=seed + 1),
-        )
-    return int4_weight(*lead, 1408, 64, seed=seed), int4_weight(*lead, 64, 704, seed=seed + 1)
+@pytest.mark.parametrize("with_shared", [True, False])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_tokens(kind: str, tokens: int, with_shared: bool) -> None:
+    check_few_tokens(tokens, pair(kind, EXPERTS), pair(kind, seed=7) if with_shared else None)
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 rows", "int4"])
 def test_the_second_product_in_many_tiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some are loaded before others are used; the shared expert's are the last ones."""
+    """It reads a row in several steps, some tiles before others are used; the shared expert's are
+    the last ones."""
     monkeypatch.setattr(few_experts, "_INPUTS", 256)
-    experts, shared = wide_pair(kind, EXPERTS), wide_pair(kind, seed=7)
+    experts = pair(kind, EXPERTS, is_wide=True)
     plan = few_experts.plan_down(experts[1], TOP_K + 1)
     assert plan["BLOCK_F"] < experts[1].shape[-1] and plan["BLOCK_P"] < TOP_K
-    x = randn(2, experts[0].shape[-1], seed=1, dtype=HALF)
-    weights, ids = choice(2, TOP_K + 1)
-    given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=shared)
-    got = KERNELS.run_experts(x, weights, ids.int(), given)
-    assert relative_error(got, reference(x, weights, ids, experts, shared)) < bound_of(experts)
+    check_few_tokens(2, experts, pair(kind, seed=7, is_wide=True))
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

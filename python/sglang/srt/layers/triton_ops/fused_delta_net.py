@@ -268,8 +268,8 @@ def _finish_kernel(
     is_value = values < VALUE_DIM
     own = nth * VALUE_DIM + values
     weight = tl.load(norm_ptr + values, mask=is_value, other=0.0).to(tl.float32)
-    part = tl.maximum(row - tokens, 0) % CONV_PARTS
-    request = tl.maximum(row - tokens, 0) // CONV_PARTS
+    after = tl.maximum(row - tokens, 0)
+    request, part = after // CONV_PARTS, after % CONV_PARTS
     first = tl.load(read_ptr + request)
     slot = tl.load(write_ptr + request)
     await_kernels_before(EARLY)
