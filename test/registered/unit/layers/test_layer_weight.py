@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sglang.srt.layers.layer_weight import kept_format, new_weight, slots_of, weight_shape
+from sglang.srt.layers.linear_attention.delta_net import (
+    DeltaNetHeads,
+    DeltaNetOptions,
+    DeltaNetProjections,
+)
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.weight_format import WeightFormat, WeightFormats
@@ -97,6 +104,35 @@ def test_runs_of_whole_blocks_have_a_scale_for_each() -> None:
         weight = new_weight(module, f"of_{height}", placement, BLOCKS, shares, inputs)
         assert isinstance(weight, ScaledWeight)
         assert (weight.height, weight.scales.dtype) == (height, torch.float32)
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_projections_of_two_formats_lie_side_by_side(is_grouped: bool) -> None:
+    """A delta net has a product for each format: one token's write one tensor, others are
+    joined."""
+    options = DeltaNetOptions(
+        hidden_size=32, num_key_heads=2, num_heads=4, key_dim=8, value_dim=8, kernel=4, eps=1e-6,
+        is_grouped=is_grouped,
+    )  # fmt: skip
+    quantized = WeightFormat(why_dequantized="this test has no checkpoint")
+    formats = WeightFormats(of=lambda name: quantized if "qkv" in name or "_z" in name else None)
+    plain = TensorPlacement(dtype=torch.float32, device="cpu")
+    heads = DeltaNetHeads.of(options, plain)
+    joined, apart = (
+        DeltaNetProjections(options, heads, placement)
+        for placement in (plain, replace(plain, formats=formats))
+    )
+    whole = torch.randn(sum(joined.sizes), 32)
+    for layer in (joined, apart):
+        weights = list(layer.parameters())
+        for weight, part in zip(
+            weights, torch.split(whole, [len(one) for one in weights]), strict=True
+        ):
+            weight.copy_(part)
+    assert [len(list(layer.parameters())) for layer in (joined, apart)] == [1, 2]
+    for tokens in (1, 3):
+        x = torch.randn(tokens, 32)
+        torch.testing.assert_close(apart.columns(x), joined.columns(x))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ DEVICE = triton_device()
 # The interpreter's bf16 is no real one.
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
+from sglang.srt.layers import linear  # noqa: E402
+from sglang.srt.layers.cuda_kernels import KERNELS  # noqa: E402
 from sglang.srt.layers.placement import Share  # noqa: E402
 from sglang.srt.layers.triton_ops import fused_qkv, gating, gemv, norm, vocab  # noqa: E402
 from sglang.srt.layers.triton_ops.rotation import rotate  # noqa: E402
@@ -68,13 +70,13 @@ def test_gemv(n: int, k: int, out_dtype: torch.dtype) -> None:
     assert relative_error(out, want - bias.double()) < 5e-3
 
 
-def test_gemv_of_an_fp32_weight() -> None:
-    """An indexer's weights of heads: the vector is exact as it is, and nothing is rounded."""
+def test_the_product_of_an_fp32_weight_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An indexer's weights of heads, beside one token as it is."""
+    monkeypatch.setattr(linear, "fused_kernels", lambda device: KERNELS)
     x, weight = random(1, 512, seed=5), random(64, 512, seed=6, dtype=torch.float32)
-    config = gemv.plan(64, 512)
-    assert config is not None and x.dtype is HALF
-    out = torch.full((1, 64), float("nan"), device=DEVICE)
-    gemv.gemv(x, weight, None, out, config)
+    assert KERNELS.plan_gemv(64, 512) is not None and x.dtype is HALF
+    out = linear.apply_linear(x, weight)
+    assert out.dtype is torch.float32
     assert relative_error(out, F.linear(x.double(), weight.double())) < 1e-6
 
 
