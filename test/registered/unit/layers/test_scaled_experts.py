@@ -160,7 +160,9 @@ def test_many_tokens(kind: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "nth_plan"), [("fp8 rows", n) for n in range(4)] + [("int4", n) for n in range(4)]
+    ("kind", "nth_plan"),
+    [(kind, n) for kind in ("fp8 rows", "fp8 blocks") for n in range(5)]
+    + [("int4", n) for n in range(4)],
 )
 def test_every_plan(kind: str, nth_plan: int) -> None:
     """Sizes that are no multiples of the blocks, and several groups of tiles."""

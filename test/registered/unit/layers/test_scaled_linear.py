@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 import functools
 
 import pytest
@@ -100,7 +101,13 @@ def test_4_bit_products_give_the_same_bits_in_each_run(outputs: int, tokens: int
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize(
     "config",
-    [(Tiles(64, 16, 2, 4, 3), 1), (Tiles(128, 32, 1, 4, 3), 3), (Tiles(32, 64, 1, 4, 3), 2)],
+    [
+        (Tiles(64, 16, 2, 4, 3), 1),
+        (Tiles(128, 32, 1, 4, 3), 3),
+        (Tiles(32, 64, 1, 4, 3), 2),
+        (Tiles(64, 64, 1, 4, 2, depth=2), 1),
+        (Tiles(64, 16, 1, 4, 2, depth=2), 3),
+    ],
 )
 def test_tiles_and_splits_leave_only_the_order_of_sums(
     kind: str, config: tuple[Tiles, int]
@@ -110,6 +117,9 @@ def test_tiles_and_splits_leave_only_the_order_of_sums(
     bias = randn(weight.shape[0], seed=1, dtype=HALF)
     out = torch.empty(35, weight.shape[0], device=DEVICE)
     given = round_rows(x, weight) if weight.is_fp8 else x
+    tiles, splits = config
+    if not weight.is_fp8:
+        config = replace(tiles, depth=1), splits
     for one in (None, bias):
         want = product(x, weight) + (0 if one is None else one.double())
         multiply_on_tensor_cores(given, weight, one, out, config)

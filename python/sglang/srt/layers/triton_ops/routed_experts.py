@@ -116,8 +116,8 @@ def load_rows(
     SIZE: tl.constexpr,
     COLS: tl.constexpr,
 ) -> tl.tensor:
-    """Load `cols`, out of COLS columns from `begin` on, of a tile's rows of SIZE, transposed; zeros
-    for rows that are not used."""
+    """Load `cols` from `begin` on, of a tile's rows of SIZE, transposed; zeros for rows that are not
+    used. All columns are inside if COLS divides SIZE."""
     if SIZE % COLS == 0:
         loaded = tl.load(at + begin, mask=used[None, :], other=0.0)
     else:

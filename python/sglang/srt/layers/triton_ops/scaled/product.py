@@ -1,15 +1,14 @@
 """Several rows times a weight with scales, on tensor cores.
 
-fp8: each group of inputs has a sum of its own, which both scales multiply in fp32. 4 bits: weights
-are dequantized to the dtype of `x` first, in the registers that tensor cores read. Weights are the
-left operand: they have enough rows for tensor cores even where there are few tokens. If a program
-computes fewer outputs than tensor cores take rows, tokens are the left operand.
+See `groups` for fp8. 4-bit weights are dequantized to the dtype of `x` first, in the registers that
+tensor cores read. They are the left operand, because they have enough rows for tensor cores even
+where there are few tokens.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -25,13 +24,21 @@ from sglang.srt.layers.triton_ops.early_start import (
     await_kernels_before,
     early_start,
 )
+from sglang.srt.layers.triton_ops.scaled.groups import (
+    ROWS_OF_LEFT,
+    add_scaled_,
+    by_output,
+    by_token,
+    load_scales,
+    products,
+)
 from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
 from sglang.srt.layers.triton_ops.scaled.tiles import MULTIPROCESSORS, zeros_of
 
-_ROWS_OF_LEFT: Final = tl.constexpr(64)
-"""Rows of the left operand that tensor cores multiply at once."""
 _DEPTH: Final = 128
 """Inputs that are multiplied at a time: a group, or a part of one."""
+_SHARED_BYTES: Final = 228 << 10
+"""Shared memory of a multiprocessor of Hopper. Each program has 1 KiB more than it asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +51,10 @@ class Tiles:
     """Tiles of tokens whose programs follow each other with the same weights."""
     warps: int
     stages: int
-    """Weights read ahead, in units of 128 inputs."""
-
-
-@triton.jit
-def _by_output(values: tl.tensor, LEFT: tl.constexpr) -> tl.tensor:
-    """Values of outputs, over a tile. LEFT: tokens are its rows."""
-    return values[None, :] if LEFT else values[:, None]
-
-
-@triton.jit
-def _by_token(values: tl.tensor, LEFT: tl.constexpr) -> tl.tensor:
-    """Values of tokens, over a tile. LEFT: tokens are its rows."""
-    return values[:, None] if LEFT else values[None, :]
+    """Steps read ahead."""
+    depth: int = 1
+    """Parts of 128 inputs of a step, for fp8 weights. The threads of a program wait for each other
+    once a step."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -83,6 +81,7 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
     TILES: tl.constexpr,
     TMA: tl.constexpr,
     CUDA: tl.constexpr,
@@ -114,51 +113,56 @@ def _product_kernel(
         weights = weight_ptr + read.to(tl.int64)[:, None] * K + cols[None, :]
     GROUPS: tl.constexpr = K // GROUP
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    SHARE: tl.constexpr = ((STEPS + SPLITS - 1) // SPLITS + DEPTH - 1) // DEPTH * DEPTH
     first = tl.program_id(1) * SHARE
-    LEFT: tl.constexpr = FP8 and BLOCK_N < _ROWS_OF_LEFT
-    shape: tl.constexpr = [BLOCK_T, BLOCK_N] if LEFT else [BLOCK_N, BLOCK_T]
-    acc = tl.zeros(shape, tl.float32)
-    for step in range(first, tl.minimum(first + SHARE, STEPS)):
-        k = step * BLOCK_K
-        inside = cols < K - k
-        if not FP8:
+    LEFT: tl.constexpr = FP8 and BLOCK_T >= ROWS_OF_LEFT
+    ONE: tl.constexpr = HEIGHT % BLOCK_N == 0
+    block = output // HEIGHT if ONE else read // HEIGHT
+    acc = tl.zeros([BLOCK_T, BLOCK_N] if LEFT else [BLOCK_N, BLOCK_T], tl.float32)
+    if FP8 and GROUP != K:
+        scales = load_scales(
+            x_scales_ptr, scales_ptr, first, tokens, rows, used, block, GROUPS, DEPTH
+        )
+    for step in range(first, tl.minimum(first + SHARE, STEPS), DEPTH):
+        if FP8:
+            # All loads come first, so that threads wait for them once.
+            parts: tl.tuple = ()
+            for n in tl.static_range(DEPTH):
+                k = (step + n) * BLOCK_K
+                if TMA:
+                    parts += ((weights.load([output, k]), x_at.load([token, k])),)
+                else:
+                    inside = (cols < K - k)[None, :]
+                    w = tl.load(weights + k, mask=inside, other=0.0)
+                    parts += ((w, tl.load(x_at + k, mask=used[:, None] & inside, other=0.0)),)
+            if GROUP == K:
+                sums = products(parts, LEFT, DEPTH)
+                for n in tl.static_range(DEPTH):
+                    acc += sums[n]
+            else:
+                next_scales = load_scales(
+                    x_scales_ptr, scales_ptr, step + DEPTH, tokens, rows, used, block, GROUPS, DEPTH
+                )
+                acc = add_scaled_(acc, products(parts, LEFT, DEPTH), scales, ONE, LEFT, DEPTH)
+                scales = next_scales
+        else:
+            k = step * BLOCK_K
+            is_read = used[:, None]
+            if K % BLOCK_K != 0:
+                is_read = is_read & (cols < K - k)[None, :]
             w, high = load_int4(
                 weight_ptr, scales_ptr, zeros_ptr, read.to(tl.int64), k, K, ZEROS, GROUP, BLOCK,
                 BLOCK_K, x_ptr.dtype.element_ty, CUDA,
             )  # fmt: skip
-        elif TMA:
-            w = weights.load([output, k])
-        else:
-            w = tl.load(weights + k, mask=inside[None, :], other=0.0)
-        is_read = used[:, None]
-        if K % BLOCK_K != 0:
-            is_read = is_read & inside[None, :]
-        if TMA:
-            x = x_at.load([token, k])
-        else:
             x = tl.load(x_at + k, mask=is_read, other=0.0)
-        if not FP8:
             acc = tl.dot(w, x.T, acc)
             x = tl.load(x_at + (k + BLOCK // 2), mask=is_read, other=0.0)
             acc = awaited(tl.dot(high, x.T, acc), CUDA)
-        elif GROUP == K:
-            acc += tl.dot(x, w.T) if LEFT else tl.dot(w, x.T)
-        else:
-            part = tl.dot(x, w.T) if LEFT else tl.dot(w, x.T)
-            x_scales = tl.load(x_scales_ptr + step * tokens + rows, mask=used, other=0.0)
-            if HEIGHT % BLOCK_N == 0:
-                scale = tl.load(scales_ptr + output // HEIGHT * GROUPS + step)
-                acc += part * _by_token(x_scales * scale, LEFT)
-            else:
-                scales = tl.load(scales_ptr + read // HEIGHT * GROUPS + step)
-                acc += part * (_by_output(scales, LEFT) * _by_token(x_scales, LEFT))
     if FP8 and GROUP == K:
         x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
-        scales = tl.load(scales_ptr + read // HEIGHT)
-        acc *= _by_output(scales, LEFT) * _by_token(x_scales, LEFT)
-    at = _by_token(rows.to(tl.int64) * N, LEFT) + _by_output(own, LEFT)
-    stored = _by_token(used, LEFT) & _by_output(own < N, LEFT)
+        acc *= by_output(tl.load(scales_ptr + read // HEIGHT), LEFT) * by_token(x_scales, LEFT)
+    at = by_token(rows.to(tl.int64) * N, LEFT) + by_output(own, LEFT)
+    stored = by_token(used, LEFT) & by_output(own < N, LEFT)
     if SPLITS > 1:
         step_of_parts = tokens.to(tl.int64) * N
         tl.store(parts_ptr + tl.program_id(1) * step_of_parts + at, acc, mask=stored)
@@ -168,13 +172,13 @@ def _product_kernel(
         if tl.atomic_add(arrivals, 1, sem="acq_rel") < SPLITS - 1:
             return
         tl.store(arrivals, 0)
-        acc = tl.zeros(shape, tl.float32)
+        acc = tl.zeros(acc.shape, tl.float32)
         for split in tl.static_range(SPLITS):
             # Past the L1 cache, because it is not coherent.
             part = parts_ptr + split * step_of_parts + at
             acc += tl.load(part, mask=stored, other=0.0, cache_modifier=".cg")
     if BIAS:
-        acc += _by_output(tl.load(bias_ptr + read).to(tl.float32), LEFT)
+        acc += by_output(tl.load(bias_ptr + read).to(tl.float32), LEFT)
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
@@ -187,20 +191,16 @@ def _arrivals(device: torch.device, stream: int) -> torch.Tensor:
 
 def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
     """Tiles of a product, and the number of programs that share a tile's inputs. Measured on H100s
-    and H200s with the shapes of Qwen3-8B."""
+    and H200s with the shapes of Qwen3-8B, for fp8 also with others."""
     outputs, inputs = weight.shape
     rows = max(16, min(64, triton.next_power_of_2(tokens)))
-    is_wide, wanted = outputs > 8192, 192
     if weight.is_fp8:
-        if tokens <= 64 and inputs > 8192:
-            wanted = 384
-        tiles = Tiles(64, rows, 8, 4, 5 if rows < 64 else 4)
-        if 32 < tokens <= 64 and not is_wide:
-            tiles = Tiles(32, rows, 8, 4, 4 if inputs > 8192 else 6)
+        tiles, wanted = Tiles(64, rows, 8, 4, 4), 96 if inputs <= 8192 else 128
     elif tokens > 128:
-        tiles = Tiles(64, 128, 8, 4, 3)
+        tiles, wanted = Tiles(64, 128, 8, 4, 3), 192
     else:
         wanted = 384 if tokens <= 32 else 256
+        is_wide = outputs > 8192
         # Wide weights read further ahead for up to 64 tokens, the others for more.
         stages = 4 if is_wide == (tokens <= 64) else 3
         tiles = Tiles(128 if is_wide and rows == 64 else 64, rows, 8, 4, stages)
@@ -209,7 +209,19 @@ def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
     if programs < MULTIPROCESSORS:
         while programs * splits < wanted and inputs >= splits * 1024:
             splits *= 2
+    if weight.is_fp8:
+        depth, stages = _depth_of(programs * splits, tiles)
+        tiles = replace(tiles, depth=depth, stages=stages)
     return tiles, splits
+
+
+def _depth_of(programs: int, tiles: Tiles) -> tuple[int, int]:
+    """Parts of a step, and stages, of fp8 products: the most that lets all programs run at once."""
+    part = _DEPTH * (tiles.outputs + tiles.tokens)
+    for depth, stages in ((2, 4), (2, 3), (1, 4), (1, 3)):
+        if programs <= MULTIPROCESSORS * (_SHARED_BYTES // (stages * depth * part + 1024)):
+            return depth, stages
+    return 1, 4
 
 
 def multiply_on_tensor_cores(
@@ -230,7 +242,7 @@ def multiply_on_tensor_cores(
     """
     tokens, (outputs, inputs) = len(x), weight.shape
     tiles, splits = config or plan(tokens, weight)
-    assert out.is_contiguous()
+    assert out.is_contiguous() and (weight.is_fp8 or tiles.depth == 1)
     elements: Any = weight.elements
     tma = False
     assert isinstance(x, RoundedRows) == weight.is_fp8
@@ -257,7 +269,7 @@ def multiply_on_tensor_cores(
         N=outputs, K=inputs, FP8=weight.is_fp8, ZEROS=weight.zeros is not None,
         HEIGHT=weight.height, GROUP=weight.group, BLOCK=weight.block, SPLITS=splits,
         BLOCK_N=tiles.outputs, BLOCK_T=tiles.tokens,
-        BLOCK_K=_DEPTH, TILES=tiles.group, TMA=tma, CUDA=out.is_cuda,
+        BLOCK_K=_DEPTH, DEPTH=tiles.depth, TILES=tiles.group, TMA=tma, CUDA=out.is_cuda,
         BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
         **early_start(given, most_rows=SEVERAL_ROWS),
     )  # fmt: skip

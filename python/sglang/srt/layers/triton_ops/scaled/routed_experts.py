@@ -23,6 +23,14 @@ from sglang.srt.layers.triton_ops.routed_experts import (
     program_of_tiles,
     sum_of_uses,
 )
+from sglang.srt.layers.triton_ops.scaled.groups import (
+    ROWS_OF_LEFT,
+    add_scaled_,
+    by_output,
+    by_token,
+    load_scales,
+    products,
+)
 from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
 from sglang.srt.layers.triton_ops.scaled.tiles import zeros_of
 
@@ -36,22 +44,25 @@ class Plan:
     tile_rows: int
     outputs: int
     """Outputs that a program computes."""
-    depth: int
+    block: int
     """Inputs that it multiplies at a time."""
     group: int
     """Tiles whose programs follow each other with the same outputs, so that they share weights in
     the L2 cache."""
     warps: int
     stages: int
-    """Weights read ahead, in units of `depth`."""
+    """Steps read ahead."""
+    depth: int = 1
+    """Parts of `block` inputs of a step, for fp8 weights."""
 
 
-# Field by field: most uses, rows of a tile, then outputs, depth, group, warps and stages.
+# Field by field: most uses, rows of a tile, then outputs, block, group, warps, stages and depth.
 _FP8_PLANS: Final = (
     Plan(12.0, 16, 128, 128, 1, 4, 4),
     Plan(24.0, 32, 128, 128, 1, 4, 4),
     Plan(96.0, 64, 128, 128, 4, 4, 4),
-    Plan(float("inf"), 64, 128, 128, 8, 4, 4),
+    Plan(200.0, 64, 128, 128, 8, 4, 3),
+    Plan(float("inf"), 128, 128, 128, 8, 8, 3, 2),
 )
 _INT4_PLANS: Final = (
     Plan(6.0, 16, 64, 256, 1, 4, 3),
@@ -95,6 +106,7 @@ def _product_kernel(
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
     TILES: tl.constexpr,
     TMA: tl.constexpr,
     CUDA: tl.constexpr,
@@ -119,41 +131,51 @@ def _product_kernel(
     end = (expert + 1) * N
     own = tl.minimum(first + tl.arange(0, BLOCK_N), end - 1).to(tl.int64)
     GROUPS: tl.constexpr = K // GROUP
-    acc = tl.zeros([BLOCK_N, TILE_ROWS], tl.float32)
-    for k in range(0, K, BLOCK_K):
+    LEFT: tl.constexpr = FP8 and TILE_ROWS >= ROWS_OF_LEFT
+    ONE: tl.constexpr = HEIGHT % BLOCK_N == 0
+    of_outputs = first.to(tl.int64) // HEIGHT if ONE else own // HEIGHT
+    acc = tl.zeros([TILE_ROWS, BLOCK_N] if LEFT else [BLOCK_N, TILE_ROWS], tl.float32)
+    if FP8 and GROUP != K:
+        scales = load_scales(
+            x_scales_ptr, scales_ptr, 0, num_rows, rows, used, of_outputs, GROUPS, DEPTH
+        )
+    for start in range(0, K, DEPTH * BLOCK_K):
         # Weights first: their place is known before that of the rows.
         if FP8:
-            weights = load_weights(weight_ptr, first, end, k, BLOCK_N, K, BLOCK_K, TMA)
+            parts: tl.tuple = ()
+            for n in tl.static_range(DEPTH):
+                k = start + n * BLOCK_K
+                w = load_weights(weight_ptr, first, end, k, BLOCK_N, K, BLOCK_K, TMA)
+                x = load_rows(x_at, used, cols, k, K, DEPTH * BLOCK_K)
+                parts += ((w, x.T),)
+            if GROUP == K:
+                sums = products(parts, LEFT, DEPTH)
+                for n in tl.static_range(DEPTH):
+                    acc += sums[n]
+            else:
+                next_scales = load_scales(
+                    x_scales_ptr, scales_ptr, start // GROUP + DEPTH, num_rows, rows, used,
+                    of_outputs, GROUPS, DEPTH,
+                )  # fmt: skip
+                acc = add_scaled_(acc, products(parts, LEFT, DEPTH), scales, ONE, LEFT, DEPTH)
+                scales = next_scales
         else:
-            weights, high = load_int4(
-                weight_ptr, scales_ptr, zeros_ptr, own, k, K, ZEROS, GROUP, BLOCK, BLOCK_K,
+            w, high = load_int4(
+                weight_ptr, scales_ptr, zeros_ptr, own, start, K, ZEROS, GROUP, BLOCK, BLOCK_K,
                 x_ptr.dtype.element_ty, CUDA,
             )  # fmt: skip
-        x = load_rows(x_at, used, cols, k, K, BLOCK_K)
-        if not FP8:
-            acc = tl.dot(weights, x, acc)
-            x = load_rows(x_at + BLOCK // 2, used, cols, k, K, BLOCK_K)
+            acc = tl.dot(w, load_rows(x_at, used, cols, start, K, BLOCK_K), acc)
+            x = load_rows(x_at + BLOCK // 2, used, cols, start, K, BLOCK_K)
             acc = awaited(tl.dot(high, x, acc), CUDA)
-        elif GROUP == K:
-            acc += tl.dot(weights, x)
-        else:
-            part = tl.dot(weights, x)
-            x_scales = tl.load(x_scales_ptr + k // GROUP * num_rows + rows, mask=used, other=0.0)
-            if HEIGHT % BLOCK_N == 0:
-                scale = tl.load(scales_ptr + first.to(tl.int64) // HEIGHT * GROUPS + k // GROUP)
-                acc += part * (x_scales * scale)[None, :]
-            else:
-                scales = tl.load(scales_ptr + own // HEIGHT * GROUPS + k // GROUP)
-                acc += part * (scales[:, None] * x_scales[None, :])
     if FP8 and GROUP == K:
         x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
-        acc *= tl.load(scales_ptr + own // HEIGHT)[:, None] * x_scales[None, :]
+        acc *= by_output(tl.load(scales_ptr + own // HEIGHT), LEFT) * by_token(x_scales, LEFT)
     if FACTORS:
         at = factors_ptr + uses // TOP_K * stride + uses % TOP_K
-        acc *= tl.load(at, mask=used, other=0.0)[None, :]
+        acc *= by_token(tl.load(at, mask=used, other=0.0), LEFT)
     outputs = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    to = out_ptr + (uses * N)[None, :] + outputs[:, None]
-    stored = used[None, :] & (outputs < N)[:, None]
+    to = out_ptr + by_token(uses * N, LEFT) + by_output(outputs, LEFT)
+    stored = by_token(used, LEFT) & by_output(outputs < N, LEFT)
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
@@ -180,7 +202,7 @@ def _multiply(
     tma = weight.is_fp8 and inputs % 16 == 0
     elements: Any = weight.elements
     if tma:
-        elements = TensorDescriptor.from_tensor(elements.flatten(0, 1), [plan.outputs, plan.depth])
+        elements = TensorDescriptor.from_tensor(elements.flatten(0, 1), [plan.outputs, plan.block])
     _product_kernel[(tiles.bound * triton.cdiv(outputs, plan.outputs),)](
         x, weight.scales if x_scales is None else x_scales, elements, weight.scales,
         zeros_of(weight), weight.scales if factors is None else factors, out, tiles.order,
@@ -189,7 +211,7 @@ def _multiply(
         HEIGHT=weight.height, GROUP=weight.group, BLOCK=weight.block, TOP_K=tiles.top_k,
         USES=tiles.top_k if factors is None else 1,
         FACTORS=factors is not None, TILE_ROWS=plan.tile_rows, BLOCK_N=plan.outputs,
-        BLOCK_K=plan.depth, TILES=plan.group, TMA=tma, CUDA=out.is_cuda,
+        BLOCK_K=plan.block, DEPTH=plan.depth, TILES=plan.group, TMA=tma, CUDA=out.is_cuda,
         num_warps=plan.warps, num_stages=plan.stages,
     )  # fmt: skip
     return out
