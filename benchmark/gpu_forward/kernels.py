@@ -213,10 +213,10 @@ def scaled(report: Report) -> None:
     """The layers' products with fp8 and 4-bit weights, with the rounding of activations. For 64
     rows and fp8 also tiles of other sizes, without it. Rate: TB/s of weights."""
     sizes = [
-        Tiles(outputs, 64, 8, warps, stages)
-        for outputs in (32, 64, 128) for warps in (4, 8) for stages in (4, 6)
+        Tiles(outputs, 64, 8, 4, stages, depth)
+        for outputs in (32, 64, 128) for stages in (3, 4) for depth in (1, 2)
     ]  # fmt: skip
-    for n, k in ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)):
+    for n, k in ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (7168, 16384)):
         fp8 = ScaledWeight(
             elements=random(n, k).to(torch.float8_e4m3fn),
             scales=torch.rand(n // 128, k // 128, device="cuda"),

@@ -1,4 +1,4 @@
-"""4-bit products as Triton compiles them for Hopper, which needs no GPU."""
+"""Products with quantized weights as Triton compiles them for Hopper, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if triton.knobs.runtime.interpret:
 HOPPER = GPUTarget("cuda", 90, 32)
 WEIGHT = {
     "N": 4096, "K": 7168, "FP8": False, "ZEROS": False, "HEIGHT": 1, "BLOCK_N": 128, "BLOCK_K": 128,
-    "TILES": 4, "TMA": False, "CUDA": True,
+    "DEPTH": 1, "TILES": 4, "TMA": False, "CUDA": True,
 }  # fmt: skip
 CONSTANTS: dict[str, dict[str, Any]] = {
     "product": WEIGHT
@@ -31,6 +31,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
 }
 BYTES = ("weight_ptr", "zeros_ptr")
 INDICES = ("order_ptr", "table_ptr", "count_ptr", "arrivals_ptr")
+LOOP = "// =>This Inner Loop Header"
 
 
 def type_of(name: str) -> str:
@@ -40,30 +41,60 @@ def type_of(name: str) -> str:
     return "*u8" if name in BYTES else "*i32" if name in INDICES else "*bf16"
 
 
+def ptx_of(kernel: Any, constants: dict[str, Any], types: dict[str, str], stages: int) -> str:
+    """The code of a kernel. `types` are those of arguments for which `type_of` is wrong."""
+    names = kernel.arg_names
+    aligned = [arg for arg in names if arg.endswith("_ptr") and "desc" not in types.get(arg, "")]
+    compiled = triton.compile(
+        ASTSource(
+            kernel,
+            {
+                arg: "constexpr" if arg in constants else types.get(arg, type_of(arg))
+                for arg in names
+            },
+            constexprs={(names.index(arg),): value for arg, value in constants.items()},
+            attrs={(names.index(arg),): [["tt.divisibility", 16]] for arg in (*aligned, "stride")},
+        ),
+        target=HOPPER,
+        options={"num_warps": 4, "num_stages": stages},
+    )
+    text: str = compiled.asm["ptx"]
+    return text
+
+
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_a_step_ends_its_product_before_the_next_step(name: str) -> None:
     """The left operand is in registers, which the next step writes to."""
     kernel = {"product": product, "routed_experts": routed_experts}[name]._product_kernel
-    constants = CONSTANTS[name]
-    names = kernel.arg_names
-    compiled = triton.compile(
-        ASTSource(
-            kernel,
-            {arg: "constexpr" if arg in constants else type_of(arg) for arg in names},
-            constexprs={(names.index(arg),): value for arg, value in constants.items()},
-            attrs={
-                (i,): [["tt.divisibility", 16]]
-                for i, arg in enumerate(names)
-                if arg.endswith("_ptr") or arg == "stride"
-            },
-        ),
-        target=HOPPER,
-        options={"num_warps": 4, "num_stages": 3},
-    )
-    step, _ = compiled.asm["ptx"].split("// =>This Inner Loop Header")[1].split(" bra ", 1)
+    step, _ = ptx_of(kernel, CONSTANTS[name], {}, 3).split(LOOP)[1].split(" bra ", 1)
     products = step.split("wgmma.commit_group")
     assert len(products) == 3, "one for the low integers, one for the high ones"
     assert all("wgmma.wait_group.sync.aligned 0" in text for text in products[1:])
+
+
+@pytest.mark.parametrize(("tokens", "depth", "stages"), [(64, 2, 3), (64, 1, 4), (16, 2, 4)])
+def test_a_step_of_fp8_waits_once_and_loads_scales_of_the_next(
+    tokens: int, depth: int, stages: int
+) -> None:
+    """Scales are loaded before the first step, then before the products of each. Operands of all
+    steps but one are on their way before the first."""
+    constants = CONSTANTS["product"] | {
+        "FP8": True, "HEIGHT": 128, "BLOCK": 128, "TMA": True, "BLOCK_N": 64, "BLOCK_T": tokens,
+        "DEPTH": depth,
+    }  # fmt: skip
+    types = {
+        "x_ptr": f"tensordesc<fp8e4nv[{tokens},128]>",
+        "weight_ptr": "tensordesc<fp8e4nv[64,128]>",
+        "zeros_ptr": "*fp8e4nv",
+        **dict.fromkeys(("x_scales_ptr", "scales_ptr"), "*fp32"),
+    }
+    before, after = ptx_of(product._product_kernel, constants, types, stages).split(LOOP)
+    step = after.split("bra \t$L__BB")[0]
+    assert step.count("mbarrier.try_wait") == 1
+    loads, products = step.split("wgmma.mma_async", 1)
+    assert loads.count("ld.global") == before.count("ld.global") >= 2 * depth
+    assert "ld.global" not in products
+    assert before.count("cp.async.bulk.tensor") == 2 * depth * (stages - 1)
 
 
 if __name__ == "__main__":

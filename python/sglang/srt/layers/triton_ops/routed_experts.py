@@ -116,8 +116,8 @@ def load_rows(
     SIZE: tl.constexpr,
     COLS: tl.constexpr,
 ) -> tl.tensor:
-    """Load `cols` from `begin` on, of a tile's rows of SIZE, transposed; zeros for rows that are not
-    used. All columns are inside if COLS divides SIZE."""
+    """Load `cols` from `begin` on, of a tile's rows of SIZE, transposed; zeros for unused rows. If
+    COLS divides SIZE, all columns are inside."""
     if SIZE % COLS == 0:
         loaded = tl.load(at + begin, mask=used[None, :], other=0.0)
     else:

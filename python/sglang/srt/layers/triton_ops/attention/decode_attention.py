@@ -346,5 +346,5 @@ def decode_attention(
         **starts,
     )
     if joins_apart:
-        combine_splits(parts, lse, out.view(-1, head_dim), gates)
+        combine_splits(parts, lse, out, gates)
     return out

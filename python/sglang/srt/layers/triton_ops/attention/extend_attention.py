@@ -272,4 +272,4 @@ def extend_attention(
         num_stages=num_stages,
     )
     if splits > 1:
-        combine_splits(parts, lse, out.view(-1, head_dim))
+        combine_splits(parts, lse, out)

@@ -263,5 +263,5 @@ def latent_attention(
         **early_start(out),
     )
     if count > 1:
-        combine_splits(parts, lse, out.view(-1, rank))
+        combine_splits(parts, lse, out)
     return out

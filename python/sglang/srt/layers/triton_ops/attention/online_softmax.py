@@ -8,14 +8,15 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.early_start import (
-    EarlyStart,
     await_kernels_before,
     early_start,
 )
 from sglang.srt.layers.triton_ops.gating import gated
 
-_GATED_DIMS = 64
-"""Elements of a row that one program joins if there are gates, which means few rows."""
+_LEAST_DIMS = 64
+_PROGRAMS = 1024
+"""A program joins at least so many elements of a row; more, if there would be more programs than
+that."""
 
 
 @triton.jit
@@ -169,18 +170,17 @@ def combine_splits(
         parts: fp32 `[rows, splits, head_dim]`, each normalised separately.
         lse: fp32 `[rows, splits]`: base-2 log-sum-exp of each split; -inf: an empty split; +inf:
             the row of `out` is final already.
-        out: Contiguous `[rows, head_dim]`.
-        gates: `[bs, num_heads, head_dim]` with dense rows, one for each of `rows`; the result is
-            multiplied by their sigmoid. None: no gates.
+        out: Contiguous `[num_tokens, num_heads * head_dim]`, of any shape.
+        gates: `[num_tokens, num_heads, head_dim]` with dense rows; the result is multiplied by
+            their sigmoid. None: no gates.
     """
     rows, splits, head_dim = parts.shape
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = most_dims = triton.next_power_of_2(head_dim)
+    while block_d > _LEAST_DIMS and rows * most_dims // block_d < _PROGRAMS:
+        block_d //= 2
     heads, stride, step = 1, 0, 0
-    early: EarlyStart = {"EARLY": 0}
     if gates is not None:
-        block_d = min(block_d, _GATED_DIMS)
         heads, stride, step = gates.shape[1], gates.stride(0), gates.stride(1)
-        early = early_start(gates)
     _combine_kernel[(rows, triton.cdiv(head_dim, block_d))](
         parts,
         lse,
@@ -194,7 +194,7 @@ def combine_splits(
         SPLITS=splits,
         GATED=gates is not None,
         num_warps=4 if splits > 8 else 1,
-        **early,
+        **early_start(out),
     )
 
 
