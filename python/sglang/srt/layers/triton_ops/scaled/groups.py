@@ -62,30 +62,33 @@ def load_scales(
 
 
 @triton.jit
-def products(parts: tl.tuple, LEFT: tl.constexpr, DEPTH: tl.constexpr) -> tl.tuple:
-    """The products of DEPTH pairs of weights `[outputs, inputs]` and tokens `[tokens, inputs]`."""
-    sums: tl.tuple = ()
-    for n in tl.static_range(DEPTH):
-        weights, x = parts[n]
-        sums += (tl.dot(x, weights.T) if LEFT else tl.dot(weights, x.T),)
-    return sums
-
-
-@triton.jit
-def add_scaled_(
+def add_products_(
     acc: tl.tensor,
-    sums: tl.tuple,
+    parts: tl.tuple,
     scales: tl.tuple,
+    WHOLE: tl.constexpr,
     ONE: tl.constexpr,
     LEFT: tl.constexpr,
     DEPTH: tl.constexpr,
 ) -> tl.tensor:
-    """Add DEPTH products, times their scales from `load_scales`, to `acc`. ONE: all outputs share a
-    scale."""
+    """Add the products of DEPTH pairs of weights `[outputs, inputs]` and tokens `[tokens, inputs]`.
+
+    Args:
+        scales: From `load_scales`, of the products.
+        WHOLE: All inputs are one group, whose scales multiply the total.
+        ONE: All outputs share a scale.
+    """
+    sums: tl.tuple = ()
     for n in tl.static_range(DEPTH):
-        x_scales, scale = scales[n]
-        if ONE:
-            acc += sums[n] * by_token(x_scales * scale, LEFT)
+        weights, x = parts[n]
+        sums += (tl.dot(x, weights.T) if LEFT else tl.dot(weights, x.T),)
+    for n in tl.static_range(DEPTH):
+        if WHOLE:
+            acc += sums[n]
         else:
-            acc += sums[n] * (by_output(scale, LEFT) * by_token(x_scales, LEFT))
+            x_scales, scale = scales[n]
+            if ONE:
+                acc += sums[n] * by_token(x_scales * scale, LEFT)
+            else:
+                acc += sums[n] * (by_output(scale, LEFT) * by_token(x_scales, LEFT))
     return acc

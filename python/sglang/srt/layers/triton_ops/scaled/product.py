@@ -26,16 +26,15 @@ from sglang.srt.layers.triton_ops.early_start import (
 )
 from sglang.srt.layers.triton_ops.scaled.groups import (
     ROWS_OF_LEFT,
-    add_scaled_,
+    add_products_,
     by_output,
     by_token,
     load_scales,
-    products,
 )
 from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
 from sglang.srt.layers.triton_ops.scaled.tiles import MULTIPROCESSORS, zeros_of
 
-_DEPTH: Final = 128
+_PART: Final = 128
 """Inputs that are multiplied at a time: a group, or a part of one."""
 _SHARED_BYTES: Final = 228 << 10
 """Shared memory of a multiprocessor of Hopper. Each program has 1 KiB more than it asks for."""
@@ -119,7 +118,9 @@ def _product_kernel(
     ONE: tl.constexpr = HEIGHT % BLOCK_N == 0
     block = output // HEIGHT if ONE else read // HEIGHT
     acc = tl.zeros([BLOCK_T, BLOCK_N] if LEFT else [BLOCK_N, BLOCK_T], tl.float32)
-    if FP8 and GROUP != K:
+    WHOLE: tl.constexpr = GROUP == K
+    scales: tl.tuple = ()
+    if FP8 and not WHOLE:
         scales = load_scales(
             x_scales_ptr, scales_ptr, first, tokens, rows, used, block, GROUPS, DEPTH
         )
@@ -135,16 +136,13 @@ def _product_kernel(
                     inside = (cols < K - k)[None, :]
                     w = tl.load(weights + k, mask=inside, other=0.0)
                     parts += ((w, tl.load(x_at + k, mask=used[:, None] & inside, other=0.0)),)
-            if GROUP == K:
-                sums = products(parts, LEFT, DEPTH)
-                for n in tl.static_range(DEPTH):
-                    acc += sums[n]
-            else:
+            next_scales = scales
+            if not WHOLE:
                 next_scales = load_scales(
                     x_scales_ptr, scales_ptr, step + DEPTH, tokens, rows, used, block, GROUPS, DEPTH
                 )
-                acc = add_scaled_(acc, products(parts, LEFT, DEPTH), scales, ONE, LEFT, DEPTH)
-                scales = next_scales
+            acc = add_products_(acc, parts, scales, WHOLE, ONE, LEFT, DEPTH)
+            scales = next_scales
         else:
             k = step * BLOCK_K
             is_read = used[:, None]
@@ -158,7 +156,7 @@ def _product_kernel(
             acc = tl.dot(w, x.T, acc)
             x = tl.load(x_at + (k + BLOCK // 2), mask=is_read, other=0.0)
             acc = awaited(tl.dot(high, x.T, acc), CUDA)
-    if FP8 and GROUP == K:
+    if FP8 and WHOLE:
         x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
         acc *= by_output(tl.load(scales_ptr + read // HEIGHT), LEFT) * by_token(x_scales, LEFT)
     at = by_token(rows.to(tl.int64) * N, LEFT) + by_output(own, LEFT)
@@ -217,7 +215,7 @@ def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
 
 def _depth_of(programs: int, tiles: Tiles) -> tuple[int, int]:
     """Parts of a step, and stages, of fp8 products: the most that lets all programs run at once."""
-    part = _DEPTH * (tiles.outputs + tiles.tokens)
+    part = _PART * (tiles.outputs + tiles.tokens)
     for depth, stages in ((2, 4), (2, 3), (1, 4), (1, 3)):
         if programs <= MULTIPROCESSORS * (_SHARED_BYTES // (stages * depth * part + 1024)):
             return depth, stages
@@ -248,10 +246,10 @@ def multiply_on_tensor_cores(
     assert isinstance(x, RoundedRows) == weight.is_fp8
     if isinstance(x, RoundedRows):
         given, x_scales = x.elements, x.scales
-        assert len(given) == tokens and weight.group in (_DEPTH, inputs)
+        assert len(given) == tokens and weight.group in (_PART, inputs)
         tma = inputs % 16 == 0
         if tma:
-            elements = TensorDescriptor.from_tensor(elements, [tiles.outputs, _DEPTH])
+            elements = TensorDescriptor.from_tensor(elements, [tiles.outputs, _PART])
     else:
         given, x_scales = x, weight.scales
         assert given.stride(1) == 1
@@ -263,13 +261,13 @@ def multiply_on_tensor_cores(
         stream = torch.accelerator.current_stream(out.device).stream_id if out.is_cuda else 0
         arrivals = _arrivals(out.device, stream)
     _product_kernel[(grid, splits)](
-        TensorDescriptor.from_tensor(given, [tiles.tokens, _DEPTH]) if tma else given,
+        TensorDescriptor.from_tensor(given, [tiles.tokens, _PART]) if tma else given,
         x_scales, elements, weight.scales, zeros_of(weight),
         weight.scales if bias is None else bias, out, parts, arrivals, tokens, given.stride(0),
         N=outputs, K=inputs, FP8=weight.is_fp8, ZEROS=weight.zeros is not None,
         HEIGHT=weight.height, GROUP=weight.group, BLOCK=weight.block, SPLITS=splits,
         BLOCK_N=tiles.outputs, BLOCK_T=tiles.tokens,
-        BLOCK_K=_DEPTH, DEPTH=tiles.depth, TILES=tiles.group, TMA=tma, CUDA=out.is_cuda,
+        BLOCK_K=_PART, DEPTH=tiles.depth, TILES=tiles.group, TMA=tma, CUDA=out.is_cuda,
         BIAS=bias is not None, num_warps=tiles.warps, num_stages=tiles.stages,
         **early_start(given, most_rows=SEVERAL_ROWS),
     )  # fmt: skip

@@ -25,11 +25,10 @@ from sglang.srt.layers.triton_ops.routed_experts import (
 )
 from sglang.srt.layers.triton_ops.scaled.groups import (
     ROWS_OF_LEFT,
-    add_scaled_,
+    add_products_,
     by_output,
     by_token,
     load_scales,
-    products,
 )
 from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
 from sglang.srt.layers.triton_ops.scaled.tiles import zeros_of
@@ -135,7 +134,9 @@ def _product_kernel(
     ONE: tl.constexpr = HEIGHT % BLOCK_N == 0
     of_outputs = first.to(tl.int64) // HEIGHT if ONE else own // HEIGHT
     acc = tl.zeros([TILE_ROWS, BLOCK_N] if LEFT else [BLOCK_N, TILE_ROWS], tl.float32)
-    if FP8 and GROUP != K:
+    WHOLE: tl.constexpr = GROUP == K
+    scales: tl.tuple = ()
+    if FP8 and not WHOLE:
         scales = load_scales(
             x_scales_ptr, scales_ptr, 0, num_rows, rows, used, of_outputs, GROUPS, DEPTH
         )
@@ -148,17 +149,14 @@ def _product_kernel(
                 w = load_weights(weight_ptr, first, end, k, BLOCK_N, K, BLOCK_K, TMA)
                 x = load_rows(x_at, used, cols, k, K, DEPTH * BLOCK_K)
                 parts += ((w, x.T),)
-            if GROUP == K:
-                sums = products(parts, LEFT, DEPTH)
-                for n in tl.static_range(DEPTH):
-                    acc += sums[n]
-            else:
+            next_scales = scales
+            if not WHOLE:
                 next_scales = load_scales(
                     x_scales_ptr, scales_ptr, start // GROUP + DEPTH, num_rows, rows, used,
                     of_outputs, GROUPS, DEPTH,
                 )  # fmt: skip
-                acc = add_scaled_(acc, products(parts, LEFT, DEPTH), scales, ONE, LEFT, DEPTH)
-                scales = next_scales
+            acc = add_products_(acc, parts, scales, WHOLE, ONE, LEFT, DEPTH)
+            scales = next_scales
         else:
             w, high = load_int4(
                 weight_ptr, scales_ptr, zeros_ptr, own, start, K, ZEROS, GROUP, BLOCK, BLOCK_K,
@@ -167,7 +165,7 @@ def _product_kernel(
             acc = tl.dot(w, load_rows(x_at, used, cols, start, K, BLOCK_K), acc)
             x = load_rows(x_at + BLOCK // 2, used, cols, start, K, BLOCK_K)
             acc = awaited(tl.dot(high, x, acc), CUDA)
-    if FP8 and GROUP == K:
+    if FP8 and WHOLE:
         x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
         acc *= by_output(tl.load(scales_ptr + own // HEIGHT), LEFT) * by_token(x_scales, LEFT)
     if FACTORS:
