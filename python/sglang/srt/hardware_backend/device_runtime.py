@@ -232,6 +232,12 @@ class DeviceRuntime(ABC):
         """True if a kernel may be placed on the device before the previous one has ended."""
         return False
 
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory of a multiprocessor, which the programs there divide. A program
+        takes 1 KiB more than it asks for. Interpreted kernels have as much as on Hopper."""
+        return 228 << 10
+
     def on_kernel_compiled(self, report: Callable[[str], None]) -> None:
         """Call `report` with the name of each kernel that Triton compiles, or reads from its cache
         on the disk, from now on: either delays the caller. It replaces an earlier `report`."""

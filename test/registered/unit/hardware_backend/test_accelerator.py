@@ -148,6 +148,18 @@ def test_kernels_start_early_from_hopper_on(capability: tuple[int, int], wanted:
     assert not device_runtime("cpu").starts_kernels_early
 
 
+def test_kernels_of_a_gpu_divide_its_shared_memory() -> None:
+    asked = []
+
+    def properties(device: torch.device) -> types.SimpleNamespace:
+        asked.append(device)
+        return types.SimpleNamespace(shared_memory_per_multiprocessor=102_400)
+
+    api = types.SimpleNamespace(get_device_properties=properties)
+    assert CudaRuntime("cuda:1", api).shared_memory == 102_400
+    assert asked == [torch.device("cuda:1")]
+
+
 class FakeTensor:
     """A tensor on a device, as far as a runtime looks at it."""
 

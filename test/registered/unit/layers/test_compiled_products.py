@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import types
 from typing import Any
 
 import pytest
+import torch
 import triton
 import triton.knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.scaled import product, routed_experts
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -95,6 +99,30 @@ def test_a_step_of_fp8_waits_once_and_loads_scales_of_the_next(
     assert loads.count("ld.global") == before.count("ld.global") >= 2 * depth
     assert "ld.global" not in products
     assert before.count("cp.async.bulk.tensor") == 2 * depth * (stages - 1)
+
+
+@pytest.mark.parametrize("kib", [100, 164, 228])
+def test_programs_of_fp8_have_shared_memory(kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of consumer GPUs, of an A100, of Hopper."""
+    for tokens, programs in itertools.product((16, 32, 64), (96, 132, 224, 300, 448, 600)):
+        depth, stages = product.depth_of(programs, product.Tiles(64, tokens, 8, 4, 1), kib << 10)
+        assert depth * stages * 128 * (64 + tokens) <= (kib - 1) << 10
+    runtime = types.SimpleNamespace(shared_memory=kib << 10)
+    monkeypatch.setattr(routed_experts, "device_runtime", lambda device: runtime)
+    weight = ScaledWeight(
+        elements=torch.empty(2, 128, 128, dtype=torch.float8_e4m3fn), scales=torch.ones(2, 1, 1)
+    )
+    for uses in (1.0, 20.0, 90.0, 199.0, 1000.0):
+        plan = routed_experts.plan_of(uses, weight)
+        assert plan.shared_memory_of_fp8() <= (kib - 1) << 10
+        assert uses <= plan.most_uses or kib < 228
+
+
+def test_all_programs_of_a_product_run_at_once_on_hopper() -> None:
+    """132 multiprocessors have room for one, two, three or four programs each."""
+    tiles, shared = product.Tiles(64, 64, 8, 4, 1), 228 << 10
+    found = [product.depth_of(programs, tiles, shared) for programs in (132, 264, 396, 528, 600)]
+    assert found == [(2, 4), (2, 3), (1, 4), (1, 3), (1, 4)]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -82,6 +83,11 @@ class CudaRuntime(AcceleratorRuntime):
     @property
     def starts_kernels_early(self) -> bool:
         return bool(self._api.get_device_capability(self._target) >= _EARLY_STARTS_FROM)
+
+    @functools.cached_property
+    def shared_memory(self) -> int:
+        gpu: Any = self._api.get_device_properties(self._target)
+        return int(gpu.shared_memory_per_multiprocessor)
 
     def on_kernel_compiled(self, report: Callable[[str], None]) -> None:
         if importlib.util.find_spec("triton") is None:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch.nn.functional import ScalingType
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import (
     SEVERAL_ROWS,
@@ -36,8 +37,6 @@ from sglang.srt.layers.triton_ops.scaled.tiles import MULTIPROCESSORS, zeros_of
 
 _PART: Final = 128
 """Inputs that are multiplied at a time: a group, or a part of one."""
-_SHARED_BYTES: Final = 228 << 10
-"""Shared memory of a multiprocessor of Hopper. Each program has 1 KiB more than it asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,16 +207,24 @@ def plan(tokens: int, weight: ScaledWeight) -> tuple[Tiles, int]:
         while programs * splits < wanted and inputs >= splits * 1024:
             splits *= 2
     if weight.is_fp8:
-        depth, stages = _depth_of(programs * splits, tiles)
+        shared = device_runtime(weight.elements.device).shared_memory
+        depth, stages = depth_of(programs * splits, tiles, shared)
         tiles = replace(tiles, depth=depth, stages=stages)
     return tiles, splits
 
 
-def _depth_of(programs: int, tiles: Tiles) -> tuple[int, int]:
-    """Parts of a step, and stages, of fp8 products: the most that lets all programs run at once."""
+@functools.cache
+def depth_of(programs: int, tiles: Tiles, shared_memory: int) -> tuple[int, int]:
+    """Parts of a step, and stages, of fp8 products: the most that lets all programs run at once.
+
+    Args:
+        tiles: Without them.
+        shared_memory: Bytes of a multiprocessor.
+    """
     part = _PART * (tiles.outputs + tiles.tokens)
     for depth, stages in ((2, 4), (2, 3), (1, 4), (1, 3)):
-        if programs <= MULTIPROCESSORS * (_SHARED_BYTES // (stages * depth * part + 1024)):
+        at_once = shared_memory // (stages * depth * part + 1024)
+        if programs <= MULTIPROCESSORS * at_once:
             return depth, stages
     return 1, 4
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert
 from sglang.srt.layers.triton_ops.gating import silu_and_mul
@@ -54,6 +55,10 @@ class Plan:
     depth: int = 1
     """Parts of `block` inputs of a step, for fp8 weights."""
 
+    def shared_memory_of_fp8(self) -> int:
+        """Bytes of a program."""
+        return self.stages * self.depth * self.block * (self.tile_rows + self.outputs)
+
 
 # Field by field: most uses, rows of a tile, then outputs, block, group, warps, stages and depth.
 _FP8_PLANS: Final = (
@@ -72,9 +77,13 @@ _INT4_PLANS: Final = (
 
 
 def plan_of(uses: float, weight: ScaledWeight) -> Plan:
-    """The plan for `uses` of an expert on average."""
-    plans = _FP8_PLANS if weight.is_fp8 else _INT4_PLANS
-    return next(plan for plan in plans if uses <= plan.most_uses)
+    """The plan for `uses` of an expert on average, or the last one that the device has shared
+    memory for."""
+    if not weight.is_fp8:
+        return next(plan for plan in _INT4_PLANS if uses <= plan.most_uses)
+    room = device_runtime(weight.elements.device).shared_memory - 1024
+    plans = [plan for plan in _FP8_PLANS if plan.shared_memory_of_fp8() <= room]
+    return next((plan for plan in plans if uses <= plan.most_uses), plans[-1])
 
 
 @triton.jit(do_not_specialize=["bound", "num_rows", "stride"])
