@@ -76,29 +76,43 @@ def test_a_step_ends_its_product_before_the_next_step(name: str) -> None:
     assert all("wgmma.wait_group.sync.aligned 0" in text for text in products[1:])
 
 
+FP8 = {"FP8": True, "HEIGHT": 128, "GROUP": 128, "BLOCK": 128, "TMA": True}
+TYPES_OF_FP8 = {"zeros_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32", "scales_ptr": "*fp32"}
+
+
 @pytest.mark.parametrize(("tokens", "depth", "stages"), [(64, 2, 3), (64, 1, 4), (16, 2, 4)])
 def test_a_step_of_fp8_waits_once_and_loads_scales_of_the_next(
     tokens: int, depth: int, stages: int
 ) -> None:
     """Scales are loaded before the first step, then before the products of each. Operands of all
     steps but one are on their way before the first."""
-    constants = CONSTANTS["product"] | {
-        "FP8": True, "HEIGHT": 128, "BLOCK": 128, "TMA": True, "BLOCK_N": 64, "BLOCK_T": tokens,
-        "DEPTH": depth,
-    }  # fmt: skip
-    types = {
+    constants = CONSTANTS["product"] | FP8 | {"BLOCK_N": 64, "BLOCK_T": tokens, "DEPTH": depth}
+    types = TYPES_OF_FP8 | {
         "x_ptr": f"tensordesc<fp8e4nv[{tokens},128]>",
         "weight_ptr": "tensordesc<fp8e4nv[64,128]>",
-        "zeros_ptr": "*fp8e4nv",
-        **dict.fromkeys(("x_scales_ptr", "scales_ptr"), "*fp32"),
     }
     before, after = ptx_of(product._product_kernel, constants, types, stages).split(LOOP)
     step = after.split("bra \t$L__BB")[0]
     assert step.count("mbarrier.try_wait") == 1
     loads, products = step.split("wgmma.mma_async", 1)
-    assert loads.count("ld.global") == before.count("ld.global") >= 2 * depth
+    # A thread has two tokens of the left operand, four of sixteen of the right one.
+    scales = (2 if tokens == 64 else 4) + 1
+    assert loads.count("ld.global") == before.count("ld.global") == scales * depth
     assert "ld.global" not in products
     assert before.count("cp.async.bulk.tensor") == 2 * depth * (stages - 1)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_of_fp8_experts_loads_scales_of_the_next(depth: int) -> None:
+    constants = CONSTANTS["routed_experts"] | FP8 | {"DEPTH": depth}
+    types = TYPES_OF_FP8 | {"x_ptr": "*fp8e4nv", "weight_ptr": "tensordesc<fp8e4nv[128,128]>"}
+    before, after = ptx_of(routed_experts._product_kernel, constants, types, 3).split(LOOP)
+    step = after.split("bra \t$L__BB")[0]
+    assert step.count("mbarrier.try_wait") == 1
+    loads, products = step.split("wgmma.mma_async", 1)
+    # Two tokens of the left operand, and the scale that all outputs share.
+    assert loads.count("ld.global") == 3 * depth and "ld.global" not in products
+    assert before.count("cp.async.bulk.tensor") == 2 * depth
 
 
 @pytest.mark.parametrize("kib", [100, 164, 228])
@@ -114,7 +128,8 @@ def test_programs_of_fp8_have_shared_memory(kib: int, monkeypatch: pytest.Monkey
     )
     for uses in (1.0, 20.0, 90.0, 199.0, 1000.0):
         plan = routed_experts.plan_of(uses, weight)
-        assert plan.shared_memory_of_fp8() <= (kib - 1) << 10
+        inputs = plan.stages * plan.depth * plan.block
+        assert (plan.tile_rows + plan.outputs) * inputs <= (kib - 1) << 10
         assert uses <= plan.most_uses or kib < 228
 
 

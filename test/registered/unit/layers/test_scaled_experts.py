@@ -165,8 +165,9 @@ def test_many_tokens(kind: str, tokens: int) -> None:
     + [("int4", n) for n in range(4)],
 )
 def test_every_plan(kind: str, nth_plan: int) -> None:
-    """Sizes that are no multiples of the blocks, and several groups of tiles."""
-    experts = pair(kind, EXPERTS)
+    """Sizes that are no multiples of the blocks, and several groups of tiles; of inputs one group,
+    and three."""
+    experts = pair(kind, EXPERTS, is_wide=kind == "fp8 blocks")
     fp8 = experts[0].is_fp8
     plans = routed_experts._FP8_PLANS if fp8 else routed_experts._INT4_PLANS
     x, (weights, ids) = randn(30, experts[0].shape[-1], seed=2, dtype=HALF), choice(30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from rigs.models.attention_cases import (  # noqa: E402
 )
 from rigs.models.attention_cases import queries as queries_on  # noqa: E402
 from sglang.srt.layers.attention.dense_attention import UNIT, plan_dense  # noqa: E402
+from sglang.srt.layers.triton_ops.attention import online_softmax  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.decode_attention import (  # noqa: E402
     LONG_TOKENS,
     decode_attention,
@@ -43,6 +45,7 @@ from sglang.srt.layers.triton_ops.attention.extend_attention import (  # noqa: E
     put_blocks,
 )
 from sglang.srt.layers.triton_ops.attention.online_softmax import (  # noqa: E402
+    combine_splits,
     merge_into_,
     split_range,
 )
@@ -248,6 +251,28 @@ def test_lengths_for_cudnn_are_few_and_cover_the_context(prefix: int, new: int) 
     assert [begin for begin, _ in plan.pieces] == ends[:-1]
     assert ends[-1] == plan.whole
     assert all((end - begin).bit_count() == 1 for begin, end in plan.pieces)
+
+
+@pytest.mark.parametrize("programs", [1, 1024])
+@pytest.mark.parametrize("with_gates", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 200])
+def test_parts_are_joined(
+    head_dim: int, with_gates: bool, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one program for a row, or by several. An empty part is not read, a final row is kept."""
+    monkeypatch.setattr(online_softmax, "_PROGRAMS", programs)
+    numbers = torch.Generator().manual_seed(head_dim)
+    parts = torch.randn(6, 4, head_dim, generator=numbers).to(DEVICE)
+    lse = torch.randn(6, 4, generator=numbers).to(DEVICE)
+    lse[1, 2], parts[1, 2], lse[4] = float("-inf"), float("nan"), float("inf")
+    gates = torch.randn(2, 3, head_dim, generator=numbers).to(DEVICE)
+    out = torch.full((2, 3 * head_dim), 7.0, device=DEVICE)
+    combine_splits(parts, lse, out, gates if with_gates else None)
+    share = torch.softmax(lse * math.log(2), dim=1).nan_to_num(0.0)[:, :, None]
+    want = (parts.nan_to_num(0.0) * share).sum(1).view(2, 3, head_dim)
+    want = want * gates.sigmoid() if with_gates else want
+    want[1, 1] = 7.0
+    torch.testing.assert_close(out.view(2, 3, head_dim), want, rtol=1e-5, atol=1e-5)
 
 
 def test_merge() -> None:

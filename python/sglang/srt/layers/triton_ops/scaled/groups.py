@@ -42,7 +42,7 @@ def load_scales(
     DEPTH: tl.constexpr,
 ) -> tl.tuple:
     """For each of DEPTH groups of inputs, from `first` on: the scales of tokens and of outputs. The
-    last of GROUPS stands for those after it.
+    last of GROUPS stands for those after it. Nothing if all inputs are one group.
 
     A kernel loads them a step before it needs them: unlike the operands of tensor cores, the
     compiler does not load them ahead.
@@ -54,7 +54,7 @@ def load_scales(
         block: The block of each output, or the one of all.
     """
     both: tl.tuple = ()
-    for n in tl.static_range(DEPTH):
+    for n in tl.static_range(DEPTH if GROUPS > 1 else 0):
         group = tl.minimum(first + n, GROUPS - 1)
         x_scales = tl.load(x_scales_ptr + group * tokens + rows, mask=used, other=0.0)
         both += ((x_scales, tl.load(scales_ptr + block * GROUPS + group)),)
@@ -66,7 +66,7 @@ def add_products_(
     acc: tl.tensor,
     parts: tl.tuple,
     scales: tl.tuple,
-    WHOLE: tl.constexpr,
+    GROUPS: tl.constexpr,
     ONE: tl.constexpr,
     LEFT: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -74,8 +74,7 @@ def add_products_(
     """Add the products of DEPTH pairs of weights `[outputs, inputs]` and tokens `[tokens, inputs]`.
 
     Args:
-        scales: From `load_scales`, of the products.
-        WHOLE: All inputs are one group, whose scales multiply the total.
+        scales: From `load_scales`. Those of one group of all inputs multiply the total instead.
         ONE: All outputs share a scale.
     """
     sums: tl.tuple = ()
@@ -83,12 +82,18 @@ def add_products_(
         weights, x = parts[n]
         sums += (tl.dot(x, weights.T) if LEFT else tl.dot(weights, x.T),)
     for n in tl.static_range(DEPTH):
-        if WHOLE:
+        if GROUPS == 1:
             acc += sums[n]
+        elif ONE:
+            x_scales, scale = scales[n]
+            acc += sums[n] * by_token(x_scales * scale, LEFT)
         else:
             x_scales, scale = scales[n]
-            if ONE:
-                acc += sums[n] * by_token(x_scales * scale, LEFT)
-            else:
-                acc += sums[n] * (by_output(scale, LEFT) * by_token(x_scales, LEFT))
+            acc += sums[n] * (by_output(scale, LEFT) * by_token(x_scales, LEFT))
     return acc
+
+
+def shared_memory_of(rows: int, inputs: int) -> int:
+    """Bytes of shared memory of a program that has so many inputs of `rows` rows on their way, with
+    the KiB that each program takes."""
+    return rows * inputs + 1024

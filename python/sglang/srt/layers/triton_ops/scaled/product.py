@@ -31,6 +31,7 @@ from sglang.srt.layers.triton_ops.scaled.groups import (
     by_output,
     by_token,
     load_scales,
+    shared_memory_of,
 )
 from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
 from sglang.srt.layers.triton_ops.scaled.tiles import MULTIPROCESSORS, zeros_of
@@ -117,9 +118,7 @@ def _product_kernel(
     ONE: tl.constexpr = HEIGHT % BLOCK_N == 0
     block = output // HEIGHT if ONE else read // HEIGHT
     acc = tl.zeros([BLOCK_T, BLOCK_N] if LEFT else [BLOCK_N, BLOCK_T], tl.float32)
-    WHOLE: tl.constexpr = GROUP == K
-    scales: tl.tuple = ()
-    if FP8 and not WHOLE:
+    if FP8:
         scales = load_scales(
             x_scales_ptr, scales_ptr, first, tokens, rows, used, block, GROUPS, DEPTH
         )
@@ -135,12 +134,10 @@ def _product_kernel(
                     inside = (cols < K - k)[None, :]
                     w = tl.load(weights + k, mask=inside, other=0.0)
                     parts += ((w, tl.load(x_at + k, mask=used[:, None] & inside, other=0.0)),)
-            next_scales = scales
-            if not WHOLE:
-                next_scales = load_scales(
-                    x_scales_ptr, scales_ptr, step + DEPTH, tokens, rows, used, block, GROUPS, DEPTH
-                )
-            acc = add_products_(acc, parts, scales, WHOLE, ONE, LEFT, DEPTH)
+            next_scales = load_scales(
+                x_scales_ptr, scales_ptr, step + DEPTH, tokens, rows, used, block, GROUPS, DEPTH
+            )
+            acc = add_products_(acc, parts, scales, GROUPS, ONE, LEFT, DEPTH)
             scales = next_scales
         else:
             k = step * BLOCK_K
@@ -155,7 +152,7 @@ def _product_kernel(
             acc = tl.dot(w, x.T, acc)
             x = tl.load(x_at + (k + BLOCK // 2), mask=is_read, other=0.0)
             acc = awaited(tl.dot(high, x.T, acc), CUDA)
-    if FP8 and WHOLE:
+    if FP8 and GROUPS == 1:
         x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
         acc *= by_output(tl.load(scales_ptr + read // HEIGHT), LEFT) * by_token(x_scales, LEFT)
     at = by_token(rows.to(tl.int64) * N, LEFT) + by_output(own, LEFT)
@@ -221,9 +218,9 @@ def depth_of(programs: int, tiles: Tiles, shared_memory: int) -> tuple[int, int]
         tiles: Without them.
         shared_memory: Bytes of a multiprocessor.
     """
-    part = _PART * (tiles.outputs + tiles.tokens)
+    rows = tiles.outputs + tiles.tokens
     for depth, stages in ((2, 4), (2, 3), (1, 4), (1, 3)):
-        at_once = shared_memory // (stages * depth * part + 1024)
+        at_once = shared_memory // shared_memory_of(rows, stages * depth * _PART)
         if programs <= MULTIPROCESSORS * at_once:
             return depth, stages
     return 1, 4

@@ -30,6 +30,7 @@ from sglang.srt.layers.triton_ops.scaled.groups import (
     by_output,
     by_token,
     load_scales,
+    shared_memory_of,
 )
 from sglang.srt.layers.triton_ops.scaled.int4 import awaited, first_halves, load_int4
 from sglang.srt.layers.triton_ops.scaled.tiles import zeros_of
@@ -55,10 +56,6 @@ class Plan:
     depth: int = 1
     """Parts of `block` inputs of a step, for fp8 weights."""
 
-    def shared_memory_of_fp8(self) -> int:
-        """Bytes of a program."""
-        return self.stages * self.depth * self.block * (self.tile_rows + self.outputs)
-
 
 # Field by field: most uses, rows of a tile, then outputs, block, group, warps, stages and depth.
 _FP8_PLANS: Final = (
@@ -81,8 +78,13 @@ def plan_of(uses: float, weight: ScaledWeight) -> Plan:
     memory for."""
     if not weight.is_fp8:
         return next(plan for plan in _INT4_PLANS if uses <= plan.most_uses)
-    room = device_runtime(weight.elements.device).shared_memory - 1024
-    plans = [plan for plan in _FP8_PLANS if plan.shared_memory_of_fp8() <= room]
+    room = device_runtime(weight.elements.device).shared_memory
+    plans = [
+        plan
+        for plan in _FP8_PLANS
+        if shared_memory_of(plan.tile_rows + plan.outputs, plan.stages * plan.depth * plan.block)
+        <= room
+    ]
     return next((plan for plan in plans if uses <= plan.most_uses), plans[-1])
 
 
@@ -143,9 +145,7 @@ def _product_kernel(
     ONE: tl.constexpr = HEIGHT % BLOCK_N == 0
     of_outputs = first.to(tl.int64) // HEIGHT if ONE else own // HEIGHT
     acc = tl.zeros([TILE_ROWS, BLOCK_N] if LEFT else [BLOCK_N, TILE_ROWS], tl.float32)
-    WHOLE: tl.constexpr = GROUP == K
-    scales: tl.tuple = ()
-    if FP8 and not WHOLE:
+    if FP8:
         scales = load_scales(
             x_scales_ptr, scales_ptr, 0, num_rows, rows, used, of_outputs, GROUPS, DEPTH
         )
@@ -158,13 +158,11 @@ def _product_kernel(
                 w = load_weights(weight_ptr, first, end, k, BLOCK_N, K, BLOCK_K, TMA)
                 x = load_rows(x_at, used, cols, k, K, DEPTH * BLOCK_K)
                 parts += ((w, x.T),)
-            next_scales = scales
-            if not WHOLE:
-                next_scales = load_scales(
-                    x_scales_ptr, scales_ptr, start // GROUP + DEPTH, num_rows, rows, used,
-                    of_outputs, GROUPS, DEPTH,
-                )  # fmt: skip
-            acc = add_products_(acc, parts, scales, WHOLE, ONE, LEFT, DEPTH)
+            next_scales = load_scales(
+                x_scales_ptr, scales_ptr, start // GROUP + DEPTH, num_rows, rows, used,
+                of_outputs, GROUPS, DEPTH,
+            )  # fmt: skip
+            acc = add_products_(acc, parts, scales, GROUPS, ONE, LEFT, DEPTH)
             scales = next_scales
         else:
             w, high = load_int4(
@@ -174,7 +172,7 @@ def _product_kernel(
             acc = tl.dot(w, load_rows(x_at, used, cols, start, K, BLOCK_K), acc)
             x = load_rows(x_at + BLOCK // 2, used, cols, start, K, BLOCK_K)
             acc = awaited(tl.dot(high, x, acc), CUDA)
-    if FP8 and WHOLE:
+    if FP8 and GROUPS == 1:
         x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
         acc *= by_output(tl.load(scales_ptr + own // HEIGHT), LEFT) * by_token(x_scales, LEFT)
     if FACTORS:
