@@ -259,7 +259,7 @@ def test_lengths_for_cudnn_are_few_and_cover_the_context(prefix: int, new: int) 
 def test_parts_are_joined(
     head_dim: int, with_gates: bool, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one program for a row, or by several. An empty part is not read, a final row is kept."""
+    """One program joins a row, or several do. Empty parts are not read; a final row is kept."""
     monkeypatch.setattr(online_softmax, "_PROGRAMS", programs)
     numbers = torch.Generator().manual_seed(head_dim)
     parts = torch.randn(6, 4, head_dim, generator=numbers).to(DEVICE)

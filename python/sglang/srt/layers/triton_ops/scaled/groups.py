@@ -74,7 +74,7 @@ def add_products_(
     """Add the products of DEPTH pairs of weights `[outputs, inputs]` and tokens `[tokens, inputs]`.
 
     Args:
-        scales: From `load_scales`. Those of one group of all inputs multiply the total instead.
+        scales: From `load_scales`. If all inputs are one group, its scales multiply the total.
         ONE: All outputs share a scale.
     """
     sums: tl.tuple = ()
