@@ -127,6 +127,8 @@ def build_scheduler(
     )
     group = SingleRank() if rendezvous is None else TorchRankGroup.of_world()
     tiers = init_pools(runner, server_args, group)
+    # Before the tree: a captured step waits for no load, so L2 may not have joined the pools yet.
+    worker = TpModelWorker(runner)
     role, routes = _make_role(server_args, runner, group)
     metrics = SchedulerMetrics(model_label(server_args), num_draft_tokens(server_args) - 1)
     # The ranks' trees are equal, so one of them tells.
@@ -135,7 +137,7 @@ def build_scheduler(
     tree = _make_tree(server_args, runner, metrics, group, has_events=publisher is not None)
     tiers += tree.tiers()
     resources = SchedulerResources(
-        worker=TpModelWorker(runner),
+        worker=worker,
         tree=tree,
         metrics=metrics,
         group=group,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rigs.drafts.replayed_graphs import replayed_graphs
 from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
@@ -78,6 +79,15 @@ def test_prefixes_are_cached_with_their_states(hybrid: Path) -> None:
     tiers = built.ready_details["tiers"]
     assert [line[:3] for line in tiers[:3]] == ["L1:", "L1:", "L2:"]
     assert "for kv, mamba in layout" in tiers[2]
+    built.scheduler.close()
+
+
+def test_graphs_of_drafts_are_captured_before_l2_joins_the_pools(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3_next", mtp=True)
+    drafts: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+    with replayed_graphs():
+        built = build_scheduler(cached_args(tmp_path, **drafts))
+    assert built.scheduler._resources.worker.verifies_ahead(1), "verifications are captured"
     built.scheduler.close()
 
 
