@@ -6,8 +6,8 @@ its calls without a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,28 +42,41 @@ class AcceleratorRuntime(DeviceRuntime):
         self.enter_thread()
 
     def enter_thread(self) -> None:
+        self.set_device(self._index)
+
+    @property
+    def _index(self) -> int:
         device = self._device
         index = device.index if isinstance(device, torch.device) else device
-        self.set_device(self._api.current_device() if index is None else index)
+        return int(self._api.current_device() if index is None else index)
+
+    def current_stream(self) -> Any:
+        """The library's stream object. Named by number: without one torch looks for an available
+        kind of device, which takes longer than all the rest, and a load asks a hundred times."""
+        return self._api.current_stream(self._index)
 
     def set_device(self, index: int) -> None:
         self._api.set_device(index)
 
     def make_event(self) -> Event:
-        return _StreamEvent(self._api)
+        return _StreamEvent(self, self._api.Event())
 
     def make_copy_stream(self, name: str, *, is_urgent: bool = True) -> CopyStream:
-        return _DeviceStream(self._api, self._device, is_urgent=is_urgent)
+        return self._make_stream(is_urgent=is_urgent)
 
     def make_side_stream(self, *, is_urgent: bool = True) -> SideStream:
-        return _DeviceStream(self._api, self._device, is_urgent=is_urgent)
+        return self._make_stream(is_urgent=is_urgent)
+
+    def _make_stream(self, *, is_urgent: bool) -> _DeviceStream:
+        priority = _URGENT if is_urgent else 0
+        return _DeviceStream(self, self._api, self._api.Stream(self._device, priority=priority))
 
     def synchronize(self) -> None:
         self._api.synchronize(self._device)
 
     def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
         if not tensor.is_cpu:
-            tensor.record_stream(self._api.current_stream(tensor.device))
+            tensor.record_stream(self.current_stream())
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor | None]) -> HostCopies:
         copies: list[torch.Tensor | None] = []
@@ -94,13 +107,13 @@ class AcceleratorRuntime(DeviceRuntime):
 
 
 class _StreamEvent:
-    def __init__(self, api: Any) -> None:
-        self._api = api
-        self._event = api.Event()
+    def __init__(self, runtime: AcceleratorRuntime, event: Any) -> None:
+        self._runtime = runtime
+        self._event = event
         self._recorded = False
 
     def record(self) -> None:
-        self._event.record(self._api.current_stream())
+        self._event.record(self._runtime.current_stream())
         self._recorded = True
 
     def query(self) -> bool:
@@ -110,16 +123,16 @@ class _StreamEvent:
         self._event.synchronize()
 
     def wait(self) -> None:
-        self._api.current_stream().wait_event(self._event)
+        self._runtime.current_stream().wait_event(self._event)
 
 
 class _DeviceStream(CopyStream, SideStream):
     """A stream of the device. The caller itself queues the work on it."""
 
-    def __init__(self, api: Any, device: torch.device | int | None, *, is_urgent: bool) -> None:
+    def __init__(self, runtime: AcceleratorRuntime, api: Any, stream: Any) -> None:
+        self._runtime = runtime
         self._api = api
-        self._device = device
-        self._stream = api.Stream(device, priority=_URGENT if is_urgent else 0)
+        self._stream = stream
 
     def submit(self, work: Callable[[], None], *, follows_caller: bool = True) -> None:
         if follows_caller:
@@ -131,11 +144,16 @@ class _DeviceStream(CopyStream, SideStream):
         self._stream.synchronize()
 
     def follow(self) -> None:
-        self._stream.wait_stream(self._api.current_stream(self._device))
+        self._stream.wait_stream(self._runtime.current_stream())
 
-    def use(self) -> AbstractContextManager[Any]:
-        used: AbstractContextManager[Any] = self._api.stream(self._stream)
-        return used
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        before = self._runtime.current_stream()
+        self._api.set_stream(self._stream)
+        try:
+            yield
+        finally:
+            self._api.set_stream(before)
 
     def join(self) -> None:
-        self._api.current_stream(self._device).wait_stream(self._stream)
+        self._runtime.current_stream().wait_stream(self._stream)

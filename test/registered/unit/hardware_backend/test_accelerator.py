@@ -66,18 +66,18 @@ def test_a_copy_stream_follows_its_caller_unless_told_otherwise(
         "Stream(N, priority=-1)",
         "current_stream(N)",
         "Stream(N, priority=-1).wait_stream(current_stream(N))",
-        "stream(Stream(N, priority=-1))",
-        "with stream(Stream(N, priority=-1)):",
+        "current_stream(N)",
+        "set_stream(Stream(N, priority=-1))",
         "work",
-        "end of stream(Stream(N, priority=-1))",
+        "set_stream(current_stream(N))",
     ]
     stream.submit(lambda: log.append("work"), follows_caller=False)
     stream.close()
     assert written(log) == [
-        "stream(Stream(N, priority=-1))",
-        "with stream(Stream(N, priority=-1)):",
+        "current_stream(N)",
+        "set_stream(Stream(N, priority=-1))",
         "work",
-        "end of stream(Stream(N, priority=-1))",
+        "set_stream(current_stream(N))",
         "Stream(N, priority=-1).synchronize()",
     ]
     runtime.make_copy_stream("writes", is_urgent=False)
@@ -95,11 +95,11 @@ def test_an_event_is_not_reached_before_it_is_recorded(
     event.wait()
     event.synchronize()
     assert written(log) == [
-        "current_stream()",
-        "Event().record(current_stream())",
+        "current_stream(N)",
+        "Event().record(current_stream(N))",
         "Event().query()",
-        "current_stream()",
-        "current_stream().wait_event(Event())",
+        "current_stream(N)",
+        "current_stream(N).wait_event(Event())",
         "Event().synchronize()",
     ]
 
@@ -114,10 +114,10 @@ def test_a_side_stream_forks_and_joins(runtime: AcceleratorRuntime, log: list[st
         "Stream(N, priority=-1)",
         "current_stream(N)",
         "Stream(N, priority=-1).wait_stream(current_stream(N))",
-        "stream(Stream(N, priority=-1))",
-        "with stream(Stream(N, priority=-1)):",
+        "current_stream(N)",
+        "set_stream(Stream(N, priority=-1))",
         "work",
-        "end of stream(Stream(N, priority=-1))",
+        "set_stream(current_stream(N))",
         "current_stream(N)",
         "current_stream(N).wait_stream(Stream(N, priority=-1))",
     ]
@@ -198,8 +198,8 @@ def test_host_copies_are_begun_at_once_and_waited_for_alone(
         "download",
         "Event()",
         "download",
-        "current_stream()",
-        "Event().record(current_stream())",
+        "current_stream(N)",
+        "Event().record(current_stream(N))",
     ]
     assert copies.is_done
     got = copies.wait()
@@ -280,7 +280,7 @@ def test_an_npu_without_an_index_is_the_current_one(
     answers = {
         "current_device()": 3,
         "mem_get_info(None)": (3, 10),
-        "current_stream(None)": types.SimpleNamespace(npu_stream=77),
+        "current_stream(3)": types.SimpleNamespace(npu_stream=77),
     }
     monkeypatch.setitem(sys.modules, "torch_npu", fake_torch_npu(log, answers))
     runtime = npu_runtime.NpuRuntime("npu")
@@ -296,7 +296,8 @@ def test_an_npu_without_an_index_is_the_current_one(
     assert log == [
         "empty_cache()",
         "mem_get_info(None)",
-        "current_stream(None)",
+        "current_device()",
+        "current_stream(3)",
         "Stream(None, priority=-1)",
         "pin_memory()",
         "to(npu, True)",

@@ -63,7 +63,7 @@ class CudaRuntime(AcceleratorRuntime):
 
     def current_stream_handle(self) -> int:
         """The `cudaStream_t` of the current stream; 0 is the default stream."""
-        return int(self._api.current_stream(self._target).cuda_stream)
+        return int(self.current_stream().cuda_stream)
 
     @property
     def pins_memory(self) -> bool:

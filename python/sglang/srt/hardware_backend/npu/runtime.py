@@ -37,7 +37,7 @@ class NpuRuntime(AcceleratorRuntime):
 
     def current_stream_handle(self) -> int:
         """The `aclrtStream` of the current stream."""
-        return int(self._api.current_stream(self._device).npu_stream)
+        return int(self.current_stream().npu_stream)
 
 
 def load_torch_npu(user: str = f"--device {NPU.name}") -> Any:

@@ -253,7 +253,7 @@ def _digests(moved: Sequence[_Moved], *, is_checked: bool = True) -> list[PageDi
     found = []
     for entry, host, device in moved:
         pool = entry.host_pool
-        pages = whole_pages(host, pool.page_size, pool.page_num)
+        pages = host[:: pool.page_size].numpy() // pool.page_size  # The copy has checked them.
         copies = pool.page_digests(entry.device_pool, device) if is_checked else None
         found.append(PageDigests(entry.name, pages, copies))
     return found
