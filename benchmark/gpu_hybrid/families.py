@@ -53,16 +53,20 @@ def add_families(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def model_of(family: str, *, drafts: bool = False, weights: str = "bf16") -> Iterator[str]:
+def model_of(
+    family: str, *, drafts: bool = False, weights: str = "bf16", layers: int | None = None
+) -> Iterator[str]:
     """A temporary directory with only the configuration.
 
     Args:
+        layers: Number of layers; None: that of the shape.
         drafts: Whether there is a layer that drafts.
         weights: A format in `WEIGHTS`.
     """
     config_class, architecture, shape = SHAPES[family]
     with tempfile.TemporaryDirectory() as directory:
-        config = config_class(vocab_size=VOCABULARY, max_position_embeddings=40960, **shape)
+        fields = shape | ({} if layers is None else {"num_hidden_layers": layers})
+        config = config_class(vocab_size=VOCABULARY, max_position_embeddings=40960, **fields)
         config.architectures = [architecture]
         config.dtype = "bfloat16"
         if WEIGHTS[weights]:

@@ -65,10 +65,12 @@ DUMMY_FLAGS: Final = ("--load-format", "dummy", "--tokenizer-path", str(BUILTIN_
 
 
 @contextmanager
-def dummy_model(weights: str = "bf16") -> Iterator[str]:
+def dummy_model(weights: str = "bf16", layers: int = _LAYERS) -> Iterator[str]:
     """A temporary directory with only the configuration, for a format in `WEIGHTS`."""
     form = WEIGHTS[weights]
-    config = {**_CONFIG, "quantization_config": form} if form else _CONFIG
+    config = _CONFIG | {"num_hidden_layers": layers}
+    if form:
+        config["quantization_config"] = form
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         yield directory

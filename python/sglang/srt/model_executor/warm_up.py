@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 
@@ -13,7 +14,10 @@ from sglang.srt.layers.forward_batch_info import (
     compute_extend_positions,
 )
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK, SHORT
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
+
+Forward: TypeAlias = Callable[[ForwardBatch], LogitsProcessorOutput]
 
 NEW_TOKENS = (1, 4, 8, 16, 32, 64)
 BETWEEN = tuple(1 << power for power in range(7, 14))
@@ -60,6 +64,12 @@ def warm_up_batches(
             extend_prefix_lens_cpu=[prefix],
             extend_seq_lens_cpu=[new],
         )
+
+
+def choose_greedily(forward: Forward, batch: ForwardBatch) -> torch.Tensor:
+    """Run a step and choose its next tokens, int64 `[requests]`: several ranks have kernels for
+    that too."""
+    return forward(batch).logits.argmax()
 
 
 def warm_up_lengths(

@@ -60,7 +60,8 @@ def look_up_share(ids: torch.Tensor, weight: torch.Tensor, begin: int, count: in
     return out
 
 
-@triton.jit
+# One binary each, for any number of rows and any place of the keys.
+@triton.jit(do_not_specialize_on_alignment=["keys_ptr"])
 def _find_keys_kernel(
     logits_ptr: tl.tensor,
     keys_ptr: tl.tensor,
@@ -79,7 +80,7 @@ def _find_keys_kernel(
     tl.store(keys_ptr + row * tl.num_programs(1) + chunk, tl.max(keys, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "offset"])
 def _join_keys_kernel(
     memories: tl.tuple,
     flags: tl.tensor,
