@@ -142,10 +142,11 @@ class _StagedLoad(PageLoad):
         if self._stage.layers_at_once == self._num_layers:
             layers, in_order = range(self._num_layers), True
         else:
-            # A load goes from layer 0 on; one that starts elsewhere is of that layer alone.
+            # A load goes from layer 0 on; one that starts elsewhere is of that layer alone. So is
+            # the last piece: when it is there, little is left to be computed.
             in_order = layer == self._issued_until
             step = self._stage.layers_at_once if in_order and layer else 1
-            layers = range(layer, min(layer + step, self._num_layers))
+            layers = range(layer, max(layer + 1, min(layer + step, self._num_layers - 1)))
         if self._one_layer is not None and len(layers) == 1:
             self._one_layer.copy(layers, to_host=False)
         else:

@@ -12,7 +12,7 @@ Everything here is called inside a copy stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -23,6 +23,7 @@ from sglang.srt.constants import KIB, MIB
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, Event, device_runtime
 from sglang.srt.mem_cache.host.copy_engine import CopyEngine
 from sglang.srt.mem_cache.host.copy_runs import (
+    BufferGrid,
     BufferRuns,
     PageRuns,
     PartRows,
@@ -72,8 +73,10 @@ class Chunk:
     slots: torch.Tensor
     """int64 `[n * page_size]` on the device."""
     runs: BufferRuns | None = None
+    grids: list[BufferGrid] = field(default_factory=list)
+    """Those of a load; `runs` has the other pages."""
     num_layers: int = 0
-    """Layers that `runs` are made for."""
+    """Layers that `runs` and `grids` are made for."""
 
 
 class _Stage:
@@ -139,16 +142,28 @@ class _Stage:
 
     def run_engine(self, buffer: int, chunk: Chunk, layers: range, *, to_host: bool) -> None:
         """Move `layers` of host pages from or to the buffer, in the current stream."""
+        stream = self._runtime.current_stream_handle()
         if chunk.runs is None or chunk.num_layers != len(layers):
-            chunk.runs = join_runs(
-                [
-                    part.runs(chunk.pages, len(layers), offset)
-                    for part, offset in zip(self._parts, self._offsets, strict=False)
-                ]
-            )
+            chunk.runs, chunk.grids = self._runs_of(chunk.pages, len(layers), has_grids=not to_host)
             chunk.num_layers = len(layers)
-        runs = chunk.runs.to_host(buffer) if to_host else chunk.runs.to_buffer(buffer, layers.start)
-        self._engine.copy(runs, self._runtime.current_stream_handle())
+        if to_host:
+            self._engine.copy(chunk.runs.to_host(buffer), stream)
+            return
+        for grid in chunk.grids:
+            self._engine.copy_grids(grid.to_buffer(buffer, layers.start), stream)
+        self._engine.copy(chunk.runs.to_buffer(buffer, layers.start), stream)
+
+    def _runs_of(
+        self, pages: npt.NDArray[np.int64], num_layers: int, *, has_grids: bool
+    ) -> tuple[BufferRuns, list[BufferGrid]]:
+        runs, grids = [], []
+        for part, offset in zip(self._parts, self._offsets, strict=False):
+            is_left = None
+            if has_grids:
+                more, is_left = part.grids(pages, num_layers, offset)
+                grids += more
+            runs.append(part.runs(pages, num_layers, offset, is_left))
+        return join_runs(runs), grids
 
     def run_kernel(self, buffer: int, chunk: Chunk, layers: range, *, to_buffer: bool) -> None:
         """Move `layers` between the buffer and the device pool."""

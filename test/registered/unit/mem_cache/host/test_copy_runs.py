@@ -24,6 +24,7 @@ from sglang.srt.constants import KIB
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.mla_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.host import copy_runs
 from sglang.srt.mem_cache.host.copy_runs import (
     CopyGrids,
     CopyRuns,
@@ -205,9 +206,16 @@ def test_copy_engines_take_no_columns_straight_from_the_pool(layout: str, straig
 @pytest.mark.parametrize("make", KINDS)
 @pytest.mark.parametrize("pages", [[3, 1, 15, 8], [5, 6, 7], [9], [2, 3, 9, 10]])
 @pytest.mark.parametrize("layers_at_once", [1, 2, 3])
+@pytest.mark.parametrize("grid_pages", [2, 32])
 def test_runs_move_what_the_layout_says(
-    layout: str, make: Callable[..., PagedDevicePool], pages: list[int], layers_at_once: int
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    make: Callable[..., PagedDevicePool],
+    pages: list[int],
+    layers_at_once: int,
+    grid_pages: int,
 ) -> None:
+    monkeypatch.setattr(copy_runs, "_GRID_PAGES", grid_pages)
     if layout == "page_first":
         layers_at_once = LAYERS
     device = make()
@@ -233,7 +241,9 @@ def test_runs_move_what_the_layout_says(
         for first in range(0, LAYERS, layers_at_once):
             layers = range(first, min(first + layers_at_once, LAYERS))
             buffer.fill_(0)
-            found = runs.runs(np.array(pages), len(layers), offset)
+            grids, is_left = runs.grids(np.array(pages), len(layers), offset)
+            do_grids([grid.to_buffer(buffer.data_ptr(), first) for grid in grids])
+            found = runs.runs(np.array(pages), len(layers), offset, is_left)
             do(found.to_buffer(buffer.data_ptr(), first))
             move_rows(runs, part, start, into, layers, to_buffer=False)
     assert device_bytes(third, wanted) == device_bytes(device, wanted)
@@ -255,6 +265,25 @@ def test_pages_that_adjoin_on_both_sides_are_one_copy() -> None:
     assert sizes("page_first_direct", 2, 2) == [2 * layer] * 6
     assert sizes("page_first_direct", 1, 2) == [layer] * 6
     assert sizes("layer_first", 2, 2) == [3 * layer, 2 * layer, layer] * 2
+
+
+def test_neighbouring_pages_of_some_layers_are_one_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_runs, "_GRID_PAGES", 3)
+    device = make_device_pool()
+    pages = np.array([5, 6, 7, 8, 1, 2, 9, 3, 4, 5])
+
+    def grids(layout: str, layers: int) -> tuple[list[int], list[bool]]:
+        part = parts_of(make_host_pool(device, layout), device)[0]
+        found, is_left = PageRuns(part, PAGE, LAYERS, 10).grids(pages, layers, 0)
+        return [grid.runs for grid in found], is_left.tolist()
+
+    left = [False] * 4 + [True] * 3 + [False] * 3
+    assert grids("page_first_direct", 2) == ([4, 3], left)
+    assert grids("page_first_direct", LAYERS) == ([], [True] * 10), "whole pages are one run"
+    assert grids("layer_first", 2) == ([], [True] * 10), "each layer is one run"
+    far = parts_of(make_host_pool(device, "page_first_direct"), device)[0].rows
+    monkeypatch.setattr(copy_runs, "MAX_STRIDE", far.page_stride - 1)
+    assert grids("page_first_direct", 2) == ([], [True] * 10), "pages are too far apart"
 
 
 def test_token_major_pages_are_not_divided() -> None:
