@@ -24,7 +24,7 @@ COMMANDS: Final[dict[str, tuple[str, ...]]] = {
     "remote-weights": ("tcp", "nvlink"),
     "transfer": ("engine", "heads", "limits"),
     "gpu-forward": ("steps", "attention", "kernels"),
-    "gpu-server": ("ttft", "scheduler", "idle"),
+    "gpu-server": ("ttft", "load", "scheduler", "idle"),
     "gpu-hicache": ("unused", "turns", "copies"),
     "gpu-hybrid": ("steps", "server", "experts", "speculation", "transformers", "unused"),
     "gpu-pd": ("servers", "pages"),

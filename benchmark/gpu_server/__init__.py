@@ -1,1 +1,1 @@
-"""One server on a GPU: TTFT by tier, CPU time of a decode step, idle time of the device."""
+"""One server on a GPU: TTFT by tier, a load from L2, CPU time of a decode step, idle time."""
