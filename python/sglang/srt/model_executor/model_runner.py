@@ -57,7 +57,7 @@ from sglang.srt.model_executor.cuda_graph_runner import (
 )
 from sglang.srt.model_executor.extend_graph_runner import TOKEN_COUNTS, ExtendGraphRunner
 from sglang.srt.model_executor.graph_capture import uncaptured
-from sglang.srt.model_executor.warm_up import choose_greedily, warm_up_batches
+from sglang.srt.model_executor.warm_up import run_step, warm_up_batches, warm_up_masks
 from sglang.srt.model_loader.loader import build_model, load_weights
 from sglang.srt.model_loader.weight_seed import register_weights
 from sglang.srt.model_loader.weight_source import LoadConfig, SeedAddress
@@ -353,8 +353,8 @@ class ModelRunner:
         pools = self.req_to_token_pool, self.token_to_kv_pool
         work: list[Callable[[], object]] = [b.warm_up for b in self.attn_backends.values()]
         work.append(self.token_to_kv_pool_allocator.warm_up)
-        batches = warm_up_batches(*pools, longest_pass)
-        work += [partial(choose_greedily, self.forward, batch) for batch in batches]
+        work += [partial(run_step, self, batch) for batch in warm_up_batches(*pools, longest_pass)]
+        work.append(partial(warm_up_masks, self.model_config.vocab_size, self.config.device))
         with progress_bar(
             logger.info, desc="Warming up", total=len(work), disable=not self.shows_progress
         ) as progress:

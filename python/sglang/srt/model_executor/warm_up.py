@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
+from sglang.srt.constrained.grammar import allocate_bitmask, apply_bitmask
 from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
@@ -16,17 +17,28 @@ from sglang.srt.layers.forward_batch_info import (
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK, SHORT
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
-
-Forward: TypeAlias = Callable[[ForwardBatch], LogitsProcessorOutput]
+from sglang.srt.models.causal_lm import CausalLM
 
 NEW_TOKENS = (1, 4, 8, 16, 32, 64)
 BETWEEN = tuple(1 << power for power in range(7, 14))
 """Further new tokens, since the kernels of experts depend on the tokens of an expert."""
 IN_CHUNKS = SHORT + CHUNK
 """New tokens for models with recurrent states, just too many for the kernels of short prefills."""
+REQUESTS = (2, 4, 8, 16, 32, 64)
+"""Requests of one token each in a step. In the last layer, rows are requests."""
 PREFIX_TOKENS = 4096
 UNEVEN_TOKENS = 96
 """Tokens added to a prefix of one pass, because prefixes of uneven length use other kernels."""
+
+
+class Runner(Protocol):
+    """The part of a `ModelRunner` that runs steps."""
+
+    model: CausalLM
+
+    def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput: ...
+
+    def store_drafts(self, batch: ForwardBatch, hidden: torch.Tensor) -> None: ...
 
 
 def warm_up_batches(
@@ -40,36 +52,52 @@ def warm_up_batches(
     Args:
         longest_pass: Most new tokens of one pass.
     """
-    context = req_to_token_pool.max_context_len
-    row = torch.zeros(1, dtype=torch.int64, device=req_to_token_pool.device)
-    has_states = StateBatch.running(req_to_token_pool, row) is not None
-    for prefix, new in warm_up_lengths(context, longest_pass, has_states):
-        states = StateBatch.running(req_to_token_pool, row)
+    pool, device = req_to_token_pool, req_to_token_pool.device
+    has_states = StateBatch.running(pool, torch.zeros(1, dtype=torch.int64, device=device))
+    lengths = warm_up_lengths(pool.max_context_len, longest_pass, has_states is not None)
+    steps = [([prefix], [new]) for prefix, new in lengths]
+    steps += [([0] * count, [1] * count) for count in REQUESTS]
+    for prefixes, news in steps:
+        count, new = len(news), sum(news)
+        zeros = torch.zeros(new, dtype=torch.int64, device=device)
+        rows = zeros[:count]
+        states = StateBatch.running(pool, rows)
         if states is not None and new > SHORT:
             # Like after a cache hit: with a snapshot, and tokens after it.
-            states.track_slots, states.track_lens_cpu = row, [(new - 1) // CHUNK * CHUNK]
-        zeros = torch.zeros(new, dtype=torch.int64, device=req_to_token_pool.device)
+            states.track_slots, states.track_lens_cpu = rows, [(new - 1) // CHUNK * CHUNK]
+        totals = [prefix + own for prefix, own in zip(prefixes, news, strict=True)]
         yield ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             input_ids=zeros,
-            positions=compute_extend_positions([prefix], [new], req_to_token_pool.device),
-            req_pool_indices=zeros[:1],
-            req_pool_indices_cpu=[0],
-            seq_lens=torch.tensor([prefix + new], device=req_to_token_pool.device),
-            seq_lens_cpu=[prefix + new],
+            positions=compute_extend_positions(prefixes, news, device),
+            req_pool_indices=rows,
+            req_pool_indices_cpu=[0] * count,
+            seq_lens=torch.tensor(totals, device=device),
+            seq_lens_cpu=totals,
             out_cache_loc=zeros,
-            req_to_token_pool=req_to_token_pool,
+            req_to_token_pool=pool,
             token_to_kv_pool=token_to_kv_pool,
             states=states,
-            extend_prefix_lens_cpu=[prefix],
-            extend_seq_lens_cpu=[new],
+            extend_prefix_lens_cpu=prefixes,
+            extend_seq_lens_cpu=news,
         )
 
 
-def choose_greedily(forward: Forward, batch: ForwardBatch) -> torch.Tensor:
-    """Run a step and choose its next tokens, int64 `[requests]`: several ranks have kernels for
-    that too."""
-    return forward(batch).logits.argmax()
+def run_step(runner: Runner, batch: ForwardBatch) -> None:
+    """Run a step, and choose the most likely next tokens. A draft layer stores the step too."""
+    layer = runner.model.draft_layer
+    batch.capture_hidden = layer is not None
+    output = runner.forward(batch)
+    output.logits.argmax()
+    if output.hidden_states is not None:
+        runner.store_drafts(batch, output.hidden_states)
+
+
+def warm_up_masks(vocab_size: int, device: torch.device | str) -> None:
+    """Run the kernels that keep tokens within grammars, for one row and for several."""
+    for rows in (1, 2, 16):
+        logits = torch.zeros((rows, vocab_size), device=device)
+        apply_bitmask(logits, allocate_bitmask(rows, vocab_size), range(rows))
 
 
 def warm_up_lengths(

@@ -9,8 +9,14 @@ import torch
 
 from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
-from sglang.srt.model_executor.warm_up import warm_up_batches, warm_up_lengths
+from sglang.srt.model_executor.warm_up import (
+    run_step,
+    warm_up_batches,
+    warm_up_lengths,
+    warm_up_masks,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
@@ -54,13 +60,42 @@ def test_the_steps_run_and_write_into_the_padding_page_alone(tmp_path: Path) -> 
     runner.init_memory_pool(64, 2)
     pool = runner.token_to_kv_pool
     before = [pool.get_kv_buffer(0)[part][4:].clone() for part in (0, 1)]
-    count = 0
+    sizes = []
     for batch in warm_up_batches(runner.req_to_token_pool, pool, longest_pass=48):
         assert torch.isfinite(runner.forward(batch).next_token_logits).all()
-        count += 1
-    assert count == len(warm_up_lengths(config.context_len, 48))
+        sizes.append((batch.batch_size, len(batch.input_ids)))
+    alone = [(1, new) for _, new in warm_up_lengths(config.context_len, 48)]
+    assert sizes == alone + [(count, count) for count in (2, 4, 8, 16, 32, 64)]
     after = [pool.get_kv_buffer(0)[part][4:] for part in (0, 1)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
+def test_a_draft_layer_stores_the_steps_too(tmp_path: Path, family: str) -> None:
+    save_tiny_checkpoint(tmp_path, family, mtp=True)
+    config = ModelConfig.from_path(str(tmp_path), has_draft_layer=True)
+    runner = ModelRunner(
+        ModelRunnerConfig(model_config=config, page_size=4, num_draft_tokens=3, show_progress=False)
+    )
+    runner.init_memory_pool(64, 2)
+    stored = []
+    store = runner.store_drafts
+
+    def record(batch: ForwardBatch, hidden: torch.Tensor) -> None:
+        stored.append(hidden.shape)
+        store(batch, hidden)
+
+    runner.store_drafts = record  # type: ignore[method-assign]
+    pool = runner.token_to_kv_pool
+    tokens = []
+    for batch in warm_up_batches(runner.req_to_token_pool, pool, longest_pass=0):
+        run_step(runner, batch)
+        tokens.append(len(batch.input_ids))
+    assert stored == [(count, config.hidden_size) for count in tokens]
+
+
+def test_masks_are_applied_to_one_row_and_to_several() -> None:
+    warm_up_masks(70, "cpu")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,10 @@ from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
 from sglang.srt.layers.triton_ops.attention.indexer_scores import index_scores, slots_of_one
 from sglang.srt.layers.triton_ops.attention.indexer_topk import choose_slots
-from sglang.srt.layers.triton_ops.attention.latent_rows import latent_attention
+from sglang.srt.layers.triton_ops.attention.latent_rows import (
+    latent_attention,
+    warm_up_latent_joins,
+)
 from sglang.srt.layers.triton_ops.attention.masked_attention import (
     mask_of,
     masked_attention,
@@ -171,13 +174,14 @@ class LatentTritonBackend(AttentionBackend):
         self._plan = _ExtendPlan(short=SlotLists(found[0], found[1], table.shape[1]))
 
     def warm_up(self) -> None:
-        """Let cuDNN make its plans for the usual lengths."""
+        """Let cuDNN make its plans for the usual lengths; run the kernels that join parts."""
         config = self._config
         assert config.mla is not None, "its layers have latent attention"
         q = torch.empty(
             (1, config.num_heads, config.mla.qk_head_dim), dtype=config.dtype, device=config.device
         )
         warm_up_projected(q, q[..., : config.mla.v_head_dim])
+        warm_up_latent_joins(config.num_heads, config.mla.kv_lora_rank, q)
 
     def graph_bytes(self, num_tokens: int, context_len: int) -> int:
         return 4 * num_tokens * context_len

@@ -25,13 +25,17 @@ from sglang.srt.layers.triton_ops.attention.decode_attention import decode_atten
 from sglang.srt.layers.triton_ops.attention.extend_attention import (
     ExtendWork,
     extend_attention,
+    most_splits,
     plan_any_blocks,
     plan_blocks,
     put_blocks,
 )
-from sglang.srt.layers.triton_ops.attention.online_softmax import merge_into_
+from sglang.srt.layers.triton_ops.attention.online_softmax import merge_into_, warm_up_joins
 
 DENSE_HEAD_DIM = 128
+_MOST_JOINED = 2048
+"""New tokens of a step, above which it has more blocks than the device has room for, so that no
+context is split."""
 WARM_UP_TOKENS = 8192
 """Most new tokens for which cuDNN's plans are made before the first request."""
 WARM_UP_PIECES = tuple(UNIT << i for i in range(5))
@@ -182,10 +186,21 @@ class TritonAttnBackend(AttentionBackend):
         )
 
     def warm_up(self) -> None:
-        """Let cuDNN make its plans for the usual lengths, which would cost a request a second."""
+        """Let cuDNN make its plans for the usual lengths, which would cost a request a second. Run
+        the kernels that join parts of contexts."""
+        config = self._config
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        joins = (
+            (tokens, 1 << power)
+            for tokens in range(1, _MOST_JOINED + 1)
+            for power in range(
+                most_splits(tokens, heads // kv_heads, kv_heads, head_dim).bit_length()
+            )
+        )
+        out = torch.empty(0, dtype=config.dtype, device=config.device)
+        warm_up_joins(joins, heads, head_dim, out)
         if not self._can_be_dense:
             return
-        config = self._config
         parts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         shape = (WARM_UP_TOKENS, sum(parts), config.head_dim)
         qkv = torch.zeros(shape, dtype=config.dtype, device=config.device)

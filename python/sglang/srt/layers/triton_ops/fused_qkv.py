@@ -256,7 +256,8 @@ def prepare_gated_qkv_(
     return q
 
 
-@triton.jit(do_not_specialize=["tokens"])
+# Positions of a draft layer begin with a request's second.
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions_ptr"])
 def _angles_kernel(
     positions_ptr: tl.tensor,
     freq_ptr: tl.tensor,

@@ -156,7 +156,7 @@ def plan_any_blocks(
     """
     rows = _query_rows(num_tokens, group)
     whole = -(-num_tokens // (rows // group))
-    splits = _count_splits(whole, num_tokens, None, group, num_kv_heads, head_dim)
+    splits = most_splits(num_tokens, group, num_kv_heads, head_dim)
     blocks = torch.zeros((whole + num_requests - 1, 4), dtype=torch.int32, device=device)
     return ExtendWork(blocks, rows, splits, 0, num_tokens, is_padded=True)
 
@@ -206,6 +206,12 @@ def _count_splits(
         WORKSPACE_BYTES // (num_tokens * group * num_kv_heads * head_dim * 4),
     )
     return 1 << max(0, wanted.bit_length() - 1)
+
+
+def most_splits(num_tokens: int, group: int, num_kv_heads: int, head_dim: int) -> int:
+    """Most splits of a step of so many new tokens, whatever its contexts are."""
+    blocks = -(-num_tokens // (_query_rows(num_tokens, group) // group))
+    return _count_splits(blocks, num_tokens, None, group, num_kv_heads, head_dim)
 
 
 def extend_attention(

@@ -18,7 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops.attention.online_softmax import combine_splits, split_range
+from sglang.srt.layers.triton_ops.attention.online_softmax import (
+    combine_splits,
+    split_range,
+    warm_up_joins,
+)
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 from sglang.srt.mem_cache.device.fp8_rows import num_groups
 from sglang.srt.mem_cache.device.fp8_rows_triton import typed_views
@@ -210,12 +214,8 @@ def latent_attention(
     assert rope_row - rope_at == rope_dim, f"rows of {row} for {rank} and {rope_dim} elements"
     assert latent_q.stride(-1) == rope_q.stride(-1) == table.stride(-1) == 1
     if launch is None:
-        launch = _FP8_LAUNCH if groups else LAUNCH
-        if latent_q.element_size() == 4:
-            launch = _FP32_LAUNCH
-    heads = min(launch[0], max(16, triton.next_power_of_2(num_heads)))
-    if launch is _FP8_LAUNCH and num_heads > 16:
-        heads = launch[0]
+        launch = _launch_of(latent_q.dtype, is_fp8=bool(groups))
+    heads = _heads_of(launch, num_heads)
     head_blocks = triton.cdiv(num_heads, heads)
     count = plan_splits(num_tokens, head_blocks) if splits is None else splits
     if launch is LAUNCH and count == 1:
@@ -265,3 +265,27 @@ def latent_attention(
     if count > 1:
         combine_splits(parts, lse, out)
     return out
+
+
+def _launch_of(dtype: torch.dtype, *, is_fp8: bool) -> tuple[int, int, int, int]:
+    if dtype.itemsize == 4:
+        return _FP32_LAUNCH
+    return _FP8_LAUNCH if is_fp8 else LAUNCH
+
+
+def _heads_of(launch: tuple[int, int, int, int], num_heads: int) -> int:
+    """Heads of a program."""
+    if launch is _FP8_LAUNCH and num_heads > 16:
+        return launch[0]
+    return min(launch[0], max(16, triton.next_power_of_2(num_heads)))
+
+
+def warm_up_latent_joins(num_heads: int, rank: int, out: torch.Tensor) -> None:
+    """Run the kernels that join parts of contexts, of steps of any size. `out`: any tensor of the
+    dtype and on the device of the results."""
+    blocks = {
+        triton.cdiv(num_heads, _heads_of(_launch_of(out.dtype, is_fp8=is_fp8), num_heads))
+        for is_fp8 in (False, True)
+    }
+    sizes = ((tokens, plan_splits(tokens, n)) for n in blocks for tokens in range(1, PROGRAMS + 1))
+    warm_up_joins(sizes, num_heads, rank, out)

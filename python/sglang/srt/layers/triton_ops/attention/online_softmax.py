@@ -3,6 +3,8 @@ parts of a context by their log-sum-exp."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -175,9 +177,7 @@ def combine_splits(
             their sigmoid. None: no gates.
     """
     rows, splits, head_dim = parts.shape
-    block_d = most_dims = triton.next_power_of_2(head_dim)
-    while block_d > _LEAST_DIMS and rows * most_dims // block_d < _PROGRAMS:
-        block_d //= 2
+    block_d = _block_dims(rows, head_dim)
     heads, stride, step = 1, 0, 0
     if gates is not None:
         heads, stride, step = gates.shape[1], gates.stride(0), gates.stride(1)
@@ -263,3 +263,31 @@ def merge_into_(
         num_warps=4,
     )
     return joined
+
+
+def _block_dims(rows: int, head_dim: int) -> int:
+    """Elements of a row that a program joins."""
+    block_d = most_dims = triton.next_power_of_2(head_dim)
+    while block_d > _LEAST_DIMS and rows * most_dims // block_d < _PROGRAMS:
+        block_d //= 2
+    return block_d
+
+
+def warm_up_joins(
+    cases: Iterable[tuple[int, int]], num_heads: int, head_dim: int, out: torch.Tensor
+) -> None:
+    """Run every kernel that `combine_splits` has for steps of some sizes.
+
+    Args:
+        cases: Numbers of tokens and of splits.
+        out: Any tensor of the dtype and on the device of the results.
+    """
+    known = set()
+    for tokens, splits in cases:
+        rows = tokens * num_heads
+        results = out.new_empty((tokens, num_heads * head_dim))
+        kernel = splits, _block_dims(rows, head_dim), *early_start(results).values()
+        if splits > 1 and kernel not in known:
+            known.add(kernel)
+            parts = out.new_zeros((rows, splits, head_dim), dtype=torch.float32)
+            combine_splits(parts, parts[..., 0].contiguous(), results)
