@@ -133,7 +133,7 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
         pools = Pools.of(forward_batch, layer.layer_id, index)
         if forward_batch.forward_mode.is_decode():
             return self._decode(q, as_latent(layer), pools, index)
-        k = as_stored(k, pools.rows, forward_batch, as_latent(layer))
+        k = as_stored(k, pools.rows, self._new_slots, as_latent(layer))
         return self._extend(q, k, as_latent(layer), pools, index, rows is not None)
 
     def _decode(

@@ -91,6 +91,8 @@ class _LongSegment:
     segment: Segment
     prefix_slots: torch.Tensor | None
     """int64 `[prefix]`; None: no prefix."""
+    new_slots: torch.Tensor
+    """int64 `[new]`: where the pool has its new tokens."""
     lists: SlotLists
     """Lists of its new tokens."""
 
@@ -109,7 +111,7 @@ class _ExtendPlan:
 class LatentTritonBackend(AttentionBackend):
     """Backend of MLA and DSA layers. Without an indexer's query, a token sees its whole context.
 
-    Rows in fp8 are read as stored, even the rows of the step's own tokens.
+    Rows are read as stored, even those of the step's own tokens.
     """
 
     can_be_captured = True
@@ -147,9 +149,10 @@ class LatentTritonBackend(AttentionBackend):
                 short.append(np.arange(segment.begin, segment.end))
                 continue
             own, total = slice(segment.begin, segment.end), segment.prefix + segment.new
-            slots = table[segment.row, : segment.prefix].to(torch.int64)
+            slots = table[segment.row, :total].to(torch.int64)
+            prefix, new = slots[: segment.prefix], slots[segment.prefix :]
             lists = SlotLists(rows[own], lens[own], total, one_list=True)
-            plan.long.append(_LongSegment(segment, slots if segment.prefix else None, lists))
+            plan.long.append(_LongSegment(segment, prefix if segment.prefix else None, new, lists))
         if short and not plan.long:
             plan.short = SlotLists(rows, lens, longest, one_list=len(segments) == 1)
         elif short:
@@ -248,9 +251,6 @@ class LatentTritonBackend(AttentionBackend):
             if index is not None and own_index is not None and own_index.chosen is not None:
                 assert index.chosen is not None
                 index.chosen[tokens] = own_index.chosen
-        if plan.long:
-            pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
-            k = as_stored(k, pool, forward_batch, latent)
         for long in plan.long:
             self._extend_long(q, k, latent, forward_batch, long, index, out)
         return out.flatten(1)
@@ -273,7 +273,8 @@ class LatentTritonBackend(AttentionBackend):
         if segment.begin < choosing:
             own = slice(segment.begin, choosing)
             pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
-            attend_projected(q[own], k[own], pool, long.prefix_slots, layer, out[own])
+            new = as_stored(k[own], pool, long.new_slots[: choosing - segment.begin], layer)
+            attend_projected(q[own], new, pool, long.prefix_slots, layer, out[own])
         if index is None:
             return
         masked = min(segment.end, segment.begin + self._masked_context - segment.prefix)

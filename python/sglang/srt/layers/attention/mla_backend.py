@@ -6,8 +6,9 @@ because for many queries scores over keys cost less than scores over rows. It re
 piece by piece and joins the pieces by their log-sum-exp, so copies of a prefix take at most
 `PIECE_BYTES`, in addition to keys and values of the new tokens.
 
-In a pool in fp8, new tokens too are read as stored, so that logits do not depend on how a prompt is
-cut.
+New tokens too are read as stored, so that logits do not depend on how a prompt is cut. If the pool
+rounds, they are read from the slots of the request's row: a cached token that is computed again is
+stored as padding, in a slot that all such tokens of a batch share.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
+import numpy as np
 import torch
 
+from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
 from sglang.srt.layers.attention.partial_attention import (
     Partial,
     RunningAttention,
     attend,
     heads_first,
 )
-from sglang.srt.layers.attention.slot_plan import DecodePlan, ExtendSegment
+from sglang.srt.layers.attention.slot_plan import VIEW_BYTES, DecodePlan, ExtendSegment
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend, decode_by_plan
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.mla.latent_attention import LatentAttention
@@ -39,6 +42,19 @@ PIECE_BYTES: Final = 64 << 20
 class MLATorchNativeBackend(TorchNativeAttnBackend):
     """Latent attention over views of the pool, or over gathers if those are faster."""
 
+    def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
+        super().__init__(config, view_bytes=view_bytes)
+        self._new_slots = torch.empty(0, dtype=torch.int64)
+        """int64 `[num_tokens]`: where the pool has the new tokens of an extend step."""
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        if forward_batch.forward_mode.is_decode():
+            return
+        parts = zip(self._slots, self._extend_plan, strict=True)
+        own = np.concatenate([slots[part.begin - part.end :] for slots, part in parts])
+        self._new_slots = torch.from_numpy(own.astype(np.int64)).to(self._device)
+
     def forward_extend(
         self,
         q: torch.Tensor,
@@ -50,7 +66,7 @@ class MLATorchNativeBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         latent_layer = as_latent(layer)
         pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        k = as_stored(k, pool, forward_batch, latent_layer)
+        k = as_stored(k, pool, self._new_slots, latent_layer)
         last_only = rows is not None
         outs = []
         for segment in self._extend_plan:
@@ -74,17 +90,19 @@ def as_latent(layer: RadixAttention) -> LatentAttention:
 
 
 def as_stored(
-    new: torch.Tensor, pool: torch.Tensor, forward_batch: ForwardBatch, layer: LatentAttention
+    new: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layer: LatentAttention
 ) -> torch.Tensor:
-    """New rows as later steps read them: rounded, if the pool is in fp8.
+    """New rows as later steps read them: rounded, if the pool's dtype is another.
 
     Args:
-        new: `[num_tokens, 1, row_dim]`, which the pool has at `forward_batch.out_cache_loc`.
+        new: `[n, 1, row_dim]`.
         pool: The layer's stored rows.
+        slots: int64 `[n]`: the tokens' slots in their requests' rows, not those that the step
+            writes to.
     """
-    if pool.dtype is not torch.uint8:
+    if pool.dtype is new.dtype:
         return new
-    return gather_rows(pool, forward_batch.out_cache_loc, layer.mla.kv_lora_rank, new.dtype)
+    return gather_rows(pool, slots, layer.mla.kv_lora_rank, new.dtype)
 
 
 def decode_rows(

@@ -95,12 +95,13 @@ class TorchNativeAttnBackend(AttentionBackend):
         for segment in self._extend_plan:
             own = slice(segment.begin, segment.end)
             queries = q[segment.end - 1 if last_only else segment.begin : segment.end]
+            # As later steps read them, so that logits do not depend on how a prompt is cut.
+            keys, values = (
+                heads_first(x[own].to(pool.dtype).to(x.dtype))
+                for x, pool in ((k, pool_k), (v, pool_v))
+            )
             new = attend(
-                heads_first(queries),
-                heads_first(k[own]),
-                heads_first(v[own]),
-                scale=layer.scaling,
-                causal=not last_only,
+                heads_first(queries), keys, values, scale=layer.scaling, causal=not last_only
             )
             out = new.out
             prefix = _attend_prefix(queries, (pool_k, pool_v), segment, layer)

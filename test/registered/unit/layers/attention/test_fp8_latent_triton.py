@@ -23,6 +23,7 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16
 from rigs.models.latent_driver import latent_driver  # noqa: E402
 from sglang.srt.layers.attention import dense_attention, dsa_backend  # noqa: E402
 from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
+from sglang.srt.layers.forward_batch_info import ForwardBatch  # noqa: E402
 from sglang.srt.layers.radix_attention import IndexQuery  # noqa: E402
 from sglang.srt.layers.triton_ops.attention import indexer_scores  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.indexer_scores import index_scores  # noqa: E402
@@ -143,16 +144,48 @@ def test_logits_are_those_of_torch(
     """Chunks of one request beside a short one, then decode steps. A sum in another order now and
     then moves a number to the next in fp8."""
     if is_long:
-        monkeypatch.setattr(backend, "SHORT_TOKENS", 20)
-        monkeypatch.setattr(backend, "TOKENS_AT_ONCE", 8)
-        monkeypatch.setattr(dense_attention, "HEADS_AT_ONCE", 4)
-        monkeypatch.setattr(dense_attention, "UNIT", 8)
-        monkeypatch.setattr(dense_attention, "PIECE_UNITS", 2)
+        _let_few_tokens_be_many(monkeypatch)
+    _save_dense(tmp_path, family)
+    _check_logits(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v32"])
+def test_cached_tokens_that_are_computed_again_are_read_from_their_pages(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step stores those of both requests in the padding slot."""
+    _let_few_tokens_be_many(monkeypatch)
+    _save_dense(tmp_path, family)
+    prompts, cached = [prompt(50, 1), prompt(60, 2)], [16, 32]
+    cold = StepDriver(tmp_path, page_size=16, device="cpu", kv_cache_dtype="fp8_e4m3")
+    want = cold.extend(list(enumerate(prompts))).next_token_logits
+
+    def store_as_padding(batch: ForwardBatch) -> None:
+        batch.out_cache_loc[[0, len(prompts[0]) - cached[0] + 1]] = 0
+
+    driver = latent_driver(tmp_path, DEVICE, "fp8_e4m3")
+    driver.extend([(row, prompts[row][:count]) for row, count in enumerate(cached)])
+    driver.lens[:2] = [count - 1 for count in cached]
+    work = [(row, prompts[row][count - 1 :]) for row, count in enumerate(cached)]
+    got = driver.extend(work, before=store_as_padding).next_token_logits
+    torch.testing.assert_close(got.cpu(), want, rtol=0.02, atol=0.02)
+
+
+def _let_few_tokens_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 20 new tokens of a request project rows up, in several parts."""
+    monkeypatch.setattr(backend, "SHORT_TOKENS", 20)
+    monkeypatch.setattr(backend, "TOKENS_AT_ONCE", 8)
+    monkeypatch.setattr(dense_attention, "HEADS_AT_ONCE", 4)
+    monkeypatch.setattr(dense_attention, "UNIT", 8)
+    monkeypatch.setattr(dense_attention, "PIECE_UNITS", 2)
+
+
+def _save_dense(path: Path, family: str) -> None:
+    """A model of dense layers, since experts that are chosen otherwise would say other words."""
     dense: dict[str, Any] = {"first_k_dense_replace": 2}
     if family == "deepseek_v32":
         dense["mlp_layer_types"] = ["dense", "dense"]
-    save_tiny_checkpoint(tmp_path, family, **dense)
-    _check_logits(tmp_path)
+    save_tiny_checkpoint(path, family, **dense)
 
 
 def test_logits_under_a_mask_are_those_of_torch(
