@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers import linear
+from sglang.srt.layers import fused_kernels, linear
 from sglang.srt.layers.moe import experts
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight, Weight, inputs_of_bytes
 from sglang.srt.model_loader import loader
@@ -39,8 +41,9 @@ def rounded_activations(x: torch.Tensor, group: int) -> torch.Tensor:
     """`x` as fp32, rounded to e4m3 with a scale for `group` inputs of a token."""
     groups = x.float().reshape(*x.shape[:-1], x.shape[-1] // group, group)
     most = groups.abs().amax(-1, keepdim=True)
-    scales = torch.where(most == 0, 1.0, most / 448.0)
-    return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
+    # As the kernels compute it; see `rounding.py`.
+    scales = torch.where(most > 1e-30, most * (1 / 448), 1.0)
+    return ((groups * scales.reciprocal()).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
 
 
 class ReferenceKernels:
@@ -83,7 +86,7 @@ class ReferenceKernels:
         gate_up: Weight,
         down: Weight,
     ) -> torch.Tensor:
-        out = torch.zeros(x.shape)
+        out = torch.zeros(x.shape, device=x.device)
         for expert in range(gate_up.shape[0]):
             tokens, places = torch.where(ids == expert)
             gate, up = self._product(x[tokens], of(gate_up, expert)).chunk(2, dim=-1)
@@ -107,12 +110,28 @@ def of(weight: Weight, expert: int) -> Weight:
     return ScaledWeight(elements=weight.elements[expert], scales=weight.scales[expert], zeros=zeros)
 
 
+def _mm(
+    mm: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **args: Any,
+) -> torch.Tensor:
+    """`torch.mm`, whose `out_dtype` is for GPUs alone, on any device."""
+    return mm(x, y, **args) if out_dtype is None else mm(x.to(out_dtype), y.to(out_dtype), **args)
+
+
 @contextmanager
 def scaled_products(*, rounds: bool = False) -> Iterator[ReferenceKernels]:
     """Models of any dtype that are built meanwhile keep quantized weights as a GPU does. They run
-    only meanwhile."""
+    only meanwhile, also on a GPU, by torch's operations except for attention."""
     kernels = ReferenceKernels(rounds)
     with ExitStack() as stack:
+        stack.callback(fused_kernels.fused_kernels.cache_clear)
+        stack.enter_context(mock.patch.dict(fused_kernels._MODULES, {"cuda": None}))
+        fused_kernels.fused_kernels.cache_clear()
+        stack.enter_context(mock.patch.object(torch, "mm", partial(_mm, torch.mm)))
         dtypes = loader.KEPT_DTYPES | {torch.float32}
         stack.enter_context(mock.patch.object(loader, "KEPT_DTYPES", dtypes))
         for module in (loader, linear, experts):
