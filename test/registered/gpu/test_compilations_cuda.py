@@ -57,6 +57,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
         for name, (family, checkpoint, flags) in SERVED.items():
             make = dummy_model if family == "qwen3" else partial(model_of, family)
             model = stack.enter_context(make(layers=LAYERS[family], **checkpoint))
+            # Grammars need a token that ends them.
+            (Path(model) / "generation_config.json").write_text('{"eos_token_id": 7}')
             states = ("--max-mamba-cache-size", "64") if family == "qwen3_next" else ()
             made[name] = EngineServer(
                 "--device", "cuda", *DUMMY_FLAGS, "--page-size", "64",

@@ -20,12 +20,13 @@ from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.models.causal_lm import CausalLM
 
 NEW_TOKENS = (1, 4, 8, 16, 32, 64)
-BETWEEN = tuple(1 << power for power in range(7, 14))
+BETWEEN = tuple(size << power for power in range(7) for size in (128, 192))
 """Further new tokens, since the kernels of experts depend on the tokens of an expert."""
 IN_CHUNKS = SHORT + CHUNK
 """New tokens for models with recurrent states, just too many for the kernels of short prefills."""
-REQUESTS = (2, 4, 8, 16, 32, 64)
-"""Requests of one token each in a step. In the last layer, rows are requests."""
+REQUESTS = (2, 4, 8, 16, 32, 64, 128)
+"""Requests of one token each in a step. In the last layer, rows are requests, or the tokens whose
+logprobs are wanted."""
 PREFIX_TOKENS = 4096
 UNEVEN_TOKENS = 96
 """Tokens added to a prefix of one pass, because prefixes of uneven length use other kernels."""

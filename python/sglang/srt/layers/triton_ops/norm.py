@@ -170,7 +170,7 @@ def _launch(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _summed_norm_kernel(
     memories: tl.tuple,
     flags: tl.tensor,

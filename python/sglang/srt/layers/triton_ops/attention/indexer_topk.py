@@ -204,7 +204,9 @@ def _compact(
     return above + tl.minimum(equal, limit)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "lens_ptr"])
+@triton.jit(
+    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["rows_ptr", "lens_ptr"]
+)
 def _choose_kernel(
     scores_ptr: tl.tensor,
     table_ptr: tl.tensor,
