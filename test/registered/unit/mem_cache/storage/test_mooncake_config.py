@@ -100,6 +100,8 @@ def test_the_address_of_a_client_selects_stand_alone(
         ({"global_segment_size": "many"}, "global_segment_size"),
         ({"global_segment_size": -1}, "global_segment_size"),
         ({"global_segment_size": True}, "global_segment_size"),
+        ({"global_segment_size": 1}, "MOONCAKE_GLOBAL_SEGMENT_SIZE .*16777216 bytes, not 1: give"),
+        ({"global_segment_size": (16 << 20) - 1}, "not 16777215: give 16mb or more, or 0 where"),
         ({"check_server": "yes"}, "check_server"),
         ({"protocol": 3}, "protocol"),
         ({"master_metrics_port": "x"}, "master_metrics_port"),
@@ -111,6 +113,18 @@ def test_the_address_of_a_client_selects_stand_alone(
 def test_malformed_settings_are_named(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MooncakeStoreConfig.load_from_extra_config({"master_server_address": "h:1"} | extra)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"global_segment_size": 0},
+        {"global_segment_size": "16mb"},
+        {"global_segment_size": 1, "client_server_address": "h:2"},
+    ],
+)
+def test_segments_that_mooncake_accepts_or_that_are_not_lent_pass(extra: dict[str, Any]) -> None:
+    MooncakeStoreConfig.load_from_extra_config({"master_server_address": "h:1"} | extra)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", None])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
+from sglang.srt.constants import MIB
 from sglang.srt.distributed.device_communicators.mooncake_library import (
     STORE_USER,
     load_mooncake,
@@ -40,6 +41,8 @@ _NOT_IN_STORE: Final = {
     "barex": "Mooncake's store has no such transport",
 }
 """Protocols of Mooncake's engine with which no store client can be set up, and why."""
+_LEAST_SEGMENT_BYTES: Final = 16 * MIB
+"""Mooncake refuses less, and names the reason in its own log alone."""
 _REACH_SECONDS: Final = 1.5
 """Limit of a TCP connect to the master. TCP repeats a lost packet after one second; Mooncake's own
 set-up tries for 90 s."""
@@ -95,6 +98,13 @@ class MooncakeStoreConfig:
                 "MOONCAKE_CLIENT=host:port, or client_server_address"
             )
         self.client_host_port()
+        # A stand-alone client lends memory itself, of a size of its own.
+        if not self.standalone_storage and 0 < self.global_segment_size < _LEAST_SEGMENT_BYTES:
+            raise ValueError(
+                f"MOONCAKE_GLOBAL_SEGMENT_SIZE (global_segment_size): Mooncake lends no less than "
+                f"{_LEAST_SEGMENT_BYTES} bytes, not {self.global_segment_size}: give 16mb or more, "
+                "or 0 where store nodes hold the objects"
+            )
 
     @staticmethod
     def from_file() -> MooncakeStoreConfig:
