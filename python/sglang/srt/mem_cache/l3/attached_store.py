@@ -49,6 +49,8 @@ _CLOSE_TIMEOUT_S: Final = 5.0
 """Time for calls under way to return, and again for the client to close."""
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
+_WHAT: Final = {"get": "read", "set": "write", "exists": "question"}
+"""Words of the log, by kind of call."""
 _CLEAR: Final = "clear"
 _PROBE: Final = "probe"
 """Kinds of calls that do not trip the breaker, however long they take."""
@@ -287,8 +289,12 @@ class AttachedStore:
             yield self.client
         finally:
             del self._call_started[kind]
-        if kind != _CLEAR and time.monotonic() - started > _STUCK_AFTER_S:
-            self.breaker.trip()
+        seconds = time.monotonic() - started
+        if kind != _CLEAR and seconds > _STUCK_AFTER_S:
+            self._leave_alone(
+                f"slow-{kind}",
+                f"L3 took {seconds:.1f} s for a {_WHAT[kind]}, more than {_STUCK_AFTER_S:g}",
+            )
 
     @contextmanager
     def reporting_failures(self, what: str) -> Iterator[None]:
@@ -301,8 +307,12 @@ class AttachedStore:
         except BaseException as error:
             if not isinstance(error, StorageUnavailable):
                 logger.exception("L3 backend %s raised what it must not", self.backend_name)
-            self.breaker.trip()
-            self.log.warning(what, "L3 %s failed, leaving it alone for a while: %s", what, error)
+            self._leave_alone(what, f"L3 {what} failed: {error}")
+
+    def _leave_alone(self, kind: str, problem: str) -> None:
+        """Open the breaker, and log the cause. `kind`: as for `RateLimitedLogger`."""
+        self.breaker.trip()
+        self.log.warning(kind, "L3 is left alone for a while: %s", problem)
 
     def _probe(self) -> bool:
         """Breaker: does the store work again? Builds the client where there is none."""
@@ -312,6 +322,7 @@ class AttachedStore:
             if self.client is None:
                 self.client = self._connect()
             elif not answers.flag(self.client, "probe", self.client.probe()):
+                self.log.warning("reconnect", "L3 is still unavailable: its probe failed")
                 return False
         except StorageUnavailable as error:
             self.log.warning("reconnect", "L3 is still unavailable: %s", error)

@@ -32,13 +32,18 @@ LANDED = CacheOutcome.LANDED
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_c10_a_page_that_timed_out_is_not_asked_for_again_though_probes_succeed(
-    bench: HangingBench, kind: str, raises: bool
+    bench: HangingBench, caplog: pytest.LogCaptureFixture, kind: str, raises: bool
 ) -> None:
     """One node of a store hangs, the others answer: one timeout a page and period."""
     move = bench.read if kind == "read" else bench.write
     bench.store.hangs, bench.store.raises = {"bad"}, raises
     assert move("bad", "behind") is CacheOutcome.FAILED
     assert bench.io.breaker.is_open
+    slow = f"L3 took 100.0 s for a {kind}, more than 60"
+    why = f"L3 {kind} failed: timed out" if raises else slow
+    assert [line for line in caplog.messages if "left alone" in line] == [
+        f"L3 is left alone for a while: {why}"
+    ]
     for _ in range(3):
         bench.let_the_pause_pass()
         assert move("bad", "behind") is CacheOutcome.UNAVAILABLE
