@@ -87,6 +87,11 @@ class ModelConfig:
         """All layers that are loaded: `num_hidden_layers`, and the draft layer if there is one."""
         return self.num_hidden_layers + self.has_draft_layer
 
+    @property
+    def state_noun(self) -> str:
+        """Name, for messages, of the state that stands for a whole prefix, in models with one."""
+        return "recurrent state" if self.linear_attention_layers else "window"
+
     @classmethod
     def from_args(cls, args: ServerArgs) -> ModelConfig:
         """Read the model that resolved arguments name. Raises as `from_path`."""

@@ -181,9 +181,9 @@ class ModelRunner:
             self.state_specs += (hidden_spec(layer, size, config.model_config.dtype),)
         if self.cp_group.size > 1 and self.state_bytes():
             raise ValueError(
-                f"--attn-cp-size {self.cp_group.size}: a recurrent state of "
-                f"{config.model_config.architecture} depends on all earlier tokens, so ranks "
-                "cannot split a prefill: leave it at 1, and split heads (--tp-size)"
+                f"--attn-cp-size {self.cp_group.size}: {config.model_config.state_noun}s of "
+                f"{config.model_config.architecture} stand for whole prefixes, so ranks cannot "
+                "split a prefill: leave it at 1, and split heads (--tp-size)"
             )
         # Before the weights are loaded, to report a wrong name at once.
         layers, page_size = self.model.attention_layers(), config.page_size

@@ -191,13 +191,22 @@ def test_ranks_compute_their_share_alone(tmp_path: Path) -> None:
     assert [one[3] for one in found] == [1, 1]
 
 
-def test_models_with_recurrent_states_are_refused(tmp_path: Path) -> None:
-    save_tiny_checkpoint(tmp_path, "qwen3_5", mtp=True)
-    for drafts in (False, True):
-        with pytest.raises(ValueError, match="--attn-cp-size 2: a recurrent state of Qwen3_5ForC"):
-            on_rank_threads(
-                2, tmp_path, lambda driver, group: None, cp_size=2, has_draft_layer=drafts
-            )
+@pytest.mark.parametrize(
+    ("model", "has_draft_layer", "words"),
+    [
+        pytest.param("qwen3_5", False, "recurrent states of Qwen3_5ForC", id="recurrent"),
+        pytest.param("qwen3_5", True, "recurrent states of Qwen3_5ForC", id="drafts"),
+        pytest.param("ministral", False, "windows of MinistralForC", id="windows"),
+    ],
+)
+def test_models_with_states_of_whole_prefixes_are_refused(
+    tmp_path: Path, model: str, has_draft_layer: bool, words: str
+) -> None:
+    save_tiny_checkpoint(tmp_path, model, **({"mtp": True} if has_draft_layer else {}))
+    with pytest.raises(ValueError, match=f"--attn-cp-size 2: {words}"):
+        on_rank_threads(
+            2, tmp_path, lambda driver, group: None, cp_size=2, has_draft_layer=has_draft_layer
+        )
 
 
 def test_tokens_that_the_pool_has_already_are_read_from_there(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ def _line_of_states(runner: ModelRunner, num_states: int, why: str) -> str:
     each = runner.state_bytes()
     prefix_gigabytes = _EXAMPLE_PREFIX * runner.kv_bytes_per_token() / 1e9
     return (
-        f"L1: {num_states} recurrent states of {each / 1e6:.2f} MB, "
+        f"L1: {num_states} {runner.model_config.state_noun}s of {each / 1e6:.2f} MB, "
         f"{(num_states + 1) * each / 1e9:.2f} GB ({why}); a prefix of {_EXAMPLE_PREFIX} tokens "
         f"takes {prefix_gigabytes:.3f} GB of keys and values and {each / 1e9:.3f} GB of state"
     )
