@@ -112,6 +112,7 @@ class CacheRig:
     kv_events: bool = False
     session_share: float = 0.0
     radix_cache_backend: str | None = None
+    head_dim: int = _DIM
     tree: RadixCache = field(init=False)
 
     def __post_init__(self) -> None:
@@ -152,7 +153,9 @@ class CacheRig:
 
     def make_pool(self, size: int) -> KVCache:
         """The pool whose slots requests own, `size` of them."""
-        return MHATokenToKVPool(size, self.page_size, self.dtype, _HEADS, _DIM, _LAYERS, RIG_DEVICE)
+        return MHATokenToKVPool(
+            size, self.page_size, self.dtype, _HEADS, self.head_dim, _LAYERS, RIG_DEVICE
+        )
 
     def model_pools(self) -> ModelPools | None:
         """Pools of the rig's model by kind of state; None: keys and values alone."""
@@ -264,10 +267,15 @@ class CacheRig:
         """
         for layer in range(_LAYERS):
             keys, values = self.pool.get_kv_buffer(layer)
-            assert torch.equal(keys[row[:known]], as_rows(wanted[:known] + layer, self.dtype))
-            assert torch.equal(values[row[:known]], as_rows(-wanted[:known] - layer, self.dtype))
-            new = as_rows(wanted[known:] + layer, self.dtype)
+            assert torch.equal(keys[row[:known]], self._as_rows(wanted[:known] + layer))
+            assert torch.equal(values[row[:known]], self._as_rows(-wanted[:known] - layer))
+            new = self._as_rows(wanted[known:] + layer)
             self.pool.set_kv_buffer(layer, row[known:], new, -new)
+
+    def _as_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """`[n, heads, dim]`: each number fills a slot."""
+        rows = values.to(self.dtype)[:, None, None]
+        return rows.expand(-1, _HEADS, self.head_dim).contiguous()
 
     def _make_room(self, tokens: int) -> bool:
         missing = tokens - self.allocator.available_size()
@@ -312,11 +320,6 @@ def expected_kv(ids: Sequence[int], extra_key: str | None) -> torch.Tensor:
         value = (value * 31 + token + 1) % 251
         values.append(value)
     return torch.tensor(values, dtype=torch.float64)
-
-
-def as_rows(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[n, heads, dim]`: each number fills a slot."""
-    return values.to(dtype)[:, None, None].expand(-1, _HEADS, _DIM).contiguous()
 
 
 class HeldStream:

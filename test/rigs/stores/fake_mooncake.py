@@ -27,6 +27,8 @@ class FakeMooncake:
         self.answers: dict[str, Callable[..., Any]] = {}
         self.memory: dict[int, int] = {}
         """Registered bytes by address."""
+        self.groups: dict[str, str] = {}
+        """Group of each object that was put with one."""
         self.is_closed = False
 
     def _answer(self, name: str, otherwise: Callable[..., Any], *arguments: Any) -> Any:
@@ -90,8 +92,16 @@ class FakeMooncake:
         return raw
 
     def batch_put_from_multi_buffers(
-        self, keys: list[str], ptrs: list[list[int]], sizes: list[list[int]]
+        self,
+        keys: list[str],
+        ptrs: list[list[int]],
+        sizes: list[list[int]],
+        config: SimpleNamespace | None = None,
     ) -> list[int]:
+        if config is not None:
+            assert len(config.group_ids) == len(keys)
+            self.groups.update(zip(keys, config.group_ids, strict=True))
+
         def keep(keys: list[str]) -> list[int]:
             for key, parts, lengths in zip(keys, ptrs, sizes, strict=True):
                 pieces = map(ctypes.string_at, parts, lengths)
@@ -133,7 +143,7 @@ class FakeMooncakes(list[FakeMooncake]):
             self.append(FakeMooncake(objects))
             return self[-1]
 
-        module = SimpleNamespace(MooncakeDistributedStore=make)
+        module = SimpleNamespace(MooncakeDistributedStore=make, ReplicateConfig=SimpleNamespace)
         patch.setattr(client, "load_mooncake", lambda: module)
         patch.setattr(client, "check_reachable", lambda config: None)
         patch.setattr(base_store, "settle_protocol", lambda config, device: ("tcp", ""))

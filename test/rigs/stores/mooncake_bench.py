@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -53,9 +53,9 @@ def sizes_moved(store: MooncakeStore, patch: pytest.MonkeyPatch) -> list[list[li
     moved: list[list[list[int]]] = []
     transfer = store._transfer
 
-    def recorded(client: MooncakeClient, batch: PageBatch, *, is_get: bool) -> list[int]:
+    def recorded(client: MooncakeClient, batch: PageBatch, **how: Any) -> list[int]:
         moved.append(batch.sizes)
-        return transfer(client, batch, is_get=is_get)
+        return transfer(client, batch, **how)
 
     patch.setattr(store, "_transfer", recorded)
     return moved

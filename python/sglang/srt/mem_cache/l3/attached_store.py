@@ -191,6 +191,13 @@ class AttachedStore:
         return type(self.client).__name__ if self.client is not None else None
 
     @property
+    def wants_prefixes(self) -> bool:
+        """True if writes need the hashes of the pages before theirs."""
+        return self.settings.pass_prefix_keys or (
+            self.client is not None and self.client.renews_prefixes
+        )
+
+    @property
     def is_calling(self) -> bool:
         """True while a call is under way."""
         return bool(self._call_started)
@@ -211,7 +218,7 @@ class AttachedStore:
             hashes: One for each page.
             objects: The objects of these pages that this rank gets or puts; see
                 `StoredPools.objects`. Others count as landed.
-            prefix: Hashes of the pages before.
+            prefix: Hashes of the pages before; empty if the store does not want them.
 
         Returns:
             The leading pages whose parts all landed, and why the next page did not.
@@ -227,7 +234,8 @@ class AttachedStore:
         try:
             with self._calling(kind) as storage:
                 call = storage.batch_get_v2 if kind == "get" else storage.batch_set_v2
-                answer = call(objects, self._hints(prefix))
+                passes = self.settings.pass_prefix_keys if kind == "get" else self.wants_prefixes
+                answer = call(objects, self._hints(prefix) if passes else None)
             answered = [
                 answers.page_outcomes(
                     storage,
@@ -261,7 +269,8 @@ class AttachedStore:
         Raises:
             StorageUnavailable: As `transfer`.
         """
-        hints = [self._hints(prefix) for prefix in prefixes]
+        passes = self.settings.pass_prefix_keys
+        hints = [self._hints(prefix) if passes else None for prefix in prefixes]
         # Backends of one pool need not know of others.
         further = (self.pools.questions,) if self.pools.questions else ()
         with self._calling("exists") as storage:
@@ -269,9 +278,7 @@ class AttachedStore:
             answer = storage.prompts_exist(keys, hints, *further)
         return answers.prompt_hits(storage, "prompts_exist", answer, list(map(len, keys)))
 
-    def _hints(self, prefix: Sequence[PageHash]) -> HiCacheStorageExtraInfo | None:
-        if not self.settings.pass_prefix_keys:
-            return None
+    def _hints(self, prefix: Sequence[PageHash]) -> HiCacheStorageExtraInfo:
         return HiCacheStorageExtraInfo(prefix_keys=self.pools.keys(prefix))
 
     @contextmanager

@@ -138,7 +138,7 @@ class StorageBackup:
         if refusal is not None:
             return refusal
         prefix: list[PageHash] = []
-        if attached.settings.pass_prefix_keys:
+        if attached.wants_prefixes:
             prefix = node.get_prefix_hash_values(self._tree.page_size)
         hashes = node.page_hashes(self._tree.page_size)
         # A state follows the last page.

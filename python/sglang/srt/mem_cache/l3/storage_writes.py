@@ -139,6 +139,11 @@ class StorageWrites:
         if first.lacks_predecessor:
             return 0, 0.0, CacheOutcome.SHORT
         timeouts, total, sent = store.timeouts["set"], 0, 0.0
+        before = first.prefix_hashes
+        if len(group) > 1:
+            # Each page once, and none that is written by this call itself.
+            paths = itertools.chain.from_iterable(operation.prefix_hashes for operation in group)
+            before = list(dict.fromkeys(paths).keys() - set(hashes))
         for begin in range(0, len(hashes), PAGES_PER_CALL):
             end = min(begin + PAGES_PER_CALL, len(hashes))
             objects = join_transfers(
@@ -150,7 +155,7 @@ class StorageWrites:
                 timeouts.leading_allowed(hashes) < len(hashes) or not store.breaker.allow()
             ):
                 return total, sent, CacheOutcome.UNAVAILABLE
-            prefix = [*first.prefix_hashes, *hashes[:begin]]
+            prefix = [*before, *hashes[:begin]]
             landed, why = store.transfer("set", hashes[begin:end], own, prefix)
             total += landed
             sent += landed if own is objects else landed * num_keys(own) / num_keys(objects)

@@ -46,6 +46,9 @@ class HiCacheStorage(ABC):
     mem_pool_host: StoragePool | None = None
     """The primary pool."""
     extra_mem_pools: dict[str, StoragePool] | None = None
+    renews_prefixes: bool = False
+    """True if sets get the keys of the pages before theirs, in any order, to keep them as long as
+    the new pages."""
 
     # -- pools --------------------------------------------------------------------------------
 

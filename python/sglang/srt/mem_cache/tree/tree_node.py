@@ -371,8 +371,10 @@ class TreeNode(PoolSlots):
 
     def get_prefix_hash_values(self, page_size: int) -> list[PageHash]:
         """Hashes of all pages before this node, from the root on."""
-        above = self.path_up()[:0:-1]
-        return [page for node in above for page in node.page_hashes(page_size)]
+        pages: list[PageHash] = []
+        for node in reversed(self.path_up()[1:]):
+            pages += node.hash_value or node.page_hashes(page_size)
+        return pages
 
     def __repr__(self) -> str:
         states = "".join(f", state {_tiers_of(state)}" for state in self.states)

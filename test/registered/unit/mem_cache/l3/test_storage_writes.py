@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from rigs.stores.hanging_store import HangingStore, wait_for
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
+    HiCacheStorageExtraInfo,
 )
 from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
@@ -52,13 +53,18 @@ class RecordingStore(HangingStore):
         super().__init__()
         self.calls: list[list[str]] = []
         self.refused: str | None = None
+        self.before: list[list[str] | None] = []
+        """Keys of the pages before those of each call; None: it got none."""
 
-    def batch_set_v2(self, transfers: Any, extra_info: object = None) -> dict[str, Any]:
+    def batch_set_v2(
+        self, transfers: Any, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, Any]:
         keys = [key.rsplit("/", 1)[-1] for key in transfers[0].keys]
         if keys == [FIRST]:
             assert self.goes_on.wait(30)
             return {"kv": [CacheOutcome.LANDED]}
         self.calls.append(keys)
+        self.before.append(extra_info and extra_info.prefix_keys)
         assert len(transfers[0].host_indices) == len(keys)
         if self.refused not in keys:
             return {"kv": [CacheOutcome.LANDED] * len(keys)}
@@ -68,18 +74,21 @@ class RecordingStore(HangingStore):
 
 
 def write_at_once(
-    recording: tuple[RecordingStore, AttachedStore], chains: list[list[str]]
+    recording: tuple[RecordingStore, AttachedStore],
+    chains: list[list[str]],
+    above: Sequence[str] = (),
 ) -> list[StorageOperation]:
     """Queue one write a chain, behind a first that hangs until all are there; those of the same
-    first letter follow each other. Returns them when all have ended."""
+    first letter follow each other, behind `above`. Returns them when all have ended."""
     store, io = recording
     store.goes_on.clear()
     operations: list[StorageOperation] = []
     for pages in [[FIRST], *chains]:
         before = [o for o in operations if o.hashes[0][0] == pages[0][0]]
+        path = [*map(PageHash, above), *(page for one in before for page in one.hashes)]
         operation = StorageOperation(
             node=TreeNode(1, RadixKey([])), host_indices=torch.arange(len(pages)),
-            hashes=[PageHash(page) for page in pages], prefix_hashes=[],
+            hashes=[PageHash(page) for page in pages], prefix_hashes=path,
             after=before[-1] if before else None, epoch=0,
         )  # fmt: skip
         operations.append(operation)
@@ -124,6 +133,23 @@ def test_a_call_takes_no_more_pages_than_it_may(
     assert {operation.outcome for operation in operations} == {CacheOutcome.LANDED}
     assert max(map(len, store.calls)) == PAGES_PER_CALL
     assert sorted(key for call in store.calls for key in call) == sorted([*whole, "a1", "a2"])
+
+
+def test_a_store_that_renews_prefixes_gets_the_pages_before_a_call_once(
+    recording: tuple[RecordingStore, AttachedStore],
+) -> None:
+    store, io = recording
+    chains = [["a1", "a2"], ["b1"], ["a3"]]
+    write_at_once(recording, chains, above=["root"])
+    assert store.before == [None], "other stores get none"
+    store.renews_prefixes = True
+    assert io.wants_prefixes
+    write_at_once(recording, chains, above=["root"])
+    assert store.before[1:] == [["ns/root"]]
+    write_at_once(recording, [[f"c{i}" for i in range(PAGES_PER_CALL + 1)]], above=["root"])
+    *_, first, second = store.before
+    assert first == ["ns/root"]
+    assert second == ["ns/root", *(f"ns/c{i}" for i in range(PAGES_PER_CALL))]
 
 
 def test_one_refused_page_takes_its_own_chain_down_and_no_other(

@@ -6,6 +6,7 @@ has the same with a real one.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import socket
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from rigs.stores.fake_mooncake import FakeMooncakes
 from rigs.stores.host_pools import (
@@ -24,6 +26,7 @@ from rigs.stores.host_pools import (
 )
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
+    HiCacheStorageExtraInfo,
     PoolName,
     PoolTransfer,
     StorageUnavailable,
@@ -60,6 +63,11 @@ class Bench:
 
     def get(self) -> list[CacheOutcome]:
         return self.store.batch_get_v2([self.move])["kv"]
+
+    def keep(self, keys: list[str], *, but: str) -> list[int]:
+        """Store something under `keys`, except for one. Returns the codes of a put."""
+        self.fakes[-1].objects.update({key: b"x" for key in keys if key != but})
+        return [0] * len(keys)
 
     def key(self, page: int) -> str:
         return self.store.object_keys(page_keys(PAGES), "kv")[page]
@@ -238,6 +246,77 @@ def test_damaged_objects_are_removed_while_the_master_answers(bench: Bench) -> N
     del bench.fakes[0].answers["remove"]
     bench.get()
     assert not objects
+
+
+# -- puts that store nothing -----------------------------------------------------------------------
+
+
+def test_a_put_that_stored_nothing_is_a_miss_and_ends_the_prefix(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where another client has begun to put page 2: Mooncake answers 0 to all."""
+    unfinished = bench.key(2)
+    bench.answer(
+        batch_is_exist=lambda keys: [int(key in bench.fakes[0].objects) for key in keys],
+        batch_put_from_multi_buffers=lambda keys: bench.keep(keys, but=unfinished),
+    )
+    miss, short = CacheOutcome.MISS, CacheOutcome.SHORT
+    assert bench.put() == [LANDED, LANDED, miss, short, short]
+    assert "took 1 objects of 5, but does not have them" in caplog.text
+    assert bench.store.get_stats()["set_unfinished_pages"] == 1
+    assert bench.put() == [LANDED, LANDED, miss, short, short]
+    del bench.fakes[0].answers["batch_put_from_multi_buffers"]
+    assert bench.put() == [LANDED] * PAGES
+
+
+def test_a_single_object_that_was_not_stored_is_no_success(bench: Bench) -> None:
+    value = torch.zeros(8, dtype=torch.uint8)
+    bench.answer(put=lambda *_: 0)
+    assert not bench.store.set("a", value)
+    del bench.fakes[0].answers["put"]
+    assert bench.store.set("a", value)
+
+
+def test_one_question_confirms_all_pools_and_renews_the_pages_before(bench: Bench) -> None:
+    """No question where nothing was put: the one before the put renewed these pages."""
+    asked: list[list[str]] = []
+
+    def answer(keys: list[str]) -> list[int]:
+        asked.append(keys)
+        return [int(key in bench.fakes[0].objects) for key in keys]
+
+    bench.answer(batch_is_exist=answer)
+    bench.store.register_mem_host_pool_v2(bench.host, "indexer")
+    moves = [bench.move, dataclasses.replace(bench.move, name="indexer")]
+    before = HiCacheStorageExtraInfo(prefix_keys=["ns/root", "ns/next"])
+    landed = [LANDED] * PAGES
+    assert bench.store.batch_set_v2(moves, before) == {"kv": landed, "indexer": landed}
+    by_pool = [bench.store.object_keys(page_keys(PAGES), pool) for pool in ("kv", "indexer")]
+    assert asked == [*by_pool, [*by_pool[0], *by_pool[1], "ns/root/kv", "ns/next/kv"]]
+    del asked[:]
+    bench.store.batch_set_v2(moves, before)
+    assert asked == by_pool
+
+
+@pytest.mark.parametrize(
+    ("pools", "heads", "groups"),
+    [
+        pytest.param(["kv"], "kv", {}, id="one-object"),
+        pytest.param(["kv"], "kv/h0-3.8", {"kv/h0-3.8"}, id="other-ranks"),
+        pytest.param(["kv", "indexer"], "kv", {"kv", "indexer"}, id="two-pools"),
+    ],
+)
+def test_objects_of_one_page_are_a_group(
+    bench: Bench, pools: list[str], heads: str, groups: set[str]
+) -> None:
+    config = dataclasses.replace(bench.store.storage_config, object_names={"kv": heads})
+    store = MooncakeStore(config)
+    for pool in pools:
+        store.register_mem_host_pool_v2(bench.host, pool)
+    store.batch_set_v2([dataclasses.replace(bench.move, name=pool) for pool in pools])
+    assert bench.fakes[-1].groups == {
+        f"{page}/{name}": page for page in page_keys(PAGES) for name in groups
+    }
 
 
 def test_a_probe_ends_after_a_failed_put(bench: Bench) -> None:

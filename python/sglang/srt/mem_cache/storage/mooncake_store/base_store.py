@@ -132,7 +132,7 @@ class MooncakeBaseStore(HiCacheStorage):
         sealed = raw + seal([raw], key, with_checksum=self._verify)
         with self._client.transferring() as store:
             code: int = store.put(key, sealed)
-        return bool(set_outcome(code))
+        return bool(set_outcome(code)) and self.exists(key)
 
     def _memory(self, location: Any, size: int | None) -> torch.Tensor:
         """A tensor, or `size` bytes of registered memory from an address on.

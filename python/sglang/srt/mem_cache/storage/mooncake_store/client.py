@@ -253,8 +253,12 @@ class MooncakeClient:
 
     # -- calls: without a master each takes seconds to fail, so the first failure decides for all --
 
-    def move(self, batch: PageBatch, *, is_get: bool) -> list[int]:
+    def move(self, batch: PageBatch, *, is_get: bool, groups: list[str] | None = None) -> list[int]:
         """Get or put a batch, within the budget. Returns a code for each page.
+
+        Args:
+            groups: For a put, the group of each object. Objects of a group share their lease, and a
+                full store evicts all or none of them.
 
         Raises StorageUnavailable if transfers may still be under way or the answer is malformed.
         """
@@ -268,8 +272,12 @@ class MooncakeClient:
             with self.transferring(sum(map(len, batch.ptrs[pages]))) as store:
                 if is_get:
                     codes += store.batch_get_into_multi_buffers(*parts)
-                else:
+                elif groups is None:
                     codes += store.batch_put_from_multi_buffers(*parts)
+                else:
+                    config = load_mooncake().ReplicateConfig()
+                    config.group_ids = groups
+                    codes += store.batch_put_from_multi_buffers(*parts, config)
             if end < count and any(code in STORE_FAILURES for code in codes):
                 return self._mark_truncated(batch, [codes[0]] * count)
         if len(codes) != count:
@@ -341,7 +349,8 @@ def get_outcome(code: int, size: int) -> CacheOutcome:
 
 
 def set_outcome(code: int) -> CacheOutcome:
-    """Outcome of a put. A key that already exists counts as written."""
+    """Outcome of a put, as Mooncake says. A key that already exists counts as written; so does one
+    that another client has begun to put, though the store does not have it: ask afterwards."""
     return CacheOutcome.LANDED if code in (0, _EXISTS) else CacheOutcome.FAILED
 
 

@@ -66,6 +66,7 @@ _ONE_RANK: Final = HiCacheStorageConfig(
     model_name=None,
 )
 
+
 __all__ = [
     "MooncakeBaseStore",
     "MooncakeHostTensorAllocator",
@@ -82,6 +83,8 @@ class MooncakeStore(MooncakeBaseStore):
             None: one rank, no namespace, settings from file and environment.
         mem_pool: The primary pool, if it already exists.
     """
+
+    renews_prefixes = True
 
     def __init__(
         self,
@@ -123,6 +126,12 @@ class MooncakeStore(MooncakeBaseStore):
             self._register(host_pool_name, host_pool)
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
+    @property
+    def _has_further_objects(self) -> bool:
+        """True if a page may have several objects, of this rank or of others."""
+        own = self.storage_config.object_key("", PoolName.KV)
+        return len(self._rows) > 1 or own != f"/{PoolName.KV}"
+
     def _register(self, name: str, pool: StoragePool) -> None:
         known = self._rows.get(name)
         if known is not None and known.pool is pool:
@@ -130,6 +139,7 @@ class MooncakeStore(MooncakeBaseStore):
         shared = MooncakeHostTensorAllocator() if self.config.standalone_storage else None
         rows = PoolRows(
             pool,
+            key_suffix=self.storage_config.object_key("", name),
             with_checksum=self._verify,
             allocator=shared,
             batches_of_get=self._batches_of_get,
@@ -195,7 +205,8 @@ class MooncakeStore(MooncakeBaseStore):
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[CacheOutcome]]:
-        return self._move(transfers, is_get=False)
+        before = extra_info.prefix_keys if extra_info is not None else None
+        return self._move(transfers, is_get=False, before=before or ())
 
     # -- v1: full object keys; the engine does not use it ------------------------------------------
 
@@ -220,32 +231,54 @@ class MooncakeStore(MooncakeBaseStore):
     # -- pages to batches --------------------------------------------------------------------------
 
     def _move(
-        self, transfers: list[PoolTransfer], *, is_get: bool, are_full: bool = False
+        self,
+        transfers: list[PoolTransfer],
+        *,
+        is_get: bool,
+        are_full: bool = False,
+        before: Sequence[str] = (),
     ) -> dict[str, list[CacheOutcome]]:
         """Move pages, pool by pool; one get and one set at a time. Returns only when no transfer
-        uses host pages. `are_full`: the keys name objects, not pages."""
+        uses host pages.
+
+        Args:
+            are_full: The keys name objects, not pages.
+            before: Keys of the pages before those of a set.
+        """
         moved: dict[str, list[CacheOutcome]] = {}
+        names: dict[str, list[str]] = {}
+        put: list[str] = []
         with self._direction_locks[is_get]:
             client = self._client
             try:
                 for transfer in transfers:
-                    pool, keys, indices = self.checked(transfer)
-                    object_keys = keys if are_full else self.object_keys(keys, transfer.name)
+                    _, keys, indices = self.checked(transfer)
+                    names[transfer.name] = object_keys = (
+                        keys if are_full else self.object_keys(keys, transfer.name)
+                    )
                     is_prefix = transfer.hit_policy is PoolHitPolicy.ALL_PAGES
-                    run = self._get_batches if is_get else self._set_batches
-                    outcomes = run(self._rows[transfer.name], object_keys, indices, is_prefix)
-                    outcomes += [CacheOutcome.SHORT] * (len(keys) - len(outcomes))
-                    if is_prefix and not all(outcomes):
-                        # A landed page is useless if an earlier page did not land.
-                        rest = leading_run(outcomes)
-                        outcomes[rest:] = [
-                            CacheOutcome.SHORT if one else one for one in outcomes[rest:]
-                        ]
-                    self._counters.add("get" if is_get else "set", outcomes, pool.page_bytes)
+                    rows = self._rows[transfer.name]
+                    if is_get:
+                        outcomes = self._get_batches(rows, object_keys, indices, is_prefix)
+                    else:
+                        outcomes = self._set_batches(rows, object_keys, indices, is_prefix, put)
                     moved[transfer.name] = outcomes
+                lost = self._not_stored(put, before)
             finally:
                 if client.has_unfinished_transfers:
                     client.wait_for_unfinished_transfers()
+        for transfer in transfers:
+            outcomes, keys = moved[transfer.name], names[transfer.name]
+            for index, key in enumerate(keys if lost else ()):
+                if key in lost:
+                    outcomes[index] = CacheOutcome.MISS
+            outcomes += [CacheOutcome.SHORT] * (len(keys) - len(outcomes))
+            if transfer.hit_policy is PoolHitPolicy.ALL_PAGES and not all(outcomes):
+                # A landed page is useless if an earlier page did not land.
+                rest = leading_run(outcomes)
+                outcomes[rest:] = [CacheOutcome.SHORT if one else one for one in outcomes[rest:]]
+            page_bytes = self.pool(transfer.name).page_bytes
+            self._counters.add("get" if is_get else "set", outcomes, page_bytes)
         return moved
 
     def _get_batches(
@@ -295,10 +328,44 @@ class MooncakeStore(MooncakeBaseStore):
             self._client.remove(damaged)
         return outcomes
 
+    def _not_stored(self, put: list[str], before: Sequence[str]) -> set[str]:
+        """The objects of `put` that the store does not have, though it took their puts.
+
+        Mooncake takes a put and stores nothing while another client's put of the key is unfinished.
+        The question also starts the leases of the new objects, and of the pages before them: a full
+        store evicts the objects first whose leases ended first, and engines that have the beginning
+        of a prefix in L1 or L2 do not ask for it. So no page is evicted long before those below it.
+        The order of the keys has no effect, because the master walks through its shards.
+
+        Args:
+            before: Keys of pages. One object of each is asked for; its others are of its group.
+        """
+        if not put:
+            return set()
+        there = self._exist([*put, *self.object_keys(before, PoolName.KV)])
+        lost = set(compress(put, [not one for one in there]))
+        if lost:
+            self._counters.bump("set_unfinished_pages", len(lost))
+            self._warn.warning(
+                "unfinished", "Mooncake took %d objects of %d, but does not have them: another "
+                "client writes them, or died while it did (the master's "
+                "--put_start_discard_timeout_sec); they are written when they are used again",
+                len(lost), len(put),
+            )  # fmt: skip
+        return lost
+
     def _set_batches(
-        self, rows: PoolRows, keys: list[str], slots: torch.Tensor, is_prefix: bool
+        self,
+        rows: PoolRows,
+        keys: list[str],
+        slots: torch.Tensor,
+        is_prefix: bool,
+        put: list[str],
     ) -> list[CacheOutcome]:
-        """Put absent pages, one batch after another; seal the next while one is on the wire."""
+        """Put absent pages, one batch after another; seal the next while one is on the wire.
+
+        `put` gets the objects that were put, as Mooncake says.
+        """
         client = self._client
         outcomes = [
             CacheOutcome.LANDED if there else CacheOutcome.SHORT for there in self._exist(keys)
@@ -310,6 +377,7 @@ class MooncakeStore(MooncakeBaseStore):
             return outcomes
         chosen = slots.view(len(keys), -1)[torch.tensor(absent)].reshape(-1)
         written: list[CacheOutcome] = []
+        suffix = rows.key_suffix if self._has_further_objects else ""
         pieces = rows.cut([keys[index] for index in absent], chosen)
         batch = rows.lay_out(0, *pieces[0], is_get=False)
         for index, following in enumerate([*pieces[1:], None], 1):
@@ -317,7 +385,7 @@ class MooncakeStore(MooncakeBaseStore):
             if following is not None:
                 sealing = [self._hasher.submit(rows.lay_out, index, *following, is_get=False)]
             try:
-                codes = self._transfer(client, batch, is_get=False)
+                codes = self._transfer(client, batch, is_get=False, group_suffix=suffix)
             finally:
                 # Also after a failure, because the next put seals into the same rows.
                 wait(sealing)
@@ -328,16 +396,25 @@ class MooncakeStore(MooncakeBaseStore):
                 batch = sealing[0].result()
         for index, outcome in zip(absent, written, strict=False):
             outcomes[index] = outcome
+            if outcome:
+                put.append(keys[index])
         return outcomes
 
     # -- calls into Mooncake -----------------------------------------------------------------------
 
-    def _transfer(self, client: MooncakeClient, batch: PageBatch, *, is_get: bool) -> list[int]:
+    def _transfer(
+        self, client: MooncakeClient, batch: PageBatch, *, is_get: bool, group_suffix: str = ""
+    ) -> list[int]:
         """Make one multi-buffer call. Returns a code for each page.
+
+        Args:
+            group_suffix: For a put, the end of the keys of all objects, without which they are the
+                names of their groups; empty: they have no groups.
 
         Raises StorageUnavailable if no page was moved because the store does not work.
         """
-        codes = client.move(batch, is_get=is_get)
+        groups = [key.removesuffix(group_suffix) for key in batch.keys] if group_suffix else None
+        codes = client.move(batch, is_get=is_get, groups=groups)
         if no_room := codes.count(NO_ROOM):
             self._counters.bump("set_no_room_pages", no_room)
             self._warn.warning(

@@ -60,18 +60,21 @@ class PoolRows:
         self,
         pool: StoragePool,
         *,
+        key_suffix: str = "",
         with_checksum: bool = True,
         allocator: HostTensorAllocator | None = None,
         batches_of_get: int = 2,
         others: Iterable[PoolRows] = (),
     ) -> None:
         """Args:
+        key_suffix: The part of object keys behind the page's.
         with_checksum: Hash pages that are put, and pages that were read.
         allocator: Allocator of the side memory; None takes ordinary memory.
         batches_of_get: Most consecutive batches of a get that are under way at once.
         others: Rows of other pools of the same client; rows of equal length share their memory.
         """
         self.pool = pool
+        self.key_suffix = key_suffix
         self._with_checksum = with_checksum
         self._in_place = pool.is_zero_copy and pool.page_bytes >= SHORT_PAGE_BYTES
         self.row_bytes = TRAILER_BYTES + (0 if self._in_place else pool.page_bytes)
