@@ -202,7 +202,8 @@ def test_ranks_compute_their_share_alone(tmp_path: Path) -> None:
 def test_models_with_states_of_whole_prefixes_are_refused(
     tmp_path: Path, model: str, has_draft_layer: bool, words: str
 ) -> None:
-    save_tiny_checkpoint(tmp_path, model, **({"mtp": True} if has_draft_layer else {}))
+    overrides: dict[str, Any] = {"mtp": True} if has_draft_layer else {}
+    save_tiny_checkpoint(tmp_path, model, **overrides)
     with pytest.raises(ValueError, match=f"--attn-cp-size 2: {words}"):
         on_rank_threads(
             2, tmp_path, lambda driver, group: None, cp_size=2, has_draft_layer=has_draft_layer

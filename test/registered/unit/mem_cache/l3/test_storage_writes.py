@@ -64,7 +64,7 @@ class RecordingStore(HangingStore):
             assert self.goes_on.wait(30)
             return {"kv": [CacheOutcome.LANDED]}
         self.calls.append(keys)
-        self.before.append(extra_info and extra_info.prefix_keys)
+        self.before.append(None if extra_info is None else extra_info.prefix_keys)
         assert len(transfers[0].host_indices) == len(keys)
         if self.refused not in keys:
             return {"kv": [CacheOutcome.LANDED] * len(keys)}
