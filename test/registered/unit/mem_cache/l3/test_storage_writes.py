@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -76,16 +76,19 @@ class RecordingStore(HangingStore):
 def write_at_once(
     recording: tuple[RecordingStore, AttachedStore],
     chains: list[list[str]],
-    above: Sequence[str] = (),
+    above: Mapping[str, Sequence[str]] | None = None,
 ) -> list[StorageOperation]:
     """Queue one write a chain, behind a first that hangs until all are there; those of the same
-    first letter follow each other, behind `above`. Returns them when all have ended."""
+    first letter follow each other, behind those of `above`. Returns them when all have ended."""
     store, io = recording
     store.goes_on.clear()
     operations: list[StorageOperation] = []
     for pages in [[FIRST], *chains]:
         before = [o for o in operations if o.hashes[0][0] == pages[0][0]]
-        path = [*map(PageHash, above), *(page for one in before for page in one.hashes)]
+        path = [
+            *map(PageHash, (above or {}).get(pages[0][0], ())),
+            *(page for one in before for page in one.hashes),
+        ]
         operation = StorageOperation(
             node=TreeNode(1, RadixKey([])), host_indices=torch.arange(len(pages)),
             hashes=[PageHash(page) for page in pages], prefix_hashes=path,
@@ -139,17 +142,16 @@ def test_a_store_that_renews_prefixes_gets_the_pages_before_a_call_once(
     recording: tuple[RecordingStore, AttachedStore],
 ) -> None:
     store, io = recording
-    chains = [["a1", "a2"], ["b1"], ["a3"]]
-    write_at_once(recording, chains, above=["root"])
+    chains, above = [["a1", "a2"], ["b1"], ["a3"]], {"a": ["root"], "b": ["root", "fork"]}
+    write_at_once(recording, chains, above)
     assert store.before == [None], "other stores get none"
     store.renews_prefixes = True
     assert io.wants_prefixes
-    write_at_once(recording, chains, above=["root"])
-    assert store.before[1:] == [["ns/root"]]
-    write_at_once(recording, [[f"c{i}" for i in range(PAGES_PER_CALL + 1)]], above=["root"])
-    *_, first, second = store.before
-    assert first == ["ns/root"]
-    assert second == ["ns/root", *(f"ns/c{i}" for i in range(PAGES_PER_CALL))]
+    write_at_once(recording, chains, above)
+    assert sorted(store.before[-1] or ()) == ["ns/fork", "ns/root"], "of all chains, not its own"
+    long = [f"a{i}" for i in range(PAGES_PER_CALL + 1)]
+    write_at_once(recording, [long], above)
+    assert store.before[-2:] == [["ns/root"], ["ns/root", *(f"ns/{page}" for page in long[:-1])]]
 
 
 def test_one_refused_page_takes_its_own_chain_down_and_no_other(
