@@ -69,6 +69,17 @@ def test_c10_the_breaker_opens_once_for_a_call_that_hangs_and_fails(bench: Hangi
     assert bench.io.reconnects == 1
 
 
+def test_a_store_that_stays_away_is_logged(
+    bench: HangingBench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.store.hangs = {"bad"}
+    bench.read("bad")
+    monkeypatch.setattr(bench.store, "probe", lambda: False)
+    bench.let_the_pause_pass()
+    assert bench.read("good") is CacheOutcome.UNAVAILABLE
+    assert "L3 is still unavailable: its probe failed" in caplog.messages
+
+
 def test_c10_nobody_waits_behind_a_probe_that_hangs(bench: HangingBench) -> None:
     bench.store.hangs = {"bad"}
     bench.read("bad")
