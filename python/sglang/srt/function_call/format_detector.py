@@ -57,8 +57,15 @@ class FormatDetector(ABC):
         self._result = StreamingParseResult()
         self._num_calls = 0
         self._call_id: str | None = None
+        self._num_text = 0
         self.num_cut = 0
         """Calls that broke after a stream had sent a part of them."""
+        self.first_head: int | None = None
+        """Characters of text before the first call that named a known tool; None: none has. The
+        call may break later."""
+        self.end_of_reasoning: str | None = None
+        """Marker that may follow the calls: the first of them ended a reasoning that was not
+        closed. It is not text."""
 
     def parse_non_stream(self, text: str) -> tuple[str, list[ToolCallItem]]:
         """The normal text and the calls of a whole output."""
@@ -78,6 +85,11 @@ class FormatDetector(ABC):
         """End the output. Returns the text that was held back."""
 
     def _for_whole_output(self) -> Self:
+        detector = self._new()
+        detector.end_of_reasoning = self.end_of_reasoning
+        return detector
+
+    def _new(self) -> Self:
         return type(self)(self._names, self._schemas)
 
     @abstractmethod
@@ -91,7 +103,19 @@ class FormatDetector(ABC):
     def _knows(self, name: str) -> bool:
         return bool(name) if self._names is None else name in self._names
 
+    def _note_head(self) -> None:
+        """Note that a call has named a known tool."""
+        if self.first_head is None:
+            self.first_head = self._num_text
+
     def _step_text(self) -> bool:
+        if self._after_call and self.end_of_reasoning is not None:
+            following = self._buffer.lstrip()
+            if following.startswith(self.end_of_reasoning):
+                self._buffer = following[len(self.end_of_reasoning) :]
+                self.end_of_reasoning = None
+            elif self.end_of_reasoning.startswith(following):
+                return False
         found = [(self._buffer.find(marker), -len(marker)) for marker in self.start_markers]
         begin, negative_length = min((f for f in found if f[0] >= 0), default=(-1, 0))
         end = begin
@@ -119,6 +143,7 @@ class FormatDetector(ABC):
         self._buffer = ""
 
     def _emit_text(self, text: str) -> None:
+        self._num_text += len(text)
         self._result.normal_text += text
 
     def _emit_call(self, name: str | None, parameters: str) -> None:

@@ -10,68 +10,7 @@ from enum import Enum
 from typing import Any, ClassVar, Final, Self
 
 from sglang.srt.function_call.format_detector import FormatDetector, StreamingParseResult
-
-_OUTSIDE_STRINGS: Final = frozenset(' \t\r\n{}[]:,"+-.0123456789eEtrufalsn')
-
-
-class ScanState(Enum):
-    """State of the text read so far."""
-
-    OPEN = "open"
-    CLOSED = "closed"
-    BROKEN = "broken"
-
-
-class JsonObjectScanner:
-    """Reads a text that starts with `{`. Checks brackets and characters, not the whole grammar.
-
-    Attributes:
-        position: Characters read. If CLOSED, the object is `text[:position]`; if BROKEN,
-            `text[position]` is not allowed.
-        argument_end: End of the nested object that starts at `argument_start`; None while open.
-    """
-
-    def __init__(self) -> None:
-        self.state = ScanState.OPEN
-        self.position = 0
-        self.argument_start: int | None = None
-        self.argument_end: int | None = None
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def feed(self, text: str, end: int | None = None) -> ScanState:
-        """Read on to `end`, or to the end of `text`, which may have grown since the last call."""
-        stop = len(text) if end is None else end
-        while self.state is ScanState.OPEN and self.position < stop:
-            self._read(text[self.position])
-        return self.state
-
-    def _read(self, char: str) -> None:
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._in_string = False
-        elif char not in _OUTSIDE_STRINGS:
-            self.state = ScanState.BROKEN
-            return
-        elif char == '"':
-            self._in_string = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
-        self.position += 1
-        if self._in_string or char not in "}]":
-            return
-        if self._depth == 1 and self.argument_start is not None and self.argument_end is None:
-            self.argument_end = self.position
-        if self._depth == 0:
-            self.state = ScanState.CLOSED
-
+from sglang.srt.function_call.json_text import JsonObjectScanner, ScanState
 
 _HEAD: Final = re.compile(
     r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -89,6 +28,7 @@ class BaseFormatDetector(FormatDetector):
 
     A call is an object with `name`, the name of a known tool, and `arguments` or `parameters`, an
     object. Broken JSON, and calls of unknown tools, which the client could not run, are text.
+    Strings are mended (see `JsonObjectScanner`), so that the arguments are JSON.
 
     A stream commits to a call as soon as it has the name and the start of the arguments. If the
     call breaks after that, its pieces have already been sent: the call stays incomplete, `num_cut`
@@ -134,7 +74,7 @@ class BaseFormatDetector(FormatDetector):
         self._state = _State.TEXT
         return self._take_result()
 
-    def _for_whole_output(self) -> Self:
+    def _new(self) -> Self:
         return type(self)(self._names, self._schemas, commits_early=False)
 
     @abstractmethod
@@ -204,17 +144,20 @@ class BaseFormatDetector(FormatDetector):
         scanner.argument_start = head.end()
         self._scanner = scanner
         self._sent = head.end()
+        self._note_head()
         self._emit_call(head[1], "")
 
     def _send_arguments(self) -> None:
-        end = self._scanner.argument_end or self._scanner.position
+        end = self._scanner.argument_end or self._scanner.settled
         if end > self._sent:
-            self._emit_call(None, self._buffer[self._sent : end])
+            self._emit_call(None, self._scanner.mended(self._buffer, self._sent, end))
             self._sent = end
 
     def _end_call(self, state: ScanState) -> bool:
         end = self._scanner.position
-        call = _as_call(self._buffer[:end]) if state is ScanState.CLOSED else None
+        call = None
+        if state is ScanState.CLOSED:
+            call = _as_call(self._scanner.mended(self._buffer, 0, end))
         if not self._sent_head:
             if call is None or not self._knows(call[0]):
                 return self._reject()
@@ -229,6 +172,7 @@ class BaseFormatDetector(FormatDetector):
 
     def _emit_whole(self, call: tuple[str, dict[str, Any]]) -> None:
         """Send a call that ended before any part of it was sent."""
+        self._note_head()
         self._try_head()
         if not self._sent_head:
             self._emit_call(call[0], json.dumps(call[1], ensure_ascii=False))

@@ -8,21 +8,26 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
-from sglang.srt.function_call.json_detectors import JsonObjectScanner, ScanState
-from sglang.srt.function_call.tagged_detectors import (
+from sglang.srt.function_call.json_text import JsonObjectScanner, ScanState
+from sglang.srt.function_call.tagged_detectors import typed_value
+from sglang.srt.function_call.tagged_format import (
     BrokenCall,
     NeedMoreText,
     Parameter,
     ParameterFormatDetector,
     TaggedFormatDetector,
+    Tags,
     TextCursor,
-    parse_json,
-    typed_value,
+    as_object,
 )
 
 _KIMI_ID: Final = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?")
+_KIMI_CALL: Final = "<|tool_call_begin|>"
+_KIMI_CALL_END: Final = "<|tool_call_end|>"
+_KIMI_SECTION_END: Final = "<|tool_calls_section_end|>"
+_KIMI_OBJECT_ENDS: Final = Tags(_KIMI_CALL_END, _KIMI_CALL, _KIMI_SECTION_END)
 
 
 class KimiK2Detector(TaggedFormatDetector):
@@ -32,7 +37,7 @@ class KimiK2Detector(TaggedFormatDetector):
     """
 
     start_markers: ClassVar[tuple[str, ...]] = ("<|tool_calls_section_begin|>",)
-    section_ends: ClassVar[tuple[str, ...]] = ("<|tool_calls_section_end|>",)
+    section_ends: ClassVar[tuple[str, ...]] = (_KIMI_SECTION_END,)
     has_special_markers: ClassVar[bool] = True
 
     def _begin_call(self) -> None:
@@ -40,20 +45,21 @@ class KimiK2Detector(TaggedFormatDetector):
 
     def _read_part(self, cursor: TextCursor) -> tuple[str, str] | None:
         if self._name is None:
-            cursor.expect("<|tool_call_begin|>")
+            cursor.expect(_KIMI_CALL)
             written = cursor.until("<|tool_call_argument_begin|>", forbidden="\n").strip()
             found = _KIMI_ID.fullmatch(written)
-            if found is None or not self._knows(found["name"]):
+            if found is None:
                 raise BrokenCall
+            self._check_known(found["name"])
             self._name, self._call_id = found["name"], written
             return None
-        arguments = self._read_value(cursor, "<|tool_call_end|>").strip()
-        _check_object(arguments)
-        return self._name, arguments
+        return self._name, self._read_object(cursor, _KIMI_CALL_END, _KIMI_OBJECT_ENDS)
 
 
 _CALL: Final = "<tool_call>"
 _END_OF_CALL: Final = "</tool_call>"
+_GLM_KEY: Final = "<arg_key>"
+_GLM_VALUE_ENDS: Final = Tags("</arg_value>", _GLM_KEY, _END_OF_CALL)
 
 
 class Glm4MoeDetector(ParameterFormatDetector):
@@ -66,24 +72,24 @@ class Glm4MoeDetector(ParameterFormatDetector):
     start_markers: ClassVar[tuple[str, ...]] = (_CALL,)
     # Calls follow one another without a section around them.
     section_ends: ClassVar[tuple[str, ...]] = (_END_OF_CALL,)
+    after_calls: ClassVar[tuple[str, ...]] = (_CALL,)
 
     def _read_head(self, cursor: TextCursor) -> str:
         if self._after_call:
             cursor.expect(_CALL)
-        name = cursor.until("<").strip()
-        cursor.position -= 1
-        if any(char.isspace() for char in name):
-            raise BrokenCall
+        name = cursor.word(ends="<")
+        # Prose may name the marker and a tool.
+        cursor.at(cursor.position).expect(_GLM_KEY, _END_OF_CALL)
         return name
 
     def _read_parameter(self, tool: str, cursor: TextCursor) -> Parameter | None:
-        if cursor.expect("<arg_key>", _END_OF_CALL) == _END_OF_CALL:
+        if cursor.expect(_GLM_KEY, _END_OF_CALL) == _END_OF_CALL:
             return None
         name = cursor.until("</arg_key>", forbidden="\n").strip()
         cursor.skip_blanks()
         cursor.expect("<arg_value>")
-        schema = self._schemas.get(tool, {})
-        return Parameter(name, "</arg_value>", partial(typed_value, parameters=schema, name=name))
+        convert = partial(typed_value, parameters=self._schemas.get(tool, {}), name=name)
+        return Parameter(name, "</arg_value>", _GLM_VALUE_ENDS, convert)
 
 
 _MARKER: Final = "[TOOL_CALLS]"
@@ -110,9 +116,9 @@ class MistralDetector(TaggedFormatDetector):
             return None
         if self._after_call:
             cursor.expect(_MARKER)
-        name = cursor.until("[ARGS]", forbidden="\n{").strip()
-        if not self._knows(name):
-            raise BrokenCall
+        name = cursor.word(ends="[{")
+        cursor.expect("[ARGS]")
+        self._check_known(name)
         self._name = name
         return None
 
@@ -129,22 +135,12 @@ class MistralDetector(TaggedFormatDetector):
         text = self._buffer[begin : cursor.position]
         if state is ScanState.BROKEN:
             raise BrokenCall
-        value = _check_object(text)
         if not self._is_listed:
             assert self._name is not None
-            return self._name, text
+            return self._name, as_object(text)
+        value = json.loads(as_object(text))
         name, arguments = value.get("name"), value.get("arguments")
-        if not isinstance(name, str) or not isinstance(arguments, dict) or not self._knows(name):
+        if not isinstance(name, str) or not isinstance(arguments, dict):
             raise BrokenCall
+        self._check_known(name)
         return name, json.dumps(arguments, ensure_ascii=False)
-
-
-def _check_object(text: str) -> dict[str, Any]:
-    """The JSON object `text`; raises BrokenCall if it is none."""
-    try:
-        value = parse_json(text)
-    except ValueError:
-        raise BrokenCall from None
-    if not isinstance(value, dict):
-        raise BrokenCall
-    return value

@@ -1,28 +1,25 @@
-"""Tool calls between tags, several of them in a section: read part by part."""
+"""Tool calls between tags, as DeepSeek and Qwen3-Coder write them; values by a tool's schema."""
 
 from __future__ import annotations
 
-import json
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Final
 
-from sglang.srt.function_call.format_detector import FormatDetector, StreamingParseResult
+from sglang.srt.function_call.json_text import valid_json
+from sglang.srt.function_call.tagged_format import (
+    BrokenCall,
+    Parameter,
+    ParameterFormatDetector,
+    TaggedFormatDetector,
+    Tags,
+    TextCursor,
+    as_object,
+)
 
 _STRING: Final = frozenset({"string"})
 _PYTHON_WORDS: Final = {"True": True, "False": False, "None": None}
 """Chat templates show values as Python prints them, so models write them so."""
-
-
-def parse_json(text: str) -> Any:
-    """The value of the JSON text `text`; constants that only some readers know are refused. Raises
-    ValueError if it is not JSON."""
-    try:
-        return json.loads(text, parse_constant=_refuse)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
 
 
 def typed_value(text: str, parameters: Mapping[str, Any], name: str) -> Any:
@@ -34,7 +31,7 @@ def typed_value(text: str, parameters: Mapping[str, Any], name: str) -> Any:
         return text
     word = text.strip()
     try:
-        value = _PYTHON_WORDS[word] if word in _PYTHON_WORDS else parse_json(word)
+        value = _PYTHON_WORDS[word] if word in _PYTHON_WORDS else valid_json(word)[1]
     except ValueError:
         return text
     return value if not allowed.isdisjoint(_types_of(value)) else text
@@ -75,209 +72,13 @@ def _types_of(value: object) -> tuple[str, ...]:
     return ("object",)
 
 
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-class NeedMoreText(Exception):
-    """The text ends too early to be classified."""
-
-
-class BrokenCall(Exception):
-    """The text cannot be a call."""
-
-
-class TextCursor:
-    """A place in a text, after `position` characters. The text may end within what comes next:
-    `NeedMoreText`."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self.position = 0
-
-    def skip_blanks(self) -> None:
-        """Read on to the next character that is no blank."""
-        rest = self._text[self.position :]
-        self.position = len(self._text) - len(rest.lstrip())
-
-    def accept(self, *literals: str) -> str | None:
-        """Read the one of `literals` that comes next, and return it; None: none of them comes
-        next."""
-        for literal in literals:
-            if self._text.startswith(literal, self.position):
-                self.position += len(literal)
-                return literal
-        longest = max(map(len, literals))
-        if len(self._text) - self.position < longest:
-            rest = self._text[self.position :]
-            if any(literal.startswith(rest) for literal in literals):
-                raise NeedMoreText
-        return None
-
-    def expect(self, *literals: str) -> str:
-        """Like `accept`, but raises BrokenCall if none of `literals` comes next."""
-        found = self.accept(*literals)
-        if found is None:
-            raise BrokenCall
-        return found
-
-    def until(self, literal: str, *, forbidden: str = "", searched: int = 0) -> str:
-        """Read up to `literal` and past it. It raises BrokenCall if a `forbidden` character comes
-        first. `literal` is known not to begin before the position `searched`."""
-        end = self._text.find(literal, max(self.position, searched))
-        read = self._text[self.position : len(self._text) if end < 0 else end]
-        if any(char in read for char in forbidden):
-            raise BrokenCall
-        if end < 0:
-            raise NeedMoreText
-        self.position = end + len(literal)
-        return read
-
-
-class TaggedFormatDetector(FormatDetector):
-    """A section has a start marker, calls, maybe blanks between them, and an end marker.
-
-    A stream sends a call when it is complete, so no call is ever cut, and a stream gives what
-    `parse_non_stream` gives. A call that breaks off is text. The end of the section may be missing.
-    """
-
-    section_ends: ClassVar[tuple[str, ...]]
-
-    def __init__(
-        self, tool_names: Collection[str] | None, schemas: Mapping[str, Mapping[str, Any]]
-    ) -> None:
-        super().__init__(tool_names, schemas)
-        self._in_section = False
-        self._opener = ""
-        """Text that was read and belongs to no complete call yet."""
-        self._in_call = False
-        self._searched = 0
-        """Characters of the buffer in which the end of the part does not begin."""
-
-    def finish(self) -> StreamingParseResult:
-        """End the output. Returns the text that was held back."""
-        self._buffer, self._opener = self._opener + self._buffer, ""
-        self._in_section = False
-        self._finish_text()
-        return self._take_result()
-
-    @abstractmethod
-    def _begin_call(self) -> None:
-        """Forget the call before."""
-
-    @abstractmethod
-    def _read_part(self, cursor: TextCursor) -> tuple[str, str] | None:
-        """Read the next part of a call. Returns name and arguments, a JSON object, if the call ends
-        with it.
-
-        Raises:
-            NeedMoreText: The part is not complete.
-            BrokenCall: The text is no part of a call, or the call names an unknown tool.
-        """
-
-    def _step(self) -> bool:
-        return self._step_section() if self._in_section else self._step_text()
-
-    def _start_call(self, opener_length: int) -> None:
-        self._opener = self._buffer[:opener_length]
-        self._buffer = self._buffer[opener_length:]
-        self._in_section = True
-        self._after_call = False
-        self._new_call()
-
-    def _new_call(self) -> None:
-        self._in_call = False
-        self._searched = 0
-        self._begin_call()
-
-    def _step_section(self) -> bool:
-        cursor = TextCursor(self._buffer)
-        try:
-            if not self._in_call:
-                cursor.skip_blanks()
-                if self._after_call and cursor.accept(*self.section_ends):
-                    self._buffer = self._buffer[cursor.position :]
-                    self._in_section = False
-                    return True
-            call = self._read_part(cursor)
-        except NeedMoreText:
-            return False
-        except BrokenCall:
-            self._emit_text(self._opener)
-            self._opener = ""
-            self._in_section = self._after_call = False
-            return True
-        self._opener += self._buffer[: cursor.position]
-        self._buffer = self._buffer[cursor.position :]
-        self._in_call = True
-        self._searched = 0
-        if call is not None:
-            self._emit_call(*call)
-            self._num_calls += 1
-            self._opener = ""
-            self._after_call = True
-            self._new_call()
-        return True
-
-    def _read_value(self, cursor: TextCursor, end: str) -> str:
-        """Read a part that is all text up to `end`."""
-        try:
-            return cursor.until(end, searched=self._searched)
-        except NeedMoreText:
-            self._searched = max(0, len(self._buffer) - len(end) + 1)
-            raise
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter whose value follows."""
-
-    name: str
-    end: str
-    """Text that ends the value."""
-    convert: Callable[[str], Any]
-    """Converts the text of the value."""
-
-
-class ParameterFormatDetector(TaggedFormatDetector):
-    """Calls that name each parameter in a tag of its own. The last of equal names counts."""
-
-    def _begin_call(self) -> None:
-        self._name: str | None = None
-        self._arguments: dict[str, Any] = {}
-        self._parameter: Parameter | None = None
-
-    @abstractmethod
-    def _read_head(self, cursor: TextCursor) -> str:
-        """Read the start of a call. Returns the tool's name; raises as `_read_part`."""
-
-    @abstractmethod
-    def _read_parameter(self, tool: str, cursor: TextCursor) -> Parameter | None:
-        """Read a parameter's opening tag, or the end of the call (None); raises as `_read_part`."""
-
-    def _read_part(self, cursor: TextCursor) -> tuple[str, str] | None:
-        if self._name is None:
-            name = self._read_head(cursor)
-            if not self._knows(name):
-                raise BrokenCall
-            self._name = name
-        elif self._parameter is not None:
-            text = self._read_value(cursor, self._parameter.end)
-            self._arguments[self._parameter.name] = self._parameter.convert(text)
-            self._parameter = None
-        else:
-            cursor.skip_blanks()
-            self._parameter = self._read_parameter(self._name, cursor)
-            if self._parameter is None:
-                return self._name, json.dumps(self._arguments, ensure_ascii=False)
-        return None
-
-
 _BAR: Final = "\uff5c"
 """The full-width bar of DeepSeek's tokens."""
 _SEPARATOR: Final = f"<{_BAR}tool▁sep{_BAR}>"
 _CALL_BEGIN: Final = f"<{_BAR}tool▁call▁begin{_BAR}>"
 _CALL_END: Final = f"<{_BAR}tool▁call▁end{_BAR}>"
+_CALLS_END: Final = f"<{_BAR}tool▁calls▁end{_BAR}>"
+_OBJECT_ENDS: Final = Tags(_CALL_END, _CALL_BEGIN, _CALLS_END)
 _FENCE: Final = "```"
 
 
@@ -286,7 +87,7 @@ class DeepSeekV3Detector(TaggedFormatDetector):
     fence for JSON."""
 
     start_markers: ClassVar[tuple[str, ...]] = (f"<{_BAR}tool▁calls▁begin{_BAR}>",)
-    section_ends: ClassVar[tuple[str, ...]] = (f"<{_BAR}tool▁calls▁end{_BAR}>",)
+    section_ends: ClassVar[tuple[str, ...]] = (_CALLS_END,)
 
     def _begin_call(self) -> None:
         self._name: str | None = None
@@ -295,26 +96,22 @@ class DeepSeekV3Detector(TaggedFormatDetector):
         if self._name is None:
             cursor.expect(_CALL_BEGIN)
             name = self._read_name(cursor)
-            if not self._knows(name):
-                raise BrokenCall
+            self._check_known(name)
             self._name = name
             return None
-        arguments = self._bare(self._read_value(cursor, _CALL_END))
-        if not isinstance(_json_or_text(arguments), dict):
-            raise BrokenCall
-        return self._name, arguments
+        return self._name, self._read_object(cursor, _CALL_END, _OBJECT_ENDS)
 
     def _read_name(self, cursor: TextCursor) -> str:
         """Read the name of a call and the text up to the arguments."""
         cursor.expect(f"function{_SEPARATOR}")
         return cursor.until("\n", forbidden="<").strip()
 
-    def _bare(self, arguments: str) -> str:
-        """The JSON text of the arguments, without the fence that must be around it."""
-        fenced = arguments.strip()
+    def _object_in(self, text: str) -> str:
+        """The object without the fence that must be around it."""
+        fenced = text.strip()
         if not (fenced.startswith(f"{_FENCE}json") and fenced.endswith(_FENCE)):
             raise BrokenCall
-        return fenced.removeprefix(f"{_FENCE}json").removesuffix(_FENCE).strip()
+        return as_object(fenced.removeprefix(f"{_FENCE}json").removesuffix(_FENCE).strip())
 
 
 class DeepSeekV31Detector(DeepSeekV3Detector):
@@ -323,8 +120,8 @@ class DeepSeekV31Detector(DeepSeekV3Detector):
     def _read_name(self, cursor: TextCursor) -> str:
         return cursor.until(_SEPARATOR, forbidden="\n").strip()
 
-    def _bare(self, arguments: str) -> str:
-        return arguments.strip()
+    def _object_in(self, text: str) -> str:
+        return as_object(text.strip())
 
 
 _DSML: Final = f"{_BAR}DSML{_BAR}"
@@ -338,6 +135,12 @@ def _tags(tag: str) -> tuple[str, str]:
 _INVOKE: Final = _tags('<{}invoke name="')
 _END_OF_INVOKE: Final = _tags("</{}invoke>")
 _PARAMETER: Final = _tags('<{}parameter name="')
+_END_OF_PARAMETER: Final = _tags("</{}parameter>")
+_END_OF_CALLS: Final = _tags("</{}function_calls>")
+_VALUE_ENDS: Final = tuple(
+    Tags(*tags) for tags in zip(_END_OF_PARAMETER, _PARAMETER, _END_OF_INVOKE, strict=True)
+)
+"""With and without the token, as `_tags`."""
 
 
 class DeepSeekV32Detector(ParameterFormatDetector):
@@ -349,7 +152,8 @@ class DeepSeekV32Detector(ParameterFormatDetector):
     """
 
     start_markers: ClassVar[tuple[str, ...]] = _tags("<{}function_calls>")
-    section_ends: ClassVar[tuple[str, ...]] = _tags("</{}function_calls>")
+    section_ends: ClassVar[tuple[str, ...]] = _END_OF_CALLS
+    after_calls: ClassVar[tuple[str, ...]] = (*_END_OF_CALLS, *_INVOKE)
 
     def _read_head(self, cursor: TextCursor) -> str:
         cursor.expect(*_INVOKE)
@@ -361,18 +165,21 @@ class DeepSeekV32Detector(ParameterFormatDetector):
             return None
         name = cursor.until('" string="', forbidden="<\n")
         is_string = cursor.expect('true">', 'false">') == 'true">'
-        end = "</{}parameter>".format(_DSML if _DSML in found else "")
-        return Parameter(name, end, str if is_string else _json_or_text)
+        kind = _PARAMETER.index(found)
+        convert = str if is_string else _json_or_text
+        return Parameter(name, _END_OF_PARAMETER[kind], _VALUE_ENDS[kind], convert)
 
 
 def _json_or_text(text: str) -> object:
     try:
-        return parse_json(text)
+        return valid_json(text)[1]
     except ValueError:
         return text
 
 
-_NOT_IN_NAMES = "<\n"
+_NOT_IN_NAMES: Final = "<\n"
+_END_OF_CALL: Final = "</tool_call>"
+_QWEN_VALUE_ENDS: Final = Tags("</parameter>", "<parameter=", "</function>")
 
 
 class Qwen3CoderDetector(ParameterFormatDetector):
@@ -380,22 +187,26 @@ class Qwen3CoderDetector(ParameterFormatDetector):
     Qwen3-Coder, Qwen3-Next's coder and Qwen3.5 write.
 
     Values are plain text; the tool's schema gives their types. A newline at each end of a value
-    belongs to the tags.
+    belongs to the tags. `</function>` may be missing.
     """
 
     start_markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
-    section_ends: ClassVar[tuple[str, ...]] = ("</tool_call>",)
+    section_ends: ClassVar[tuple[str, ...]] = (_END_OF_CALL,)
+    after_calls: ClassVar[tuple[str, ...]] = (_END_OF_CALL, *start_markers)
 
     def _read_head(self, cursor: TextCursor) -> str:
         cursor.expect("<function=")
         return cursor.until(">", forbidden=_NOT_IN_NAMES).strip()
 
     def _read_parameter(self, tool: str, cursor: TextCursor) -> Parameter | None:
-        if cursor.expect("<parameter=", "</function>") == "</function>":
+        found = cursor.expect("<parameter=", "</function>", _END_OF_CALL)
+        if found == _END_OF_CALL:
+            cursor.position -= len(_END_OF_CALL)
+        if found != "<parameter=":
             return None
         name = cursor.until(">", forbidden=_NOT_IN_NAMES).strip()
-        schema = self._schemas.get(tool, {})
-        return Parameter(name, "</parameter>", partial(_convert, schema=schema, name=name))
+        convert = partial(_convert, schema=self._schemas.get(tool, {}), name=name)
+        return Parameter(name, "</parameter>", _QWEN_VALUE_ENDS, convert)
 
 
 def _convert(text: str, *, schema: Mapping[str, Any], name: str) -> object:

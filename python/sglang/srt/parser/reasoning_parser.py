@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from sglang.srt.function_call.format_detector import held_back
+from sglang.srt.function_call.format_detector import FormatDetector, held_back
 
 _START: Final = "<think>"
-_END: Final = "</think>"
+END_OF_REASONING: Final = "</think>"
 _MAX_PROMPT_END: Final = 64
 """Characters at the end of a prompt that may have a marker, and blanks that templates append."""
 
@@ -34,15 +34,9 @@ REASONING_PARSERS: Final[Mapping[str, bool]] = {
 def opened_reasoning(prompt: str) -> bool | None:
     """True if `prompt` ends by opening the reasoning, False if by closing it, else None."""
     end = prompt[-_MAX_PROMPT_END:].rstrip()
-    if end.endswith(_END):
+    if end.endswith(END_OF_REASONING):
         return False
     return True if end.endswith(_START) else None
-
-
-def reasoning_end(output: str) -> int:
-    """The position in `output`, which begins with reasoning, at which the answer's part begins."""
-    end = output.find(_END)
-    return len(output) if end < 0 else end + len(_END)
 
 
 @dataclass
@@ -63,34 +57,61 @@ class _Part(Enum):
 class ReasoningParser:
     """Splits one output. Blanks around the reasoning belong to neither part.
 
-    If the reasoning has no end marker, the whole output is reasoning. A marker in the middle of
-    the answer is part of the answer.
+    The reasoning ends at its end marker, or where a call of a known tool begins, because models
+    forget the marker before a call. A marker of calls that the reasoning only mentions does not end
+    it. Without an end the whole output is reasoning. A marker in the middle of the answer is part
+    of the answer.
 
     Args:
         name: One of `REASONING_PARSERS`.
         begins_inside: Whether the output begins inside its reasoning, see `opened_reasoning`;
             None means the default of `name`.
+        find_calls: Makes a parser that finds calls; None: the request has no tools.
     """
 
-    def __init__(self, name: str, *, begins_inside: bool | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        begins_inside: bool | None = None,
+        find_calls: Callable[[], FormatDetector] | None = None,
+    ) -> None:
         self._name = name
         self._begins_inside = REASONING_PARSERS[name] if begins_inside is None else begins_inside
+        self._find_calls = find_calls
+        self._calls = None if find_calls is None else find_calls()
         self._part = _Part.START
+        self._num_chars = 0
         self._buffer = ""
-        self._reasoned = False
+        self._at_calls = ""
+        """Text that `_calls` holds, because it may become a call."""
+        self._num_passed = 0
+        """Characters that `_calls` has found to be no call."""
+        self._blanks: str | None = None
+        """Blanks behind the reasoning so far; None: it has not begun."""
+        self.reasoning_end: int | None = None
+        """Characters of the output up to the end of the reasoning, its marker included; None: the
+        reasoning has not ended."""
+        self.ended_by_call = False
+        """True if a call ended the reasoning. An end marker may still follow the call."""
 
     def parse_non_stream(self, text: str) -> tuple[str, str]:
         """The reasoning and the normal text of a whole output."""
-        parser = ReasoningParser(self._name, begins_inside=self._begins_inside)
+        parser = ReasoningParser(
+            self._name, begins_inside=self._begins_inside, find_calls=self._find_calls
+        )
         first, last = parser.parse_stream_increment(text), parser.finish()
+        self.reasoning_end, self.ended_by_call = parser.reasoning_end, parser.ended_by_call
         return (
             first.reasoning_text + last.reasoning_text,
             first.normal_text + last.normal_text,
         )
 
     def parse_stream_increment(self, new_text: str) -> ReasoningParseResult:
-        """The text that `new_text` adds to each part. Holds back the start of a marker."""
+        """The text that `new_text` adds to each part. Holds back what may become a marker, or a
+        call."""
         self._buffer += new_text
+        self._num_chars += len(new_text)
         return self._advance(ended=False)
 
     def finish(self) -> ReasoningParseResult:
@@ -120,16 +141,46 @@ class ReasoningParser:
             self._part = _Part.REASONING if self._begins_inside else _Part.NORMAL
 
     def _read_reasoning(self, *, ended: bool) -> str:
-        """The reasoning up to a whole or partial end marker, without the blanks before it."""
-        if not self._reasoned:
-            self._buffer = self._buffer.lstrip()
-        found = self._buffer.find(_END)
-        if found >= 0:
-            text, self._buffer = self._buffer[:found].rstrip(), self._buffer[found + len(_END) :]
+        """The reasoning up to its end, or to what may become its end, without the blanks before
+        it."""
+        found = self._buffer.find(END_OF_REASONING)
+        is_marked = found >= 0
+        if not is_marked:
+            found = len(self._buffer) - (0 if ended else held_back(self._buffer, END_OF_REASONING))
+        text, self._buffer = self._buffer[:found], self._buffer[found:]
+        text = self._before_call(text, ended=ended or is_marked)
+        if is_marked and not self.ended_by_call:
+            self._buffer = self._buffer[len(END_OF_REASONING) :]
+        if is_marked or self.ended_by_call:
+            self.reasoning_end = self._num_chars - len(self._buffer)
             self._part = _Part.BETWEEN
+        return self._without_last_blanks(text)
+
+    def _before_call(self, text: str, *, ended: bool) -> str:
+        """The reasoning in `text` and in what was held back before it. If a call begins in it, the
+        call is put in front of the buffer."""
+        calls = self._calls
+        if calls is None:
             return text
-        end = len(self._buffer) - (0 if ended else held_back(self._buffer, _END))
-        text = self._buffer[:end].rstrip()
-        self._buffer = "" if ended else self._buffer[len(text) :]
-        self._reasoned = self._reasoned or bool(text)
-        return text
+        self._at_calls += text
+        passed = len(calls.parse_stream_increment(text).normal_text)
+        if ended and calls.first_head is None:
+            passed += len(calls.finish().normal_text)
+        if calls.first_head is not None:
+            passed = calls.first_head - self._num_passed
+            self.ended_by_call = True
+        self._num_passed += passed
+        reasoning, self._at_calls = self._at_calls[:passed], self._at_calls[passed:]
+        if self.ended_by_call:
+            self._buffer, self._at_calls = self._at_calls + self._buffer, ""
+        return reasoning
+
+    def _without_last_blanks(self, text: str) -> str:
+        if self._blanks is None:
+            text = text.lstrip()
+        else:
+            text = self._blanks + text
+        shown = text.rstrip()
+        if shown or self._blanks is not None:
+            self._blanks = text[len(shown) :]
+        return shown

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rigs.written_calls import cut
 from sglang.srt.environ import envs
 from sglang.srt.function_call.format_detector import FormatDetector, ToolCallItem, merge_calls
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, make_call_parser
@@ -24,6 +24,7 @@ FRAGMENTS = (
     ADD, SAY, ADD[:30], SAY[:40], '{"name": "rm", "arguments": {}}', '{"name": "add"}', "{", "}",
     '"',     '{"arguments": {"x": 1}, "name": "add"}', '{"name": "add", "arguments": {"x": tru}}',
     '{"name": "add", "arguments": {"x": <}}', '{"name": "say", "arguments": {}, "id": 7}',
+    '{"name": "say", "arguments": {"text": "a\nb\\d\\u12"}}', '\\', '\\u', "\t",
     '{"name": "add", "arguments": 3}', '{"name": "add", "arguments": {"x": [}}}',
 )  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=9).map("".join)
@@ -43,11 +44,6 @@ def stream(name: str, pieces: list[str]) -> tuple[str, list[ToolCallItem], int]:
     results.append(detector.finish())
     calls = merge_calls([call for result in results for call in result.calls])
     return "".join(result.normal_text for result in results), calls, detector.num_cut
-
-
-def cut(text: str, points: list[int]) -> list[str]:
-    bounds = [0, *sorted(point % (len(text) + 1) for point in points), len(text)]
-    return [text[a:b] for a, b in pairwise(bounds)]
 
 
 @FORMATS

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rigs.written_calls import (
+    ADD,
+    SAY,
+    TOOLS,
+    WRITERS,
+    Calls,
+    bars,
+    cut,
+    deepseekv3,
+    deepseekv31,
+    deepseekv32,
+    glm,
+    kimi_k2,
+    mistral_v11,
+)
 from sglang.srt.environ import envs
 from sglang.srt.function_call.format_detector import FormatDetector, ToolCallItem, merge_calls
 from sglang.srt.function_call.function_call_parser import make_call_parser
@@ -20,116 +33,6 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "integer"},
-        "b": {"type": "array"},
-        "text": {"type": "string"},
-        "flag": {"type": ["boolean", "null"]},
-    },
-}
-TOOLS = [
-    {"type": "function", "function": {"name": "add", "parameters": SCHEMA}},
-    {"type": "function", "function": {"name": "say"}},
-]
-ADD = {"a": 1, "b": [2, {"c": "</parameter"}], "flag": True}
-SAY = {"text": ' two\n"lines" <b>é</b> '}
-Calls = list[tuple[str | None, dict[str, Any]]]
-
-
-def bars(text: str) -> str:
-    """DeepSeek's tokens have full-width bars."""
-    return text.replace("|", "\uff5c")
-
-
-def qwen3_coder(*calls: tuple[str, dict[str, Any]]) -> str:
-    out = []
-    for name, arguments in calls:
-        values = []
-        for key, value in arguments.items():
-            written = value if isinstance(value, str) else json.dumps(value)
-            values.append(f"<parameter={key}>\n{written}\n</parameter>\n")
-        out.append(f"<tool_call>\n<function={name}>\n{''.join(values)}</function>\n</tool_call>")
-    return "\n".join(out)
-
-
-def deepseekv3(*calls: tuple[str, dict[str, Any]]) -> str:
-    made = [
-        f"<|tool▁call▁begin|>function<|tool▁sep|>{name}\n```json\n{json.dumps(arguments)}\n```"
-        "<|tool▁call▁end|>"
-        for name, arguments in calls
-    ]
-    joined = "\n".join(made)
-    return bars(f"<|tool▁calls▁begin|>{joined}<|tool▁calls▁end|>")
-
-
-def deepseekv31(*calls: tuple[str, dict[str, Any]]) -> str:
-    made = [
-        f"<|tool▁call▁begin|>{name}<|tool▁sep|>{json.dumps(arguments)}<|tool▁call▁end|>"
-        for name, arguments in calls
-    ]
-    return bars(f"<|tool▁calls▁begin|>{''.join(made)}<|tool▁calls▁end|>")
-
-
-def deepseekv32(*calls: tuple[str, dict[str, Any]]) -> str:
-    out = []
-    for name, arguments in calls:
-        values = []
-        for key, value in arguments.items():
-            is_string = isinstance(value, str)
-            written = value if is_string else json.dumps(value)
-            attribute = "true" if is_string else "false"
-            values.append(
-                f'<|DSML|parameter name="{key}" string="{attribute}">{written}</|DSML|parameter>\n'
-            )
-        out.append(f'<|DSML|invoke name="{name}">\n{"".join(values)}</|DSML|invoke>\n')
-    return bars(f"<|DSML|function_calls>\n{''.join(out)}</|DSML|function_calls>")
-
-
-def kimi_k2(*calls: tuple[str, dict[str, Any]]) -> str:
-    made = [
-        f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
-        f"{json.dumps(arguments)}<|tool_call_end|>"
-        for number, (name, arguments) in enumerate(calls)
-    ]
-    return f"<|tool_calls_section_begin|>{''.join(made)}<|tool_calls_section_end|>"
-
-
-def glm(newline: str, *calls: tuple[str, dict[str, Any]]) -> str:
-    out = []
-    for name, arguments in calls:
-        values = []
-        for key, value in arguments.items():
-            written = value if isinstance(value, str) else json.dumps(value)
-            values.append(
-                f"<arg_key>{key}</arg_key>{newline}<arg_value>{written}</arg_value>{newline}"
-            )
-        out.append(f"<tool_call>{name}{newline}{''.join(values)}</tool_call>")
-    return newline.join(out)
-
-
-def mistral(*calls: tuple[str, dict[str, Any]]) -> str:
-    listed = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return f"[TOOL_CALLS] {json.dumps(listed)}"
-
-
-def mistral_v11(*calls: tuple[str, dict[str, Any]]) -> str:
-    made = [f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls]
-    return "".join(made) or "[TOOL_CALLS]"
-
-
-WRITERS: dict[str, Callable[..., str]] = {
-    "qwen3_coder": qwen3_coder,
-    "deepseekv3": deepseekv3,
-    "deepseekv31": deepseekv31,
-    "deepseekv32": deepseekv32,
-    "kimi_k2": kimi_k2,
-    "glm45": partial(glm, "\n"),
-    "glm47": partial(glm, ""),
-    "mistral": mistral,
-    "mistral v11": mistral_v11,
-}
 FORMATS = pytest.mark.parametrize("name", list(WRITERS))
 
 
@@ -175,9 +78,9 @@ def test_unknown_tools_and_broken_calls_are_text(name: str) -> None:
     write = WRITERS[name]
     unknown, good = write(("rm", {"all": "yes"})), write(("say", SAY))
     assert parse(name, f"{unknown} and {good}") == (f"{unknown} and ", [("say", SAY)])
-    for cut in range(len(good) - 30):
-        if "say" in good[cut:] and good[cut - 1 : cut] == ">":
-            broken = good[:cut] + "?" + good[cut:]
+    for place in range(len(good) - 30):
+        if "say" in good[place:] and good[place - 1 : place] == ">":
+            broken = good[:place] + "?" + good[place:]
             normal, calls = parse(name, broken + good)
             assert calls[-1:] == [("say", SAY)]
             assert normal == broken or len(calls) == 2
@@ -229,8 +132,7 @@ TEXTS = st.lists(st.sampled_from(fragments()), max_size=12).map("".join)
 @given(text=TEXTS, points=st.lists(st.integers(0, 2000), max_size=12))
 def test_any_split_of_a_stream_gives_the_same(name: str, text: str, points: list[int]) -> None:
     whole = parser_of(name).parse_non_stream(text)
-    bounds = [0, *sorted(point % (len(text) + 1) for point in points), len(text)]
-    assert stream(name, [text[a:b] for a, b in pairwise(bounds)]) == whole
+    assert stream(name, cut(text, points)) == whole
     assert stream(name, list(text)) == whole
     assert whole[1] or whole[0] == text
     for call in whole[1]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -33,6 +34,7 @@ from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, mak
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, expand_samples, new_rid
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
 from sglang.srt.parser.reasoning_parser import (
+    END_OF_REASONING,
     ReasoningParser,
     ReasoningParseResult,
     opened_reasoning,
@@ -70,6 +72,7 @@ class ChatOutput:
         if self._reasoning is not None:
             reasoning, text = self._reasoning.parse_non_stream(text)
             message["reasoning_content"] = reasoning or None
+            self._note_end_of_reasoning(self._reasoning)
         if self._calls is not None:
             text, calls = self._calls.parse_non_stream(text)
             calls = calls if self._parallel else calls[:1]
@@ -96,6 +99,8 @@ class ChatOutput:
         return deltas
 
     def _split(self, parts: ReasoningParseResult, *, ended: bool) -> Iterator[dict[str, Any]]:
+        assert self._reasoning is not None, "it has made the parts"
+        self._note_end_of_reasoning(self._reasoning)
         reasoning = self._held_reasoning + parts.reasoning_text
         self._held_reasoning = ""
         if reasoning and (self._stream_reasoning or ended or parts.normal_text):
@@ -104,6 +109,10 @@ class ChatOutput:
             self._held_reasoning = reasoning
         if parts.normal_text:
             yield from self._content(parts.normal_text)
+
+    def _note_end_of_reasoning(self, reasoning: ReasoningParser) -> None:
+        if self._calls is not None and reasoning.ended_by_call and not self.has_calls:
+            self._calls.end_of_reasoning = END_OF_REASONING
 
     def _content(self, text: str) -> Iterator[dict[str, Any]]:
         if self._calls is None:
@@ -234,12 +243,32 @@ class OutputSplitting:
         self._streams_reasoning = body.stream_reasoning is not False
 
     def new_output(self) -> ChatOutput:
-        name, tools = self._reasoning_parser, self._tools
+        tools = self._tools
         return ChatOutput(
-            None if name is None else ReasoningParser(name, begins_inside=self._begins_inside),
+            self._new_reasoning_parser(),
             None if tools is None else make_call_parser(tools.shown, tools.parser),
             parallel=tools is None or tools.parallel,
             stream_reasoning=self._streams_reasoning,
+        )
+
+    def reasoning_end(self, output: str) -> int:
+        """Characters of a whole output up to the end of its reasoning; 0: it is not split."""
+        parser = self._new_reasoning_parser()
+        if parser is None:
+            return 0
+        parser.parse_non_stream(output)
+        return len(output) if parser.reasoning_end is None else parser.reasoning_end
+
+    def _new_reasoning_parser(self) -> ReasoningParser | None:
+        name, tools = self._reasoning_parser, self._tools
+        if name is None:
+            return None
+        return ReasoningParser(
+            name,
+            begins_inside=self._begins_inside,
+            find_calls=None
+            if tools is None
+            else partial(make_call_parser, tools.shown, tools.parser),
         )
 
 

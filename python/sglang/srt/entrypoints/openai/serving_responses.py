@@ -28,7 +28,6 @@ from sglang.srt.entrypoints.openai.responses_protocol import NAMES, ResponsesBod
 from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
-from sglang.srt.parser.reasoning_parser import reasoning_end
 
 _ID_PREFIX: Final = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 
@@ -107,7 +106,7 @@ class ResponsesAnswers(BlockAnswers):
 
     async def _reasoning_tokens(self, state: RequestState) -> int:
         """Tokens up to the one with which the reasoning's text ends."""
-        end = reasoning_end(state.text)
+        end = self._splitting.reasoning_end(state.text)
         decoder = self._formatter.new_decoder(self._skips_special_tokens)
         slices, chars = Slices(), 0
         for count, token_id in enumerate(state.output_ids):
