@@ -36,3 +36,7 @@ HEALTH_CHECK_RID_PREFIX: Final = "HEALTH_CHECK"
 
 LONGEST_STORAGE_CHANGE_S: Final = 100.0
 """Seconds after which the server gives up a change of L3 at run time. Clients wait longer."""
+MODEL_SAMPLING: Final = "model"
+"""Value of `--sampling-defaults`: sampling values are those of generation_config.json."""
+OPENAI_SAMPLING: Final = "openai"
+"""Value of `--sampling-defaults`: that file's sampling values are ignored."""

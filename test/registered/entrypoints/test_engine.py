@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import subprocess
 import sys
@@ -14,11 +15,12 @@ import pytest
 
 import sglang
 from rigs.servers.forked_servers import forking_engines
+from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.environ import child_environment
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=19, suite="base-b-test-cpu")
+register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 
 PROMPT = "<|im_start|>user\nthe code of heron is 7391<|im_end|>\n"
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -30,6 +32,26 @@ def engine() -> Iterator[sglang.Engine]:
         made = sglang.Engine(max_total_tokens=4096, dtype="float32")
     with made:
         yield made
+
+
+def test_a_checkpoint_gives_sampling_values_and_the_tokenizer_the_end(tmp_path: Path) -> None:
+    """The model ends its turns with the tokenizer's end token, which neither file names."""
+    for file in BUILTIN_MODEL_DIR.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+    generation = {"temperature": 0.5, "top_k": 1, "repetition_penalty": 1.0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    settings = {"model_path": str(tmp_path), "max_total_tokens": 4096, "dtype": "float32"}
+    prompt = f"{PROMPT}<|im_start|>assistant\n"
+    with forking_engines():
+        made = sglang.Engine(**settings)
+    with made:
+        values = made.get_server_info()["default_sampling_params"]
+        assert (values["temperature"], values["top_k"], values["min_p"]) == (0.5, 1, 0.0)
+        first, *others = (made.generate(prompt, {"max_new_tokens": 64}) for _ in range(3))
+    assert [one["output_ids"] for one in others] == [first["output_ids"]] * 2
+    assert first["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
 
 
 def test_generate_one_many_and_by_ids(engine: sglang.Engine) -> None:

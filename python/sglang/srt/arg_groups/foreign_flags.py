@@ -130,8 +130,8 @@ SGLANG_FLAGS: Final = (
     _row(_NOT_YET, "other shapes of streams", "incremental_streaming_output stream_output"),
     _row(_NOT_YET, "what answers would need of the model besides logprobs", """
         enable_custom_logit_processor enable_return_hidden_states enable_return_routed_experts"""),
-    _row(_NOT_YET, "templates and sampling defaults by flag", """hf_chat_template_name
-        completion_template preferred_sampling_params sampling_defaults=openai"""),
+    _row(_NOT_YET, "templates and sampling values by flag", """hf_chat_template_name
+        completion_template preferred_sampling_params"""),
     _row(_NOT_YET, "cutting prompts that are too long", "allow_auto_truncate"),
     _row(_NOT_YET, "names for versions of the weights", "weight_version=default"),
     _row(_NOT_YET, "paths behind a prefix (let the proxy remove it)", "fastapi_root_path"),

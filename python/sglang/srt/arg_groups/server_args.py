@@ -34,6 +34,8 @@ from sglang.srt.constants import (
     DEFAULT_BOOTSTRAP_PORT,
     DEFAULT_HOST,
     DEFAULT_PORT,
+    MODEL_SAMPLING,
+    OPENAI_SAMPLING,
 )
 from sglang.srt.environ import envs, parse_gigabytes
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
@@ -135,6 +137,13 @@ class ServerArgs(ObservabilityArgs, SpeculativeArgs):
         "Most seconds for requests under way after SIGTERM or Ctrl-C.",
     )
     chat_template: str | None = flag(None, "Jinja file; absent: the tokenizer's own template.")
+    sampling_defaults: str = flag(
+        MODEL_SAMPLING,
+        "Sampling values of requests that name none: model takes temperature, top_p, top_k, min_p "
+        "and repetition_penalty from generation_config.json; openai is 1 for temperature and "
+        "top_p, and nothing else.",
+        choices=(MODEL_SAMPLING, OPENAI_SAMPLING),
+    )
     grammar_backend: str = flag(
         "xgrammar", "Library that enforces json_schema, regex and ebnf.", choices=("xgrammar",)
     )

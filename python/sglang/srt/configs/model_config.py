@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,13 @@ from sglang.srt.configs.config_fields import (
     read_config,
     read_json,
 )
+from sglang.srt.configs.generation_config import GENERATION_CONFIG
 from sglang.srt.configs.quantization_config import QuantizationConfig, quantization_of
 from sglang.srt.configs.rope_config import RopeConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -67,7 +70,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     rope: RopeConfig
     eos_token_ids: tuple[int, ...]
-    """Ascending. Any of them ends a generation."""
+    """Ascending, and in the vocabulary. Any of them ends a generation. See `with_end_of`."""
     linear_attention_layers: tuple[int, ...] = ()
     """Layers whose state is recurrent; the others have full attention."""
     sliding_window: int | None = None
@@ -91,6 +94,13 @@ class ModelConfig:
     def state_noun(self) -> str:
         """Name, for messages, of the state that stands for a whole prefix, in models with one."""
         return "recurrent state" if self.linear_attention_layers else "window"
+
+    def with_end_of(self, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+        """This config, with the tokenizer's end token among the end tokens: some checkpoints name
+        the end of a turn only there."""
+        found = tokenizer.eos_token_id
+        ids = [*self.eos_token_ids, *([found] if isinstance(found, int) else ())]
+        return replace(self, eos_token_ids=_in_vocabulary(ids, self.vocab_size))
 
     @classmethod
     def from_args(cls, args: ServerArgs) -> ModelConfig:
@@ -154,6 +164,7 @@ class ModelConfig:
         rope = RopeConfig.from_hf(hf, may_be_partial=may_be_partial)
         context_len = _resolve_context_len(context_length, hf, rope)
         windowed_layers = _sliding_window_layers(hf, context_len)
+        vocab_size = positive_int(hf, "vocab_size")
         return cls(
             model_path=str(directory),
             architecture=architecture,
@@ -167,11 +178,11 @@ class ModelConfig:
             num_attention_heads=num_heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            vocab_size=positive_int(hf, "vocab_size"),
+            vocab_size=vocab_size,
             rms_norm_eps=float(hf.rms_norm_eps),
             tie_word_embeddings=bool(whole.tie_word_embeddings),
             rope=rope,
-            eos_token_ids=_eos_token_ids((hf, whole), directory),
+            eos_token_ids=_in_vocabulary(_eos_token_ids((hf, whole), directory), vocab_size),
             linear_attention_layers=linear_layers,
             sliding_window=hf.sliding_window if windowed_layers else None,
             sliding_window_layers=windowed_layers,
@@ -349,16 +360,21 @@ def _resolve_context_len(requested: int | None, hf: PretrainedConfig, rope: Rope
     return requested
 
 
-def _eos_token_ids(configs: Iterable[PretrainedConfig], directory: Path) -> tuple[int, ...]:
+def _eos_token_ids(configs: Iterable[PretrainedConfig], directory: Path) -> list[int]:
     """The end tokens of both files: chat models have the end of a turn only in the second."""
-    generation = read_json(directory / "generation_config.json") or {}
-    found: set[int] = set()
-    said = [getattr(config, "eos_token_id", None) for config in configs]
-    for value in (*said, generation.get("eos_token_id")):
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
+    generation = read_json(directory / GENERATION_CONFIG) or {}
+    found: list[int] = []
+    said = [("config.json", getattr(config, "eos_token_id", None)) for config in configs]
+    for file, value in (*said, (GENERATION_CONFIG, generation.get("eos_token_id"))):
+        ids = value if isinstance(value, list) else [value] if value is not None else []
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise ValueError(f"{directory}: eos_token_id={value!r} must be token ids")
-        found.update(ids)
-    return tuple(sorted(found))
+            raise ValueError(
+                f"{directory / file}: eos_token_id={str(value)[:80]} must be token ids: correct it"
+            )
+        found += ids
+    return found
+
+
+def _in_vocabulary(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    """Each of `ids` once, without those that the model cannot choose, ascending."""
+    return tuple(sorted({i for i in ids if 0 <= i < vocab_size}))

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -18,6 +19,7 @@ from sglang.srt.arg_groups.disaggregation import (
     prefill_hosts,
 )
 from sglang.srt.arg_groups.remote_weights import START_SEED
+from sglang.srt.configs.generation_config import SamplingDefaults, sampling_defaults
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.disaggregation.control.control_link import DeploymentSecret
@@ -56,11 +58,18 @@ WRITE_BACK_SECONDS: Final = 30.0
 _MARGIN_SECONDS: Final = 5.0
 
 
-def _load_model_files(
-    args: ServerArgs,
-) -> tuple[ModelConfig, PreTrainedTokenizerBase, ChatTemplate]:
-    """The part of the model that the server process itself needs; no weights. A ValueError names a
-    file that is missing or broken."""
+@dataclass(frozen=True, slots=True)
+class _ModelFiles:
+    """The part of the model that the server process itself needs; no weights."""
+
+    config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    chat_template: ChatTemplate
+    sampling_defaults: SamplingDefaults
+
+
+def _load_model_files(args: ServerArgs) -> _ModelFiles:
+    """A ValueError names a file that is missing or broken."""
     assert args.model_path is not None, "resolved arguments name the model"
     with postponing_signals():
         # Imported late, since it takes seconds, during which the scheduler's process imports the
@@ -71,7 +80,9 @@ def _load_model_files(
         tokenizer = get_tokenizer(
             args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code
         )
-    return config, tokenizer, ChatTemplate(tokenizer, args.chat_template)
+    defaults = sampling_defaults(args.model_path, args.sampling_defaults, config.vocab_size)
+    template = ChatTemplate(tokenizer, args.chat_template)
+    return _ModelFiles(config.with_end_of(tokenizer), tokenizer, template, defaults)
 
 
 class EngineFront:
@@ -87,11 +98,11 @@ class EngineFront:
         """
         args = with_local_model(args)
         check_start(args)
-        loaded: list[tuple[ModelConfig, PreTrainedTokenizerBase, ChatTemplate]] = []
+        loaded: list[_ModelFiles] = []
 
         def load() -> TokenizerData | None:
             loaded.append(_load_model_files(args))
-            return tokenizer_data(loaded[0][1])
+            return tokenizer_data(loaded[0].tokenizer)
 
         self._bootstrap: CommonKVBootstrapServer | None = None
         if args.disaggregation_mode == DisaggregationMode.PREFILL and moves_pages(args):
@@ -107,7 +118,9 @@ class EngineFront:
             if self._bootstrap is not None:
                 self._bootstrap.close()
             raise
-        config, tokenizer, chat_template = loaded[0]
+        [files] = loaded
+        config = files.config
+        logger.info("%s", files.sampling_defaults.line())
         details = self.processes.ready_details
         if self._bootstrap is not None:
             for route in details["routes"]:
@@ -115,7 +128,7 @@ class EngineFront:
         metrics = ServerMetrics(model_label(args)) if args.enable_metrics else None
         self.manager = TokenizerManager(
             ipc=self.processes.ipc,
-            tokenizer=tokenizer,
+            tokenizer=files.tokenizer,
             limits=RequestLimits(
                 vocab_size=config.vocab_size,
                 context_len=config.context_len,
@@ -132,7 +145,8 @@ class EngineFront:
         self.context = ServerContext(
             args=args,
             manager=self.manager,
-            chat_template=chat_template,
+            chat_template=files.chat_template,
+            sampling_defaults=files.sampling_defaults,
             ready_details=details,
             model_info=_model_info(args, config, details),
         )
@@ -270,7 +284,7 @@ class Engine:
             EngineUnavailable: The engine has died or was shut down.
             RequestFailed: The engine refused the request or failed on it.
         """
-        requests, is_batch = _requests(prompt, sampling_params, input_ids, stream, fields)
+        requests, is_batch = self._requests(prompt, sampling_params, input_ids, stream, fields)
         with_text = bool(fields.get("return_text_in_logprobs"))
         if stream:
             return self._iterate(requests, is_batch, with_text)
@@ -288,7 +302,7 @@ class Engine:
     ) -> Any:
         """Like `generate`, for callers with an event loop of their own; streams are async
         iterators."""
-        requests, is_batch = _requests(prompt, sampling_params, input_ids, stream, fields)
+        requests, is_batch = self._requests(prompt, sampling_params, input_ids, stream, fields)
         with_text = bool(fields.get("return_text_in_logprobs"))
         if stream:
             return self._iterate_async(requests, is_batch, with_text)
@@ -310,6 +324,7 @@ class Engine:
         return {
             **self.server_args.to_public_dict(),
             **details,
+            "default_sampling_params": self._front.context.sampling_defaults.all_values,
             "transfer_engine": state["transfer_engine"],
             "internal_states": [state],
         }
@@ -334,6 +349,29 @@ class Engine:
             work.close()
             raise EngineUnavailable("the engine has been shut down")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+
+    def _requests(
+        self,
+        prompt: str | list[str] | None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None,
+        input_ids: list[Any] | None,
+        stream: bool,
+        fields: dict[str, Any],
+    ) -> tuple[list[GenerateRequest], bool]:
+        unknown = fields.keys() - set(GenerateBody.__struct_fields__)
+        if unknown:
+            raise ValueError(f"generate() has no field {sorted(unknown)[0]!r}")
+        body = GenerateBody(
+            text=prompt,
+            sampling_params=sampling_params,
+            input_ids=input_ids,
+            stream=stream,
+            **fields,
+        )
+        try:
+            return to_requests(body, self._front.context.sampling_defaults.values)
+        except ApiError as error:
+            raise ValueError(error.message) from None
 
     def _iterate(
         self, requests: list[GenerateRequest], is_batch: bool, with_text: bool
@@ -371,25 +409,6 @@ class Engine:
                 raise item
         finally:
             running.cancel()
-
-
-def _requests(
-    prompt: str | list[str] | None,
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None,
-    input_ids: list[Any] | None,
-    stream: bool,
-    fields: dict[str, Any],
-) -> tuple[list[GenerateRequest], bool]:
-    unknown = fields.keys() - set(GenerateBody.__struct_fields__)
-    if unknown:
-        raise ValueError(f"generate() has no field {sorted(unknown)[0]!r}")
-    body = GenerateBody(
-        text=prompt, sampling_params=sampling_params, input_ids=input_ids, stream=stream, **fields
-    )
-    try:
-        return to_requests(body)
-    except ApiError as error:
-        raise ValueError(error.message) from None
 
 
 async def _next(answers: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 from sglang.srt.entrypoints.http.body import (
@@ -30,7 +31,7 @@ from sglang.srt.managers.tokenizer.generate_request import (
     prompt_ids,
 )
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import NO_DEFAULTS, SamplingParams
 
 MAX_BODY_PATTERNS: Final = 64
 """Most different `stop_regex` patterns in one body: all are compiled before any prompt is
@@ -98,8 +99,11 @@ class GenerateBody(SharedFields, kw_only=True):
     bootstrap_pair_key: Annotated[Any, Refused("bootstrap_room alone names the pair")] = None
 
 
-def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
-    """The requests of `body`, and whether it is a batch (whose answer is a list).
+def to_requests(
+    body: GenerateBody, defaults: Mapping[str, float] = NO_DEFAULTS
+) -> tuple[list[GenerateRequest], bool]:
+    """The requests of `body`, and whether it is a batch (whose answer is a list). `defaults` are
+    fields of `SamplingParams` for what the client does not name.
 
     With `return_logprob: false` the other logprob fields have no effect; without `return_logprob`
     they are refused as a mistake. The samples of one prompt are consecutive; more than one output
@@ -127,7 +131,9 @@ def to_requests(body: GenerateBody) -> tuple[list[GenerateRequest], bool]:
         field = "text" if isinstance(prompt, str) else "input_ids"
         place = f"[{index}]" if is_batch else ""
         sampling_field = f"sampling_params[{index}]" if has_own_sampling else "sampling_params"
-        params, default, keeps_stop = _sampling(columns["sampling_params"][index], sampling_field)
+        params, default, keeps_stop = _sampling(
+            columns["sampling_params"][index], sampling_field, defaults
+        )
         return_logprob = bool(columns["return_logprob"][index])
         start = columns["logprob_start_len"][index] if return_logprob else None
         requests.append(
@@ -230,7 +236,9 @@ def _flat_ids(field: str, values: int | list[Any]) -> TokenArray:
         raise bad_request(f"{field}: expected token ids, got a list among them", field) from None
 
 
-def _sampling(values: dict[str, Any] | None, field: str) -> tuple[SamplingParams, int | None, bool]:
+def _sampling(
+    values: dict[str, Any] | None, field: str, defaults: Mapping[str, float]
+) -> tuple[SamplingParams, int | None, bool]:
     """The parameters, the default number of tokens if the client named none, and `no_stop_trim`."""
     given = {name: value for name, value in (values or {}).items() if value is not None}
     keeps_stop = given.pop("no_stop_trim", False)
@@ -241,7 +249,7 @@ def _sampling(values: dict[str, Any] | None, field: str) -> tuple[SamplingParams
         mark = SAMPLING_MARKS[name]
         if not is_neutral(given.pop(name), mark.neutral):
             raise bad_request(f"{field}.{name} is not supported: {mark.remedy}", f"{field}.{name}")
-    params = convert(given, SamplingParams, field)
+    params = convert({**defaults, **given}, SamplingParams, field)
     if "max_new_tokens" in given:
         return params, None, keeps_stop
     # A minimum number of tokens raises the default limit.

@@ -184,7 +184,7 @@ async def generate(request: Request) -> Response:
     """Continue one prompt or a batch, streaming or not."""
     context = context_of(request)
     body = await read_json(request, GenerateBody)
-    requests, is_batch = to_requests(body)
+    requests, is_batch = to_requests(body, context.sampling_defaults.values)
     with_text = bool(body.return_text_in_logprobs)
     if body.stream:
         events = stream_answers(context.manager, requests, is_batch, with_text)

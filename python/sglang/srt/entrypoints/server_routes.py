@@ -102,6 +102,7 @@ async def server_info(request: Request) -> Response:
         **context.ready_details,
         "status": "ready",
         "version": VERSION,
+        "default_sampling_params": context.sampling_defaults.all_values,
         "transfer_engine": state.get("transfer_engine"),
         "internal_states": [state],
     }

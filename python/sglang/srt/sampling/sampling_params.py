@@ -7,7 +7,9 @@ parameters of a request and sends a `normalize`d copy of them; the other process
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 import msgspec
 
@@ -26,6 +28,8 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 4096
 MAX_LOGIT_BIASES = 4096
 MAX_SAMPLES = 128
+NO_DEFAULTS: Final[Mapping[str, float]] = MappingProxyType({})
+"""Values of fields that a request does not name: those of `SamplingParams`."""
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

@@ -95,7 +95,11 @@ def mismatch_of(
         or metadata.sampling_digest != sampling_digest(spec.sampling_params)
     )
     if is_unlike:
-        return "the prefill server was sent another request: sampling or logprobs differ"
+        return (
+            "the prefill server was sent another request: sampling or logprobs differ; or the "
+            "servers have different --sampling-defaults or generation_config.json: give both the "
+            "same"
+        )
     if token is not None and not 0 <= token < vocab_size:
         return f"the prefill server chose token {token}, which the model does not have"
     return None

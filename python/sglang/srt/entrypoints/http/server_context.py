@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from starlette.requests import Request
 
+from sglang.srt.configs.generation_config import SamplingDefaults
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
@@ -61,6 +62,9 @@ class ServerContext:
     chat_template: ChatTemplate
     ready_details: dict[str, Any]
     model_info: dict[str, Any] = field(default_factory=dict)
+    sampling_defaults: SamplingDefaults = field(
+        default_factory=lambda: SamplingDefaults(values={}, source="no model")
+    )
     started: float = field(default_factory=time.time)  # noqa: TID251 (a date, for clients)
     memory: HeapTrimmer = field(default_factory=HeapTrimmer)
     probe: SharedAnswer[ApiError | None] = field(default_factory=lambda: SharedAnswer(1.0))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 import msgspec
@@ -23,7 +24,7 @@ from sglang.srt.entrypoints.http.body import (
     refuse_own_ids,
 )
 from sglang.srt.entrypoints.http.errors import bad_request
-from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+from sglang.srt.sampling.sampling_params import MAX_SEED, NO_DEFAULTS, SamplingParams
 
 _TEMPLATE: Final = "send it in chat_template_kwargs, under the name that the chat template has"
 _TOOLS: Final = "use tools and tool_choice"
@@ -290,13 +291,19 @@ def check_common(body: CommonBody) -> None:
 
 
 def sampling_params(
-    body: CommonBody, max_tokens: int | None, field: str, *, least: int = 1
+    body: CommonBody,
+    max_tokens: int | None,
+    field: str,
+    defaults: Mapping[str, float] = NO_DEFAULTS,
+    *,
+    least: int = 1,
 ) -> SamplingParams:
     """The engine's parameters for `body`.
 
     Args:
         max_tokens: Limit of new tokens that the client named, or None.
         field: Name of that field.
+        defaults: Fields of `SamplingParams` for what the client does not name.
         least: Least value of `max_tokens`.
     """
     values = {name: getattr(body, name) for name in _SAME_NAME}
@@ -321,7 +328,8 @@ def sampling_params(
     if seed is not None:
         # OpenAI's seeds are signed. Without the sign bit two of them are rarely equal.
         values["sampling_seed"] = seed & MAX_SEED
-    return SamplingParams(**{name: value for name, value in values.items() if value is not None})
+    given = {name: value for name, value in values.items() if value is not None}
+    return SamplingParams(**{**defaults, **given})
 
 
 def _constraint_of_format(body: CommonBody, wanted: ResponseFormat) -> Constraint | None:

@@ -191,7 +191,7 @@ def to_requests(
         raise bad_request(
             f"max_tokens={body.max_tokens} and {field}={max_tokens} differ: send one of them", field
         )
-    params = sampling_params(body, max_tokens, field)
+    params = sampling_params(body, max_tokens, field, context.sampling_defaults.values)
     # A router that sends lists has a room for each sample.
     given = body.bootstrap_room
     num_rooms = len(given) or 1 if isinstance(given, list) else 1

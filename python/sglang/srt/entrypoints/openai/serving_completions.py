@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final, cast
 
 from starlette.requests import Request
@@ -28,6 +28,7 @@ from sglang.srt.managers.tokenizer.generate_request import (
 )
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
+from sglang.srt.sampling.sampling_params import NO_DEFAULTS
 
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default of `max_tokens`."""
@@ -38,14 +39,17 @@ async def completions(request: Request) -> Response:
     """Continue one text or several, streaming or not."""
     context = context_of(request)
     body = await read_json(request, CompletionBody)
-    requests = to_requests(body)
+    requests = to_requests(body, context.sampling_defaults.values)
     return await respond(
         request, context.manager, requests, lambda: CompletionAnswers(body, context, requests)
     )
 
 
-def to_requests(body: CompletionBody) -> list[GenerateRequest]:
-    """The engine's requests, one for each sample of each prompt."""
+def to_requests(
+    body: CompletionBody, defaults: Mapping[str, float] = NO_DEFAULTS
+) -> list[GenerateRequest]:
+    """The engine's requests, one for each sample of each prompt; `defaults` as `sampling_params`
+    takes them."""
     check_common(body)
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
         raise bad_request(f"logprobs={body.logprobs} must be from 0 to {MAX_LOGPROBS}", "logprobs")
@@ -65,7 +69,7 @@ def to_requests(body: CompletionBody) -> list[GenerateRequest]:
             rid=rid if has_one else f"{rid}-{index}",
             text=prompt if isinstance(prompt, str) else None,
             input_ids=None if isinstance(prompt, str) else prompt,
-            sampling_params=sampling_params(body, body.max_tokens, "max_tokens", least=0),
+            sampling_params=sampling_params(body, body.max_tokens, "max_tokens", defaults, least=0),
             default_max_new_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else None,
             max_tokens_field="max_tokens",
             prompt_field="prompt" if has_one else f"prompt[{index}]",

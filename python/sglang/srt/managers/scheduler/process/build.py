@@ -106,6 +106,7 @@ def build_scheduler(
     model_config = ModelConfig.from_args(server_args)
     check_model_flags(server_args, model_config)
     tokenizer = _load_tokenizer(server_args)
+    model_config = model_config.with_end_of(tokenizer)
 
     def joined() -> None:
         on_joined()
