@@ -182,7 +182,7 @@ def test_a_prompt_that_fails_between_two_looks_at_it(rig: DecodeRig) -> None:
         ({"token_id": None}, "was sent another request"),
         ({"logprob": None}, "was sent another request"),
         ({"top_logprobs": [(-1.0, 11)]}, "was sent another request"),
-        ({"sampling_digest": "other"}, "was sent another request"),
+        ({"sampling_digest": "other"}, "different --sampling-defaults or generation_config.json"),
         ({"token_id": -1}, "chose token -1"),
         ({"token_id": 160}, "chose token 160, which the model does not have"),
     ],
