@@ -131,7 +131,8 @@ WRITERS: dict[str, Callable[..., str]] = {
     "mistral": mistral,
     "mistral v11": mistral_v11,
 }
-"""Of formats whose calls are sent when they are complete. `mistral v11` is a form of `mistral`."""
+"""Writers of the formats whose calls are sent when they are complete. `mistral v11` is a form of
+`mistral`."""
 ALL_WRITERS = WRITERS | {"qwen25": qwen25, "llama3": llama3}
 
 

@@ -18,7 +18,7 @@ _FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling values of requests that name none."""
 
-    values: dict[str, float]
+    values: dict[str, Any]
     """Fields of `SamplingParams` that the checkpoint recommends; others have the engine's
     defaults."""
     source: str

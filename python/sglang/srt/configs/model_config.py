@@ -376,5 +376,5 @@ def _eos_token_ids(configs: Iterable[PretrainedConfig], directory: Path) -> list
 
 
 def _in_vocabulary(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-    """Each of `ids` once, without those that the model cannot choose, ascending."""
+    """The different ids that the model can choose, ascending."""
     return tuple(sorted({i for i in ids if 0 <= i < vocab_size}))

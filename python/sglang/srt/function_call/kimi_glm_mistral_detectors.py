@@ -110,7 +110,7 @@ class MistralDetector(TaggedFormatDetector):
 
     def _read_part(self, cursor: TextCursor) -> tuple[str, str] | None:
         if self._in_call:
-            return self._read_object(cursor)
+            return self._read_call(cursor)
         if cursor.accept("," if self._after_call else "["):
             self._is_listed = True
             return None
@@ -122,7 +122,7 @@ class MistralDetector(TaggedFormatDetector):
         self._name = name
         return None
 
-    def _read_object(self, cursor: TextCursor) -> tuple[str, str]:
+    def _read_call(self, cursor: TextCursor) -> tuple[str, str]:
         cursor.skip_blanks()
         begin = cursor.position
         if not cursor.accept("{"):

@@ -278,7 +278,7 @@ class Parameter:
     end: str
     """Tag that ends the value."""
     ends: Tags
-    """That tag, and those that may come after it."""
+    """The end tag, and the tags that may come after it."""
     convert: Callable[[str], Any]
     """Converts the text of the value."""
 
@@ -286,9 +286,9 @@ class Parameter:
 class ParameterFormatDetector(TaggedFormatDetector):
     """Calls that name each parameter in a tag of its own. The last of equal names counts.
 
-    Values may contain tags, and models forget end tags. So a value ends at its end tag if the next
-    parameter or the end of the call follows. Without an end tag it ends where a parameter of the
-    tool begins, or where the call ends and nothing but the section's end or a call follows.
+    Values may contain tags, and models forget end tags. An end tag ends a value if the next
+    parameter or the end of the call follows. Without an end tag the value ends where a parameter of
+    the tool begins, or where the call ends and the section's end, a call or nothing follows.
     """
 
     after_calls: ClassVar[tuple[str, ...]]

@@ -36,7 +36,7 @@ JSON = pytest.mark.parametrize("name", [name for name in ALL_WRITERS if name not
 
 
 def parse(name: str, text: str) -> tuple[str, Calls]:
-    """What the whole output gives, and a stream of its characters too."""
+    """Text and calls of a whole output. A stream of its characters gives the same."""
     normal, calls = make_call_parser(TOOLS, name.split()[0]).parse_non_stream(text)
     parser = make_call_parser(TOOLS, name.split()[0])
     results = [parser.parse_stream_increment(char) for char in text] + [parser.finish()]
@@ -97,7 +97,7 @@ def test_a_parameter_of_the_tool_inside_a_value_ends_it() -> None:
     assert parse("qwen3_coder", text) == ("", [("add", {"text": "x", "a": 1})])
     text = text.replace("=a>", "=other>")
     assert parse("qwen3_coder", text) == ("", [("add", {"text": "x <parameter=other>1"})])
-    # Nothing is known of the parameters of `say`.
+    # `say` has no schema, so any parameter may be its own.
     text = text.replace("=add>", "=say>")
     assert parse("qwen3_coder", text) == ("", [("say", {"text": "x", "other": "1"})])
 
