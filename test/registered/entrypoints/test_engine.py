@@ -42,10 +42,9 @@ def test_a_checkpoint_gives_sampling_values_and_the_tokenizer_the_end(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
     generation = {"temperature": 0.5, "top_k": 1, "repetition_penalty": 1.0}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    settings = {"model_path": str(tmp_path), "max_total_tokens": 4096, "dtype": "float32"}
     prompt = f"{PROMPT}<|im_start|>assistant\n"
     with forking_engines():
-        made = sglang.Engine(**settings)
+        made = sglang.Engine(model_path=str(tmp_path), max_total_tokens=4096, dtype="float32")
     with made:
         values = made.get_server_info()["default_sampling_params"]
         assert (values["temperature"], values["top_k"], values["min_p"]) == (0.5, 1, 0.0)

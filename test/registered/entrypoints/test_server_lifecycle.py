@@ -88,6 +88,7 @@ def test_log_and_ps_say_what_runs_and_sigterm_lets_running_requests_finish() -> 
         log = server.process.log_tail()
         assert f"starting sglang-builtin for {server.url}" in log
         assert f"{READY_LINE} {server.url}" in log
+        assert "sampling defaults: temperature 1, " in log
         ports = [port for process in family for _, port in tcp_listeners(process.pid)]
         assert server.url.endswith(f":{ports[0]}") and len(ports) == 1, "no gloo for one rank"
 

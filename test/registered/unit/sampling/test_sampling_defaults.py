@@ -84,6 +84,11 @@ def test_without_defaults_the_engine_samples_from_all(path: str) -> None:
         assert values_of(sampling_of(plain, path)[0]) == values_of(SamplingParams())
 
 
+def test_server_info_says_which_hold(server: FrontServer) -> None:
+    info = httpx.get(f"{server.url}/server_info").json()
+    assert (info["sampling_defaults"], info["default_sampling_params"]) == ("model", VALUES)
+
+
 def test_a_batch_with_parameters_of_its_own(server: FrontServer) -> None:
     body = {"text": ["a", "b"], "sampling_params": [{"top_k": 3}, {"min_p": 0}]}
     assert httpx.post(f"{server.url}/generate", json=body).status_code == 200
