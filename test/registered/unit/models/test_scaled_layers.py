@@ -24,7 +24,7 @@ from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 register_cuda_ci(est_time=90, suite="base-b-test-1-gpu-large")
 
 DEVICE: Final = detect_device()

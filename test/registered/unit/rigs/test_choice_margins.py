@@ -20,7 +20,7 @@ from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.layers.moe.sparse_moe import RouterOptions, select_experts
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 FP8 = "fp8_e4m3"
 TOP2 = RouterOptions(

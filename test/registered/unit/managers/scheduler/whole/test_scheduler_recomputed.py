@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     for family in ("deepseek_v3", "deepseek_v32", "glm4_moe"):
         # Of a cached prefix, an indexer would choose what the pool has.
-        changes = {"index_topk": 80} if family == "deepseek_v32" else {}
+        changes: dict[str, Any] = {"index_topk": 80} if family == "deepseek_v32" else {}
         save_tiny_checkpoint(root / family, family, eos_token_id=None, mtp=True, **changes)
     return {path.name: path for path in root.iterdir()}
 
