@@ -9,11 +9,13 @@ from concurrent.futures import Future
 from typing import Final
 
 import msgspec
+import orjson
 import torch
 import xgrammar
 from transformers import PreTrainedTokenizerBase
 
 from sglang.srt.constrained.constraint import Constraint, ConstraintKind, GrammarError
+from sglang.srt.constrained.schema_check import json_schema_nodes
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.utils.hf_tokenizer import special_token_ids
 
@@ -130,6 +132,11 @@ _MAX_DEPTH: Final = 1000
 """Deepest nesting for the library's recursive passes; its own default needs a larger stack."""
 _MAX_WHITESPACE: Final = 40
 """Most blanks in a row between JSON tokens; without a limit, weak models write only blanks."""
+_BOUNDED_STRING_CHARACTER: Final = (r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]")
+"""The characters of a string with a length, and their repair."""
+_KEY_RULE: Final = re.compile(r"^\w*_key_\d+ ::= .*$", re.MULTILINE)
+"""Rules for the rest of a further property's name that has begun as a named one does."""
+_KEY_ESCAPE: Final = r' | ("\\" basic_escape basic_string_sub)'
 _MAX_CAUSE_CHARS: Final = 240
 _NOISE: Final = re.compile(
     r"\[\d\d:\d\d:\d\d\] \S+:\d+: |Check failed: \(.*?\) is (?:true|false): "
@@ -160,16 +167,34 @@ def compile_constraint(
     kind, text = constraint
     try:
         if kind is ConstraintKind.JSON_SCHEMA:
-            if not any_whitespace:
-                return compiler.compile_json_schema(text, any_whitespace=False)
-            return compiler.compile_json_schema(text, max_whitespace_cnt=_MAX_WHITESPACE)
+            return compiler.compile_grammar(json_ebnf(text, any_whitespace=any_whitespace))
         if kind is ConstraintKind.REGEX:
             return compiler.compile_regex(text)
         if kind is ConstraintKind.STRUCTURAL_TAG:
-            return compiler.compile_structural_tag(text)
+            tag = orjson.loads(text)
+            for node in json_schema_nodes(tag):
+                if node.keys() == {"type", "json_schema"}:
+                    schema = orjson.dumps(node.pop("json_schema")).decode()
+                    node["type"] = "grammar"
+                    node["grammar"] = json_ebnf(schema, any_whitespace=any_whitespace)
+            return compiler.compile_structural_tag(orjson.dumps(tag).decode())
         return compiler.compile_grammar(text)
     except (RuntimeError, ValueError, TypeError, MemoryError) as error:
         raise GrammarError(f"{kind.value}: {cause_of(error)}") from error
+
+
+def json_ebnf(schema: str, *, any_whitespace: bool) -> str:
+    """The library's grammar of a checked schema, with two repairs, in the library's EBNF.
+
+    The repairs: strings with `minLength` or `maxLength` may not have control characters, which are
+    no JSON; and a further property may not write a named one's name with escapes.
+    """
+    if any_whitespace:
+        made = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=_MAX_WHITESPACE)
+    else:
+        made = xgrammar.Grammar.from_json_schema(schema, any_whitespace=False)
+    ebnf = str(made).replace(*_BOUNDED_STRING_CHARACTER)
+    return _KEY_RULE.sub(lambda rule: rule[0].replace(_KEY_ESCAPE, ""), ebnf)
 
 
 def cause_of(error: Exception) -> str:

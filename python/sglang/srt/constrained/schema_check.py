@@ -1,7 +1,6 @@
-"""Checks a JSON schema before it is compiled; refuses keywords that the grammar library ignores.
+"""Checks a JSON schema before it is compiled: refuses or drops what answers could break.
 
-The library drops unknown keywords silently, so that an answer could break the schema. `oneOf` is
-treated as `anyOf`: an answer fits at least one branch, and may fit several.
+`schema_rules.py` has the rules of a single schema; here is the walk through the schemas in it.
 
 A structural tag has one of two forms, which become the first:
 
@@ -15,11 +14,13 @@ documentation ("Structural Tag Usage") describes the formats.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 import orjson
 
 from sglang.srt.constrained.constraint import GrammarError
+from sglang.srt.constrained.schema_rules import normalize, problems
 
 _STRUCTURE_FIELDS = {"begin", "schema", "end"}
 
@@ -42,19 +43,25 @@ def prepare_structural_tag(text: str) -> str:
         tag = {"type": "structural_tag", "format": _triggered(tag["structures"], tag["triggers"])}
     elif given != {"format"}:
         raise _wrong("give format, or structures and triggers, and nothing else")
-    stack: list[Any] = [tag["format"]]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, dict) and node.get("type") == "json_schema":
-            node["json_schema"] = _prepared(node.get("json_schema"))
-        elif isinstance(node, dict):
-            stack.extend(node.values())
-        elif isinstance(node, list):
-            stack.extend(node)
+    for node in json_schema_nodes(tag):
+        node["json_schema"] = _prepared(node.get("json_schema"))
     try:
         return orjson.dumps(tag).decode()
     except orjson.JSONEncodeError:
         raise _wrong("nested too deeply: flatten it") from None
+
+
+def json_schema_nodes(tag: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a structural tag that have a JSON schema. They may be changed meanwhile."""
+    stack: list[Any] = [tag]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict) and node.get("type") == "json_schema":
+            yield node
+        elif isinstance(node, dict):
+            stack.extend(node.values())
+        elif isinstance(node, list):
+            stack.extend(node)
 
 
 def _triggered(structures: Any, triggers: Any) -> dict[str, Any]:
@@ -92,132 +99,104 @@ def _wrong(problem: str) -> GrammarError:
     return GrammarError(f"structural_tag: {problem}")
 
 
-_UNSUPPORTED: Final = (
-    "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies",
-    "contains", "minContains", "maxContains", "uniqueItems", "$dynamicRef", "$recursiveRef",
-)  # fmt: skip
-_ANNOTATIONS: Final = frozenset(
-    (
-        "$schema", "$id", "$anchor", "$comment", "$defs", "definitions", "title", "description",
-        "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "nullable",
-        "discriminator",
-    )
-)  # fmt: skip
-_NEEDS_TYPE: Final = {
-    "minLength": "string", "maxLength": "string", "pattern": "string", "format": "string",
-    "minimum": "number", "maximum": "number", "exclusiveMinimum": "number",
-    "exclusiveMaximum": "number", "multipleOf": "number", "required": "object",
-    "minProperties": "object", "maxProperties": "object", "propertyNames": "object",
-    "minItems": "array", "maxItems": "array",
-}  # fmt: skip
-_OVERRIDING: Final[dict[str, frozenset[str]]] = {
-    "$ref": frozenset(), "anyOf": frozenset(), "oneOf": frozenset(), "allOf": frozenset(),
-    "enum": frozenset({"type"}), "const": frozenset({"type"}),
-}  # fmt: skip
-"""Keywords for which the library ignores the keywords beside them, with the harmless exceptions."""
-_FORMATS: Final = frozenset(
-    (
-        "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid",
-        "uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer",
-    )
-)  # fmt: skip
-
-
 def prepare_json_schema(text: str) -> str:
-    """Check the schema `text` and return the schema to compile. The library needs `items` in every
-    array schema; a schema without it gets `"items": true`.
+    """Check the schema `text` and return the schema to compile, in the library's form.
 
     Raises:
-        GrammarError: The text is not JSON, not a schema, or has a keyword that cannot be enforced.
+        GrammarError: The text is not JSON, not a schema, has a keyword that cannot be enforced, or
+            no answer that ends fits it.
     """
+    return _checked(text, None)
+
+
+def loosen_json_schema(text: str) -> tuple[str, list[str]]:
+    """The schema `text` without the keywords that cannot be enforced, and the places of these.
+
+    Raises:
+        GrammarError: The text is not JSON, not a schema, or no answer that ends fits it.
+    """
+    dropped: list[str] = []
+    return _checked(text, dropped), dropped
+
+
+def _checked(text: str, dropped: list[str] | None) -> str:
+    """Refuse keywords that cannot be enforced, or drop them and add their places to `dropped`."""
     try:
         schema = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise GrammarError(f"json_schema: not JSON: {error}") from None
     stack: list[tuple[str, Any]] = [("#", schema)]
+    places: dict[int, str] = {}
+    """Identity of each visited schema to its place."""
+    needed: dict[int, list[int]] = {}
+    """Identity of a schema to those of the schemas that each of its answers has a value for."""
     while stack:
         path, node = stack.pop()
-        if isinstance(node, bool):
+        if isinstance(node, bool) or id(node) in places:
             continue
         if not isinstance(node, dict):
             raise GrammarError(f"json_schema: {path} must be an object or a boolean")
-        _check_node(path, node)
+        while (found := next(problems(node), None)) is not None:
+            if dropped is None:
+                raise GrammarError(f"json_schema: {path}/{found.keyword} {found.text}")
+            dropped.append(f"{path}/{found.keyword}")
+            if found.instead is None:
+                del node[found.keyword]
+            else:
+                node[found.keyword] = found.instead
         stack.extend(_subschemas(path, node))
+        normalize(node)
+        places[id(node)] = path
+        target = _target(path, node["$ref"], schema) if "$ref" in node else None
+        if target is not None:
+            stack.append((node["$ref"][:200], target))
+        needed[id(node)] = [id(child) for child in _needed(node, target)]
+    try:
+        TopologicalSorter(needed).prepare()
+    except CycleError as error:
+        raise GrammarError(
+            f"json_schema: {places[error.args[1][0]]} needs a value of itself, so no answer would "
+            "end: leave something out of required or minItems"
+        ) from None
     try:
         return orjson.dumps(schema).decode()
     except orjson.JSONEncodeError:
         raise GrammarError("json_schema: nested too deeply: flatten it") from None
 
 
-def _check_node(path: str, node: dict[str, Any]) -> None:
-    for keyword in _UNSUPPORTED:
-        # `"uniqueItems": false` requires nothing.
-        if keyword in node and node[keyword] is not False:
-            raise GrammarError(f"json_schema: {path}/{keyword} is not supported: leave it out")
-    if "$ref" in node:
-        ref = node["$ref"]
-        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+def _target(path: str, ref: object, schema: Any) -> Any:
+    """The part of `schema` that a `$ref` points to."""
+    if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+        raise GrammarError(
+            f"json_schema: {path}/$ref must point into the schema itself, as #/$defs/name"
+        )
+    for part in ref.split("/")[1:]:
+        # The library reads no escapes.
+        if not isinstance(schema, dict) or part not in schema or "~" in part or "%" in part:
             raise GrammarError(
-                f"json_schema: {path}/$ref must point into the schema itself, as #/$defs/name"
+                f"json_schema: {path}/$ref points to {ref[:100]!r}, which is not there or has "
+                "other names than plain ones: use #/$defs/name"
             )
-    if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
-        raise GrammarError(
-            f"json_schema: {path}/allOf of several schemas is not supported: merge them"
-        )
-    for keyword, harmless in _OVERRIDING.items():
+        schema = schema[part]
+    return schema
+
+
+def _needed(node: dict[str, Any], target: Any) -> list[Any]:
+    """The schemas in `node` that each answer has a value for; `target` is that of its `$ref`."""
+    if target is not None:
+        return [target]
+    for keyword in ("anyOf", "oneOf", "allOf"):
         if keyword in node:
-            beside = sorted(set(node) - _ANNOTATIONS - harmless - {keyword})
-            if beside:
-                raise GrammarError(
-                    f"json_schema: {path}/{beside[0]} beside {keyword} is not supported: move it "
-                    f"into the schema under {keyword}, or leave it out"
-                )
-            return
-    _check_keywords(path, node)
-    _check_type(path, node)
-
-
-def _check_keywords(path: str, node: dict[str, Any]) -> None:
-    """Refuse combinations of keywords that cannot be enforced together."""
-    required, properties = node.get("required", []), node.get("properties", {})
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise GrammarError(f"json_schema: {path}/required must be a list of names")
-    if not isinstance(properties, dict):
-        raise GrammarError(f"json_schema: {path}/properties must be an object")
-    missing = set(required) - set(properties)
-    if missing:
-        name = min(missing)[:100]
-        raise GrammarError(
-            f"json_schema: {path}/required names {name!r}, which {path}/properties lacks: add it"
-        )
-    if "multipleOf" in node and node.get("type") != "integer":
-        raise GrammarError(f'json_schema: {path}/multipleOf is only supported for type "integer"')
-    if "pattern" in node and ("minLength" in node or "maxLength" in node):
-        raise GrammarError(
-            f"json_schema: {path}/pattern with minLength or maxLength is not supported: write "
-            "the length into the pattern"
-        )
-    if "format" in node and str(node["format"]) not in _FORMATS:
-        raise GrammarError(
-            f"json_schema: {path}/format {str(node['format'])[:40]!r} is not supported: use one "
-            f"of {', '.join(sorted(_FORMATS))}, or a pattern"
-        )
-
-
-def _check_type(path: str, node: dict[str, Any]) -> None:
-    if "type" not in node:
-        for keyword, kind in _NEEDS_TYPE.items():
-            implied = (kind == "object" and "properties" in node) or (
-                kind == "array" and node.keys() & {"items", "prefixItems"}
-            )
-            if keyword in node and not implied:
-                raise GrammarError(
-                    f'json_schema: {path}/{keyword} needs a type beside it: add "type": "{kind}"'
-                )
-    types = node.get("type")
-    is_array = types == "array" or (isinstance(types, list) and "array" in types)
-    if is_array and not node.keys() & {"items", "prefixItems", "unevaluatedItems"}:
-        node["items"] = True
+            return node[keyword] if len(node[keyword]) == 1 else []
+    if isinstance(node.get("type"), list) and len(node["type"]) > 1:
+        return []
+    needed = [node["properties"][name] for name in node.get("required", ())]
+    least, prefix = node.get("minItems"), node.get("prefixItems", [])
+    if isinstance(least, int) and isinstance(prefix, list):
+        needed += prefix[:least]
+        if least > len(prefix) and "items" in node:
+            needed.append(node["items"])
+    return needed
 
 
 def _subschemas(path: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -213,40 +213,42 @@ def test_errors_name_the_field_and_the_cause_in_one_line(kind: str, text: str, s
     assert "\n" not in str(raised.value) and "cpp" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("schema", "says"),
-    [
-        ({"not": {}}, "#/not"),
-        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "#/uniqueItems"),
-        ({"properties": {"a": {"minimum": 3}}}, '#/properties/a/minimum needs a type .*"number"'),
-        ({"type": "number", "multipleOf": 0.5}, "#/multipleOf"),
-        ({"type": "object", "required": ["a"]}, "required names 'a'"),
-        ({"type": "object", "required": 3}, "required must be a list"),
-        ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {}}, r"minimum beside \$ref"),
-        ({"$ref": "http://example.com/s"}, r"\$ref must point into the schema itself"),
-        ({"allOf": [{}, {}]}, "allOf of several"),
-        ({"anyOf": [{"type": "integer"}], "minimum": 3}, "minimum beside anyOf"),
-        ({"type": "string", "format": "frob"}, "format 'frob'"),
-        ({"type": "string", "pattern": "a", "maxLength": 2}, "pattern with"),
-        ({"anyOf": [3]}, "#/anyOf/0 must be an object"),
-        ([], "# must be an object"),
-    ],
-)
-def test_schema_keywords_that_the_library_ignores_are_refused(schema: object, says: str) -> None:
-    with pytest.raises(GrammarError, match=says):
-        prepare_json_schema(json.dumps(schema))
-
-
-def test_schemas_that_nest_deeply_are_refused() -> None:
-    for depth in (300, 900, 5000):
-        with pytest.raises(GrammarError, match=r"nested too deeply|not JSON"):
-            prepare_json_schema('{"type":"array","items":' * depth + "{}" + "}" * depth)
-
-
 def test_an_array_without_items_may_contain_anything() -> None:
     of = grammar("json_schema", prepare_json_schema('{"type": "array"}'))
     matcher = of.matcher()
     assert all(matcher.accept_token(token_id) for token_id in ids('[1, {"a": null}]'))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "is_possible"),
+    [
+        ({"type": "string", "maxLength": 1}, '"\t"', False),
+        ({"type": "string", "minLength": 2, "maxLength": 9}, '"a\tb"', False),
+        ({"type": "string", "minLength": 2, "maxLength": 9}, '"a\u00e9b"', True),
+        ({"properties": {"ab": {}}, "additionalProperties": True}, r'{"a\u0062": 1}', False),
+        ({"properties": {"ab": {}}, "additionalProperties": True}, r'{"ac\u0062": 1}', True),
+    ],
+)
+def test_repairs_of_the_librarys_grammars(schema: Any, text: str, is_possible: bool) -> None:
+    """Control characters are no JSON, and an escaped name is that of the property."""
+    prepared = prepare_json_schema(json.dumps(schema))
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    tagged = prepare_structural_tag(json.dumps(tag))
+    for matcher in (
+        grammar("json_schema", prepared).matcher(),
+        grammar("structural_tag", tagged).matcher(),
+    ):
+        assert all(matcher.accept_token(token_id) for token_id in ids(text)) is is_possible
+
+
+def test_a_schema_in_a_structural_tag_has_the_same_whitespace() -> None:
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": True}}
+    text = prepare_structural_tag(json.dumps(tag))
+    for any_whitespace, blanks in ((True, 41), (False, 2)):
+        matcher = grammar("structural_tag", text, any_whitespace=any_whitespace).matcher()
+        assert not all(map(matcher.accept_token, ids("[1," + "\n" * blanks + "2]")))
+        matcher = grammar("structural_tag", text, any_whitespace=any_whitespace).matcher()
+        assert all(map(matcher.accept_token, ids("[1, 2]")))
 
 
 CALL = {"begin": "<f=add>", "schema": {"type": "integer"}, "end": "</f>"}

@@ -1,0 +1,1 @@
+"""Constrained outputs in tests: products of JSON schemas, and what their grammars allow."""
