@@ -60,7 +60,10 @@ def acted_on() -> dict[str, list[str]]:
     common = [name for name in names_of(CommonBody) if name not in marks_of(CommonBody)]
     return {
         "`/generate`": plain["generate"],
-        "`sampling_params` of it": [*names_of(SamplingParams), "no_stop_trim"],
+        "`sampling_params` of it": [
+            *(name for name in names_of(SamplingParams) if name not in SAMPLING_MARKS),
+            "no_stop_trim",
+        ],
         "completions and chat": common,
         "`/v1/completions`": [name for name in plain["completions"] if name not in common],
         "`/v1/chat/completions`": [name for name in plain["chat"] if name not in common],

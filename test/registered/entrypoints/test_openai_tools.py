@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
 from rigs.servers.fake_engine import FrontServer, front_server
+from sglang.srt.constrained.constraint import Reasoning
+from sglang.srt.entrypoints.http.errors import ApiError
+from sglang.srt.entrypoints.openai.chat_prompt import tool_use
+from sglang.srt.entrypoints.openai.protocol import ChatBody, Tool
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-b-test-cpu")
@@ -257,9 +263,91 @@ def test_reasoning_is_streamed_or_held_until_complete(qwen: FrontServer) -> None
     assert pieces == ["two and two"]
 
 
-def test_a_constraint_leaves_no_room_for_reasoning(qwen: FrontServer) -> None:
-    reply = ask(qwen, THOUGHT, response_format={"type": "json_object"})
-    assert reply.choices[0].message.content == THOUGHT
+def newest(server: FrontServer) -> SamplingParams:
+    request = server.scheduler.received[-1]
+    assert isinstance(request, TokenizedGenerateReqInput)
+    return request.sampling_params
+
+
+@pytest.mark.parametrize(
+    "fields", [{"response_format": {"type": "json_object"}}, {"extra_body": {"regex": "a"}}]
+)
+def test_a_constraint_holds_after_the_reasoning(qwen: FrontServer, fields: Any) -> None:
+    message = ask(qwen, THOUGHT, **fields).choices[0].message
+    assert (message.content, message.reasoning_content) == ("four", "two and two")
+    assert newest(qwen).reasoning is Reasoning.POSSIBLE
+    got = Gathered(ask(qwen, THOUGHT, stream=True, **fields))
+    assert (got.content, got.reasoning) == ("four", "two and two")
+    assert newest(qwen).reasoning is Reasoning.POSSIBLE
+
+
+def test_a_call_that_must_be_made_comes_after_the_reasoning(qwen: FrontServer) -> None:
+    text = '<think>hm</think>{"name": "g", "parameters": {"x": 3}}'
+    message = ask(qwen, text, tools=[G], tool_choice="required").choices[0].message
+    assert (message.reasoning_content, message.content) == ("hm", None)
+    assert message.tool_calls[0].function.name == "g"
+    assert newest(qwen).reasoning is Reasoning.POSSIBLE
+
+
+def test_where_reasoning_has_no_place_the_constraint_holds_from_the_first_token(
+    qwen: FrontServer, templates: dict[str, str]
+) -> None:
+    wanted: Any = {"type": "json_object"}
+    whole = ask(qwen, THOUGHT, response_format=wanted, extra_body={"separate_reasoning": False})
+    assert whole.choices[0].message.content == THOUGHT
+    assert newest(qwen).reasoning is Reasoning.NONE
+    with front_server(chat_template=templates["last"]) as plain:
+        reply = ask(plain, THOUGHT, response_format=wanted)
+        assert reply.choices[0].message.content == THOUGHT
+        assert newest(plain).reasoning is Reasoning.NONE
+    body = {"text": "x", "sampling_params": {"regex": "a", "reasoning": "begun"}}
+    refused = httpx.post(f"{qwen.url}/generate", json=body)
+    assert refused.status_code == 400
+    assert "sampling_params.reasoning is not supported" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("end", "reasoning"), [("<think>", "begun"), ("</think>", "none")])
+def test_the_end_of_the_prompt_decides_whether_there_is_reasoning(
+    tmp_path: Path, end: str, reasoning: str
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(LAST_MESSAGE + end)
+    with front_server(chat_template=str(template), reasoning_parser="qwen3") as server:
+        ask(server, "x", response_format={"type": "json_object"})
+        assert newest(server).reasoning == reasoning
+
+
+def test_keywords_of_tools_that_are_not_held_are_dropped_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    date = {"type": "string", "format": "date"}
+    given = tool("f", day={**date, "maxLength": 12}, **{f"p{i}": {"not": {}} for i in range(9)})
+    for parameters in (given, given, tool("f", day={**date, "minLength": 2, "x": "other"})):
+        body = ChatBody(
+            messages=[],
+            tools=[msgspec.convert(parameters, Tool)],
+            tool_choice="required",
+        )
+        use = tool_use(body, None)
+        assert use is not None
+        held = json.loads(use.json_schema or "")["properties"]["parameters"]["properties"]
+        assert not held["day"].keys() & {"minLength", "maxLength"}
+        assert held["day"]["format"] == "date"
+        assert held.get("p0", {}) == {}
+        # The model sees the whole schema.
+        assert use.shown[0]["function"]["parameters"] == parameters["function"]["parameters"]
+    first, second = [record.getMessage() for record in caplog.records]
+    assert "#/properties/day/maxLength" in first + second
+    assert "and 5 more" in first
+    assert "#/properties/day/minLength" in second
+
+
+def test_strict_tools_are_not_loosened() -> None:
+    given = tool("f", day={"type": "string", "format": "date", "maxLength": 12})
+    given["function"]["strict"] = True
+    body = ChatBody(messages=[], tools=[msgspec.convert(given, Tool)], tool_choice="required")
+    with pytest.raises(ApiError, match="parameters: #/properties/day/maxLength beside format"):
+        tool_use(body, None)
 
 
 NESTED = {"type": "object", "properties": {"p": {"$ref": "#/$defs/q"}}, "$defs": {"q": {}}}
@@ -293,8 +381,12 @@ NESTED = {"type": "object", "properties": {"p": {"$ref": "#/$defs/q"}}, "$defs":
             ["tools[0].function.parameters", "$ref"],
         ),
         (
-            {"tools": [F, tool("g", x={"not": {}})], "tool_choice": "required"},
-            ["tools[1].function.parameters: #/properties/x/not is not supported"],
+            {"tools": [F, tool("g", x={"$ref": 3})], "tool_choice": "required"},
+            ["tools[1].function.parameters has a $ref"],
+        ),
+        (
+            {"tools": [F, tool("g", x=[])], "tool_choice": "required"},
+            ["tools[1].function.parameters: #/properties/x must be an object"],
         ),
         (
             {

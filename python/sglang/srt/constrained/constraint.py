@@ -29,11 +29,26 @@ class GrammarError(ValueError):
     """A constraint that cannot be enforced. The message is one line and names the field."""
 
 
+THINK_START: Final = "<think>"
+THINK_END: Final = "</think>"
+
+
+class Reasoning(str, Enum):
+    """The reasoning before a constrained output, which the constraint leaves free."""
+
+    NONE = "none"
+    POSSIBLE = "possible"
+    """There is some if the output begins with `<think>`."""
+    BEGUN = "begun"
+    """The output begins inside it."""
+
+
 class Constraint(NamedTuple):
     """One constraint. Hashable: the key of its grammar in the cache."""
 
     kind: ConstraintKind
     text: str
+    reasoning: Reasoning = Reasoning.NONE
 
 
 def constraint_of(

@@ -164,7 +164,7 @@ def compile_constraint(
     Raises:
         GrammarError: The text is not a grammar of its kind, or needs too much memory.
     """
-    kind, text = constraint
+    kind, text = constraint.kind, constraint.text
     try:
         if kind is ConstraintKind.JSON_SCHEMA:
             return compiler.compile_grammar(json_ebnf(text, any_whitespace=any_whitespace))

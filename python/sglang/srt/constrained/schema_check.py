@@ -15,11 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
-from sglang.srt.constrained.constraint import GrammarError
+from sglang.srt.constrained.constraint import (
+    THINK_END,
+    THINK_START,
+    ConstraintKind,
+    GrammarError,
+    Reasoning,
+)
 from sglang.srt.constrained.schema_rules import normalize, problems
 
 _STRUCTURE_FIELDS = {"begin", "schema", "end"}
@@ -49,6 +55,27 @@ def prepare_structural_tag(text: str) -> str:
         return orjson.dumps(tag).decode()
     except orjson.JSONEncodeError:
         raise _wrong("nested too deeply: flatten it") from None
+
+
+_BLANKS: Final = {"type": "regex", "pattern": r"[ \t\r\n]{0,40}"}
+
+
+def tag_after_reasoning(kind: ConstraintKind, text: str, reasoning: Reasoning) -> str:
+    """The structural tag of a checked constraint that begins to hold after `reasoning`."""
+    if kind is ConstraintKind.JSON_SCHEMA:
+        answer = {"type": "json_schema", "json_schema": orjson.loads(text)}
+    elif kind is ConstraintKind.REGEX:
+        answer = {"type": "regex", "pattern": text}
+    else:
+        answer = {"type": "grammar", "grammar": text}
+    begin = "" if reasoning is Reasoning.BEGUN else THINK_START
+    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": THINK_END}
+    elements: list[dict[str, Any]] = [_BLANKS, thought, _BLANKS]
+    if reasoning is Reasoning.POSSIBLE:
+        before = {"type": "sequence", "elements": elements}
+        elements = [{"type": "optional", "content": before}]
+    whole = {"type": "sequence", "elements": [*elements, answer]}
+    return orjson.dumps({"type": "structural_tag", "format": whole}).decode()
 
 
 def json_schema_nodes(tag: Any) -> Iterator[dict[str, Any]]:

@@ -23,6 +23,7 @@ from sglang.srt.constrained.constraint import (
     Constraint,
     ConstraintKind,
     GrammarError,
+    Reasoning,
 )
 from sglang.srt.constrained.grammar import (
     Grammar,
@@ -32,7 +33,11 @@ from sglang.srt.constrained.grammar import (
     compile_constraint,
     make_compiler,
 )
-from sglang.srt.constrained.schema_check import prepare_json_schema, prepare_structural_tag
+from sglang.srt.constrained.schema_check import (
+    prepare_json_schema,
+    prepare_structural_tag,
+    tag_after_reasoning,
+)
 from sglang.srt.utils.threads import started_pool
 
 logger = logging.getLogger(__name__)
@@ -227,7 +232,7 @@ class XGrammarBackend:
     def compile_now(self, constraint: Constraint) -> Grammar:
         """Compile in the calling thread, without a trial, because another rank has tried the
         constraint. Raises GrammarError if the text is not a grammar of its kind."""
-        return self._compile_here(_prepared(constraint))
+        return self._compile_here(constraint, _prepared(constraint))
 
     def close(self) -> None:
         """End threads and processes; compilations under way fail. Idempotent."""
@@ -275,7 +280,11 @@ class XGrammarBackend:
                 raise GrammarError(f"{kind}: waited {waited:.0f} s for a compile thread: retry")
             grammar = self._compile(job)
         except GrammarError as error:
-            message = f"{kind}: the server is stopping" if self._closed else str(error)
+            # With reasoning before it, the constraint was compiled as a structural tag.
+            cause = str(error).removeprefix(f"{ConstraintKind.STRUCTURAL_TAG.value}: ")
+            message = f"{kind}: " + (
+                "the server is stopping" if self._closed else cause.removeprefix(f"{kind}: ")
+            )
             keep = keep and not isinstance(error, CompileProcessDied)
         except CompileProcessError as error:
             message, keep = f"{kind}: {error}", False
@@ -306,11 +315,11 @@ class XGrammarBackend:
                 process.check(prepared, may_go_on)
             finally:
                 self._return_process(process)
-        return self._compile_here(prepared)
+        return self._compile_here(constraint, prepared)
 
-    def _compile_here(self, prepared: Constraint) -> Grammar:
+    def _compile_here(self, constraint: Constraint, prepared: Constraint) -> Grammar:
         compiled = compile_constraint(self._compiler, prepared, any_whitespace=self._any_whitespace)
-        return Grammar(compiled, prepared.kind, self._vocabulary, self._limits)
+        return Grammar(compiled, constraint.kind, self._vocabulary, self._limits)
 
     def _take_process(self) -> CompileProcess:
         with self._lock:
@@ -342,9 +351,11 @@ class XGrammarBackend:
 def _prepared(constraint: Constraint) -> Constraint:
     """The constraint in the library's form. Raises GrammarError if the library would ignore a part
     of it."""
-    kind, text = constraint
+    kind, text, reasoning = constraint
     if kind is ConstraintKind.JSON_SCHEMA:
         text = prepare_json_schema(text)
     elif kind is ConstraintKind.STRUCTURAL_TAG:
-        text = prepare_structural_tag(text)
-    return Constraint(kind, text)
+        return Constraint(kind, prepare_structural_tag(text))
+    if reasoning is Reasoning.NONE:
+        return Constraint(kind, text)
+    return Constraint(ConstraintKind.STRUCTURAL_TAG, tag_after_reasoning(kind, text, reasoning))

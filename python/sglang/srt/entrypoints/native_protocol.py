@@ -44,8 +44,9 @@ SAMPLING_MARKS: Final[dict[str, Refused]] = {
     "spaces_between_special_tokens": Refused("leave it out", (True,)),
     "custom_params": Refused("use logit_bias"),
     "stream_interval": Refused("start the server with --stream-interval"),
+    "reasoning": Refused("send a chat, or constrain the output with a structural_tag"),
 }
-"""Refused fields of `sampling_params`. The accepted ones are those of `SamplingParams` and
+"""Refused fields of `sampling_params`. The accepted ones are the others of `SamplingParams` and
 `no_stop_trim`."""
 
 
@@ -53,7 +54,10 @@ class GenerateBody(SharedFields, kw_only=True):
     """The body as clients send it: one prompt or a batch. `null` means absent."""
 
     elsewhere: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(SamplingParams.__struct_fields__, "put it into sampling_params"),
+        **dict.fromkeys(
+            set(SamplingParams.__struct_fields__) - SAMPLING_MARKS.keys(),
+            "put it into sampling_params",
+        ),
         "max_tokens": "put max_new_tokens into sampling_params",
         "max_completion_tokens": "put max_new_tokens into sampling_params",
         "prompt": "the prompt's field is text",

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from sglang.srt.constrained.constraint import THINK_END, THINK_START, Reasoning
 from sglang.srt.function_call.format_detector import FormatDetector, held_back
 
-_START: Final = "<think>"
-END_OF_REASONING: Final = "</think>"
 _MAX_PROMPT_END: Final = 64
 """Characters at the end of a prompt that may have a marker, and blanks that templates append."""
 
@@ -34,9 +33,17 @@ REASONING_PARSERS: Final[Mapping[str, bool]] = {
 def opened_reasoning(prompt: str) -> bool | None:
     """True if `prompt` ends by opening the reasoning, False if by closing it, else None."""
     end = prompt[-_MAX_PROMPT_END:].rstrip()
-    if end.endswith(END_OF_REASONING):
+    if end.endswith(THINK_END):
         return False
-    return True if end.endswith(_START) else None
+    return True if end.endswith(THINK_START) else None
+
+
+def reasoning_before(parser: str, prompt: str) -> Reasoning:
+    """The reasoning with which an output after `prompt` begins, for one of `REASONING_PARSERS`."""
+    opened = opened_reasoning(prompt)
+    if opened is False:
+        return Reasoning.NONE
+    return Reasoning.BEGUN if opened or REASONING_PARSERS[parser] else Reasoning.POSSIBLE
 
 
 @dataclass
@@ -134,23 +141,23 @@ class ReasoningParser:
 
     def _read_start(self, *, ended: bool) -> None:
         stripped = self._buffer.lstrip()
-        if stripped.startswith(_START):
-            self._buffer = stripped[len(_START) :]
+        if stripped.startswith(THINK_START):
+            self._buffer = stripped[len(THINK_START) :]
             self._part = _Part.REASONING
-        elif ended or not _START.startswith(stripped):
+        elif ended or not THINK_START.startswith(stripped):
             self._part = _Part.REASONING if self._begins_inside else _Part.NORMAL
 
     def _read_reasoning(self, *, ended: bool) -> str:
         """The reasoning up to its end, or to what may become its end, without the blanks before
         it."""
-        found = self._buffer.find(END_OF_REASONING)
+        found = self._buffer.find(THINK_END)
         is_marked = found >= 0
         if not is_marked:
-            found = len(self._buffer) - (0 if ended else held_back(self._buffer, END_OF_REASONING))
+            found = len(self._buffer) - (0 if ended else held_back(self._buffer, THINK_END))
         text, self._buffer = self._buffer[:found], self._buffer[found:]
         text = self._before_call(text, ended=ended or is_marked)
         if is_marked and not self.ended_by_call:
-            self._buffer = self._buffer[len(END_OF_REASONING) :]
+            self._buffer = self._buffer[len(THINK_END) :]
         if is_marked or self.ended_by_call:
             self.reasoning_end = self._num_chars - len(self._buffer)
             self._part = _Part.BETWEEN

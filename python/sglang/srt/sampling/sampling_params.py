@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from sglang.srt.constrained.constraint import Constraint, constraint_of
+from sglang.srt.constrained.constraint import Constraint, Reasoning, constraint_of
 
 GREEDY_TEMPERATURE = 1e-6
 """Temperatures below this mean greedy decoding, because dividing by them would overflow fp32."""
@@ -70,6 +70,8 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     """Grammar in the notation of the `xgrammar` library, with a rule `root`."""
     structural_tag: str | None = None
     """Free text with constrained parts, as JSON text; see `constrained/schema_check.py`."""
+    reasoning: Reasoning = Reasoning.NONE
+    """Reasoning before the constrained output. Chats set it; `structural_tag` has its own."""
     sampling_seed: int | None = None
     """None lets the server draw a seed when the request arrives."""
     logit_bias: dict[str, float] | None = None
@@ -90,7 +92,10 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     @property
     def constraint(self) -> Constraint | None:
         """The constraint on the output, or None. Raises ValueError if there are several."""
-        return constraint_of(self.json_schema, self.regex, self.ebnf, self.structural_tag)
+        found = constraint_of(self.json_schema, self.regex, self.ebnf, self.structural_tag)
+        if found is None or self.reasoning is Reasoning.NONE:
+            return found
+        return found._replace(reasoning=self.reasoning)
 
     @property
     def stop_strings(self) -> list[str]:

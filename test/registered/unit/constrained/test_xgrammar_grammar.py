@@ -324,14 +324,14 @@ def test_response_format_maps_to_a_constraint() -> None:
     assert constraint_of_response_format(None) is None
     assert constraint_of_response_format({"type": "text"}) is None
     any_object = constraint_of_response_format({"type": "json_object"})
-    assert any_object == (ConstraintKind.JSON_SCHEMA, JSON_OBJECT_SCHEMA)
+    assert any_object == Constraint(ConstraintKind.JSON_SCHEMA, JSON_OBJECT_SCHEMA)
     wrapped = {"type": "json_schema", "json_schema": {"name": "p", "schema": {"type": "null"}}}
     named = constraint_of_response_format(wrapped)
-    assert named == (ConstraintKind.JSON_SCHEMA, '{"type":"null"}')
+    assert named == Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"null"}')
     tag = {"type": "structural_tag", "format": {"type": "any_text"}, "triggers": None}
     tagged = constraint_of_response_format(tag)
     text = '{"type":"structural_tag","format":{"type":"any_text"}}'
-    assert tagged == (ConstraintKind.STRUCTURAL_TAG, text)
+    assert tagged == Constraint(ConstraintKind.STRUCTURAL_TAG, text)
     for bad, field in (
         ({"type": "xml"}, r"response_format\.type='xml'"),
         ({"type": "json_schema"}, r"response_format\.json_schema is missing"),
@@ -343,8 +343,8 @@ def test_response_format_maps_to_a_constraint() -> None:
 
 def test_a_request_has_at_most_one_constraint() -> None:
     assert constraint_of(None, None, None) is None
-    assert constraint_of(None, "a", None) == (ConstraintKind.REGEX, "a")
-    assert constraint_of(None, None, None, "t") == (ConstraintKind.STRUCTURAL_TAG, "t")
+    assert constraint_of(None, "a", None) == Constraint(ConstraintKind.REGEX, "a")
+    assert constraint_of(None, None, None, "t") == Constraint(ConstraintKind.STRUCTURAL_TAG, "t")
     with pytest.raises(ValueError, match="json_schema and ebnf are given together"):
         constraint_of("{}", None, "x")
 

@@ -64,9 +64,9 @@ def sampling_digest(params: SamplingParams) -> str:
         params.min_new_tokens,
         params.repetition_penalty,
         sorted((params.logit_bias or {}).items()),
-        (params.json_schema, params.regex, params.ebnf, params.structural_tag),
+        params.constraint,
     )
-    if facts == (None, 0, 1.0, [], (None, None, None, None)):
+    if facts == (None, 0, 1.0, [], None):
         return ""
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(facts))
 

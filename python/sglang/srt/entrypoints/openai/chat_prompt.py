@@ -3,20 +3,26 @@ enforced calls. A wrong field is an `ApiError` of status 400 that names it."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
+import xxhash
 
 from sglang.srt.constrained.constraint import GrammarError
-from sglang.srt.constrained.schema_check import prepare_json_schema
+from sglang.srt.constrained.schema_check import loosen_json_schema, prepare_json_schema
 from sglang.srt.entrypoints.http.body import TEXT_ALONE, refuse_fields
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatBody, ChatMessage, Tool, ToolCall, ToolChoice
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 
+logger = logging.getLogger(__name__)
+
 MAX_TOOLS: Final = 128
+_MAX_PLACES: Final = 5
 _ENFORCED_FORMAT: Final = "llama3"
 """Parser format of an enforced call, which is a bare object with `name` and `parameters`."""
 
@@ -137,17 +143,45 @@ def _call_schema(index: int, tool: Tool) -> dict[str, Any]:
             "tools",
         )
     try:
-        prepare_json_schema(msgspec.json.encode(parameters).decode())
+        given = msgspec.json.encode(parameters)
+        if tool.function.strict:
+            held = prepare_json_schema(given.decode())
+        else:
+            held, dropped = loosen_json_schema(given.decode())
+            if dropped:
+                _warn_of_dropped(xxhash.xxh3_64_hexdigest(given), _shortened(dropped))
     except (GrammarError, RecursionError) as error:
         problem = "nested too deeply: flatten it" if isinstance(error, RecursionError) else error
         problem = str(problem).removeprefix("json_schema: ")
         raise bad_request(f"{field}: {problem}", "tools") from None
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.function.name}, "parameters": parameters},
+        "properties": {
+            "name": {"const": tool.function.name},
+            "parameters": msgspec.json.decode(held),
+        },
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
+
+
+def _shortened(places: Sequence[str]) -> str:
+    """Some of the places of keywords, for the log."""
+    shown = ", ".join(ascii(place)[1:-1] for place in sorted(places)[:_MAX_PLACES])
+    more = len(places) - _MAX_PLACES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+@lru_cache(maxsize=1024)
+def _warn_of_dropped(digest: str, places: str) -> None:
+    """Log that calls of a tool may break its schema, once for each of the latest schemas, of which
+    `digest` is one's."""
+    logger.warning(
+        "The parameters of a tool (schema %s) have keywords that are not enforced: %s: calls may "
+        "break them; strict: true refuses such a schema",
+        digest,
+        places,
+    )
 
 
 def _has_reference(value: object) -> bool:

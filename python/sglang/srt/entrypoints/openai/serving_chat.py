@@ -11,7 +11,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang.srt.constrained.constraint import ConstraintKind
+from sglang.srt.constrained.constraint import ConstraintKind, Reasoning
 from sglang.srt.entrypoints.http.body import read_json, rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
@@ -34,10 +34,11 @@ from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, mak
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, expand_samples, new_rid
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
 from sglang.srt.parser.reasoning_parser import (
-    END_OF_REASONING,
+    THINK_END,
     ReasoningParser,
     ReasoningParseResult,
     opened_reasoning,
+    reasoning_before,
 )
 
 
@@ -112,7 +113,7 @@ class ChatOutput:
 
     def _note_end_of_reasoning(self, reasoning: ReasoningParser) -> None:
         if self._calls is not None and reasoning.ended_by_call and not self.has_calls:
-            self._calls.end_of_reasoning = END_OF_REASONING
+            self._calls.end_of_reasoning = THINK_END
 
     def _content(self, text: str) -> Iterator[dict[str, Any]]:
         if self._calls is None:
@@ -200,9 +201,12 @@ def to_requests(
         params.json_schema = tools.json_schema
     if tools is not None and TOOL_CALL_PARSERS[tools.parser].has_special_markers:
         params.skip_special_tokens = bool(body.skip_special_tokens)
+    prompt = chat_prompt(body, context.chat_template, tools, context.manager.limits.context_len)
+    if context.args.reasoning_parser is not None and body.separate_reasoning is not False:
+        params.reasoning = reasoning_before(context.args.reasoning_parser, prompt)
     request = GenerateRequest(
         rid=new_rid() if body.rid is None else body.rid,
-        text=chat_prompt(body, context.chat_template, tools, context.manager.limits.context_len),
+        text=prompt,
         add_special_tokens=False,
         sampling_params=params,
         default_max_new_tokens=0 if max_tokens is None else None,
@@ -233,11 +237,14 @@ class OutputSplitting:
         tools: ToolUse | None,
     ) -> None:
         self._tools = tools
-        # A grammar that applies from the first token leaves no room for reasoning.
         constraint = request.sampling_params.constraint
-        # A structural tag allows free text, and with it reasoning.
-        is_free = constraint is None or constraint.kind is ConstraintKind.STRUCTURAL_TAG
-        splits = body.separate_reasoning is not False and is_free
+        # A constraint that holds from the first token on leaves no room for reasoning.
+        has_room = (
+            constraint is None
+            or constraint.kind is ConstraintKind.STRUCTURAL_TAG
+            or constraint.reasoning is not Reasoning.NONE
+        )
+        splits = body.separate_reasoning is not False and has_room
         self._reasoning_parser = context.args.reasoning_parser if splits else None
         self._begins_inside = opened_reasoning(request.text or "")
         self._streams_reasoning = body.stream_reasoning is not False
