@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Writes the tables of fields in docs/api.md, from the types of the bodies and their marks.
+"""Writes tables in docs/api.md: fields, from the types of the bodies and their marks, and keywords
+of schemas, from the rules of schemas.
 
     python scripts/update_api.py
 
-Replaces the section `## Fields`; keeps the rest of the page.
+Replaces the sections `## Fields` and `### Keywords of schemas`; keeps the rest of the page.
 """
 
 from __future__ import annotations
@@ -14,6 +15,13 @@ from pathlib import Path
 
 import msgspec
 
+from sglang.srt.constrained.schema_rules import (
+    FORMATS,
+    NOT_BESIDE,
+    OVERRIDING,
+    TYPE_OF,
+    UNSUPPORTED,
+)
 from sglang.srt.entrypoints.anthropic.protocol import MessagesBody
 from sglang.srt.entrypoints.http.body import NOTHING, Ignored, Refused, marks_of
 from sglang.srt.entrypoints.native_protocol import SAMPLING_MARKS, GenerateBody
@@ -29,6 +37,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 HEADING = "## Fields\n"
+KEYWORDS_HEADING = "### Keywords of schemas\n"
 BODIES: dict[str, type[msgspec.Struct]] = {
     "generate": GenerateBody,
     "completions": CompletionBody,
@@ -147,11 +156,55 @@ def section() -> str:
     return "\n".join(lines) + "\n"
 
 
+def keywords_section() -> str:
+    """The generated part about schemas."""
+    lines = [
+        KEYWORDS_HEADING,
+        "Written by `scripts/update_api.py` from `schema_rules.py`. Answers could break these "
+        "keywords, so that a schema is refused with their place. In the `parameters` of a tool "
+        "whose call is enforced, they are dropped, with one warning in the log for each schema; "
+        "`strict: true` refuses them there too.",
+        "",
+        "| keyword | refused |",
+        "|---|---|",
+        f"| {code(UNSUPPORTED)} | always; `false` requires nothing |",
+        *(
+            f"| `{keyword}` | beside {', '.join(map(quoted, others))} |"
+            for keyword, others in NOT_BESIDE.items()
+        ),
+        f"| any other | beside {code(OVERRIDING)}; `type` may be beside `enum` and `const` |",
+        f"| {code(TYPE_OF)} | without the type that they are for |",
+        f"| `format` | if it is none of {code(sorted(FORMATS))} |",
+        "| `pattern`, `patternProperties` | with lookarounds, flags, back references, `^` or `$` "
+        "inside, letters escaped that are no class, or a quote, a backslash or a control character "
+        "alone; `patternProperties` with several patterns |",
+        '| `multipleOf` | for other types than "integer", or other values than 1 to 1024 |',
+        "| `required` | with names that `properties` lacks, or if no answer would end |",
+        "| `allOf` | with several schemas |",
+        "| `$ref` | to another document, or with escapes |",
+        "",
+        "- `oneOf` means `anyOf`. Properties come in the schema's order, and others only where it "
+        "allows them.",
+        "- `format` means the form: a `date` may be the 30th of February.",
+        "- A `pattern` without `^` and `$` matches the whole string; with one of them, the other "
+        "end is free.",
+        "- Strings with a length or a `pattern` have no escapes, and so no quotes or line breaks.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def quoted(fact: str) -> str:
+    """A fact of `NOT_BESIDE`, with a keyword in backticks."""
+    is_keyword = " " not in fact.removesuffix(": false")
+    return f"`{fact}`" if is_keyword else fact
+
+
 def updated(page: str) -> str:
     """`page` with the section as it must be."""
-    before, rest = page.split(HEADING)
-    after = rest[rest.index("\n## ") :]
-    return before + section() + after
+    for heading, write in ((HEADING, section), (KEYWORDS_HEADING, keywords_section)):
+        before, rest = page.split(heading)
+        page = before + write() + rest[rest.index("\n## ") :]
+    return page
 
 
 if __name__ == "__main__":

@@ -3,13 +3,10 @@ that is not refused, and each row of the tables of refusals is needed."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from rigs.constrained.schema_products import PRODUCTS, derived_rows, outcome
 from sglang.srt.constrained.schema_rules import (
-    FORMATS,
     NOT_BESIDE,
     OVERRIDING,
     TYPE_OF,
@@ -55,17 +52,6 @@ def test_the_tables_name_what_the_library_does_not_hold_and_nothing_else() -> No
     assert wanted - rows == set()
     for keyword in OVERRIDING:
         assert any(keyword in row.split(" beside ") for row in rows), keyword
-
-
-def test_the_docs_list_the_tables() -> None:
-    page = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
-    table = page.partition("A schema is enforced")[2].partition("\n\n- ")[0]
-    rows = [row.split("|") for row in table.splitlines()[4:]]
-    wanted = {**dict.fromkeys(UNSUPPORTED, ()), **NOT_BESIDE, "format": tuple(FORMATS)}
-    for keyword, others in wanted.items():
-        where = " ".join(row[2] for row in rows if f"`{keyword}`" in row[1])
-        assert where
-        assert all(other in where for other in others), keyword
 
 
 if __name__ == "__main__":
