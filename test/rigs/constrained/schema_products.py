@@ -272,7 +272,7 @@ def _drawn(compiled: xgrammar.CompiledGrammar) -> Iterator[str]:
 
 
 def unheld_row(schema: Schema) -> str | None:
-    """What the tables of `schema_rules` name in `schema`, if it is one thing."""
+    """The rule of `schema_rules` that `schema` breaks; None: it breaks none or several."""
     found = [*problems(dict(schema))]
     if len(found) != 1:
         return None

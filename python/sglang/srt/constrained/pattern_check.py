@@ -1,7 +1,7 @@
 """Checks a `pattern` of a JSON schema, and writes it in the grammar library's form.
 
-The library matches the whole string, ignores anchors, and writes a literal quote, backslash or
-control character into the JSON text as it is, which is not JSON.
+The library matches whole strings and ignores anchors. It does not escape a quote, a backslash or a
+control character that stands alone in a pattern, so that the answer would not be JSON.
 """
 
 from __future__ import annotations

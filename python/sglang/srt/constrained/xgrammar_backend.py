@@ -280,7 +280,7 @@ class XGrammarBackend:
                 raise GrammarError(f"{kind}: waited {waited:.0f} s for a compile thread: retry")
             grammar = self._compile(job)
         except GrammarError as error:
-            # With reasoning before it, the constraint was compiled as a structural tag.
+            # A constraint after reasoning is compiled as a structural tag.
             cause = str(error).removeprefix(f"{ConstraintKind.STRUCTURAL_TAG.value}: ")
             message = f"{kind}: " + (
                 "the server is stopping" if self._closed else cause.removeprefix(f"{kind}: ")

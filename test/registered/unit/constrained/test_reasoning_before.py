@@ -47,7 +47,7 @@ def ids(text: str) -> list[int]:
 
 
 def takes(matcher: GrammarMatcher, text: str) -> bool:
-    """Whether the text may be a whole output."""
+    """True if the text may be a whole output."""
     return all(map(matcher.accept_token, [*ids(text), EOS]))
 
 
