@@ -11,7 +11,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang.srt.constrained.constraint import ConstraintKind, Reasoning
+from sglang.srt.constrained.constraint import THINK_END, ConstraintKind, Reasoning
 from sglang.srt.entrypoints.http.body import read_json, rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
@@ -34,7 +34,6 @@ from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, mak
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, expand_samples, new_rid
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
 from sglang.srt.parser.reasoning_parser import (
-    THINK_END,
     ReasoningParser,
     ReasoningParseResult,
     opened_reasoning,
