@@ -142,7 +142,7 @@ class EvictionToHost:
         for node in leaving.nodes:
             self._tree.host.unpin(node)
         # Leaves were taken first; L3 needs parents first.
-        self._backup.on_landed([node for node in leaving.nodes[::-1] if node.parent is not None])
+        self._backup.on_landed([node for node in leaving.nodes[::-1] if node.is_in_tree])
 
     def _drop(self, node: TreeNode) -> bool:
         """Delete a node without host pages, and the host pages below it. False: a node below is

@@ -214,7 +214,7 @@ class HostBackup:
                 host.unpin(node)
         self._tree.unlock(copy.node)
         # Nodes that had become useless were deleted when they were unlocked.
-        landed = [node for node, _, _ in parts if node.parent is not None and not node.is_condemned]
+        landed = [node for node, _, _ in parts if node.is_in_tree]
         if self.write_policy != "write_back" and copy.node.states:
             for node in landed:
                 self._save_states(node)  # A state that came while the pages were being copied.

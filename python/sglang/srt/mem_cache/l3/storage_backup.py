@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -76,10 +77,21 @@ class StorageBackup:
         self.check: CheckOperation | None = None
         self._uses = 0
         """Uses of stored prompts since the start."""
+        tree.keepers.append(self)
 
     def has_stored(self, node: TreeNode) -> bool:
         """True if L3 is believed to have the pages of `node`."""
         return node.parent is None or node.storage_epoch == self._store.epoch
+
+    def on_delete(self, node: TreeNode) -> None:
+        """See `NodeKeeper`: a postponed write is given up."""
+        if self.postponed.pop(node.id, None) is not None:
+            self._count(NoWrite.EVICTED, node)
+
+    def on_reset(self, nodes: Sequence[TreeNode]) -> None:
+        """See `NodeKeeper`."""
+        for node in nodes:
+            self.on_delete(node)
 
     # ---- writes ----------------------------------------------------------------------------
 
@@ -234,7 +246,7 @@ class StorageBackup:
             has_state = any(state.host_value is not None for state in node.states)
             if has_state and not has_written_state:
                 late.append(node)
-            elif success:
+            elif success and node.is_in_tree:
                 # The epoch of the write's start: if L3 was lost meanwhile, the pages may be lost
                 # too.
                 self._store.note_stored(node, operation.epoch)
@@ -258,9 +270,6 @@ class StorageBackup:
         """Queue the postponed writes, in their order, while there is room."""
         while self.postponed:
             node = next(iter(self.postponed.values()))
-            if node.parent is None:
-                # It left the tree while it waited.
-                self._count(NoWrite.EVICTED, node)
             for part in self._unsaved_path(node):
                 refusal = self.write(part) if part.backuped else NoWrite.EVICTED
                 if refusal is NoWrite.QUEUE_FULL:

@@ -138,7 +138,7 @@ class StoragePrefetch:
             report: Gets the reason why only a part of `new` is read; None: not wanted.
         """
         is_root = node is self._tree.root
-        if node.parent is None and not is_root:
+        if not (node.is_in_tree or is_root):
             # The node has left the tree: pages after it could not be published.
             return NoRead.ORPHAN
         attached = self._store.attached

@@ -9,6 +9,7 @@ Threads: the scheduler's only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -44,8 +45,8 @@ class DepartedPrefixes:
         self._new, self._old = (np.zeros(_BITS // 8, dtype=np.uint8) for _ in range(2))
         self._num_new = 0
 
-    def add(self, node: TreeNode) -> None:
-        """Note the prefixes that end in `node`, which is about to leave the tree."""
+    def on_delete(self, node: TreeNode) -> None:
+        """See `NodeKeeper`: the prefixes that end in `node` have left."""
         assert node.parent is not None
         begin = node.parent.depth
         prefix = (node.parent.prefix or empty_prefix(node.key.extra_key)).copy()
@@ -56,6 +57,11 @@ class DepartedPrefixes:
             hashes.append(prefix.intdigest())
         if hashes:
             self._set(np.array(hashes, dtype=np.uint64))
+
+    def on_reset(self, nodes: Sequence[TreeNode]) -> None:
+        """See `NodeKeeper`."""
+        for node in nodes:
+            self.on_delete(node)
 
     def reach(self, key: RadixKey, begin: int) -> int:
         """The number of tokens of `key` up to which the tree has once had it, if that is more than

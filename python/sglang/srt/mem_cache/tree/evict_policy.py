@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import ClassVar, Final, TypeAlias
 
@@ -292,13 +292,14 @@ class LookAhead:
         return path
 
     def on_delete(self, node: TreeNode) -> None:
-        """`node`, a leaf, is about to leave the tree."""
+        """See `NodeKeeper`: its marks end at its parent."""
         assert node.parent is not None
         for arrival in node.wanted_by:
             self._ends[arrival] = node.parent
+        node.wanted_by = []
 
-    def clear(self) -> None:
-        """Drop all marks: the tree is new."""
+    def on_reset(self, nodes: Sequence[TreeNode]) -> None:
+        """See `NodeKeeper`: all marks end."""
         self._arrivals.clear()
         self._ends.clear()
 

@@ -147,6 +147,7 @@ class PoolTier(ABC):
         self.name = name
         self._of = slots_of
         tree.tiers.append(self)
+        tree.keepers.append(self)
 
     def slots_of(self, node: TreeNode) -> PoolSlots:
         """The slots of the pool that `node` has, on both tiers."""
@@ -183,8 +184,9 @@ class PoolTier(ABC):
     def _clear(self, node: TreeNode) -> None:
         """Let `node`, which has slots, have none."""
 
-    def forget(self, node: TreeNode) -> None:
-        """`node` is about to be condemned: its slots, if it has any, are of no more use."""
+    def on_delete(self, node: TreeNode) -> None:
+        """See `NodeKeeper`. A node that is condemned may still have slots, which are of no more
+        use."""
         self.heap.discard(node)
         if self.events is not None and self.get(node) is not None:
             self.events.removed(node, self.medium)
@@ -205,8 +207,8 @@ class PoolTier(ABC):
             freed = self.pool.available_size() - before
         return freed
 
-    def reset(self) -> None:
-        """Forget all nodes, as the tree does. The caller clears the pool."""
+    def on_reset(self, nodes: Sequence[TreeNode]) -> None:
+        """See `NodeKeeper`. The caller clears the pool."""
         self.heap.clear()
 
     def check(self, nodes: Sequence[TreeNode], owned: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -301,8 +303,8 @@ class DeviceTier(PoolTier):
                 self.protected -= at.value.numel()
                 self.heap.offer(node)
 
-    def reset(self) -> None:
-        super().reset()
+    def on_reset(self, nodes: Sequence[TreeNode]) -> None:
+        super().on_reset(nodes)
         self.evictable = self.protected = 0
 
     def check(self, nodes: Sequence[TreeNode], owned: Iterable[tuple[str, torch.Tensor]]) -> None:

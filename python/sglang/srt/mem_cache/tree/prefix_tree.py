@@ -11,7 +11,7 @@ Threads: the scheduler's only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +30,18 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.state_component import StateComponent
 
 
+class NodeKeeper(Protocol):
+    """Keeps nodes of a tree beyond a call, or facts about them. The tree tells all keepers about
+    each node that leaves, for whatever reason. Scheduler thread only."""
+
+    def on_delete(self, node: TreeNode) -> None:
+        """`node` is about to leave the tree; its parent is there, and no child is. Prompts do not
+        find it any more; requests and copies may still have it locked (`TreeNode.is_condemned`)."""
+
+    def on_reset(self, nodes: Sequence[TreeNode]) -> None:
+        """`nodes`, which are all but the root, children before parents, are about to leave."""
+
+
 class PrefixTree:
     """Nodes, who locks them, and the slots that they have on each tier. Counts are tokens.
 
@@ -41,6 +53,7 @@ class PrefixTree:
         sessions: Hints of sessions, without tiers yet; None: there are none.
 
     Attributes:
+        keepers: Told about each node that leaves.
         tiers: All pools on all tiers: the pages on the device first.
         device: The pages on the device (L1).
         host: The pages on the host (L2), if there is one.
@@ -69,6 +82,7 @@ class PrefixTree:
         self._walks: WeakKeyDictionary[RadixKey, list[TreeNode]] = WeakKeyDictionary()
         """Results of `walk` for keys that are still in use. Forgotten whenever a node joins the
         tree, leaves it or is split; tiers do not matter."""
+        self.keepers: list[NodeKeeper] = []
         self.tiers: list[PoolTier] = []
         self.device = DeviceTier(
             self, "pages on the device", allocator, free=allocator.free_in_order
@@ -77,6 +91,7 @@ class PrefixTree:
         for index, component in enumerate(self.components):
             component.bind(self, index)
         self.departed = DepartedPrefixes(page_size)
+        self.keepers += [self.look_ahead, self.sessions, self.departed]
         self.root = self._new_node(ROOT_ID, RadixKey([]))
         states = [component.device.pool.size for component in self.components]
         self.sessions.add_tier("device", allocator.size, states)
@@ -101,18 +116,15 @@ class PrefixTree:
         """Forget every node. The caller clears the pools."""
         if self.device.events is not None:
             self.device.events.forgotten(self.nodes())
-        for node in self.nodes():
-            self.departed.add(node)
+        leaving = list(self.nodes())[::-1]
+        for keeper in self.keepers:
+            keeper.on_reset(leaving)
         self.root = self._new_node(ROOT_ID, RadixKey([]))
         self._walks.clear()
         self._next_node_id = ROOT_ID + 1
         self._condemned: dict[int, TreeNode] = {}
         """Nodes out of the tree whose slots are still locked or pinned, by id."""
         self._clock = 0
-        self.look_ahead.clear()
-        self.sessions.clear()
-        for tier in self.tiers:
-            tier.reset()
 
     # ---- structure -------------------------------------------------------------------------
 
@@ -211,14 +223,15 @@ class PrefixTree:
                 return
             for tier in self.tiers:
                 tier.drop(node)
-            self.look_ahead.on_delete(node)
-            self.sessions.on_delete(node)
-            self._walks.clear()
-            for tier in self.tiers:
-                tier.heap.discard(node)
-            self.departed.add(node)
+            self._tell_leaving(node)
             node.detach(self.page_size)
             node = parent
+
+    def _tell_leaving(self, node: TreeNode) -> None:
+        """Tell all keepers that `node` is about to leave."""
+        self._walks.clear()
+        for keeper in self.keepers:
+            keeper.on_delete(node)
 
     def condemn(self, node: TreeNode, begin: int) -> int:
         """Take the pages of `node` from token `begin` on, and all nodes below it, out of the tree,
@@ -230,17 +243,14 @@ class PrefixTree:
         """
         if begin:
             node.split_off_front(begin, self._take_id(), self.page_size)
-        self._walks.clear()
+            self._walks.clear()
         above = node.parent
         assert above is not None, "the root has no pages"
         nodes = [node]
         for at in nodes:
             nodes.extend(at.children.values())
         for at in reversed(nodes):
-            self.look_ahead.on_delete(at)
-            at.wanted_by = []
-            for tier in self.tiers:
-                tier.forget(at)
+            self._tell_leaving(at)
             at.condemn(self.page_size)
             self._condemned[at.id] = at
         for at in reversed(nodes):

@@ -112,6 +112,9 @@ class TierHints:
         if not getattr(node, self._mark):
             return
         self.tokens -= len(node.key)
+        # A condemned node stays for those who have it locked.
+        for slots in (node, *node.states):
+            setattr(slots, self._mark, 0)
         parent = node.parent
         assert parent is not None
         for session in self._ending_at.pop(node.id):
@@ -219,12 +222,12 @@ class SessionHints:
         return [node for tier in self.tiers for node in tier.expire(now)]
 
     def on_delete(self, node: TreeNode) -> None:
-        """`node`, a leaf, is about to leave the tree."""
+        """See `NodeKeeper`."""
         for tier in self.tiers:
             tier.on_delete(node)
 
-    def clear(self) -> None:
-        """Forget all marks: the tree is new."""
+    def on_reset(self, nodes: Sequence[TreeNode]) -> None:
+        """See `NodeKeeper`: all marks end."""
         for tier in self.tiers:
             tier.clear()
 

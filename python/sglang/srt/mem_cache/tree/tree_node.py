@@ -228,7 +228,8 @@ class TreeNode(PoolSlots):
         return any(state.is_on_device_only for state in self.states)
 
     @property
-    def _is_in_tree(self) -> bool:
+    def is_in_tree(self) -> bool:
+        """True if prompts find it. False for the root, which has no pages."""
         return self.parent is not None and not self.is_condemned
 
     @property
@@ -238,14 +239,14 @@ class TreeNode(PoolSlots):
 
     @storage_epoch.setter
     def storage_epoch(self, epoch: int) -> None:
-        if self._is_in_tree:
+        if self.is_in_tree:
             change = storage_weight(epoch) - storage_weight(self._storage_epoch)
             self.tree_digest.change(self.span, change)
         self._storage_epoch = epoch
 
     def set_value(self, value: torch.Tensor | None) -> None:
         """Put the pages on the device, or take them off."""
-        if self._is_in_tree and self.parent is not None:
+        if self.is_in_tree and self.parent is not None:
             change = (value is not None) - (self.value is not None)
             self.parent.device_children += change
             self.tree_digest.change(self.span, change * DEVICE_WEIGHT)
@@ -253,7 +254,7 @@ class TreeNode(PoolSlots):
 
     def set_host_value(self, host_value: torch.Tensor | None) -> None:
         """Put the pages on the host, or take them off."""
-        if self._is_in_tree and self.parent is not None:
+        if self.is_in_tree and self.parent is not None:
             change = (host_value is not None) - (self.host_value is not None)
             self.parent.host_children += change
             self.tree_digest.change(self.span, change * HOST_WEIGHT)

@@ -111,6 +111,24 @@ def test_a_damaged_page_is_dropped_counted_and_computed_again(
         assert checked(cache, "damaged") == (2 if fault == "swapped" else 1)
 
 
+def test_damage_on_the_prefix_of_a_session(model: Path) -> None:
+    """The session keeps what comes before the damage; what it kept after it ends with it."""
+    with rig_of(model, keep_session_share=0.5) as (rig, cache):
+        rig.step(rig.request("a", IDS, greedy(8), session_id="agent"))
+        rig.settle()
+        first = rig.results["a"].output_ids
+        leave_to_l2(rig)
+        flip(pool_of(cache), host_pages(cache, IDS)[3])
+        kept = cache.tree.sessions.tiers[1]
+        assert kept.tokens >= 6 * PAGE
+        assert ask(rig, IDS) == [first] == cold(model, IDS)
+        assert kept.tokens == 3 * PAGE
+        leave_to_l2(rig)
+        cache.evict_host(cache.host_pool.size)
+        rig.settle()
+        assert kept.tokens == 0
+
+
 def test_without_the_check_words_would_be_wrong(model: Path) -> None:
     """So the faults of these tests matter."""
     with rig_of(model) as (rig, cache):
