@@ -182,7 +182,7 @@ class CacheRig:
     ) -> Reused:
         """Run a whole request: check its reused prefix, and insert its pages into the tree."""
         request, reused = self.start(tokens, extra_key)
-        request.session = None if session is None else (extra_key, session)
+        request.session = None if session is None else Session(extra_key, extra_key, session)
         self.finish(request)
         return reused
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
@@ -27,6 +27,7 @@ from sglang.srt.managers.scheduler.policy import AddOutcome, ceil_to_page
 from sglang.srt.managers.scheduler.role import Role, TransferUpdate
 from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
 from sglang.srt.observability.engine_metrics import DisaggregationMetrics, TransferMetrics
+from sglang.srt.utils.fair_share import is_within_share
 from sglang.srt.utils.network import canonical_host
 
 if TYPE_CHECKING:
@@ -36,24 +37,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.state import SchedulerState
 
 logger = logging.getLogger(__name__)
-
-_SHARE: Final = 4
-
-
-def is_within_share(own: int, need: int, free: int) -> bool:
-    """True if the prompts of one prefill server may take more slots. They may hold at most `_SHARE`
-    times the slots that stay free: one server gets at most four fifths, two get four ninths each,
-    and any number of servers leaves some to others.
-
-    Args:
-        own: Slots that its prompts on their way hold.
-        need: Slots that one more prompt needs.
-        free: Slots that are free now.
-
-    Source: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
-    switches", IEEE/ACM Transactions on Networking 6 (1998).
-    """
-    return own + need <= _SHARE * (free - need)
 
 
 @dataclass(slots=True, eq=False)

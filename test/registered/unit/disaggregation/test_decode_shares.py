@@ -10,7 +10,6 @@ from rigs.disaggregation.decode_rig import PAGE, SILENT_S, WAIT_S, DecodeRig
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
-from sglang.srt.disaggregation.decode import is_within_share
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -174,16 +173,6 @@ def test_a_request_beyond_its_servers_share_comes_before_later_ones_of_the_serve
 
 
 # ---- shares ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("own", "need", "free", "is_within"),
-    [(0, 80, 100, True), (0, 81, 100, False), (10, 10, 15, True), (10, 10, 14, False)],
-)
-def test_a_server_has_at_most_four_times_what_stays_free(
-    own: int, need: int, free: int, is_within: bool
-) -> None:
-    assert is_within_share(own, need, free) is is_within
 
 
 def test_a_long_prompt_may_have_more_than_its_servers_share(model: Path) -> None:

@@ -2,7 +2,8 @@
 
 A request with a `session_id` marks its prefix when it ends. Marks change the order of eviction
 alone: they lock nothing, so memory pressure may take marked pages when no others are left. Marks
-end after a time to live, or when marks of newer sessions fill the budget.
+end after a time to live, or when newer sessions of the same tenant use up its share of the budget
+(`is_within_share`): no tenant ends the marks of another.
 
 Times are those of the ticks, and sessions end in the order of their last use, so that all ranks
 have the same marks.
@@ -14,16 +15,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, PoolSlots, TreeNode
+from sglang.srt.utils.fair_share import is_within_share
 from sglang.srt.utils.metrics import Counter, Gauge
 
-Session: TypeAlias = tuple[str | None, str]
-"""The key that separates prefixes, and the client's name for the session: tenants with different
-keys never share a session."""
+
+class Session(NamedTuple):
+    """A session of one client. Those with different keys are different sessions."""
+
+    tenant: str | None
+    """Whose share of the budget it uses: the part of the key that `cache_salt` gave, or the key."""
+    key: str | None
+    """The key that separates prefixes."""
+    name: str
+    """The client's name for the session."""
+
 
 MAX_SESSIONS: Final = 4096
 """Most sessions of a tier."""
@@ -54,6 +64,18 @@ class SessionMetrics:
         )
 
 
+class _Share:
+    """What one tenant has of the budget."""
+
+    __slots__ = ("sessions", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Tokens that its sessions mark."""
+        self.sessions: OrderedDict[Session, None] = OrderedDict()
+        """The one that was used longest ago first."""
+
+
 class TierHints:
     """Marks on one tier.
 
@@ -80,22 +102,47 @@ class TierHints:
         """The last node of each session's prefix, and when it ends; the next to end first."""
         self._ending_at: dict[int, dict[Session, None]] = {}
         """The sessions whose prefix ends with a node, by its id."""
+        self._shares: dict[str | None, _Share] = {}
+        """By tenant; those without a session have none."""
 
     def keep(self, session: Session, end: TreeNode, until: float) -> list[TreeNode]:
-        """Mark the prefix of `session` up to `end`, in place of its last one. Returns nodes whose
-        marks ended."""
+        """Mark the prefix of `session` up to `end`, in place of its last one, if its tenant's share
+        has room for it. The tenant's other sessions make room, the one used longest ago first.
+        Returns nodes whose marks ended."""
         changed = self._drop(session)
         if end.depth > self.longest:
             self._metrics.ended.labels(self._tier, "too_long").inc()
-        elif end.id != ROOT_ID:
-            for node in end.path_up():
-                self.tokens += 0 if getattr(node, self._mark) else len(node.key)
-                self._count(node, 1)
-            self._ends[session] = end, until
-            self._end_at(end, session)
-        while self.tokens > self.budget or len(self._ends) > self._most:
-            changed += self._drop(next(iter(self._ends)), "budget")
+            return self._noted(changed)
+        share = self._shares.get(session.tenant, _Share())
+        path = end.path_up()
+        if not path:
+            return self._noted(changed)
+        is_possible = end.depth <= self.budget - self.tokens + share.tokens
+        while not (is_possible and self._has_room(share, path)):
+            if not (is_possible and share.sessions):
+                self._metrics.ended.labels(self._tier, "budget").inc()
+                return self._noted(changed)
+            changed += self._drop(next(iter(share.sessions)), "budget")
+        self._shares[session.tenant] = share
+        share.sessions[session] = None
+        for node in path:
+            if not getattr(node, self._mark):
+                self.tokens += len(node.key)
+                share.tokens += len(node.key)
+            self._count(node, 1)
+        self._ends[session] = end, until
+        self._end_at(end, session)
         return self._noted(changed)
+
+    def _has_room(self, share: _Share, path: list[TreeNode]) -> bool:
+        """True if a session more, with the prefix `path`, is within the tenant's share."""
+        need = sum(len(node.key) for node in path if not getattr(node, self._mark))
+        free, free_sessions = self.budget - self.tokens, self._most - len(self._ends)
+        if not share.sessions:
+            # Otherwise a long prefix would never be kept.
+            return need <= free and free_sessions > 0
+        is_within = is_within_share(share.tokens, need, free)
+        return is_within and is_within_share(len(share.sessions), 1, free_sessions)
 
     def expire(self, now: float) -> list[TreeNode]:
         """End the marks whose time is over. Returns their nodes."""
@@ -111,7 +158,9 @@ class TierHints:
         """`node`, a leaf, is about to leave the tree: prefixes that end there end at its parent."""
         if not getattr(node, self._mark):
             return
+        share = self._shares[next(iter(self._ending_at[node.id])).tenant]
         self.tokens -= len(node.key)
+        share.tokens -= len(node.key)
         # A condemned node stays for those who have it locked.
         for slots in (node, *node.states):
             setattr(slots, self._mark, 0)
@@ -120,6 +169,7 @@ class TierHints:
         for session in self._ending_at.pop(node.id):
             if parent.id == ROOT_ID:
                 del self._ends[session]
+                self._leave_share(session)
             else:
                 self._ends[session] = parent, self._ends[session][1]
                 self._end_at(parent, session)
@@ -129,6 +179,7 @@ class TierHints:
         """Forget all marks: the tree is new."""
         self._ends.clear()
         self._ending_at.clear()
+        self._shares.clear()
         self.tokens = 0
         self._noted([])
 
@@ -136,7 +187,8 @@ class TierHints:
         """Assert that each mark belongs to a session, and that none is missing."""
         through: dict[int, int] = {}
         ending: dict[int, int] = {}
-        for end, _ in self._ends.values():
+        for session, (end, _) in self._ends.items():
+            assert end.key.extra_key == session.key, f"{session} keeps a prefix of another key"
             ending[end.id] = ending.get(end.id, 0) + 1
             for node in end.path_up():
                 through[node.id] = through.get(node.id, 0) + 1
@@ -147,6 +199,10 @@ class TierHints:
                 assert getattr(state, self._mark) == ending.get(node.id, 0), f"state of {node}"
         tokens = sum(len(node.key) for node in nodes if node.id in through)
         assert self.tokens == tokens <= self.budget, f"{self.tokens} tokens are kept, not {tokens}"
+        shares = self._shares.values()
+        assert sum(share.tokens for share in shares) == tokens, "shares have other tokens"
+        of_tenants = [one for share in shares for one in share.sessions]
+        assert sorted(of_tenants, key=str) == sorted(self._ends, key=str), "other sessions"
 
     def _drop(self, session: Session, cause: str | None = None) -> list[TreeNode]:
         """End the marks of `session`, if it has any; return their nodes."""
@@ -155,10 +211,13 @@ class TierHints:
             return []
         if cause is not None:
             self._metrics.ended.labels(self._tier, cause).inc()
-        path = end.path_up()
+        path, share = end.path_up(), self._shares[session.tenant]
         for node in path:
             self._count(node, -1)
-            self.tokens -= 0 if getattr(node, self._mark) else len(node.key)
+            if not getattr(node, self._mark):
+                self.tokens -= len(node.key)
+                share.tokens -= len(node.key)
+        self._leave_share(session)
         for state in end.states:
             self._count(state, -1)
         ending = self._ending_at[end.id]
@@ -166,6 +225,13 @@ class TierHints:
         if not ending:
             del self._ending_at[end.id]
         return path
+
+    def _leave_share(self, session: Session) -> None:
+        """`session` has ended."""
+        share = self._shares[session.tenant]
+        del share.sessions[session]
+        if not share.sessions:
+            del self._shares[session.tenant]
 
     def _end_at(self, node: TreeNode, session: Session) -> None:
         self._ending_at.setdefault(node.id, {})[session] = None

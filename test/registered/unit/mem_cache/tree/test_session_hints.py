@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import pytest
 from rigs.caches.cache_rig import SESSION_TTL, CacheRig, HiCacheSettings
 from rigs.caches.state_rig import StateRig
 from rigs.schedulers.scheduler_rig import SchedulerRig
+from sglang.srt.managers.tokenizer.request_limits import combine_extra_key
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.srt.mem_cache.tree.session_hints import MAX_SESSIONS
+from sglang.srt.mem_cache.tree.session_hints import MAX_SESSIONS, Session
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -28,7 +30,13 @@ def prompt(number: int) -> list[int]:
 
 
 def rig_of(
-    l1_pages: int, *, share: float = 0.5, ratio: float = 0.0, policy: str = "lru", write: str = ""
+    l1_pages: int,
+    *,
+    share: float = 0.5,
+    ratio: float = 0.0,
+    policy: str = "lru",
+    write: str = "",
+    kind: type[CacheRig] = CacheRig,
 ) -> CacheRig:
     """A rig whose tiers below L1 have `ratio` times its pages."""
     settings = None
@@ -37,7 +45,7 @@ def rig_of(
         settings = HiCacheSettings(
             hicache_ratio=ratio + 0.5 / l1_pages, hicache_write_policy=write or "write_through"
         )
-    return CacheRig(
+    return kind(
         l1_pages=l1_pages,
         page_size=PAGE,
         settings=settings,
@@ -138,7 +146,7 @@ def test_ten_thousand_sessions_take_their_share_and_no_more() -> None:
         rig.run(ids, session=f"s{number}")
         end = rig.tree.match_prefix(MatchPrefixParams(RadixKey(ids))).last_device_node
         for other in range(100):
-            rig.tree.tree.sessions.keep((None, f"s{number}-{other}"), end)
+            rig.tree.tree.sessions.keep(Session(None, None, f"s{number}-{other}"), end)
             assert hints.tokens <= hints.budget
     rig.tree.check_integrity()
     # Others have the rest: fourteen prompts of two pages are there after the last.
@@ -149,12 +157,13 @@ def test_ten_thousand_sessions_take_their_share_and_no_more() -> None:
 def test_the_number_of_sessions_is_bounded() -> None:
     rig = rig_of(12)
     for number in range(MAX_SESSIONS + 10):
-        rig.tree.tree.sessions.keep((None, f"s{number}"), rig.tree.root_node)
+        rig.tree.tree.sessions.keep(Session(None, None, f"s{number}"), rig.tree.root_node)
     rig.run(AGENT, session="agent")
     [end] = [node for node in rig.tree.nodes() if not node.children]
     for number in range(MAX_SESSIONS + 10):
-        rig.tree.tree.sessions.keep((None, f"s{number}"), end)
-    assert end.kept_on_device == MAX_SESSIONS
+        rig.tree.tree.sessions.keep(Session(None, None, f"s{number}"), end)
+    # One tenant has at most four fifths.
+    assert end.kept_on_device == MAX_SESSIONS * 4 // 5
     rig.tree.check_integrity()
 
 
@@ -164,10 +173,89 @@ def test_without_a_share_there_are_no_hints() -> None:
     assert not any(node.kept_on_device for node in rig.tree.nodes())
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_marks_are_those_of_the_sessions_in_any_run(seed: int) -> None:
+def test_a_tenant_ends_only_its_own_marks() -> None:
+    """A stranger's many short sessions leave the agent's prefix marked and cached."""
+    rig = rig_of(40, share=0.5)
+    rig.run(AGENT, "tenant", session="agent")
+    hints = rig.tree.tree.sessions.tiers[0]
+    for number in range(240):
+        rig.run([number] * (PAGE + 1), "stranger", session=f"s{number}")
+        # 14 of the 18 pages that the agent leaves are no more than four times the rest.
+        assert hints.tokens <= (2 + 14) * PAGE
+    assert hints.tokens == 16 * PAGE
+    assert rig.run(AGENT, "tenant").total == 2 * PAGE
+    rig.tree.check_integrity()
+
+
+def test_a_tenants_newer_sessions_replace_its_older_ones() -> None:
+    rig = rig_of(40, share=0.5)
+    for number in range(9):
+        rig.run(prompt(number), "tenant", session=f"s{number}")
+    # Eight sessions of two pages are four fifths of the budget.
+    burst(rig, 20, first=20)
+    found = [rig.run(prompt(number), "tenant").total > 0 for number in range(9)]
+    assert found == [False, *[True] * 8]
+
+
+def test_a_long_prefix_may_take_what_is_free_but_no_more() -> None:
+    """It has the only session of its tenant. One that does not fit costs the tenant nothing."""
+    rig = rig_of(40, share=0.5)
+    hints = rig.tree.tree.sessions.tiers[0]
+    long = list(range(18 * PAGE + 1))
+    rig.run(long, "tenant", session="long")
+    assert hints.tokens == 18 * PAGE
+    rig.run(AGENT, "second", session="agent")
+    assert hints.tokens == hints.budget
+    rig.run(prompt(1), "third", session="agent")
+    rig.run(long[: 3 * PAGE + 1], "second", session="too long now")
+    assert hints.tokens == hints.budget
+    rig.tree.check_integrity()
+
+
+def test_sessions_take_their_share_of_states_and_no_more() -> None:
+    """Other prompts keep the rest of the states."""
+    rig = StateRig(l1_pages=64, page_size=PAGE, session_share=0.5)
+    pool = rig.tree.tree.components[0].device.pool
+    for number in range(pool.size):
+        rig.run(prompt(number), session=f"s{number}")
+    kept = [node.states[0].kept_on_device for node in rig.tree.nodes()]
+    assert 0 < sum(kept) <= pool.size // 2
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_same_tenant"),
+    [
+        (("a", "salt"), ("b", "salt"), True),
+        (("a", "salt"), ("a", "other"), False),
+        (("a", None), ("b", None), False),
+        ((None, None), ("b", None), False),
+        ((None, "salt"), ("a", "salt"), True),
+    ],
+)
+def test_a_request_names_its_session_and_its_tenant(
+    tmp_path: Path,
+    ours: tuple[str | None, str | None],
+    theirs: tuple[str | None, str | None],
+    is_same_tenant: bool,
+) -> None:
+    """Equal names under different keys are different sessions, and a salt is one tenant."""
+    rig = SchedulerRig(tmp_path, pool_tokens=64, page_size=PAGE, keep_session_share=0.5)
+    hints = rig.tree.tree.sessions.tiers[0]
+    for number, parts in enumerate((ours, theirs)):
+        key = combine_extra_key(*parts)
+        rig.run(rig.request(f"r{number}", [number] * 6, session_id="agent", extra_key=key))
+        rig.settle()
+    first, second = hints._ends
+    assert (first.name, second.name) == ("agent", "agent") and first.key != second.key
+    assert (first.tenant == second.tenant) == is_same_tenant
+    assert len(hints._shares) == (1 if is_same_tenant else 2)
+
+
+@pytest.mark.parametrize("kind", [CacheRig, StateRig])
+@pytest.mark.parametrize("seed", range(2))
+def test_marks_are_those_of_the_sessions_in_any_run(seed: int, kind: type[CacheRig]) -> None:
     rng = random.Random(seed)
-    rig = rig_of(24, ratio=1.5, share=0.4)
+    rig = rig_of(24, ratio=1.5, share=0.4, kind=kind)
     for tick in range(80):
         rig.tree.begin_tick(tick * SESSION_TTL / 20)
         shared = [rng.randrange(2) for _ in range(2 * PAGE)]
@@ -177,6 +265,10 @@ def test_marks_are_those_of_the_sessions_in_any_run(seed: int) -> None:
         if rng.random() < 0.2:
             rig.tree.evict(EvictParams(num_tokens=rng.randrange(40)))
         rig.tree.check_integrity()
+        for component, hints in product(rig.tree.tree.components, rig.tree.tree.sessions.tiers):
+            kept = [component.of(node).kept_on_device for node in rig.tree.nodes()]
+            assert sum(kept) <= 0.4 * component.device.pool.size
+            assert len(hints._ends) <= 0.4 * component.host.pool.size
     rig.close()
 
 

@@ -25,13 +25,14 @@ from sglang.srt.managers.messages.io_struct import (
     TopLogprobs,
     Verifications,
 )
+from sglang.srt.managers.tokenizer.request_limits import split_extra_key
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray, token_array
+from sglang.srt.mem_cache.tree.session_hints import Session
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import GrammarMatcher, GrammarTicket
     from sglang.srt.managers.scheduler.requests.stop import StopFinder
     from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
-    from sglang.srt.mem_cache.tree.session_hints import Session
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 
@@ -135,8 +136,9 @@ class RequestSlots:
 
     @property
     def session(self) -> Session | None:
-        spec = self.spec
-        return None if spec.session_id is None else (spec.extra_key, spec.session_id)
+        """The session whose prefix it keeps; None: it names none."""
+        key, name = self.spec.extra_key, self.spec.session_id
+        return None if name is None else Session(split_extra_key(key)[1] or key, key, name)
 
     @property
     def priority(self) -> int:
