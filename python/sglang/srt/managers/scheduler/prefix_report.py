@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.managers.messages.cache_report import CacheReport, CutReason, Tier
-from sglang.srt.managers.tokenizer.request_limits import split_extra_key
+from sglang.srt.managers.messages.extra_key import split_extra_key
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree

@@ -20,6 +20,7 @@ from sglang.srt.arg_groups.disaggregation import (
     PrefillHosts,
 )
 from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT, HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.messages.extra_key import combine_extra_key
 from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap, TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
@@ -233,34 +234,6 @@ def _leading_name(message: str) -> str | None:
 
 
 _SEED_BITS: Final = 63
-
-
-def combine_extra_key(extra_key: str | None, cache_salt: str | None) -> str | None:
-    """Combine `extra_key` and `cache_salt` into one key; None: neither is given, and prefixes are
-    shared.
-
-    Equal keys mean equal inputs: the key has the tag, length and text of each given part. A crafted
-    value of one part cannot look like the other part, and an empty text differs from an absent one.
-    """
-    parts = [
-        f"{tag}{len(text)}:{text}"
-        for tag, text in (("e", extra_key), ("s", cache_salt))
-        if text is not None
-    ]
-    return "".join(parts) or None
-
-
-_EXTRA_KEY: Final = re.compile(r"e(\d+):", re.ASCII)
-
-
-def split_extra_key(combined: str | None) -> tuple[str | None, str]:
-    """The `extra_key` in a key of `combine_extra_key`, and the part that `cache_salt` gave: its
-    tag, length and text, or the empty text."""
-    head = _EXTRA_KEY.match(combined or "")
-    if head is None:
-        return None, combined or ""
-    end = head.end() + int(head[1])
-    return (combined or "")[head.end() : end], (combined or "")[end:]
 
 
 def tokenized(

@@ -11,7 +11,7 @@ import pytest
 from rigs.caches.cache_rig import SESSION_TTL, CacheRig, HiCacheSettings
 from rigs.caches.state_rig import StateRig
 from rigs.schedulers.scheduler_rig import SchedulerRig
-from sglang.srt.managers.tokenizer.request_limits import combine_extra_key
+from sglang.srt.managers.messages.extra_key import combine_extra_key
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.session_hints import MAX_SESSIONS, Session

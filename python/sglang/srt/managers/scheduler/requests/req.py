@@ -17,6 +17,7 @@ import torch
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.layers.penalties import TokenHistory
 from sglang.srt.managers.messages.cache_report import CacheReport
+from sglang.srt.managers.messages.extra_key import tenant_of
 from sglang.srt.managers.messages.io_struct import (
     CachedTokensDetails,
     FinishReason,
@@ -25,7 +26,6 @@ from sglang.srt.managers.messages.io_struct import (
     TopLogprobs,
     Verifications,
 )
-from sglang.srt.managers.tokenizer.request_limits import split_extra_key
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray, token_array
 from sglang.srt.mem_cache.tree.session_hints import Session
 
@@ -138,7 +138,7 @@ class RequestSlots:
     def session(self) -> Session | None:
         """The session whose prefix it keeps; None: it names none."""
         key, name = self.spec.extra_key, self.spec.session_id
-        return None if name is None else Session(split_extra_key(key)[1] or key, key, name)
+        return None if name is None else Session(tenant_of(key), key, name)
 
     @property
     def priority(self) -> int:

@@ -15,8 +15,8 @@ from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.cache_report import CacheReport
+from sglang.srt.managers.messages.extra_key import combine_extra_key
 from sglang.srt.managers.messages.io_struct import AbortReq, FlushCacheReqInput
-from sglang.srt.managers.tokenizer.request_limits import combine_extra_key
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3 import storage_prefetch
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
