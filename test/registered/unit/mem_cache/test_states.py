@@ -185,7 +185,7 @@ def test_a_backup_takes_room_for_pages_and_state_or_for_none() -> None:
     rig.settle()
     pool = rig.states.host.pool
     (node,) = rig.tree.nodes()
-    node.protect_host()
+    rig.hi.tree.host.pin(node)
     taken = pool.alloc(pool.available_size())
     assert taken is not None
     before = rig.hi.host_pool.available_size()

@@ -474,7 +474,7 @@ def test_a_check_asks_up_to_a_state_that_l3_is_known_to_have(
     assert taken is not None
     with_state = [node for node in rig.hi.nodes() if node.states[0].is_on_any_tier]
     for node in with_state:
-        node.protect_host()
+        rig.hi.tree.host.pin(node)
     attached_store_of(rig).reads._check_at = 0.0
     rig.run([*SHARED, 300])
     host.pool.free(taken)

@@ -78,7 +78,7 @@ class EvictionToHost:
         leaving = _Leaving()
         kept: list[TreeNode] = []
         freed = 0
-        while freed < num and (node := tier.heap.pop()) is not None:
+        while freed < num and (node := tier.next_to_leave()) is not None:
             if not self._leave(tier, node, leaving):
                 kept.append(node)
             freed = tier.pool.available_size() - before + leaving.count(tier)
@@ -103,7 +103,6 @@ class EvictionToHost:
             return self._drop(node)
         # If no tier has its state then, the node goes with its last child or pin.
         tier.drop(node)
-        self._tree.host.heap.offer(node)
         self._tree.prune(node)
         if are_pages and node.parent is None:
             self._note_lost(len(node.key))
@@ -112,12 +111,12 @@ class EvictionToHost:
     def _write_back(self, node: TreeNode, leaving: _Leaving) -> bool:
         """Queue the copy of a node, and take the node off the device."""
         # Eviction from the host must not evict the node itself.
-        node.protect_host()
+        self._tree.host.pin(node)
         copy = self._backup.queue_copy(node)
         if copy is None and node.children:
             copy = self._backup.queue_copy(node, with_states=False)
         if copy is None:
-            node.release_host()
+            self._tree.host.release(node)
             return False
         # Set before the bytes land. No reader sees that, since `evict` waits for them.
         if not node.backuped:

@@ -123,7 +123,7 @@ class HostBackup:
         none. False: L2 has no room."""
         has_pages = not node.backuped
         if not has_pages:
-            node.protect_host()
+            self._tree.host.pin(node)
         copy = self.queue_copy(node)
         if copy is None:
             lacks_pages = has_pages and self._tree.host.pool.available_size() < len(node.key)
@@ -281,7 +281,7 @@ class HostLoad:
         if missing and most_states == 0:
             return NoLoad.NO_STATE_MEMORY
         for node in pinned:
-            node.protect_host()
+            self._tree.host.pin(node)
         reserved = self._reserve(sum(len(node.key) for node in chain), above, missing)
         if reserved is None:
             for node in pinned:

@@ -170,7 +170,7 @@ class StorageBackup:
             epoch=self._store.epoch,
             extra_transfers=states,
         )
-        node.protect_host()
+        self._tree.host.pin(node)
         node.backup_op = operation
         self.under_way.append(operation)
         self._tokens += len(node.key)

@@ -216,7 +216,7 @@ class StoragePrefetch:
             return NoRead.SLOWER
         limit = NoRead.QUEUE_FULL if wanted < asked else NoRead.NO_HOST_MEMORY
         # Evictions must not take the node that the read continues.
-        node.protect_host()
+        self._host.pin(node)
         self._host.make_room(wanted)
         there = pool.available_size() // page * page
         if there < wanted:

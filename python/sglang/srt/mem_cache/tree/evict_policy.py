@@ -8,31 +8,22 @@ same nodes.
 from __future__ import annotations
 
 import bisect
-import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import ClassVar, Final, TypeAlias
+from typing import TypeAlias
 
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 Priority: TypeAlias = tuple[int, ...]
 EvictionOrder: TypeAlias = tuple[int, Priority]
 """Place of a node in the order of eviction; the smallest is evicted first."""
-
-
-_STALE_FACTOR: Final = 2
-_STALE_SLACK: Final = 64
-"""A heap is rebuilt once it has more than `_STALE_FACTOR` entries per candidate and this many
-besides."""
+_Entry: TypeAlias = tuple[EvictionOrder, int, TreeNode]
+"""Order, id and node. No two have the same id, so that nodes are not compared."""
 
 
 class EvictionStrategy(ABC):
     """Orders nodes for eviction."""
-
-    grows_with_use: ClassVar[bool] = True
-    """True if a node's priority never falls while it is used, so that stale heap entries are lower
-    bounds."""
 
     recency: Callable[[TreeNode], int] = attrgetter("last_access_time")
     """Time of a node's last use, by the tree's counter."""
@@ -75,8 +66,6 @@ class FIFOStrategy(EvictionStrategy):
 
 class MRUStrategy(EvictionStrategy):
     """Most recently used first."""
-
-    grows_with_use = False
 
     def get_priority(self, node: TreeNode) -> Priority:
         return (-self.recency(node),)
@@ -152,15 +141,17 @@ def get_eviction_strategy(
 
 
 class EvictionHeap:
-    """Candidates of one tier, the first to evict on top.
+    """The nodes that may leave one tier, the first to leave on top.
 
-    Entries are lazy: a node is offered once when it becomes a candidate, and its entry is checked
-    when it reaches the top. An eviction is O(log n) and a hit is free; a scan of all leaves
-    would make each eviction O(n). A node that leaves the tree is discarded, since its entry may
-    never reach the top.
+    Each node has one entry, whose place is known, so that adding, moving and removing a node costs
+    O(log n), and no eviction pays for what happened to other nodes since the last one. An entry has
+    the order of the node when it was added or refreshed; use alone moves a node backward, so that
+    `pop` compares the order of the first entry with that of its node.
+
+    Source: Sedgewick and Wayne, "Algorithms", 4th ed., section 2.4: indexed priority queue.
 
     Args:
-        is_candidate: True if a node may be evicted; called again when its entry reaches the top.
+        is_candidate: True if a node may be evicted.
     """
 
     def __init__(
@@ -168,75 +159,106 @@ class EvictionHeap:
     ) -> None:
         self._strategy = strategy
         self._is_candidate = is_candidate
-        self._heap: list[tuple[EvictionOrder, int, TreeNode]] = []
-        self._members: dict[int, TreeNode] = {}
+        self._heap: list[_Entry] = []
+        self.places: dict[int, int] = {}
+        """Index of each node's entry, by the node's id. Read only."""
 
     def __contains__(self, node: TreeNode) -> bool:
-        return node.id in self._members
+        return node.id in self.places
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def offer(self, node: TreeNode) -> None:
         """Add `node` if it is a candidate. Call it whenever the node may have become one."""
-        if node.id not in self._members and self._is_candidate(node):
-            self._members[node.id] = node
-            self._push(node)
+        if node.id not in self.places and self._is_candidate(node):
+            entry = self._entry_of(node)
+            self._heap.append(entry)
+            self._rise(len(self._heap) - 1, entry)
 
     def refresh(self, node: TreeNode) -> None:
-        """Update the place of `node`, which may have moved forward since it was offered."""
-        if node.id not in self._members:
-            return
-        # The old entry stays in the heap, and is dropped when it reaches the top.
-        self._push(node)
-        self._drop_stale()
+        """Update the place of `node`, if it is a candidate."""
+        place = self.places.get(node.id)
+        if place is not None:
+            entry = self._entry_of(node)
+            if entry[0] != self._heap[place][0]:
+                self._put(place, entry)
 
     def discard(self, node: TreeNode) -> None:
-        """Forget `node`, which leaves the tree or is no candidate."""
-        if self._members.pop(node.id, None) is not None:
-            self._drop_stale()
-
-    def _drop_stale(self) -> None:
-        """Rebuild the heap if most of its entries are stale."""
-        if len(self._heap) > _STALE_FACTOR * len(self._members) + _STALE_SLACK:
-            self._rebuild(self._members.values())
-
-    def _push(self, node: TreeNode) -> None:
-        heapq.heappush(self._heap, (self._strategy.eviction_order(node), node.id, node))
-
-    def _rebuild(self, nodes: Iterable[TreeNode]) -> None:
-        self._heap = [(self._strategy.eviction_order(node), node.id, node) for node in nodes]
-        heapq.heapify(self._heap)
+        """Forget `node`. Call it whenever the node is no candidate any more."""
+        place = self.places.pop(node.id, None)
+        if place is not None:
+            self._remove(place)
 
     def pop(self) -> TreeNode | None:
         """Remove and return the node to evict next; None if there is no candidate."""
-        if not self._strategy.grows_with_use:
-            self._rebuild(self._members.values())
         while self._heap:
-            priority, node_id, node = heapq.heappop(self._heap)
-            if node_id not in self._members:
-                continue
-            if not self._is_candidate(node):
+            known, _, node = self._heap[0]
+            assert self._is_candidate(node), f"{node} is in use, and offered"
+            order = self._strategy.eviction_order(node)
+            if order <= known:
                 self.discard(node)
-                continue
-            current = self._strategy.eviction_order(node)
-            if current != priority:
-                heapq.heappush(self._heap, (current, node_id, node))
-                continue
-            self.discard(node)
-            return node
+                return node
+            self._put(0, (order, node.id, node))
         return None
 
     def clear(self) -> None:
         """Forget all candidates."""
         self._heap.clear()
-        self._members.clear()
+        self.places.clear()
 
-    def check(self, nodes: Collection[TreeNode]) -> None:
-        """Assert that the heap keeps only `nodes`, the nodes of the tree, and few entries."""
-        known = {node.id for node in nodes}
-        gone = [node for node_id, node in self._members.items() if node_id not in known]
-        assert not gone, f"candidates that have left the tree: {gone[:4]}"
-        assert len(self._heap) <= _STALE_FACTOR * len(self._members) + _STALE_SLACK, (
-            f"{len(self._heap)} entries for {len(self._members)} candidates"
-        )
+    def check(self, node: TreeNode) -> None:
+        """Assert that `node` is here if and only if it is a candidate, and in its place."""
+        place, is_candidate = self.places.get(node.id), self._is_candidate(node)
+        if place is None:
+            assert not is_candidate, f"{node} may lose its slots, and is not offered"
+            return
+        assert is_candidate, f"{node} may not lose its slots, and is offered"
+        above = self._heap[(place - 1) // 2] if place else self._heap[0]
+        is_in_order = above[:2] <= self._heap[place][:2]
+        assert is_in_order and self._heap[place][2] is node, f"{node} is in another's place"
+
+    def _entry_of(self, node: TreeNode) -> _Entry:
+        return self._strategy.eviction_order(node), node.id, node
+
+    def _remove(self, place: int) -> None:
+        """Remove the entry at `place`, whose node has no place any more."""
+        last = self._heap.pop()
+        if place < len(self._heap):
+            self._put(place, last)
+
+    def _put(self, place: int, entry: _Entry) -> None:
+        """Put `entry` into the heap, in place of the entry at `place`."""
+        if place and entry < self._heap[(place - 1) // 2]:
+            self._rise(place, entry)
+        else:
+            self._sink(place, entry)
+
+    def _rise(self, place: int, entry: _Entry) -> None:
+        heap, places = self._heap, self.places
+        while place:
+            above = (place - 1) // 2
+            if heap[above] < entry:
+                break
+            heap[place] = heap[above]
+            places[heap[place][1]] = place
+            place = above
+        heap[place] = entry
+        places[entry[1]] = place
+
+    def _sink(self, place: int, entry: _Entry) -> None:
+        heap, places = self._heap, self.places
+        below, end = 2 * place + 1, len(self._heap)
+        while below < end:
+            if below + 1 < end and heap[below + 1] < heap[below]:
+                below += 1
+            if entry < heap[below]:
+                break
+            heap[place] = heap[below]
+            places[heap[place][1]] = place
+            place, below = below, 2 * below + 1
+        heap[place] = entry
+        places[entry[1]] = place
 
 
 class LookAhead:

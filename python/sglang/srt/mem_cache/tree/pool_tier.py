@@ -112,7 +112,7 @@ class PoolTier(ABC):
         free: Gives int64 slots back to the pool; None: `pool.free`.
 
     Attributes:
-        heap: The nodes that may lose their slots, the first to lose them on top.
+        heap: The nodes that may lose their slots, and no others.
         dependents: Tiers of pools whose slots leave with these.
         evicted: Counts the slots that leave; None: nothing does.
         medium: The tier's name in events.
@@ -175,10 +175,17 @@ class PoolTier(ABC):
         if self.events is not None and not node.is_condemned:
             self.events.removed(node, self.medium)
         self._clear(node)
+        self.heap.discard(node)
         self.heap.offer(node.parent)
         if self.evicted is not None and not node.is_condemned:
             self.evicted.inc(len(slots))
         return slots
+
+    def _offer_new(self, node: TreeNode) -> None:
+        """`node` has got its slots."""
+        if self._of is None and node.parent is not None:
+            self.heap.discard(node.parent)
+        self.heap.offer(node)
 
     @abstractmethod
     def _clear(self, node: TreeNode) -> None:
@@ -196,12 +203,17 @@ class PoolTier(ABC):
         if self.get(node) is not None:
             self.free(self.take_off(node))
 
+    def next_to_leave(self) -> TreeNode | None:
+        """Take the node that loses its slots next from the heap; None: no node may lose any."""
+        self._tree.note_uses()
+        return self.heap.pop()
+
     def evict(self, num: int) -> int:
         """Free at least `num` slots if there are enough candidates; return the freed slots. Nodes
         that become useless leave the tree."""
         before = self.pool.available_size()
         freed = 0
-        while freed < num and (node := self.heap.pop()) is not None:
+        while freed < num and (node := self.next_to_leave()) is not None:
             self.drop(node)
             self._tree.prune(node)
             freed = self.pool.available_size() - before
@@ -225,15 +237,15 @@ class PoolTier(ABC):
             audit.own(owner, slots)
         for node in nodes:
             audit.own(repr(node), self.get(node))
-            assert node in self.heap or not self.may_leave(node), (
-                f"{node} may lose its slots ({self.name}), and is not offered"
-            )
             for tier in self.dependents:
                 assert self.get(node) is not None or tier.get(node) is None, (
                     f"{node} has slots ({tier.name}) without others ({self.name})"
                 )
+            self.heap.check(node)
         audit.check()
-        self.heap.check(nodes)
+        assert sum(node in self.heap for node in nodes) == len(self.heap), (
+            f"{self.name}: {len(self.heap)} candidates, some of which have left the tree"
+        )
 
 
 class DeviceTier(PoolTier):
@@ -275,7 +287,7 @@ class DeviceTier(PoolTier):
             self.protected += slots.numel()
         else:
             self.evictable += slots.numel()
-        self.heap.offer(node)
+        self._offer_new(node)
         return True
 
     def _clear(self, node: TreeNode) -> None:
@@ -286,10 +298,13 @@ class DeviceTier(PoolTier):
 
     def lock(self, *nodes: TreeNode) -> None:
         """Keep the slots that `nodes` have or get until the matching `unlock`."""
-        for at in nodes if self._of is None else map(self._of, nodes):
+        for node in nodes:
+            at = node if self._of is None else self._of(node)
             if at.lock_ref == 0 and at.value is not None:
                 self.evictable -= at.value.numel()
                 self.protected += at.value.numel()
+                if node.id in self.heap.places:
+                    self.heap.discard(node)
             at.lock_ref += 1
 
     def unlock(self, *nodes: TreeNode) -> None:
@@ -301,7 +316,8 @@ class DeviceTier(PoolTier):
             if at.lock_ref == 0 and at.value is not None:
                 self.evictable += at.value.numel()
                 self.protected -= at.value.numel()
-                self.heap.offer(node)
+                if self._of is not None or not node.device_children:
+                    self.heap.offer(node)
 
     def on_reset(self, nodes: Sequence[TreeNode]) -> None:
         super().on_reset(nodes)
@@ -364,7 +380,7 @@ class HostTier(PoolTier):
             at.last_access_time = node.last_access_time
         if not is_stored:
             node.storage_epoch = -1
-        self.heap.offer(node)
+        self._offer_new(node)
         return True
 
     def _clear(self, node: TreeNode) -> None:
@@ -383,9 +399,20 @@ class HostTier(PoolTier):
         self.make_room(num)
         return self.pool.alloc(num)
 
-    def unpin(self, node: TreeNode) -> None:
-        """Undo one `node.protect_host()`. Call it on the tier of the pages."""
+    def pin(self, node: TreeNode) -> None:
+        """Keep `node` and its slots on the host, of all pools, until the matching `unpin` or
+        `release`. Call it on the tier of the pages, as these."""
+        node.protect_host()
+        for tier in (self, *self.dependents):
+            tier.heap.discard(node)
+
+    def release(self, node: TreeNode) -> None:
+        """Undo one `pin` of a node that has not become useless."""
         node.release_host()
         for tier in (self, *self.dependents):
             tier.heap.offer(node)
+
+    def unpin(self, node: TreeNode) -> None:
+        """Undo one `pin`."""
+        self.release(node)
         self._tree.prune(node)

@@ -82,6 +82,8 @@ class PrefixTree:
         self._walks: WeakKeyDictionary[RadixKey, list[TreeNode]] = WeakKeyDictionary()
         """Results of `walk` for keys that are still in use. Forgotten whenever a node joins the
         tree, leaves it or is split; tiers do not matter."""
+        self._touched: dict[int, list[TreeNode]] = {}
+        """Paths that were used since the last `note_uses`, by the id of their last node."""
         self.keepers: list[NodeKeeper] = []
         self.tiers: list[PoolTier] = []
         self.device = DeviceTier(
@@ -121,6 +123,7 @@ class PrefixTree:
             keeper.on_reset(leaving)
         self.root = self._new_node(ROOT_ID, RadixKey([]))
         self._walks.clear()
+        self._touched.clear()
         self._next_node_id = ROOT_ID + 1
         self._condemned: dict[int, TreeNode] = {}
         """Nodes out of the tree whose slots are still locked or pinned, by id."""
@@ -141,6 +144,7 @@ class PrefixTree:
             path = self._walks[key] = self._descend(key)
         for node in path:
             node.last_access_time = self._clock
+        self._note_touched(path)
         return path.copy()
 
     def _descend(self, key: RadixKey) -> list[TreeNode]:
@@ -171,7 +175,21 @@ class PrefixTree:
         path = node.path_up()[::-1]
         for at in path:
             at.last_access_time = self._clock
+        self._note_touched(path)
         return path
+
+    def _note_touched(self, path: list[TreeNode]) -> None:
+        # If a waiting request wants the nodes, their order does not depend on their use.
+        if path and not path[-1].wanted_by:
+            self._touched[path[-1].id] = path
+
+    def note_uses(self) -> None:
+        """Update the places of nodes that were used since the last call. Each tick calls it, so
+        that no eviction has to do so for many nodes."""
+        if self._touched:
+            for path in self._touched.values():
+                self.refresh(path)
+            self._touched.clear()
 
     def insert(
         self, key: RadixKey, value: torch.Tensor, priority: int
@@ -286,10 +304,12 @@ class PrefixTree:
             stack.extend(node.children.values())
 
     def refresh(self, nodes: Iterable[TreeNode]) -> None:
-        """Update the places of `nodes`, which may have moved forward, in the order of eviction."""
-        for node in nodes:
-            for tier in self.tiers:
-                tier.heap.refresh(node)
+        """Update the places of `nodes` in the order of eviction."""
+        for tier in self.tiers:
+            heap = tier.heap
+            for node in nodes:
+                if node.id in heap.places:
+                    heap.refresh(node)
 
     def _new_node(self, node_id: int, key: RadixKey) -> TreeNode:
         return TreeNode(node_id, key, [component.weights for component in self.components])

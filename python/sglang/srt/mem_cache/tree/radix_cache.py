@@ -244,6 +244,7 @@ class RadixCache(BasePrefixCache):
     def begin_tick(self, now: float) -> None:
         """Note the time of the tick, seconds that are equal on all ranks: hints of sessions end."""
         self.tree.refresh(self.tree.sessions.expire(now))
+        self.tree.note_uses()
 
     # ---- requests that wait ----------------------------------------------------------------
 

@@ -42,6 +42,10 @@ _SHORT: Final = 4
 can be loaded again."""
 
 
+_MOST_EXPIRED: Final = 16
+"""Most sessions of a tier that end in one tick by their time: the others end in the next ticks."""
+
+
 class SessionMetrics:
     """Metrics of the hints, by tier."""
 
@@ -145,9 +149,9 @@ class TierHints:
         return is_within and is_within_share(len(share.sessions), 1, free_sessions)
 
     def expire(self, now: float) -> list[TreeNode]:
-        """End the marks whose time is over. Returns their nodes."""
+        """End marks whose time is over. Returns their nodes."""
         changed: list[TreeNode] = []
-        while self._ends:
+        for _ in range(min(_MOST_EXPIRED, len(self._ends))):
             session, (_, until) = next(iter(self._ends.items()))
             if until > now:
                 break

@@ -194,7 +194,7 @@ def test_pages_above_a_pinned_host_page_stay_if_l2_is_full() -> None:
     (lower,) = upper.children.values()
     rig.tree.evict(EvictParams(num_tokens=1))
     assert (upper.backuped, lower.backuped, lower.value) == (False, True, None)
-    lower.protect_host()
+    rig.hi.tree.host.pin(lower)
     taken = rig.hi.host_pool.alloc(rig.hi.host_pool.available_size())
     assert taken is not None
     assert rig.tree.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 0

@@ -1,35 +1,111 @@
-"""Orders of eviction: which entries a heap keeps."""
+"""Orders of eviction: the heap gives the order that a scan of all candidates would."""
 
 from __future__ import annotations
 
+import random
+import sys
+from types import FrameType
+
 import pytest
 
+from rigs.caches.cache_rig import CacheRig
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+
+POLICIES = ["lru", "lfu", "fifo", "mru", "filo", "priority", "slru"]
 
 
-@pytest.mark.parametrize("stays", [True, False], ids=["evicted", "no candidates any more"])
-def test_a_heap_that_is_emptied_keeps_few_entries(stays: bool) -> None:
-    """Each node has a second entry behind all others: it was needed until a request left."""
-    nodes = [TreeNode(number, RadixKey([number])) for number in range(1, 91)]
-    candidates = set(nodes)
-    heap = EvictionHeap(get_eviction_strategy("lru"), candidates.__contains__)
-    for node in nodes:
-        node.last_access_time = 1000 + node.id
-        heap.offer(node)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_first_of_all_candidates_leaves(policy: str) -> None:
+    """Nodes move forward and backward; some are no candidates at times."""
+    rng = random.Random(policy)
+    strategy = get_eviction_strategy(policy)
+    nodes = [TreeNode(number, RadixKey([number])) for number in range(1, 61)]
+    candidates: set[TreeNode] = set()
+    heap = EvictionHeap(strategy, candidates.__contains__)
+    for now in range(3000):
+        node = rng.choice(nodes)
+        node.last_access_time = now
+        node.hit_count += rng.random() < 0.3
+        node.priority = rng.choice([node.priority, rng.randrange(3)])
+        node.kept_on_device = rng.randrange(2)
+        node.wanted_by = [rng.randrange(9)] if rng.random() < 0.2 else []
+        heap.refresh(node)
+        if rng.random() < 0.5:
+            candidates.symmetric_difference_update({node})
+            (heap.offer if node in candidates else heap.discard)(node)
+        if candidates and rng.random() < 0.1:
+            first = min(candidates, key=lambda one: (strategy.eviction_order(one), one.id))
+            assert heap.pop() is first
+            candidates.discard(first)
+        for one in nodes:
+            heap.check(one)
+        assert len(heap) == len(candidates)
+
+
+def test_a_node_that_was_used_since_waits_for_its_turn() -> None:
+    """Use moves nodes backward, with or without a word to the heap."""
+    nodes = [TreeNode(number, RadixKey([number])) for number in range(1, 31)]
+    heap = EvictionHeap(get_eviction_strategy("lru"), nodes.__contains__)
     for node in nodes:
         node.last_access_time = node.id
-        heap.refresh(node)
-    heap.check(nodes)
-    if not stays:
-        candidates.difference_update(nodes[:85])
-    for left in range(89 if stays else 4, -1, -1):
-        assert heap.pop() is nodes[89 - left]
-        heap.check(nodes)
+        heap.offer(node)
+    for node in nodes[:10]:
+        node.last_access_time = 100 - node.id
+    assert [heap.pop() for _ in nodes] == [*nodes[10:], *nodes[9::-1]]
+    assert heap.pop() is None
+
+
+# ---- costs, as counts of calls -------------------------------------------------------------------
+
+
+class Calls:
+    """Counts calls of functions, those of C too."""
+
+    def __enter__(self) -> Calls:
+        self.count = 0
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, arg: object) -> None:
+        self.count += event in ("call", "c_call")
+
+
+def used_tree(leaves: int, policy: str) -> CacheRig:
+    """A tree of prompts with one common page, each used again in ticks since it came."""
+    rig = CacheRig(l1_pages=2 * leaves + 8, page_size=1, eviction_policy=policy)
+    prompts = [[0, 1 + number, 1] for number in range(leaves)]
+    for ids in prompts:
+        rig.run(ids)
+    for ids in prompts:
+        rig.tree.begin_tick(0.0)
+        rig.tree.match_prefix(MatchPrefixParams(RadixKey(ids)))
+        rig.run(ids)
+    rig.tree.begin_tick(0.0)
+    return rig
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_eviction_pays_for_no_other_node(policy: str) -> None:
+    """All nodes were used since the last eviction, and yet the first one costs the same in a small
+    tree and in a large one."""
+    counts = []
+    for leaves in (8, 200):
+        rig = used_tree(leaves, policy)
+        with Calls() as calls:
+            rig.tree.evict(EvictParams(num_tokens=1))
+        counts.append(calls.count)
+        rig.tree.check_integrity()
+    small, large = counts
+    assert large <= small + 10
 
 
 if __name__ == "__main__":

@@ -54,14 +54,13 @@ def test_a_pin_on_the_host_keeps_no_condemned_page_on_the_device() -> None:
     tree, slots = rig.tree.tree, node.value
     assert slots is not None
     free = rig.allocator.available_size()
-    node.protect_host()
+    tree.host.pin(node)
     tree.condemn(node, 0)
     assert rig.allocator.available_size() == free + len(slots)
     assert rig.tree.evictable_size() == 0
     assert node.host_value is not None
     rig.tree.check_integrity()
-    node.release_host()
-    tree.prune(node)
+    tree.host.unpin(node)
     assert node.host_value is None
     rig.tree.check_integrity()
 
