@@ -40,6 +40,7 @@ from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
 from sglang.srt.mem_cache.tree.tick_sync import Progress, TickSync
 from sglang.srt.mem_cache.tree.tier_use import HostUse, host_use
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
+from sglang.srt.utils.parts import Parts
 
 
 class HiRadixCache(RadixCache):
@@ -446,14 +447,14 @@ class HiRadixCache(RadixCache):
         for queue in QUEUES:
             self.metrics.queue_length.labels(queue).set(under_way.get(queue, 0))
 
-    def check_integrity(
+    def integrity_parts(
         self,
         request_slots: Iterable[torch.Tensor] = (),
         request_states: Iterable[torch.Tensor] = (),
-    ) -> None:
-        super().check_integrity(request_slots, request_states)
+    ) -> Parts:
+        yield from super().integrity_parts(request_slots, request_states)
         self.storage_prefetch.table.check()
-        self.cache_controller.mem_pool_host.check_integrity()
+        yield from self.cache_controller.mem_pool_host.integrity_parts()
 
     def _owned_by_operations(self) -> Iterable[tuple[PoolTier, str, torch.Tensor]]:
         return [*self.storage_prefetch.owned_slots(), *self.host_backup.owned_slots()]

@@ -144,7 +144,7 @@ def warm_answers(questions: list[HeldoutQuestion], damage: Damage | None = None)
     with rig_of(chunk=2048) as rig:
         assert [ask(rig, question) for question in questions] == [(q.answer, 0) for q in questions]
         _, pool = states_of(rig)
-        snapshots = sorted(set(range(1, pool.size + 1)) - set(pool.free_page_ids().tolist()))
+        snapshots = sorted(set(range(1, pool.size + 1)) - set(pool.free_page_ids()[0].tolist()))
         assert len(snapshots) == len(questions)
         if damage is not None:
             damage(pool, snapshots)

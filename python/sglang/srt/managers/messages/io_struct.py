@@ -375,7 +375,8 @@ class Tick(msgspec.Struct, frozen=True, omit_defaults=True):
     grammars: Sequence[GrammarResult] = ()
     """Grammars of requests that wait or are among the messages."""
     is_idle: bool = False
-    """True if the scheduler has been idle for a while, so that page ownership may be checked."""
+    """True: nothing happens but a part of the check of page ownership, since the scheduler has been
+    idle for a while."""
 
 
 decode_tick: Final = msgspec.msgpack.Decoder(Tick, dec_hook=unpack_tokens).decode

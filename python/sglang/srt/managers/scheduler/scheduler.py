@@ -58,6 +58,7 @@ from sglang.srt.managers.scheduler.role import Role
 from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.managers.scheduler.state import RecentRequests, SchedulerState
 from sglang.srt.utils.logging_utils import RateLimitedLogger
+from sglang.srt.utils.parts import Parts
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
@@ -74,6 +75,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_POLL_MS: Final = 1000
 _BUSY_POLL_MS: Final = 1
+_END: Final = object()
 _SHUT_DOWN = abort_reason("the server is shutting down", 503)
 
 _DAMAGED = abort_reason(
@@ -164,6 +166,8 @@ class Scheduler:
         device_runtime(server_args.device).on_kernel_compiled(resources.metrics.on_kernel_compiled)
         self._last_end = 0.0
         self._did_forward = False
+        self._check: Parts | None = None
+        """The self check under way."""
         self._is_verified = False
         self._log = RateLimitedLogger(logger)
         self.is_stopped = False
@@ -175,6 +179,7 @@ class Scheduler:
 
     def _step(self, tick: Tick) -> list[SchedulerOutput]:
         state = self.state
+        self._check = None  # What it has checked may change.
         state.now = tick.now
         state.counters.ticks += 1
         state.tree.begin_tick(tick.now)
@@ -208,10 +213,13 @@ class Scheduler:
             timeout = self.poll_timeout_ms()
             messages = channel.receive(timeout)
             # Only an idle server has time to check page ownership.
-            is_idle = timeout == _IDLE_POLL_MS and not messages
-            if is_idle and self._is_verified and not self.state.tree.needs_tick:
+            is_idle = not messages and (timeout == _IDLE_POLL_MS or self._check is not None)
+            if is_idle and not self._is_verified:
+                tick = Tick(time.monotonic(), is_idle=True)
+            elif is_idle and not self.state.tree.needs_tick:
                 continue  # The other ranks wait as this one does.
-            tick = self.make_tick(time.monotonic(), messages, is_idle=is_idle)
+            else:
+                tick = self.make_tick(time.monotonic(), messages)
             if self._resources.group.size > 1:
                 with self._resources.tick_guard():
                     self._resources.group.broadcast(encode(tick))
@@ -224,20 +232,19 @@ class Scheduler:
         while not self.is_stopped:
             self._step_or_verify(decode_tick(self._resources.group.broadcast(None)))
 
-    def make_tick(
-        self, now: float, messages: Sequence[ToScheduler] = (), *, is_idle: bool = False
-    ) -> Tick:
+    def make_tick(self, now: float, messages: Sequence[ToScheduler] = ()) -> Tick:
         """Rank 0: the next tick, for all ranks to `step`, with the messages since the last one.
-        `now` is `time.monotonic()`; `is_idle`: no message has come for a while."""
+        `now` is `time.monotonic()`."""
         state = self.state
         is_full = len(state.queues.waiting) >= state.limits.max_queued_requests
         # No grammar is compiled for requests that are going to be refused.
         coming = () if is_full or self._control.is_draining else messages
-        return Tick(now, messages, self._grammar.collect_results(state.queues, coming), is_idle)
+        return Tick(now, messages, self._grammar.collect_results(state.queues, coming))
 
     def _step_or_verify(self, tick: Tick) -> list[SchedulerOutput]:
         if tick.is_idle:
-            self.verify_once()
+            self._verify_part()
+            return []
         return self.step(tick)
 
     def close(self) -> None:
@@ -252,17 +259,19 @@ class Scheduler:
 
     def poll_timeout_ms(self) -> int:
         """Milliseconds for which the loop may wait for a message."""
-        if self._did_forward:
+        if self._did_forward or self._check is not None:
             return 0
         return _IDLE_POLL_MS if self.is_idle() else _BUSY_POLL_MS
 
-    def verify_once(self) -> None:
-        """Check page ownership, unless no tick has changed it since the last check. Raises as
+    def _verify_part(self) -> None:
+        """Do the next part of the check of page ownership, which no tick has changed since the
+        first part. Ranks do equal parts, since their states are equal. A message that comes
+        meanwhile ends the check; it begins anew when the server is idle again. Raises as
         `SchedulerState.check_integrity`."""
-        if self._is_verified:
-            return
-        self.state.check_integrity()
-        self._is_verified = True
+        if self._check is None:
+            self._check = self.state.integrity_parts()
+        if next(self._check, _END) is _END:
+            self._check, self._is_verified = None, True
 
     def _run_batch(self) -> bool:
         """Launch a step, and process the step before it, which the device ran meanwhile. False:

@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, Workload
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.observability.engine_metrics import SchedulerLoad
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.parts import Parts, do_all
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.batch import DecodeBatch
@@ -212,8 +213,12 @@ class SchedulerState:
             allocator.free_in_order(rows.req_to_token[req.slots.row, begin:end].to(torch.int64))
 
     def check_integrity(self) -> None:
-        """Check that every slot and every recurrent state has one owner; else raise
-        AssertionError."""
+        """`integrity_parts`, all at once."""
+        do_all(self.integrity_parts())
+
+    def integrity_parts(self) -> Parts:
+        """Check that every slot and every recurrent state has one owner; else raise AssertionError.
+        In parts: nothing may change between two of them."""
         rows = self.pools.req_to_token_pool
         holders = [req.slots for req in self.queues.holders()]
         spare = [slot for one in holders for slot in (one.mamba_track_slot, one.snapshot_slot)]
@@ -225,7 +230,7 @@ class SchedulerState:
                 owned = len(running) + rows.mamba_pool.available_size()
                 assert owned == rows.mamba_pool.size, "states without owner"
             states.append(torch.tensor(running, dtype=torch.int64))
-        self.tree.check_integrity([one.own_slots(rows) for one in holders], states)
+        yield from self.tree.integrity_parts([one.own_slots(rows) for one in holders], states)
 
     def sampling_info(
         self, reqs: Sequence[Req], samples: Sequence[bool] | None = None, *, width: int = 1

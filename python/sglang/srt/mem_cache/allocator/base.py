@@ -104,9 +104,10 @@ class BaseTokenToKVPoolAllocator(ABC):
             self.free_pages = merged.sort().values if self.need_sort else merged
             self._released = []
 
-    def free_page_ids(self) -> torch.Tensor:
-        """int64 `[n]`: numbers of the free pages (slot // page_size). For the self check."""
-        return torch.cat([self.free_pages, *self._released])
+    def free_page_ids(self) -> Sequence[torch.Tensor]:
+        """int64: numbers of the free pages (slot // page_size), in any number of tensors. For the
+        self check."""
+        return [self.free_pages, *self._released]
 
     @abstractmethod
     def alloc(self, need_size: int) -> torch.Tensor | None:

@@ -87,9 +87,9 @@ class StatePool(BaseDevicePool):
         """Slots without an owner."""
         return len(self._free)
 
-    def free_page_ids(self) -> torch.Tensor:
+    def free_page_ids(self) -> Sequence[torch.Tensor]:
         """int64: all slots without an owner, in no particular order. For the self check."""
-        return torch.tensor(self._free, dtype=torch.int64)
+        return [torch.tensor(self._free, dtype=torch.int64)]
 
     def take(self, n: int) -> list[int] | None:
         """Take `n` slots with undefined contents; None if fewer are free."""

@@ -5,9 +5,13 @@ Called from the scheduler's thread only, so it has no lock. Costs are per page a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from sglang.srt.utils.parts import Parts, do_all, slices
 
 
 class HostPageList:
@@ -69,20 +73,31 @@ class HostPageList:
         self._num_free += len(pages)
         return pages.size * self.page_size
 
-    def free_page_ids(self) -> torch.Tensor:
+    def free_page_ids(self) -> Sequence[torch.Tensor]:
         """int64 `[n]`: every free page, by number. For the self check."""
-        return torch.from_numpy(self._stack[: self._num_free])
+        return [torch.from_numpy(self._stack[: self._num_free])]
 
-    def check_integrity(self) -> None:
-        """Assert that every page is either owned or free, once. O(pages); for idle times."""
-        free = self._stack[: self._num_free]
-        times = np.bincount(free, minlength=self.page_num)
-        assert times.max(initial=0) <= 1, "a host page is in the free list twice"
-        assert not self._owned[free].any(), "a free host page is marked as owned"
-        owned = int(self._owned.sum())
+    def integrity_parts(self) -> Parts:
+        """Assert that every page is either owned or free, once. O(pages), in parts."""
+        is_free = np.zeros(self.page_num, dtype=np.bool_)
+        for part in slices(self._num_free):
+            free = self._stack[: self._num_free][part]
+            assert not self._owned[free].any(), "a free host page is marked as owned"
+            is_free[free] = True
+            yield
+        free_pages = owned = 0
+        for part in slices(self.page_num):
+            free_pages += int(np.count_nonzero(is_free[part]))
+            owned += int(np.count_nonzero(self._owned[part]))
+            yield
+        assert free_pages == self._num_free, "a host page is in the free list twice"
         assert owned + self._num_free == self.page_num, (
             f"host pages leaked: {owned} owned + {self._num_free} free != {self.page_num}"
         )
+
+    def check_integrity(self) -> None:
+        """`integrity_parts`, all at once."""
+        do_all(self.integrity_parts())
 
 
 def whole_pages(indices: torch.Tensor, page_size: int, page_num: int) -> npt.NDArray[np.int64]:

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName, Stat
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.host.page_checksums import PageDigests
+from sglang.srt.utils.parts import Parts
 
 
 @dataclass(slots=True)
@@ -242,10 +243,10 @@ class HostPoolGroup:
         for entry in self.entries.values():
             entry.host_pool.clear()
 
-    def check_integrity(self) -> None:
-        """Assert every pool's invariants."""
+    def integrity_parts(self) -> Parts:
+        """Assert every pool's invariants, in parts."""
         for entry in self.entries.values():
-            entry.host_pool.check_integrity()
+            yield from entry.host_pool.integrity_parts()
 
 
 def _digests(moved: Sequence[_Moved], *, is_checked: bool = True) -> list[PageDigests]:

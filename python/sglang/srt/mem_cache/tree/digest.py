@@ -27,6 +27,7 @@ import xxhash
 
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
 from sglang.srt.mem_cache.tree.radix_key import KeyArray
+from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts, slices
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -142,18 +143,22 @@ def _state_of(node: TreeNode, begin: int, end: int) -> str:
     return f"tokens {begin} to {end} ({first}, ...): {' and '.join(tiers)}"
 
 
-def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> None:
-    """Assert that the digest fits the tree, and that the hash and span of each node are right.
+def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> Parts:
+    """Assert that the digest fits the tree, and that the hash and span of each node are right, in
+    parts.
 
     Args:
         nodes: All other nodes, parents before children.
     """
-    anew = TreeDigest()
-    prefixes: dict[int, PrefixHash] = {}
+    anew, meter = TreeDigest(), Meter()
     for node in nodes:
         assert node.parent is not None and node.prefix is not None
-        begin = prefixes.get(node.parent.id) or empty_prefix(node.key.extra_key)
-        end = prefixes[node.id] = prefix_with(begin, node.key.ids)
+        begin = node.parent.prefix or empty_prefix(node.key.extra_key)
+        end = begin.copy()
+        for part in slices(len(node.key)):
+            end.update(node.key.ids[part].data)
+            if meter.spend(len(node.key.ids[part])):
+                yield
         kept_hash = node.prefix.digest(), node.span
         assert kept_hash == (end.digest(), span_of(begin, end)), f"{node}: other tokens"
         weight = DEVICE_WEIGHT * (not node.evicted) + HOST_WEIGHT * node.backuped
@@ -162,6 +167,8 @@ def check_digest(root: TreeNode, nodes: Iterable[TreeNode]) -> None:
             weight = state.weights.device * (state.value is not None)
             weight += state.weights.host * (state.host_value is not None)
             anew.change(end.intdigest(), weight)
+        if meter.spend(NODE_ITEMS // 2):
+            yield
     kept = root.tree_digest.value
     assert kept == anew.value, f"the digest of the tree is {kept:x}, its nodes make {anew.value:x}"
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import TypeAlias
 
-from sglang.srt.mem_cache.tree.tree_node import TreeNode
+from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
+from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
 Priority: TypeAlias = tuple[int, ...]
 EvictionOrder: TypeAlias = tuple[int, Priority]
@@ -325,12 +326,20 @@ class LookAhead:
         self._arrivals.clear()
         self._ends.clear()
 
-    def check(self, nodes: Iterable[TreeNode]) -> None:
-        """Assert that every mark belongs to a waiting request, and that none is missing."""
+    def check(self, nodes: Iterable[TreeNode]) -> Parts:
+        """Assert that every mark belongs to a waiting request, and that none is missing, in
+        parts."""
+        meter = Meter()
         wanted: dict[int, list[int]] = {}
         for arrival, end in sorted(self._ends.items()):
-            for at in end.path_up():
+            path = end.path_up()
+            assert end.is_in_tree or (not path and end.id == ROOT_ID), f"{end} has left the tree"
+            for at in path:
                 wanted.setdefault(at.id, []).append(arrival)
+            if meter.spend(NODE_ITEMS // 8 * len(path)):
+                yield
         for node in nodes:
             expected = wanted.get(node.id, [])
             assert node.wanted_by == expected, f"{node} is wanted by {node.wanted_by}: {expected}"
+            if meter.spend(NODE_ITEMS // 8):
+                yield

@@ -13,14 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sglang.srt.mem_cache.tree.decisions import Decision
 from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
 from sglang.srt.mem_cache.tree.kv_events import StorageMedium
+from sglang.srt.mem_cache.tree.ownership_audit import OwnershipAudit
 from sglang.srt.mem_cache.tree.tree_node import PoolSlots, TreeNode
+from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.decisions import DecisionLog
@@ -45,60 +45,9 @@ class SlotPool(Protocol):
     def free(self, slots: torch.Tensor, /) -> object:
         """Take back int64 `[n]` slots."""
 
-    def free_page_ids(self) -> torch.Tensor:
-        """int64: numbers of the pages without an owner. For the self check."""
-
-
-class OwnershipAudit:
-    """Counts the owners of each page of one pool, for the self check; O(pages).
-
-    Args:
-        size: Capacity in tokens, without a padding page.
-        page_size: Tokens of a page.
-        first_page: Number of padding pages before the first page that may be owned.
-    """
-
-    def __init__(self, tier: str, size: int, page_size: int, first_page: int = 0) -> None:
-        self._tier = tier
-        self._page_size = page_size
-        self._first = first_page
-        self._pages = size // page_size
-        self._owned: list[tuple[str, npt.NDArray[np.int64]]] = []
-
-    def own(self, owner: str, slots: torch.Tensor | None) -> None:
-        """Count `owner` for the pages of `slots` (int64 token slots, any number of them per
-        page)."""
-        if slots is not None and len(slots):
-            pages = slots.cpu().numpy() // self._page_size
-            starts = np.flatnonzero(np.diff(pages, prepend=-1))
-            self._owned.append((owner, pages[starts]))
-
-    def own_pages(self, owner: str, pages: torch.Tensor) -> None:
-        """Count `owner` for `pages` (int64 page numbers, padding pages included)."""
-        self._owned.append((owner, pages.cpu().numpy()))
-
-    def check(self) -> None:
-        """Assert that each page has one owner.
-
-        Raises:
-            AssertionError: Names a page without an owner, with two, or outside the pool.
-        """
-        named = [pages - self._first for _, pages in self._owned]
-        pages = np.concatenate([np.empty(0, dtype=np.int64), *named])
-        outside = pages[(pages < 0) | (pages >= self._pages)]
-        assert not len(outside), f"{self._tier}: pages outside the pool are owned: {outside[:8]}"
-        owners = np.bincount(pages, minlength=self._pages)
-        twice = np.flatnonzero(owners > 1)
-        assert not len(twice), self._accuse(int(twice[0]) + self._first)
-        lost = np.flatnonzero(owners == 0)
-        assert not len(lost), (
-            f"{self._tier}: {len(lost)} of {self._pages} pages have no owner, "
-            f"the first is {lost[0] + self._first}"
-        )
-
-    def _accuse(self, page: int) -> str:
-        owners = [owner for owner, pages in self._owned for _ in range(int((pages == page).sum()))]
-        return f"{self._tier}: page {page} is owned by {' and by '.join(owners)}"
+    def free_page_ids(self) -> Iterable[torch.Tensor]:
+        """int64: numbers of the pages without an owner, in any number of tensors. For the self
+        check."""
 
 
 class PoolTier(ABC):
@@ -223,28 +172,33 @@ class PoolTier(ABC):
         """See `NodeKeeper`. The caller clears the pool."""
         self.heap.clear()
 
-    def check(self, nodes: Sequence[TreeNode], owned: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def check(self, nodes: Sequence[TreeNode], owned: Iterable[tuple[str, torch.Tensor]]) -> Parts:
         """Assert that each page of the pool has one owner, and that the heap has each candidate.
 
         Args:
-            nodes: All nodes of the tree but the root.
+            nodes: All nodes of the tree but the root, and those that are condemned.
             owned: Slots that are not the tree's: owner, and int64 slots.
         """
         page_size = self._tree.page_size if self._of is None else 1
         audit = OwnershipAudit(self.name, self.pool.size, page_size, self.first_page)
-        audit.own_pages("the free list", self.pool.free_page_ids())
+        for pages in self.pool.free_page_ids():
+            yield from audit.own_pages("the free list", pages)
         for owner, slots in owned:
-            audit.own(owner, slots)
+            yield from audit.own(owner, slots)
+        meter, candidates = Meter(), 0
         for node in nodes:
-            audit.own(repr(node), self.get(node))
+            yield from audit.own(node, self.get(node))
             for tier in self.dependents:
                 assert self.get(node) is not None or tier.get(node) is None, (
                     f"{node} has slots ({tier.name}) without others ({self.name})"
                 )
             self.heap.check(node)
-        audit.check()
-        assert sum(node in self.heap for node in nodes) == len(self.heap), (
-            f"{self.name}: {len(self.heap)} candidates, some of which have left the tree"
+            candidates += node in self.heap
+            if meter.spend(NODE_ITEMS):
+                yield
+        yield from audit.check()
+        assert candidates == len(self.heap), (
+            f"{self.name}: {len(self.heap) - candidates} candidates have left the tree"
         )
 
 
@@ -323,15 +277,15 @@ class DeviceTier(PoolTier):
         super().on_reset(nodes)
         self.evictable = self.protected = 0
 
-    def check(self, nodes: Sequence[TreeNode], owned: Iterable[tuple[str, torch.Tensor]]) -> None:
-        super().check(nodes, owned)
-        held = [
-            (self.slots_of(node).lock_ref, slots)
-            for node in nodes
-            if (slots := self.get(node)) is not None
-        ]
-        locked = sum(len(slots) for locks, slots in held if locks)
-        total = sum(len(slots) for _, slots in held)
+    def check(self, nodes: Sequence[TreeNode], owned: Iterable[tuple[str, torch.Tensor]]) -> Parts:
+        yield from super().check(nodes, owned)
+        meter, locked, total = Meter(), 0, 0
+        for node in nodes:
+            if (slots := self.get(node)) is not None:
+                total += len(slots)
+                locked += len(slots) if self.slots_of(node).lock_ref else 0
+            if meter.spend(NODE_ITEMS // 4):
+                yield
         assert (self.protected, self.evictable) == (locked, total - locked), (
             f"{self.name}: the tree counts {self.protected} protected and {self.evictable} "
             f"evictable slots, and holds {locked} and {total - locked}"

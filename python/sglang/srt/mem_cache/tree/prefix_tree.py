@@ -10,6 +10,8 @@ Threads: the scheduler's only.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
@@ -23,6 +25,7 @@ from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, PoolTier, 
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.session_hints import SessionHints
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
+from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
@@ -345,35 +348,44 @@ class PrefixTree:
 
     # ---- self check ------------------------------------------------------------------------
 
-    def check(self, owned: Iterable[tuple[PoolTier, str, torch.Tensor]]) -> None:
-        """Assert structure, locks, marks, and that each page of each pool has one owner.
+    def check(self, owned: Iterable[tuple[PoolTier, str, torch.Tensor]]) -> Parts:
+        """Assert structure, locks, marks, and that each page of each pool has one owner, in parts.
+        Nothing may change between two parts.
 
         Args:
             owned: Slots that are not the tree's: the tier, the owner, and int64 slots.
         """
-        nodes = list(self.nodes())
-        _check_nodes(self.root, nodes, self.page_size)
-        check_digest(self.root, nodes)
-        self.look_ahead.check(nodes)
-        self.sessions.check(nodes)
+        nodes, meter = [], Meter()
+        for node in self.nodes():
+            nodes.append(node)
+            if meter.spend(NODE_ITEMS // 4):
+                yield
+        yield from _check_nodes(self.root, nodes, self.page_size)
+        yield from check_digest(self.root, nodes)
+        yield from self.look_ahead.check(nodes)
+        yield from self.sessions.check(nodes)
         for key, path in list(self._walks.items()):
             assert self._descend(key) == path, f"another walk along {key} is remembered"
+            yield
         by_tier: dict[PoolTier, list[tuple[str, torch.Tensor]]] = {tier: [] for tier in self.tiers}
         for tier, owner, slots in owned:
             by_tier[tier].append((owner, slots))
         for tier, others in by_tier.items():
-            tier.check([*nodes, *self._condemned.values()], others)
+            yield from tier.check([*nodes, *self._condemned.values()], others)
         for node in self._condemned.values():
             assert node.lock_ref or node.host_ref_counter, f"{node} is condemned and of no use"
         for node in nodes:
             in_use = node.children or node.lock_ref or node.host_ref_counter
             assert in_use or self.can_end(node), f"{node} is useless"
+            if meter.spend(NODE_ITEMS // 4):
+                yield
 
 
-def _check_nodes(root: TreeNode, nodes: Sequence[TreeNode], page_size: int) -> None:
-    """Assert the invariants of each node of a tree, and of its parent and children."""
-    device_children = dict.fromkeys([root.id, *(node.id for node in nodes)], 0)
-    host_children = dict(device_children)
+def _check_nodes(root: TreeNode, nodes: Sequence[TreeNode], page_size: int) -> Parts:
+    """Assert the invariants of each node of a tree, and of its parent and children, in parts."""
+    meter = Meter()
+    device_children: Counter[int] = Counter()
+    host_children: Counter[int] = Counter()
     for node in nodes:
         parent = node.parent
         assert parent is not None, f"{node} has no parent"
@@ -388,8 +400,12 @@ def _check_nodes(root: TreeNode, nodes: Sequence[TreeNode], page_size: int) -> N
             assert parent.lock_ref >= node.lock_ref, f"{node} is locked more than its parent"
         device_children[parent.id] += node.value is not None
         host_children[parent.id] += node.backuped
-    for node in [root, *nodes]:
+        if meter.spend(NODE_ITEMS // 2):
+            yield
+    for node in itertools.chain((root,), nodes):
         counted = (node.device_children, node.host_children)
         assert counted == (device_children[node.id], host_children[node.id]), (
             f"{node} counts {counted} children on device and host"
         )
+        if meter.spend(NODE_ITEMS // 4):
+            yield

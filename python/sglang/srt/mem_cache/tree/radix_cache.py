@@ -37,6 +37,7 @@ from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.session_hints import SessionHints
 from sglang.srt.mem_cache.tree.state_component import StateComponent
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
+from sglang.srt.utils.parts import Parts, do_all
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
@@ -392,7 +393,16 @@ class RadixCache(BasePrefixCache):
         request_slots: Iterable[torch.Tensor] = (),
         request_states: Iterable[torch.Tensor] = (),
     ) -> None:
-        """Assert every invariant of nodes, locks and page ownership.
+        """`integrity_parts`, all at once."""
+        do_all(self.integrity_parts(request_slots, request_states))
+
+    def integrity_parts(
+        self,
+        request_slots: Iterable[torch.Tensor] = (),
+        request_states: Iterable[torch.Tensor] = (),
+    ) -> Parts:
+        """Assert every invariant of nodes, locks and page ownership, in parts. Nothing may change
+        between two parts.
 
         Args:
             request_slots: For each request that holds slots, the int64 slots that it owns itself
@@ -409,7 +419,7 @@ class RadixCache(BasePrefixCache):
         states = list(enumerate(request_states))
         for component in self.tree.components:
             owned += [(component.device, f"request {index}", slots) for index, slots in states]
-        self.tree.check([*owned, *self._owned_by_operations()])
+        yield from self.tree.check([*owned, *self._owned_by_operations()])
 
     def _owned_by_operations(self) -> Iterable[tuple[PoolTier, str, torch.Tensor]]:
         """Slots that operations of lower tiers own and no node has: the tier, the owner, and int64

@@ -13,15 +13,16 @@ Threads: the scheduler's only.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, PoolSlots, TreeNode
+from sglang.srt.utils import metrics
 from sglang.srt.utils.fair_share import is_within_share
-from sglang.srt.utils.metrics import Counter, Gauge
+from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
 
 class Session(NamedTuple):
@@ -51,16 +52,16 @@ class SessionMetrics:
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
         registry = registry or CollectorRegistry()
-        self.sessions = Gauge(
+        self.sessions = metrics.Gauge(
             "sglang:session_hints", "Sessions whose prefix is kept", ["tier"], registry=registry
         )
-        self.tokens = Gauge(
+        self.tokens = metrics.Gauge(
             "sglang:session_kept_tokens",
             "Tokens of prefixes that sessions keep",
             ["tier"],
             registry=registry,
         )
-        self.ended = Counter(
+        self.ended = metrics.Counter(
             "sglang:session_hints_ended_total",
             "Hints of sessions that ended, by tier and cause: expired, budget, too_long",
             ["tier", "cause"],
@@ -187,26 +188,32 @@ class TierHints:
         self.tokens = 0
         self._noted([])
 
-    def check(self, nodes: Collection[TreeNode]) -> None:
-        """Assert that each mark belongs to a session, and that none is missing."""
-        through: dict[int, int] = {}
-        ending: dict[int, int] = {}
+    def check(self, nodes: Iterable[TreeNode]) -> Parts:
+        """Assert that each mark belongs to a session, and that none is missing, in parts."""
+        meter = Meter()
+        through: Counter[int] = Counter()
+        ending: Counter[int] = Counter()
         for session, (end, _) in self._ends.items():
-            assert end.key.extra_key == session.key, f"{session} keeps a prefix of another key"
-            ending[end.id] = ending.get(end.id, 0) + 1
-            for node in end.path_up():
-                through[node.id] = through.get(node.id, 0) + 1
+            path = end.path_up()
+            assert end.is_in_tree and end.key.extra_key == session.key, f"{session} ends at {end}"
+            assert session in self._shares[session.tenant].sessions, f"{session} has no share"
+            ending[end.id] += 1
+            through.update(node.id for node in path)
+            if meter.spend(NODE_ITEMS // 8 * len(path)):
+                yield
+        tokens = 0
         for node in nodes:
             kept = getattr(node, self._mark)
-            assert kept == through.get(node.id, 0), f"{node} is kept by {kept} sessions"
+            assert kept == through[node.id], f"{node} is kept by {kept} sessions"
             for state in node.states:
-                assert getattr(state, self._mark) == ending.get(node.id, 0), f"state of {node}"
-        tokens = sum(len(node.key) for node in nodes if node.id in through)
+                assert getattr(state, self._mark) == ending[node.id], f"state of {node}"
+            tokens += len(node.key) if kept else 0
+            if meter.spend(NODE_ITEMS // 4):
+                yield
         assert self.tokens == tokens <= self.budget, f"{self.tokens} tokens are kept, not {tokens}"
         shares = self._shares.values()
         assert sum(share.tokens for share in shares) == tokens, "shares have other tokens"
-        of_tenants = [one for share in shares for one in share.sessions]
-        assert sorted(of_tenants, key=str) == sorted(self._ends, key=str), "other sessions"
+        assert sum(len(share.sessions) for share in shares) == len(self._ends), "other sessions"
 
     def _drop(self, session: Session, cause: str | None = None) -> list[TreeNode]:
         """End the marks of `session`, if it has any; return their nodes."""
@@ -301,7 +308,7 @@ class SessionHints:
         for tier in self.tiers:
             tier.clear()
 
-    def check(self, nodes: Collection[TreeNode]) -> None:
-        """Assert that the marks fit the sessions."""
+    def check(self, nodes: Sequence[TreeNode]) -> Parts:
+        """Assert that the marks fit the sessions, in parts."""
         for tier in self.tiers:
-            tier.check(nodes)
+            yield from tier.check(nodes)

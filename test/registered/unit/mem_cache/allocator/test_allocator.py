@@ -200,7 +200,7 @@ class AllocatorWalk(RuleBasedStateMachine):
     def books_agree(self) -> None:
         assert self.allocator.available_size() == self.free_pages() * self.page_size
         held = [{slot // self.page_size for slot in row} for row in self.rows]
-        free = self.allocator.free_page_ids().tolist()
+        free = torch.cat([*self.allocator.free_page_ids()]).tolist()
         pages = [*free, *(page for of_row in held for page in of_row)]
         assert sorted(pages) == list(range(1, self.num_pages + 1)), "one owner for each page"
         for row in self.rows:

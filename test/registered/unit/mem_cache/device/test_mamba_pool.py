@@ -53,7 +53,7 @@ def test_slots_are_handed_out_low_first_and_never_padding() -> None:
     assert pool.available_size() == 1
     pool.free(first[:1])
     pool.free([2])
-    assert sorted(pool.free_page_ids().tolist()) == [1, 2, 4]
+    assert sorted(pool.free_page_ids()[0].tolist()) == [1, 2, 4]
     assert pool.take(3) == [2, 1, 4]
     pool.clear()
     assert pool.available_size() == 4

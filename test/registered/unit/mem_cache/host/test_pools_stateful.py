@@ -138,7 +138,7 @@ class Allocator(RuleBasedStateMachine):
         held = [slot for slots in self.requests for slot in slots]
         assert len(held) == len(set(held)), "a slot has two owners"
         assert all(self.page <= slot < self.allocator.size + self.page for slot in held)
-        free = self.allocator.free_page_ids().tolist()
+        free = torch.cat([*self.allocator.free_page_ids()]).tolist()
         assert len(free) == len(set(free)) == self.free_pages()
         assert self.allocator.available_size() == len(free) * self.page
         assert not set(free) & {slot // self.page for slot in held}
@@ -230,7 +230,7 @@ class HostPool(RuleBasedStateMachine):
         if not hasattr(self, "host"):
             return
         self.host.check_integrity()
-        free = set(self.host.free_page_ids().tolist())
+        free = set(self.host.free_page_ids()[0].tolist())
         assert free | set(self.pages) == set(range(self.host.page_num))
         assert not free & set(self.pages)
 

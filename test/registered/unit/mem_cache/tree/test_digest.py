@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.tree.digest import (
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
+from sglang.srt.utils.parts import do_all
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -36,7 +37,7 @@ class Tree:
 
     @property
     def digest(self) -> int:
-        check_digest(self.root, [node for node in self.nodes if node.parent is not None])
+        do_all(check_digest(self.root, [node for node in self.nodes if node.parent is not None]))
         return self.root.tree_digest.value
 
     def add(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
-from types import FrameType
 
 import pytest
 
 from rigs.caches.cache_rig import CacheRig
+from rigs.call_counts import CallCounts
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
@@ -64,21 +63,6 @@ def test_a_node_that_was_used_since_waits_for_its_turn() -> None:
 # ---- costs, as counts of calls -------------------------------------------------------------------
 
 
-class Calls:
-    """Counts calls of functions, those of C too."""
-
-    def __enter__(self) -> Calls:
-        self.count = 0
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        sys.setprofile(None)
-
-    def _note(self, frame: FrameType, event: str, arg: object) -> None:
-        self.count += event in ("call", "c_call")
-
-
 def used_tree(leaves: int, policy: str) -> CacheRig:
     """A tree of prompts with one common page, each used again in ticks since it came."""
     rig = CacheRig(l1_pages=2 * leaves + 8, page_size=1, eviction_policy=policy)
@@ -100,9 +84,9 @@ def test_an_eviction_pays_for_no_other_node(policy: str) -> None:
     counts = []
     for leaves in (8, 200):
         rig = used_tree(leaves, policy)
-        with Calls() as calls:
+        with CallCounts() as calls:
             rig.tree.evict(EvictParams(num_tokens=1))
-        counts.append(calls.count)
+        counts.append(calls.total)
         rig.tree.check_integrity()
     small, large = counts
     assert large <= small + 10

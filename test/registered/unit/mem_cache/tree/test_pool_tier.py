@@ -8,6 +8,7 @@ import torch
 from rigs.caches.cache_rig import HiCacheSettings
 from rigs.caches.state_rig import StateRig
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
+from sglang.srt.utils.parts import do_all
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -73,7 +74,7 @@ def test_a_state_without_its_pages_is_named(tier: str) -> None:
     getattr(node, "set_value" if tier == "device" else "set_host_value")(None)
     owned = [("the test", slots)]
     with pytest.raises(AssertionError, match=f"mamba states on the {tier}.*without others"):
-        pages.check([node], owned)
+        do_all(pages.check([node], owned))
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
