@@ -244,7 +244,8 @@ class RadixCache(BasePrefixCache):
 
     def begin_tick(self, now: float) -> None:
         """Note the time of the tick, seconds that are equal on all ranks: hints of sessions end."""
-        self.tree.refresh(self.tree.sessions.expire(now))
+        if ended := self.tree.sessions.expire(now):
+            self.tree.refresh(ended)
         self.tree.note_uses()
 
     # ---- requests that wait ----------------------------------------------------------------

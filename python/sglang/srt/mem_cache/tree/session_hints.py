@@ -152,7 +152,9 @@ class TierHints:
     def expire(self, now: float) -> list[TreeNode]:
         """End marks whose time is over. Returns their nodes."""
         changed: list[TreeNode] = []
-        for _ in range(min(_MOST_EXPIRED, len(self._ends))):
+        count = 0
+        while self._ends and count < _MOST_EXPIRED:
+            count += 1
             session, (_, until) = next(iter(self._ends.items()))
             if until > now:
                 break

@@ -120,6 +120,19 @@ def test_a_hint_ends_after_its_time() -> None:
     assert rig.run(AGENT).total == 0
 
 
+def test_many_hints_end_in_several_ticks() -> None:
+    rig = rig_of(400)
+    rig.tree.begin_tick(0.0)
+    for number in range(40):
+        rig.run(prompt(number), session=f"s{number}")
+    left = []
+    for tick in range(4):
+        rig.tree.begin_tick(SESSION_TTL + tick)
+        left.append(rig.tree.tree.sessions.tiers[0].tokens // (2 * PAGE))
+        rig.tree.check_integrity()
+    assert left == [24, 8, 0, 0]
+
+
 def test_a_hint_is_no_lock() -> None:
     rig = rig_of(12)
     rig.run(AGENT, session="agent")
