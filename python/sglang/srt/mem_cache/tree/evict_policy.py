@@ -144,10 +144,10 @@ def get_eviction_strategy(
 class EvictionHeap:
     """The nodes that may leave one tier, the first to leave on top.
 
-    Each node has one entry, whose place is known, so that adding, moving and removing a node costs
-    O(log n), and no eviction pays for what happened to other nodes since the last one. An entry has
-    the order of the node when it was added or refreshed; use alone moves a node backward, so that
-    `pop` compares the order of the first entry with that of its node.
+    The heap knows the place of each node's entry: adding, moving and removing a node costs
+    O(log n). No eviction pays for nodes that were used since the last one. An entry has the order
+    that its node had when it was added or refreshed. Use alone moves a node backward, so `pop`
+    compares the first entry with its node.
 
     Source: Sedgewick and Wayne, "Algorithms", 4th ed., section 2.4: indexed priority queue.
 
