@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,7 +157,7 @@ def most_calls_of_a_part(rig: SchedulerRig) -> tuple[int, int]:
 
 def test_a_part_of_a_check_is_as_small_in_a_large_tree(model: Path) -> None:
     """One of 64 nodes or of 4,096 tokens at most."""
-    settings = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
+    settings: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
     found = []
     for nodes in (200, 800):
         rig = SchedulerRig(model, pool_tokens=PAGE * (nodes + 16), page_size=PAGE, **settings)
@@ -183,7 +184,7 @@ def decoding(model: Path, tmp_path: Path) -> Iterator[Callable[[int, bool], Call
     rigs = []
 
     def count(nodes: int, has_store: bool) -> CallCounts:
-        settings = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
+        settings: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
         if has_store:
             settings["hicache_storage_backend"] = "file"
         rig = SchedulerRig(model, pool_tokens=PAGE * (nodes + 32), page_size=PAGE, **settings)
