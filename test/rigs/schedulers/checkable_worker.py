@@ -45,6 +45,7 @@ from sglang.srt.mem_cache.allocator import make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import LayerTransferCounter
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+from sglang.srt.speculative.verify_graphs import largest_verification
 
 _DENSE = CheckableState()
 
@@ -128,6 +129,9 @@ class CheckableWorker(TpModelWorker):
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
         """See `TpModelWorker`. Raises WrongContext, or the device does when results are awaited."""
         forward, verified = batch.forward, batch.verified
+        if verified is not None:
+            most = largest_verification(self.num_draft_tokens)
+            expect(forward.batch_size <= most, f"{forward.batch_size} of at most {most} requests")
         step = Step(self._pools, [], verified is not None)
         is_ahead = verified is not None and verified.behind is not None
         if not is_ahead:

@@ -410,26 +410,26 @@ class Scheduler:
             return StepResult(output, token_ids), token_ids, output.accepted
 
     def _prepare_decode(self) -> bool:
-        """Prepare slots and sampling of the next decode step. False: none can run."""
-        state, decode = self.state, self._decode
-        ready = len(state.queues.decoding)
-        width = self._draft_policy.width(ready)
-        if ready and width != state.decode_batch.width:
+        """Prepare slots and sampling of the next decode step. False: none can run.
+
+        Processing the step in flight changes the batch, so everything is decided again after it.
+        """
+        state, decode, batch = self.state, self._decode, self.state.decode_batch
+        while num_ready := decode.gather():
+            width = self._draft_policy.width(num_ready)
+            is_same = width == batch.width
+            if state.in_flight is not None and not (is_same and decode.can_run_ahead()):
+                self._settle()
+                continue
+            if not is_same:
+                batch.change_width(width)
+            is_ready = decode.prepare()
+            if is_ready or state.in_flight is None:
+                return is_ready
+            # Requests that end with that step may give back enough slots. If not, some are
+            # retracted.
             self._settle()
-            state.decode_batch.change_width(width)
-        num_ready = decode.gather()
-        if state.in_flight is not None and not decode.can_run_ahead():
-            self._settle()
-            num_ready = decode.gather()
-        if not num_ready:
-            return False
-        if decode.prepare():
-            return True
-        if state.in_flight is None:
-            return False
-        # Requests that end with that step may give back enough slots. If not, some are retracted.
-        self._settle()
-        return decode.gather() > 0 and decode.prepare()
+        return False
 
     def _log_status(self) -> None:
         state = self.state

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.schedulers.checkable_pools import CheckableState
+from rigs.schedulers.checkable_worker import CheckableRig
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
+from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.layers import penalties
+from sglang.srt.layers.forward_batch_info import ForwardMode
 from sglang.srt.managers.messages.io_struct import FinishReason
-from sglang.srt.managers.scheduler.batch import DecodeBatch
+from sglang.srt.managers.scheduler.batch import DecodeBatch, ModelWorkerBatch
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
+from sglang.srt.speculative import verify_graphs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -119,6 +124,43 @@ def test_who_joins_or_leaves_uploads_no_prompt_again_for_penalties(
         rig.step(rig.request(f"r{n}", prompt(n, 100), greedy(new_tokens, frequency_penalty=0.5)))
     rig.run()
     assert 300 <= sum(uploaded) < 400, "each prompt once, and a few numbers a batch"
+
+
+@pytest.mark.settled
+@pytest.mark.parametrize("state", [CheckableState(), CheckableState(num_states=8)])
+def test_the_launched_batch_decides_whether_drafts_are_verified(
+    state: CheckableState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests join and end when the step in flight is processed, after the batch was gathered."""
+    width, largest = 4, 2
+    monkeypatch.setattr(verify_graphs, "MAX_TOKENS", largest * width)
+    rig = CheckableRig(
+        BUILTIN_MODEL_DIR,
+        state=state,
+        overlap=True,
+        speculative_algorithm="NEXTN",
+        speculative_num_steps=width - 1,
+    )
+    rig.scheduler._draft_policy.always = True
+    launched: set[tuple[int, bool]] = set()
+    forward = rig.worker.forward_batch_generation
+
+    def noted(batch: ModelWorkerBatch) -> Any:
+        if batch.forward.forward_mode is not ForwardMode.EXTEND:
+            launched.add((batch.forward.batch_size, batch.verified is not None))
+        return forward(batch)
+
+    monkeypatch.setattr(rig.worker, "forward_batch_generation", noted)
+    for nth, ends in enumerate(range(1, 9)):
+        # One of three ends while the prompt of another is computed.
+        lengths = {"ends": ends, "goes on": 20, "too": 20}
+        rig.step(
+            *[rig.request(f"{rid} {nth}", PROMPTS[0], greedy(n)) for rid, n in lengths.items()]
+        )
+        for _ in range(3):
+            rig.step()
+        rig.run(rig.request(f"joins {nth}", prompt(nth, 9), greedy(20)))
+    assert launched == {(1, True), (2, True), (3, False), (4, False)}
 
 
 if __name__ == "__main__":
