@@ -222,6 +222,9 @@ class _DraftLayer:
         layer, main = self._pools.state.draft_layer, self._pools.state.token_layers[0]
         num_old = len(slots) - len(tokens) + is_stored
         one = self._pools.tokens[0]
+        for buffer in self._pools.tokens:
+            if buffer.read(layer)[slots[0]].any():
+                raise WrongContext(f"row {row}, draft layer: position 0 has {buffer.name}")
         known = np.concatenate(
             [
                 one.read(main)[slots[:1], 0] ^ one.marks[main, 0],
