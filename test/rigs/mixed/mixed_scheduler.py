@@ -1,0 +1,356 @@
+"""Random work for a whole scheduler over tiny models, whose features all meet each other.
+
+    python -m rigs.mixed.mixed_scheduler --seed N      repeats one run
+    python -m rigs.mixed.mixed_scheduler --seconds S   runs seed after seed
+
+`random_scheduler.py` checks every position of a model that is made for checks. Here the models, the
+attention, the formats of state and the draft layers are the engine's own. All words, and their log
+probabilities where a request asks for them, are compared with those of an engine that caches and
+drafts nothing. Whenever the scheduler is idle, and at random between, page ownership is checked,
+and a mirror of the tiers, which hears KV events alone, is compared with the tree.
+
+Seeds from 0 to the number of `covering_mixes` have these configurations in turn, and so on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+from rigs.caches.host_damage import flip_any
+from rigs.drafts.guesses import guessed
+from rigs.mixed.cold_engine import ColdEngine
+from rigs.mixed.mirror import Mirror
+from rigs.mixed.mixed_requests import Asked, MixedRequests
+from rigs.mixed.plan import DRAFTING, LATENT, LEVELS, Mix, covering_mixes
+from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.schedulers import random_seeds
+from rigs.schedulers.random_checks import assert_unpinned
+from rigs.schedulers.random_seeds import Outcome
+from rigs.schedulers.random_setup import impatient, speculation
+from rigs.schedulers.scheduler_rig import Collected, SchedulerRig
+from rigs.schedulers.step_watchdog import log_kept
+from sglang.srt.environ import envs
+from sglang.srt.managers.messages.io_struct import AbortReq, FlushCacheReqInput, ToScheduler
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.l3 import attached_store
+from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
+
+_MODULE: Final = "rigs.mixed.mixed_scheduler"
+STEPS_PER_SEED: Final = 200
+_REST_S: Final = 60.0
+_MANY: Final = 60
+"""Requests that run or wait at once, for `many requests`."""
+Pair = frozenset[str]
+FEATURES: Final = (
+    *(f"model {family}" for family in LEVELS["family"]),
+    "KV events",
+    "L2",
+    "L3",
+    "abort",
+    "cache report",
+    "damage",
+    "drafts",
+    "extra key",
+    "fp8 state",
+    "hit in device",
+    "hit in host",
+    "hit in storage",
+    "logprobs",
+    "many requests",
+    "overlap",
+    "parts of prompts",
+    "priority",
+    "prompt logprobs",
+    "retraction",
+    "session",
+    "whole prompt",
+)
+"""What a run may have, or a request of it."""
+NEVER_TOGETHER: Final = {
+    *map(frozenset, itertools.combinations(FEATURES[: len(LEVELS["family"])], 2)),
+    # The server refuses these.
+    frozenset({"model ministral", "drafts"}),
+    *(frozenset({f"model {one}", "fp8 state"}) for one in LEVELS["family"] if one not in LATENT),
+}
+"""Features that exclude each other."""
+
+
+@cache
+def _models() -> tempfile.TemporaryDirectory[str]:
+    """Folder of the checkpoints of this process."""
+    return tempfile.TemporaryDirectory()
+
+
+@cache
+def _cold(family: str, kv_cache_dtype: str) -> ColdEngine:
+    """The engine to compare with. Rounded state must choose no other experts, so a model with
+    rounded state has none."""
+    path = Path(_models().name) / f"{family}-{kv_cache_dtype}"
+    fields: dict[str, Any] = {"mtp": family in DRAFTING}
+    if kv_cache_dtype != "auto":
+        fields["first_k_dense_replace"] = 2
+    save_tiny_checkpoint(path, family, eos_token_id=None, **fields)
+    return ColdEngine(path, kv_cache_dtype)
+
+
+@dataclass(slots=True, kw_only=True)
+class MixedOutcome(Outcome):
+    """Outcome of a run."""
+
+    mix: Mix
+    run_features: set[str] = field(default_factory=set)
+    """What happened in the run, whichever request it happened to."""
+    of_requests: set[frozenset[str]] = field(default_factory=set)
+    """For each request that ended what it asked for, and what happened to it."""
+    most_off: float = 0.0
+    """Largest difference from a log probability of the cold engine."""
+
+    def pairs(self) -> set[Pair]:
+        """Each two features that met: in the run, or in a request of it."""
+        together = [self.run_features | one for one in self.of_requests]
+        return {frozenset(two) for one in together for two in itertools.combinations(one, 2)}
+
+    def describe(self) -> str:
+        return f"{self.mix}; off by {self.most_off:.1e} at most"
+
+
+class MixedScheduler:
+    """One run.
+
+    Args:
+        seed: Determines all but the timing of threads.
+        mix: Replaces the settings that the seed has.
+    """
+
+    def __init__(self, seed: int, mix: Mix | None = None) -> None:
+        mixes = covering_mixes()
+        self.rng = random.Random(seed)
+        self.mix = mix or mixes[seed % len(mixes)]
+        self.outcome = MixedOutcome(mix=self.mix)
+        self._cold = _cold(self.mix.family, self.mix.kv_cache_dtype)
+        self._log: deque[str] = deque(maxlen=30)
+        self._mirror = Mirror()
+        self._texts: list[list[int]] = []
+        """Texts that were said; the draft layer of a random model is hardly ever right."""
+        self._asked: dict[str, Asked] = {}
+        """Requests that have not ended."""
+        self._storage = Path()
+        self._rig: SchedulerRig | None = None
+        self._requests = MixedRequests(self.rng, self.mix.page_size, self._most_tokens)
+
+    @property
+    def _most_tokens(self) -> int:
+        return 8 * self.mix.page_size
+
+    @property
+    def rig(self) -> SchedulerRig:
+        assert self._rig is not None, "within `run`"
+        return self._rig
+
+    def run(self, steps: int = STEPS_PER_SEED) -> MixedOutcome:
+        """Run about `steps` ticks. Raises for any wrong result."""
+        began = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            self._storage = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(self._storage))
+            stack.enter_context(folder)
+            stack.enter_context(impatient())
+            stack.enter_context(unhurried())
+            stack.enter_context(log_kept(self._log))
+            if self.mix.damages_l2:
+                stack.enter_context(envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0))
+            if self.mix.num_drafts:
+                stack.enter_context(guessed(self._texts, 0.8))
+            self._rig = self._make_rig()
+            stack.callback(self._rig.close)
+            try:
+                while self.outcome.steps < steps:
+                    self._busy_time()
+                    self._come_to_rest()
+            except BaseException as error:
+                error.add_note(f"after {self.outcome.steps} steps of {self.mix}; the log:")
+                error.add_note("\n".join(self._log))
+                raise
+        self._note_run()
+        self.outcome.seconds = time.monotonic() - began
+        return self.outcome
+
+    def _make_rig(self) -> SchedulerRig:
+        mix = self.mix
+        page, rows = mix.page_size, mix.max_requests
+        most = self._most_tokens + 3 * page + mix.num_drafts + 1
+        pages = (
+            max(most // page + 2, 3 * rows // 2) if mix.is_small else (1 + rows // 2) * most // page
+        )
+        args: dict[str, Any] = {
+            "pool_tokens": pages * page,
+            "max_requests": rows,
+            "page_size": page,
+            "overlap": mix.overlap,
+            "kv_cache_dtype": mix.kv_cache_dtype,
+            "chunked_prefill_size": mix.chunk_tokens,
+            "radix_eviction_policy": mix.eviction,
+            "schedule_conservativeness": 0.01 if mix.is_small else 1.0,
+            "publish_events": self._mirror.hear,
+            "keep_session_share": 0.5,
+            **speculation(1 + mix.num_drafts),
+        }
+        if mix.family not in LATENT:
+            args["num_states"] = rows + (3 if mix.is_small else rows)
+        if mix.family == "qwen3_next":
+            args["mamba_track_interval"] = 2 * page
+        if mix.tiers > 1:
+            args |= {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
+        if mix.tiers > 2:
+            extra = {"prefetch_threshold": page}
+            args |= {
+                "hicache_storage_backend": "file",
+                "hicache_storage_prefetch_policy": "wait_complete",
+                "hicache_storage_backend_extra_config": json.dumps(extra),
+            }
+        rig = SchedulerRig(self._cold.path, **args)
+        rig.tick_s = 0.01  # type: ignore[misc]
+        policy = rig.scheduler._draft_policy
+        policy.first_steps, policy.trial_steps, policy.period_steps = 6, 2, 8
+        return rig
+
+    # ---- ticks ---------------------------------------------------------------------------------
+
+    def _busy_time(self) -> None:
+        rng, most = self.rng, self.mix.max_requests
+        wanted = rng.choice((2, most // 2, most + 4))
+        for _ in range(rng.choice((10, 20, 40))):
+            messages: list[ToScheduler] = []
+            # All at once, or a few at a time.
+            burst = rng.choice((0, 0, 2, wanted))
+            for _ in range(min(burst, wanted - len(self._asked))):
+                one = self._requests.draw()
+                self._asked[one.message.rid] = one
+                messages.append(one.message)
+            if self._asked and rng.random() < 0.1:
+                one = rng.choice(list(self._asked.values()))
+                one.is_aborted = True
+                messages.append(AbortReq(rid=one.message.rid))
+            if self.mix.damages_l2 and rng.random() < 0.2 and flip_any(self.rig.tree, rng):
+                self.outcome.counts["damaged in L2"] += 1
+            self._step(*messages)
+
+    def _step(self, *messages: ToScheduler) -> None:
+        rig = self.rig
+        rig.step(*messages)
+        self.outcome.steps += 1
+        if len(rig.scheduler.state.queues.alive) >= _MANY:
+            self.outcome.run_features.add("many requests")
+        if self.rng.random() < 0.1:
+            rig.check()
+            self._mirror.compare(rig.tree)
+        for rid in [rid for rid in self._asked if rid in rig.results]:
+            if rig.results[rid].finish_reason is not None:
+                self._on_end(self._asked.pop(rid), rig.results.pop(rid))
+
+    def _come_to_rest(self) -> None:
+        rig, began = self.rig, time.monotonic()
+        while self._asked or not rig.scheduler.is_idle():
+            assert time.monotonic() - began < _REST_S, f"no rest: {list(self._asked)}"
+            self._step()
+            if rig.scheduler.poll_timeout_ms():
+                time.sleep(0.0005)
+        rig.assert_clean()
+        assert_unpinned(rig.tree)
+        self._mirror.compare(rig.tree)
+        self._mirror.compare_store(self._storage)
+        # The next prompts come from the tiers below.
+        if self.mix.tiers == 3 and self.rng.random() < 0.5:
+            rig.step(FlushCacheReqInput(req_id="flush"))
+            assert rig.answers.pop().success, "a flush at rest is done at once"
+        elif self.mix.tiers > 1:
+            rig.tree.evict(EvictParams(num_tokens=rig.scheduler.state.limits.pool_tokens))
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def _on_end(self, asked: Asked, got: Collected) -> None:
+        reason, last, message = got.finish_reason, got.last, asked.message
+        assert reason is not None and last is not None
+        words = got.output_ids
+        if words:
+            off = self._cold.assert_words(asked.prompt, words, got.logprobs)
+            self.outcome.most_off = max(self.outcome.most_off, off)
+        features = asked.features()
+        self.outcome.counts[f"ended by {reason.type}"] += 1
+        if reason.type == "abort":
+            assert asked.is_aborted, f"{message.rid} ended by {reason}"
+        else:
+            features.discard("abort")
+            assert len(words) == asked.count, f"{message.rid} ended after {len(words)} words"
+            assert (last.cache_report is not None) == message.return_cache_report
+            self._texts.append([*asked.prompt, *words])
+            del self._texts[:-40]
+            self._requests.remember(asked, words)
+        details = last.cached_tokens_details
+        assert details.total < len(asked.prompt)
+        if (report := last.cache_report) is not None:
+            ends = [cut.at for cut in report.cuts]
+            assert ends == sorted(ends) and max(ends, default=0) <= len(asked.prompt)
+        if details.total >= len(asked.prompt) - self.mix.page_size > 0:
+            features.add("whole prompt")
+        for tier in ("device", "host", "storage"):
+            if tokens := getattr(details, tier):
+                features.add(f"hit in {tier}")
+                self.outcome.counts[f"tokens from {tier}"] += tokens
+        if last.verifications is not None:
+            features.add("drafts")
+            self.outcome.counts["drafts accepted"] += last.verifications.accepted
+        self.outcome.of_requests.add(frozenset(features))
+
+    def _note_run(self) -> None:
+        outcome, mix, counters = self.outcome, self.mix, self.rig.scheduler.state.counters
+        tree = self.rig.tree
+        happened = {
+            f"model {mix.family}": True,
+            "KV events": bool(self._mirror.device.tokens) or mix.tiers == 3,
+            "fp8 state": mix.kv_cache_dtype != "auto",
+            "overlap": mix.overlap,
+            "L2": mix.tiers > 1,
+            "L3": mix.tiers > 2,
+            "damage": outcome.counts["damaged in L2"] > 0,
+            "retraction": counters.retractions > 0,
+            "parts of prompts": mix.chunk_tokens > 0,
+        }
+        outcome.run_features |= {name for name, has in happened.items() if has}
+        outcome.counts["retractions"] += counters.retractions
+        outcome.counts["started again"] += counters.redone
+        if isinstance(tree, HiRadixCache):
+            outcome.counts["nodes"] += sum(1 for _ in tree.nodes())
+
+
+@contextlib.contextmanager
+def unhurried() -> Iterator[None]:
+    """No call to L3 counts as stuck because the machine is slow."""
+    with patch.object(attached_store, "_STUCK_AFTER_S", 20.0):
+        yield
+
+
+def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> MixedOutcome:
+    """Run one seed. Exceptions have notes: the state, and the command that repeats the run."""
+    run = MixedScheduler(seed)
+    try:
+        return run.run(steps)
+    except BaseException as error:
+        error.add_note(f"to repeat: python -m {_MODULE} --seed {seed} --steps {steps}")
+        raise
+
+
+if __name__ == "__main__":
+    raise SystemExit(random_seeds.main(__doc__, _MODULE, STEPS_PER_SEED, run_seed))

@@ -1,0 +1,93 @@
+"""Which settings the runs have: few configurations in which each pair of settings occurs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+LATENT: Final = ("deepseek_v3", "glm_moe_dsa")
+DRAFTING: Final = (*LATENT, "qwen3_next")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """The settings of a run."""
+
+    family: str
+    """A family of `tiny_models.py`."""
+    kv_cache_dtype: str
+    num_drafts: int
+    max_requests: int
+    tiers: int
+    damages_l2: bool
+    """True if pages of L2 change their bytes now and then."""
+    is_small: bool
+    """True if L1 has too few slots for the requests that run."""
+    overlap: bool
+    page_size: int
+    chunk_tokens: int
+    eviction: str
+
+    @property
+    def is_possible(self) -> bool:
+        """False if the engine refuses it, or if there is nothing to damage."""
+        if self.num_drafts and self.family not in DRAFTING:
+            return False
+        if self.kv_cache_dtype != "auto" and self.family not in LATENT:
+            return False  # A CPU keeps keys and values of heads as the model computes them.
+        return not self.damages_l2 or self.tiers > 1
+
+    def pairs(self) -> Iterator[frozenset[tuple[str, Any]]]:
+        """Each two of the settings."""
+        for two in itertools.combinations(dataclasses.asdict(self).items(), 2):
+            yield frozenset(two)
+
+
+LEVELS: Final[dict[str, Sequence[Any]]] = {
+    "family": (*DRAFTING, "ministral"),
+    "kv_cache_dtype": ("auto", "fp8_e4m3"),
+    "num_drafts": (0, 3, 8),
+    "max_requests": (8, 68),
+    "tiers": (1, 2, 3),
+    "damages_l2": (False, True),
+    "is_small": (False, True),
+    "overlap": (True, False),
+    "page_size": (4, 16),
+    "chunk_tokens": (-1, 32),
+    "eviction": ("lru", "priority"),
+}
+"""Values of each field of `Mix`. The families are each kind of state once: latent rows, these with
+indexer keys, recurrent states, and windows."""
+
+
+@cache
+def all_mixes() -> tuple[Mix, ...]:
+    """Every possible configuration."""
+    values = itertools.product(*LEVELS.values())
+    mixes = (Mix(**dict(zip(LEVELS, one, strict=True))) for one in values)
+    return tuple(mix for mix in mixes if mix.is_possible)
+
+
+@cache
+def covering_mixes() -> tuple[Mix, ...]:
+    """Configurations in which each possible pair of settings occurs.
+
+    Greedy: each has the most pairs that none before it has, which gives little more than the
+    least number (Cohen et al., The AETG system, 1997).
+    """
+    number: dict[frozenset[tuple[str, Any]], int] = {}
+    pairs_of = {
+        mix: sum(1 << number.setdefault(pair, len(number)) for pair in mix.pairs())
+        for mix in all_mixes()
+    }
+    missing = (1 << len(number)) - 1
+    chosen: list[Mix] = []
+    while missing:
+        best = max(pairs_of, key=lambda mix: (pairs_of[mix] & missing).bit_count())
+        missing &= ~pairs_of[best]
+        chosen.append(best)
+    return tuple(chosen)
