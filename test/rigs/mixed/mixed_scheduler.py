@@ -49,7 +49,8 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 
 _MODULE: Final = "rigs.mixed.mixed_scheduler"
 STEPS_PER_SEED: Final = 200
-_REST_S: Final = 60.0
+_REST_S: Final = 30.0
+_MOST_STEPS_TO_REST: Final = 4000
 _MANY: Final = 60
 """Requests that run or wait at once, for `many requests`."""
 Pair = frozenset[str]
@@ -77,7 +78,7 @@ FEATURES: Final = (
     "session",
     "whole prompt",
 )
-"""What a run may have, or a request of it."""
+"""Features that are counted, of runs and of requests."""
 NEVER_TOGETHER: Final = {
     *map(frozenset, itertools.combinations(FEATURES[: len(LEVELS["family"])], 2)),
     # The server refuses these.
@@ -111,7 +112,7 @@ class MixedOutcome(Outcome):
 
     mix: Mix
     run_features: set[str] = field(default_factory=set)
-    """What happened in the run, whichever request it happened to."""
+    """Features of the run as a whole."""
     of_requests: set[frozenset[str]] = field(default_factory=set)
     """For each request that ended what it asked for, and what happened to it."""
     most_off: float = 0.0
@@ -262,8 +263,11 @@ class MixedScheduler:
 
     def _come_to_rest(self) -> None:
         rig, began = self.rig, time.monotonic()
-        while self._asked or not rig.scheduler.is_idle():
-            assert time.monotonic() - began < _REST_S, f"no rest: {list(self._asked)}"
+        for steps in itertools.count():
+            if not self._asked and rig.scheduler.is_idle():
+                break
+            is_late = steps > _MOST_STEPS_TO_REST and time.monotonic() - began > _REST_S
+            assert not is_late, f"no rest: {list(self._asked)}, {rig.tree.is_busy()}"
             self._step()
             if rig.scheduler.poll_timeout_ms():
                 time.sleep(0.0005)

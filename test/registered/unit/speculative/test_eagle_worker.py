@@ -1,4 +1,4 @@
-"""What the draft layer keeps beside the entries that it reads itself."""
+"""Entries and hidden states of the draft layer that no step of the same request reads."""
 
 from __future__ import annotations
 
