@@ -1,4 +1,5 @@
-"""Dynamo's KV indexer (PyPI's `ai-dynamo-runtime`) hears the events of two servers."""
+"""Dynamo's KV indexer (PyPI's `ai-dynamo-runtime`) hears the events of two servers, and of caches
+with keys."""
 
 from __future__ import annotations
 
@@ -14,11 +15,15 @@ from typing import Any
 
 import pytest
 
+from rigs.caches.cache_rig import CacheRig
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import EngineServer
+from sglang.srt.arg_groups.kv_events_config import KVEventsConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.disaggregation.kv_events import ZmqEventPublisher
 from sglang.srt.environ import child_environment
+from sglang.srt.utils.cache_key import combine_extra_key
 from sglang.srt.utils.network import get_free_port, get_free_ports, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -47,11 +52,26 @@ class Indexer:
         except (urllib.error.URLError, ConnectionError):
             return None
 
-    def tokens(self, ids: list[int]) -> dict[int, tuple[int, int, int]]:
+    def tokens(self, ids: list[int], **key: str | None) -> dict[int, tuple[int, int, int]]:
         """The length of the longest cached prefix of `ids`, by server: in L1, in L1 and L2, in all
-        tiers."""
-        found = self.ask("/query", {"token_ids": ids, "model_name": "tiny"})["instances"]
+        tiers. `key` may have `cache_salt` and `lora_name`."""
+        query = {"token_ids": ids, "model_name": "tiny", **key}
+        found = self.ask("/query", query)["instances"]
         return {int(name): (one["gpu"], one["cpu"], one["disk"]) for name, one in found.items()}
+
+    def register(self, number: int, endpoint: str, replay: str) -> None:
+        worker = {
+            "instance_id": number,
+            "endpoint": endpoint,
+            "replay_endpoint": replay,
+            "model_name": "tiny",
+            "block_size": PAGE,
+        }
+        assert self.ask("/register", worker) == {"status": "ok"}
+
+    def states(self) -> list[str]:
+        """The state of the connection to each server."""
+        return [one["listeners"]["0"]["status"] for one in self.ask("/workers")]
 
 
 @contextmanager
@@ -100,20 +120,8 @@ def test_it_finds_the_longest_prefix_of_two_servers_in_all_tiers(tmp_path: Path)
         for number, (endpoint, replay) in enumerate(sockets):
             if number:  # It joins later, and asks for what it missed.
                 servers[number].generate(LONG, max_new_tokens=1)
-            worker = {
-                "instance_id": number,
-                "endpoint": endpoint,
-                "replay_endpoint": replay,
-                "model_name": "tiny",
-                "block_size": PAGE,
-            }
-            assert indexer.ask("/register", worker) == {"status": "ok"}
-
-        def hears() -> bool:
-            states = [one["listeners"]["0"]["status"] for one in indexer.ask("/workers")]
-            return states == ["active", "active"]
-
-        assert wait_until(hears, 30)
+            indexer.register(number, endpoint, replay)
+        assert wait_until(lambda: indexer.states() == ["active", "active"], 30)
         servers[0].generate(SHORT, max_new_tokens=1)
         servers[1].generate(OTHER, max_new_tokens=1)
 
@@ -129,6 +137,48 @@ def test_it_finds_the_longest_prefix_of_two_servers_in_all_tiers(tmp_path: Path)
         assert reply.status == 200, reply
         assert becomes({0: (0, 0, 64)}), indexer.tokens(LONG)
         assert [server.stop() for server in servers] == [0, 0]
+
+
+KEYS: list[tuple[str | None, str | None]] = [
+    (None, None), ("a", None), ("b", None), (None, "a"), ("a", "a"), ("", None), (None, ""),
+]  # fmt: skip
+"""Pairs of `extra_key` and `cache_salt`."""
+
+
+@pytest.mark.parametrize("keyed", [False, True], ids=["plain alone", "keyed"])
+def test_equal_tokens_under_other_keys_are_not_mixed_up(tmp_path: Path, keyed: bool) -> None:
+    """A cache holds the prompts of some keys, never all; the indexer has those, and no other."""
+    endpoint, replay = (f"tcp://127.0.0.1:{port}" for port in get_free_ports(2))
+    publisher = ZmqEventPublisher(KVEventsConfig(endpoint=endpoint, replay_endpoint=replay))
+    rig = CacheRig(l1_pages=64, page_size=PAGE, kv_events=True, announce_keyed=keyed)
+
+    def told(key: tuple[str | None, str | None]) -> int:
+        """Tokens that the indexer finds under `key`."""
+        names = {"lora_name": key[0], "cache_salt": key[1]}
+        return indexer.tokens(IDS, **names).get(0, (0,))[0]
+
+    def wanted(holds: list[tuple[str | None, str | None]]) -> dict[Any, int]:
+        plain = len(IDS) * ((None, None) in holds)
+        own = {key: len(IDS) * (keyed and key in holds) for key in KEYS}
+        # The indexer takes an empty text for none.
+        return {key: plain if key in ((None, None), ("", None), (None, "")) else own[key]
+                for key in KEYS}  # fmt: skip
+
+    IDS = [*range(1, 4 * PAGE + 1)]
+    with running_indexer(tmp_path) as indexer:
+        indexer.register(0, endpoint, replay)
+        assert wait_until(lambda: indexer.states() == ["active"], 30)
+        # Tokens of a prompt that is always there: earlier events have come once it is found.
+        for step, holds in enumerate([KEYS[1:], KEYS, KEYS[:1], KEYS[2:], []]):
+            rig.flush()
+            for key in holds:
+                rig.run([*IDS, 7], extra_key=combine_extra_key(*key))
+            mark = [1000 + step] * PAGE
+            rig.run([*mark, 7])
+            publisher.publish(rig.tree.take_events())
+            assert wait_until(lambda mark=mark: indexer.tokens(mark) != {}, 30)
+            assert {key: told(key) for key in KEYS} == wanted(holds)
+    publisher.shutdown()
 
 
 if __name__ == "__main__":

@@ -110,6 +110,7 @@ class CacheRig:
     dtype: torch.dtype = torch.float32
     group: RankGroup = field(default_factory=SingleRank)
     kv_events: bool = False
+    announce_keyed: bool = False
     session_share: float = 0.0
     radix_cache_backend: str | None = None
     head_dim: int = _DIM
@@ -138,6 +139,7 @@ class CacheRig:
             mamba_snapshot_alignment=self.snapshot_alignment(),
             tp_cache_group=self.group,
             enable_kv_cache_events=self.kv_events,
+            announce_keyed=self.announce_keyed,
             session_share=self.session_share,
             session_ttl=SESSION_TTL,
         )

@@ -14,6 +14,7 @@ from sglang.srt.disaggregation.kv_events import (
 )
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.mem_cache.utils import hash_str_to_int64
+from sglang.srt.utils.cache_key import combine_extra_key
 
 
 class Listener:
@@ -24,6 +25,8 @@ class Listener:
         self.tokens: dict[int, tuple[int, ...]] = {}
         """Tokens of blocks, by hash."""
         self.parents: dict[int, int | None] = {}
+        self.keys: dict[int, str | None] = {}
+        """Keys of blocks, as `combine_extra_key` makes them."""
 
     def hear(self, events: list[KVCacheEvent]) -> None:
         """Take events. Raises AssertionError or KeyError where they contradict earlier ones."""
@@ -39,14 +42,16 @@ class Listener:
                     assert block not in self.tokens, "stored twice"
                     self.tokens[block] = tuple(event.token_ids[index * size : (index + 1) * size])
                     self.parents[block] = parent
+                    self.keys[block] = combine_extra_key(event.lora_name, event.cache_salt)
                     parent = block
             elif isinstance(event, BlockRemoved):
                 for block in event.block_hashes:
-                    del self.tokens[block], self.parents[block]
+                    del self.tokens[block], self.parents[block], self.keys[block]
             else:
                 assert isinstance(event, AllBlocksCleared)
                 self.tokens.clear()
                 self.parents.clear()
+                self.keys.clear()
 
 
 class TierListeners:
@@ -62,12 +67,18 @@ class TierListeners:
         for listener in (self.device, self.host, self.store):
             listener.hear(events)
         nodes = list(self._rig.tree.nodes())
-        assert set(self.device.tokens) == self._blocks(one for one in nodes if not one.evicted)
-        assert set(self.host.tokens) == self._blocks(one for one in nodes if one.backuped)
+        assert self.device.keys == self._keys(one for one in nodes if not one.evicted)
+        assert self.host.keys == self._keys(one for one in nodes if one.backuped)
 
-    def _blocks(self, nodes: Iterable[TreeNode]) -> set[int]:
-        size = self._rig.page_size
-        return {hash_str_to_int64(page) for node in nodes for page in node.page_hashes(size)}
+    def _keys(self, nodes: Iterable[TreeNode]) -> dict[int, str | None]:
+        """The blocks of those `nodes` of which events tell, with their keys."""
+        size, keyed = self._rig.page_size, self._rig.announce_keyed
+        return {
+            hash_str_to_int64(page): node.key.extra_key
+            for node in nodes
+            if keyed or node.key.extra_key is None
+            for page in node.page_hashes(size)
+        }
 
 
 def block_of(file: Path) -> int:

@@ -19,16 +19,20 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     publisher: Literal["zmq", "null"] = "zmq"
     """"null": events are not even noted."""
     endpoint: _Endpoint = "tcp://127.0.0.1:5557"
-    """Address of a PUB socket. A name of another host is connected to; others are bound."""
+    """Address of a PUB socket: bound if it is this machine's (see `endpoints_to_bind`), else
+    connected to."""
     replay_endpoint: _Endpoint | None = None
     """Address of a ROUTER socket that sends old batches again; None: there is none."""
     buffer_steps: _Count = 10_000
-    """Batches that are kept for that."""
+    """Batches that are kept for that, in at most 128 MiB."""
     hwm: _Count = 100_000
     """Batches that ZMQ keeps for a slow subscriber. Later ones are not sent to it."""
     max_queue_size: _Count = 100_000
     """Batches that wait for the publisher's thread. Later ones are lost: a gap in the numbers."""
     topic: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    announce_keyed: bool = False
+    """True: blocks of prompts with an `extra_key` or a `cache_salt` are published too, with
+    these."""
 
 
 _DECODER: Final = msgspec.json.Decoder(KVEventsConfig)

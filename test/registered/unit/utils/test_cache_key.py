@@ -1,4 +1,4 @@
-"""combine_extra_key: different pairs give different keys (row C6)."""
+"""combine_extra_key: different pairs give different keys (row C6); split_extra_key undoes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.managers.messages.extra_key import combine_extra_key
+from sglang.srt.utils.cache_key import combine_extra_key, split_extra_key
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -21,6 +21,7 @@ def test_equal_keys_mean_equal_parts(
 ) -> None:
     same = combine_extra_key(a, b) == combine_extra_key(c, d)
     assert same == ((a, b) == (c, d))
+    assert split_extra_key(combine_extra_key(a, b)) == (a, b)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,15 @@ def test_crafted_parts_do_not_collide(
 
 def test_two_absent_parts_give_no_key() -> None:
     assert combine_extra_key(None, None) is None
+    assert split_extra_key(None) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "key", ["", "a", "e1", "e2:a", "s1:ae1:b", "e1:ae1:b", "e01:a", "e1:ab", "e\u0661:a"]
+)
+def test_other_keys_are_not_split(key: str) -> None:
+    """Callers of the cache may have keys of their own."""
+    assert split_extra_key(key) is None
 
 
 if __name__ == "__main__":

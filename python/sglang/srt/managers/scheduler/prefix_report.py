@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from sglang.srt.managers.messages.cache_report import CacheReport, CutReason, Tier
-from sglang.srt.managers.messages.extra_key import split_extra_key
+from sglang.srt.utils.cache_key import split_extra_key
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
@@ -107,14 +107,17 @@ def _other_key(tree: PrefixTree, key: RadixKey) -> str | None:
     Prompts with another `cache_salt` do not count: salts keep clients from learning what others
     have asked.
     """
-    own, own_salt = split_extra_key(key.extra_key)
+    own = split_extra_key(key.extra_key)
+    if own is None:
+        return None
     _, first = key.child_key(tree.page_size)
     for other, page in itertools.islice(tree.root.children, _MOST_PROMPTS):
         if page != first or other == key.extra_key:
             continue
-        theirs, salt = split_extra_key(other)
-        if salt == own_salt:
-            if own is None:
+        theirs = split_extra_key(other)
+        if theirs is not None and theirs.cache_salt == own.cache_salt:
+            if own.extra_key is None:
                 return "extra_key: this prompt has none, the cached one has one"
-            return f"extra_key: the cached prompt has {'none' if theirs is None else 'another'}"
+            has = "none" if theirs.extra_key is None else "another"
+            return f"extra_key: the cached prompt has {has}"
     return None

@@ -58,6 +58,8 @@ class CacheInitParams:
     """Seconds for which they keep it."""
     enable_kv_cache_events: bool = False
     """True if `take_events` answers; somebody must call it then."""
+    announce_keyed: bool = False
+    """True if those events also tell of prompts with an `extra_key` or a `cache_salt`."""
 
 
 class Lookup(NamedTuple):

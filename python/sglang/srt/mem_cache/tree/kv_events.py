@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from sglang.srt.mem_cache.tree.radix_key import PageHash, hash_str_to_int64
+from sglang.srt.utils.cache_key import KeyParts, split_extra_key
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
-_MAX_EVENTS: Final = 100_000
-"""Most events that wait. More of them show that nobody takes them: the log then drops all, and says
-that all blocks are gone, which is safe."""
+_MOST_NUMBERS: Final = 4_000_000
+"""Most hashes and tokens in the events that wait, in about 160 MB. More of them show that nobody
+takes them: the log then drops all, and says that all blocks are gone, which is safe."""
 _MOST_STORED: Final = 1_000_000
 """Most blocks of L3 that are remembered, in about 100 MB. Beyond it, listeners are told that the
 oldest are gone."""
+_NO_KEY: Final = KeyParts()
 
 
 class StorageMedium(StrEnum):
@@ -42,6 +44,11 @@ class StorageMedium(StrEnum):
 class KVCacheEvent(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     """Something that happened to the blocks of a cache."""
 
+    @property
+    def num_numbers(self) -> int:
+        """Hashes and tokens of the event, which take some 40 bytes each in memory."""
+        return 0
+
 
 class BlockStored(KVCacheEvent, frozen=True, kw_only=True):
     """Blocks that follow each other came to a medium."""
@@ -57,6 +64,14 @@ class BlockStored(KVCacheEvent, frozen=True, kw_only=True):
     lora_id: int | None
     """Always None."""
     medium: str | None = None
+    cache_salt: str | None = None
+    """That of the prompt."""
+    lora_name: str | None = None
+    """The prompt's `extra_key`: consumers keep blocks under different names apart."""
+
+    @property
+    def num_numbers(self) -> int:
+        return len(self.block_hashes) + len(self.token_ids)
 
 
 class BlockRemoved(KVCacheEvent, frozen=True, kw_only=True):
@@ -64,6 +79,10 @@ class BlockRemoved(KVCacheEvent, frozen=True, kw_only=True):
 
     block_hashes: list[int]
     medium: str | None = None
+
+    @property
+    def num_numbers(self) -> int:
+        return len(self.block_hashes)
 
 
 class AllBlocksCleared(KVCacheEvent, frozen=True):
@@ -91,15 +110,25 @@ class KVEventLog:
     L3 keeps blocks that the tree has forgotten, so the log remembers which blocks of L3 listeners
     know.
 
+    Blocks of prompts with an `extra_key` or a `cache_salt` are not told: consumers that do not know
+    these would count them for prompts without. Nor is their removal.
+
     Threads: the scheduler's only.
+
+    Args:
+        announce_keyed: Tell them too, with their keys. Blocks remain untold whose key is not of
+            `combine_extra_key`, or has an empty text, which consumers take for an absent one.
 
     Attributes:
         now: How often L3 was found to have the blocks of a node: a clock.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, *, announce_keyed: bool = False) -> None:
         self._page_size = page_size
+        self._announce_keyed = announce_keyed
         self._events: list[KVCacheEvent] = []
+        self._num_numbers = 0
+        """`num_numbers` of all of them."""
         self.now = 0
         self._in_store: dict[int, int] = {}
         """Blocks that listeners believe to be in L3, the latest last, and when (`now`) L3 was last
@@ -108,29 +137,33 @@ class KVEventLog:
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call."""
-        events, self._events = self._events, []
+        events, self._events, self._num_numbers = self._events, [], 0
         return events
 
     # ---- L1 and L2 -------------------------------------------------------------------------
 
     def stored(self, node: TreeNode, medium: StorageMedium) -> None:
         """Note that `node`, which is in the tree, is on `medium` now."""
-        blocks = self._blocks(node)
-        self._note_stored(node, blocks, 0, len(blocks), medium)
+        if (key := self._told_key(node)) is not None:
+            blocks = self._blocks(node)
+            self._note_stored(node, key, blocks, 0, len(blocks), medium)
 
     def removed(self, node: TreeNode, medium: StorageMedium) -> None:
         """Note that `node` is about to leave `medium`."""
-        self._note_removed(self._blocks(node), medium)
+        if self._told_key(node) is not None:
+            self._note_removed(self._blocks(node), medium)
 
     def forgotten(self, nodes: Iterable[TreeNode]) -> None:
         """Note that the tree is about to forget every node; `nodes` are all of them."""
         if not self._in_store:
-            self._events = [AllBlocksCleared()]
+            self._events, self._num_numbers = [AllBlocksCleared()], 0
             return
         # `AllBlocksCleared` would be about L3 too.
         device: list[int] = []
         host: list[int] = []
         for node in nodes:
+            if self._told_key(node) is None:
+                continue
             blocks = self._blocks(node)
             device += blocks if node.value is not None else ()
             host += blocks if node.host_value is not None else ()
@@ -142,6 +175,8 @@ class KVEventLog:
     def in_store(self, node: TreeNode, medium: StorageMedium) -> None:
         """Note that L3, which is `medium`, was found to have the blocks of `node`."""
         self.now += 1
+        if (key := self._told_key(node)) is None:
+            return
         self._store = medium
         blocks = self._blocks(node)
         is_new = [self._in_store.pop(block, None) is None for block in blocks]
@@ -150,7 +185,7 @@ class KVEventLog:
         for new, run in itertools.groupby(is_new):
             end = begin + len(list(run))
             if new:
-                self._note_stored(node, blocks, begin, end, medium)
+                self._note_stored(node, key, blocks, begin, end, medium)
             begin = end
         too_many = len(self._in_store) - _MOST_STORED
         if too_many > 0:
@@ -177,8 +212,23 @@ class KVEventLog:
             del self._in_store[block]
         self._note_removed(blocks, self._store)
 
+    def _told_key(self, node: TreeNode) -> KeyParts | None:
+        """The key under which listeners are told of the blocks of `node`; None: they are not."""
+        if node.key.extra_key is None:
+            return _NO_KEY
+        if not self._announce_keyed:
+            return None
+        key = split_extra_key(node.key.extra_key)
+        return None if key is None or "" in key else key
+
     def _note_stored(
-        self, node: TreeNode, blocks: list[int], begin: int, end: int, medium: StorageMedium
+        self,
+        node: TreeNode,
+        key: KeyParts,
+        blocks: list[int],
+        begin: int,
+        end: int,
+        medium: StorageMedium,
     ) -> None:
         above = node.parent.get_last_hash_value() if node.parent is not None else None
         parent = None if above is None else hash_str_to_int64(above)
@@ -191,6 +241,8 @@ class KVEventLog:
                 block_size=page,
                 lora_id=None,
                 medium=medium,
+                cache_salt=key.cache_salt,
+                lora_name=key.extra_key,
             )
         )
 
@@ -199,10 +251,11 @@ class KVEventLog:
             self._note(BlockRemoved(block_hashes=blocks, medium=medium))
 
     def _note(self, event: KVCacheEvent) -> None:
-        if len(self._events) >= _MAX_EVENTS:
+        if self._num_numbers + event.num_numbers > _MOST_NUMBERS and self._events:
             self._in_store.clear()
-            self._events = [AllBlocksCleared()]
+            self._events, self._num_numbers = [AllBlocksCleared()], 0
         self._events.append(event)
+        self._num_numbers += event.num_numbers
 
     def _blocks(self, node: TreeNode) -> list[int]:
         """Numbers of the blocks of `node`, which is in the tree."""

@@ -441,7 +441,9 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
         params.page_size,
         params.eviction_policy,
         components,
-        KVEventLog(params.page_size) if params.enable_kv_cache_events else None,
+        KVEventLog(params.page_size, announce_keyed=params.announce_keyed)
+        if params.enable_kv_cache_events
+        else None,
         SessionHints(params.session_share, params.session_ttl, params.metrics_registry),
     )
 

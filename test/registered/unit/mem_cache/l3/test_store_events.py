@@ -15,7 +15,12 @@ from rigs.caches.memory_ranks import run_on_ranks
 from rigs.caches.sharded_rig import ShardedRig
 from rigs.caches.state_rig import StateRig
 from rigs.caches.storage_rigs import attached_store_of
-from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from sglang.srt.disaggregation.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.l3 import storage_backup
 from sglang.srt.mem_cache.tree import kv_events
@@ -228,6 +233,21 @@ def test_the_memory_of_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [event.block_hashes for event in gone] == [
         [hash_str_to_int64(first_page(nodes[index]))] for index in (1, 2)
     ]
+
+
+def test_a_log_that_was_dropped_remembers_no_blocks_of_l3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listeners have forgotten them with all others, and are told of them once more."""
+    log, node, other = KVEventLog(PAGE), node_of([1, 2, 3, 4]), node_of([9, 2, 3, 4])
+    log.in_store(node, StorageMedium.DISK)
+    assert len(log.take()) == 1
+    monkeypatch.setattr(kv_events, "_MOST_NUMBERS", 5)
+    for _ in range(2):
+        log.stored(other, StorageMedium.GPU)
+    assert [type(event) for event in log.take()] == [AllBlocksCleared, BlockStored]
+    log.not_in_store(first_page(node), log.now)
+    assert log.take() == [], "they do not know it"
+    log.in_store(node, StorageMedium.DISK)
+    assert [type(event) for event in log.take()] == [BlockStored]
 
 
 if __name__ == "__main__":

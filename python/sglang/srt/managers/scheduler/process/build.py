@@ -15,6 +15,7 @@ import torch
 from sglang.srt.arg_groups.checks import ranks_per_node
 from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, moves_pages
+from sglang.srt.arg_groups.kv_events_config import KVEventsConfig
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.arg_groups.speculative import num_draft_tokens
 from sglang.srt.configs.model_config import ModelConfig
@@ -135,7 +136,7 @@ def build_scheduler(
     # The ranks' trees are equal, so one of them tells.
     events = server_args.kv_events()
     publisher = None if events is None or group.rank else ZmqEventPublisher(events)
-    tree = _make_tree(server_args, runner, metrics, group, has_events=publisher is not None)
+    tree = _make_tree(server_args, runner, metrics, group, None if publisher is None else events)
     tiers += tree.tiers()
     resources = SchedulerResources(
         worker=worker,
@@ -313,8 +314,7 @@ def _make_tree(
     runner: ModelRunner,
     metrics: SchedulerMetrics,
     group: RankGroup,
-    *,
-    has_events: bool,
+    events: KVEventsConfig | None,
 ) -> RadixCache:
     hierarchical = server_args.enable_hierarchical_cache
     identity = runner.weight_source.identity() if hierarchical else ""
@@ -327,7 +327,8 @@ def _make_tree(
         weights_identity=identity,
         session_share=server_args.keep_session_share,
         session_ttl=server_args.keep_session_seconds,
-        enable_kv_cache_events=has_events,
+        enable_kv_cache_events=events is not None,
+        announce_keyed=events is not None and events.announce_keyed,
         tp_cache_group=group,
         metrics_registry=metrics.registry,
         model_pools=ModelPools.of(runner.pools.values(), runner.model_config.num_layers),
