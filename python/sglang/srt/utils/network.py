@@ -169,6 +169,41 @@ def own_addresses(listen_host: str) -> list[str]:
     ]
 
 
+def own_addresses_of(host: str) -> list[str]:
+    """The addresses of this machine that `host`, an address or a name, stands for; []: it stands
+    for another machine, or for none. Looks names up."""
+    own = set(map(_without_scope, own_addresses("0.0.0.0")))
+    found = []
+    for address in addresses_of(host):
+        plain = _without_scope(address)
+        ip = ipaddress.ip_address(plain)
+        if plain in own or ip.is_unspecified or (ip.version == 4 and ip.is_loopback):
+            found.append(address)
+    return found
+
+
+def addresses_of(host: str) -> list[str]:
+    """The addresses of `host`, an address or a name; []: it is unknown. Looks names up."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(_with_scope(*address) for *_, address in found))
+
+
+def _with_scope(host: str | int, *rest: object) -> str:
+    """The address of a socket address, with the interface behind `%` that some IPv6 ones need."""
+    scope = rest[2] if len(rest) > 2 else 0
+    return (
+        f"{host}%{socket.if_indextoname(scope)}" if isinstance(scope, int) and scope else str(host)
+    )
+
+
+def _without_scope(address: str) -> str:
+    """The canonical address without the interface that an IPv6 address may name behind `%`."""
+    return canonical_host(address.partition("%")[0])
+
+
 def address_for_peers(listen_host: str) -> str:
     """The address at which other hosts reach a server that listens on `listen_host`.
 
