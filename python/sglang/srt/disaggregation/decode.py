@@ -6,7 +6,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_UNKNOWN_S: Final = 2.0
+"""Seconds for which a room that its prefill server does not know may keep others from being asked
+about."""
+
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
@@ -54,7 +58,9 @@ class DecodeRequest:
     """Bytes of the hidden state with which its drafts begin; 0: none comes with the metadata."""
     receiver: BaseKVReceiver
     bootstrap_room: int
-    is_asked: bool = False
+    asked: float | None = None
+    """Time since which the prefill server is asked about it, in seconds of the scheduler's ticks;
+    None: it is not."""
     is_known: bool = False
     """True once the ranks agree that the prefill server has the request."""
     num_tokens: int | None = None
@@ -181,22 +187,23 @@ class DecodeRole(Role):
         self._update = TransferUpdate()
         self._init_receivers()
         self._poll()
+        self._give_up_unknown()
         self._give_slots()
         return self._update
 
     def _init_receivers(self) -> None:
-        unasked = [one for one in self._waiting.values() if not one.is_asked]
+        unasked = [one for one in self._waiting.values() if one.asked is None]
         if not unasked:
             return
-        num_asked = Counter(one.peer for one in self._waiting.values() if one.is_asked)
+        num_asked = Counter(one.peer for one in self._waiting.values() if one.asked is not None)
         for one in unasked:
             if num_asked[one.peer] < MAX_POLLED_ROOMS and one.req.progress.to_abort is None:
                 num_asked[one.peer] += 1
-                one.is_asked = True
+                one.asked = self._state.now
                 one.receiver.init()
 
     def _poll(self) -> None:
-        asked = [one for one in self._waiting.values() if one.is_asked]
+        asked = [one for one in self._waiting.values() if one.asked is not None]
         others = [*self._transferring.values(), *self._lingering]
         pollers: list[KVPoller] = [*(one.receiver for one in asked), *others]
         polls = poll_and_all_reduce(pollers, self._group)
@@ -217,6 +224,21 @@ class DecodeRole(Role):
         failed = [one for one, poll in zip(requests, polls, strict=True) if poll == KVPoll.Failed]
         for one, why in zip(failed, failure_reasons(failed, self._group), strict=True):
             self._fail(one, why)
+
+    def _give_up_unknown(self) -> None:
+        """Fail requests that the prefill server has not known for a while, if others of the same
+        server cannot be asked about. A router that repeats a request because the prefill server
+        has refused it leaves a room of each try here, which nobody knows."""
+        unasked = Counter(one.peer for one in self._waiting.values() if one.asked is None)
+        if not unasked:
+            return
+        now, failed = self._state.now, {req.rid for req, _ in self._update.ended}
+        for rid, one in self._waiting.items():
+            if one.asked is None or one.is_known or now - one.asked <= _UNKNOWN_S:
+                continue
+            if unasked[one.peer] and rid not in failed and one.req.progress.to_abort is None:
+                unasked[one.peer] -= 1
+                self._fail(one, "the prefill server does not know the request in time")
 
     def _give_slots(self) -> None:
         if not self._waiting:
@@ -259,7 +281,7 @@ class DecodeRole(Role):
     def _why_late(self, one: DecodeRequest) -> str:
         if one.is_known:
             return f"no slots were free for the request within {self._wait_s:.0f} s"
-        if not one.is_asked:
+        if one.asked is None:
             return f"{MAX_POLLED_ROOMS} requests before it wait for the same prefill server"
         return f"the prefill server does not know the request within {self._wait_s:.0f} s"
 

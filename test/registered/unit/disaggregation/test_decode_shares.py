@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from rigs.disaggregation.decode_rig import PAGE, SILENT_S, WAIT_S, DecodeRig
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import greedy, prompt
+from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -108,7 +110,10 @@ def test_progress_of_a_request_that_has_ended_is_ignored(model: Path) -> None:
     assert rooms(rig) == [1]
 
 
-def test_a_prefill_server_is_asked_about_so_many_rooms_at_once(model: Path) -> None:
+def test_a_prefill_server_is_asked_about_so_many_rooms_at_once(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "_UNKNOWN_S", math.inf)
     rig = DecodeRig(model)
     rig.servers.unknown = set(range(MAX_POLLED_ROOMS + 5))
     rig.step(*(rig.ask(f"r{n}", [n % 100 + 1], n) for n in range(MAX_POLLED_ROOMS + 2)))
@@ -123,6 +128,25 @@ def test_a_prefill_server_is_asked_about_so_many_rooms_at_once(model: Path) -> N
         f"{MAX_POLLED_ROOMS} requests before it wait for the same prefill server"
     )
     assert rig.end("r1").message == "the prefill server does not know the request within 100 s"
+
+
+def test_rooms_that_nobody_knows_make_way_for_others(model: Path) -> None:
+    """A router leaves one with each try of a request that the prefill server refuses."""
+    rig = DecodeRig(model)
+    rig.servers.unknown = set(range(MAX_POLLED_ROOMS))
+    rig.step(*(rig.ask(f"r{n}", [n % 100 + 1], n) for n in range(MAX_POLLED_ROOMS)))
+    rig.now += 3
+    rig.step()
+    assert not rig.results, "they are in nobody's way"
+    good = MAX_POLLED_ROOMS + 1
+    rig.step(rig.ask("good", IDS, good))
+    rig.step()
+    assert rooms(rig) == [good], "it waits for nothing"
+    assert rig.end("r0").message == "the prefill server does not know the request in time"
+    assert [room for room, _ in rig.servers.declined] == [0], "one makes way for one"
+    rig.step(rig.ask("another", [5], good + 1, host="another"))
+    rig.step()
+    assert len(rig.results) == 1, "another server's are no reason"
 
 
 # ---- the order of requests ---------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any, Final
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -239,6 +241,38 @@ def test_who_waits_for_a_refused_request_is_told(
     told = [one for one in server.scheduler.received if isinstance(one, DeclineRoomReq)]
     assert [one.bootstrap for one in told] == [room(number) for number in declined]
     assert all(one.reason == message for one in told)
+
+
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_who_waits_is_told_of_a_client_that_leaves_during_tokenization(
+    decode: FrontServer, prefill: FrontServer, mode: str
+) -> None:
+    """The other server would wait for a room that nobody knows."""
+    server = {"decode": decode, "prefill": prefill}[mode]
+    server.scheduler.received.clear()
+    # Tokenizing so long a text takes longer than the client waits.
+    body = {"text": "a " * 4_000, **SHORT, **ONE, "rid": "leaves"}
+    manager = server.context.manager
+    with patch.object(manager.encoder, "encode", lambda *_, **__: asyncio.sleep(20)):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}{GENERATE}", json=body, timeout=0.5)
+        assert wait_until(lambda: bool(server.scheduler.received), 20)
+    (told,) = server.scheduler.received
+    assert isinstance(told, DeclineRoomReq) and told.bootstrap == room(7)
+
+
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_who_waits_is_told_of_an_id_in_use(
+    decode: FrontServer, prefill: FrontServer, mode: str
+) -> None:
+    """A router repeats a request with its id, and a new room."""
+    server = {"decode": decode, "prefill": prefill}[mode]
+    body = {"text": ["a", "b"], **SHORT, **TWO, "rid": ["same", "same"]}
+    field, _ = refusal(server, GENERATE, body)
+    assert field == "rid"
+    assert wait_until(lambda: len(server.scheduler.received) >= 2, 20)
+    told = [one.bootstrap for one in server.scheduler.received if isinstance(one, DeclineRoomReq)]
+    assert set(told) == {room(7), room(8)}
 
 
 @pytest.mark.parametrize("path", PROMPTS)

@@ -1,18 +1,23 @@
-"""Large bodies: what would hold up all requests is refused before it is decoded."""
+"""Large bodies: what would hold up all requests is refused before it is decoded. Sessions that a
+header names."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
+import httpx
 import msgspec
 import pytest
 
+from rigs.servers.fake_engine import FrontServer, front_server
 from sglang.srt.constants import MIB
 from sglang.srt.entrypoints.http.body import MAX_BODY_BYTES, MAX_BODY_VALUES, decode_body
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import GenerateBody
 from sglang.srt.entrypoints.openai.protocol import ChatBody, DetokenizeBody
+from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
@@ -72,6 +77,49 @@ def test_numbers_are_cheap() -> None:
 def test_what_is_no_body_is_called_that(body: bytes, word: str) -> None:
     with pytest.raises(ApiError, match=word):
         decode_body(body + b" " * MIB, GenerateBody)
+
+
+HELLO: Final = [{"role": "user", "content": "a"}]
+GENERATES: Final[dict[str, dict[str, Any]]] = {
+    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 1}},
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": HELLO, "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/messages": {"model": "m", "messages": HELLO, "max_tokens": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FrontServer]:
+    with front_server() as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", GENERATES)
+def test_a_header_names_the_session_where_the_body_does_not(server: FrontServer, path: str) -> None:
+    """Routers pass it on, and some drop the field."""
+
+    def post(header: str | None, **fields: object) -> httpx.Response:
+        server.scheduler.received.clear()
+        headers = {} if header is None else {"X-SMG-Routing-Key": header}
+        body = {**GENERATES[path], **fields}
+        return httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=20)
+
+    def session(header: str | None, **fields: object) -> str | None:
+        assert post(header, **fields).status_code == 200
+        (sent,) = server.scheduler.received
+        assert isinstance(sent, TokenizedGenerateReqInput)
+        return sent.session_id
+
+    assert session(None) is None
+    assert session("h" * 256) == "h" * 256
+    assert session("of the header", session_id=None) == "of the header"
+    assert session("of the header", session_id="of the body") == "of the body"
+    for header in ("", "h" * 257):
+        refused = post(header)
+        assert refused.status_code == 400 and "X-SMG-Routing-Key" in refused.text
+        assert not server.scheduler.received
+        assert session(header, session_id="of the body") == "of the body"
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap
+from sglang.srt.managers.tokenizer.request_limits import MAX_RID_CHARS
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -42,6 +43,8 @@ MAX_BATCH: Final = 1024
 MAX_NAME_CHARS: Final = 64
 """An unknown field's name is cut to this length in errors; known ones are shorter."""
 _LARGE_BYTES: Final = MIB
+_SESSION_FIELD: Final = "session_id"
+_SESSION_HEADER: Final = b"x-smg-routing-key"
 
 _MESSAGE: Final = re.compile(r"(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?", re.DOTALL)
 _NAMED_FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
@@ -105,10 +108,28 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 
 
 async def read_json(request: Request, kind: type[T]) -> T:
+    """The body as a `kind`. If it may name a session and does not, the header's counts: routers
+    pass that on, and some drop the field. Raises ApiError, as `decode_body`."""
     body = await read_body(request)
     if len(body) >= _LARGE_BYTES:
         context_of(request).memory.trim_soon()
-    return decode_body(body, kind)
+    decoded = decode_body(body, kind)
+    if getattr(decoded, _SESSION_FIELD, "") is None:
+        setattr(decoded, _SESSION_FIELD, _session_of(request))
+    return decoded
+
+
+def _session_of(request: Request) -> str | None:
+    for name, value in request.scope["headers"]:
+        if name == _SESSION_HEADER:
+            if not 1 <= len(value) <= MAX_RID_CHARS:
+                raise bad_request(
+                    "the header X-SMG-Routing-Key names the session where session_id does not: it "
+                    f"must have 1 to {MAX_RID_CHARS} characters",
+                    _SESSION_FIELD,
+                )
+            return str(value, "latin-1")
+    return None
 
 
 def convert(value: object, kind: type[T], field: str) -> T:

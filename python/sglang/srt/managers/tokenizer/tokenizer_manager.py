@@ -148,9 +148,9 @@ class TokenizerManager:
             for request in requests:
                 rid = request.rid
                 if rid in self._states or rid in self._leaving:
-                    raise InvalidRequest(
-                        f"rid {rid!r} is in use by a running request: choose another", field="rid"
-                    )
+                    why = f"rid {rid!r} is in use by a running request: choose another"
+                    self._decline(requests, why)
+                    raise InvalidRequest(why, field="rid")
                 self._states[rid] = state = RequestState(request, now)
                 if self.tracer is not None and not rid.startswith(HEALTH_CHECK_RID_PREFIX):
                     room = None if request.bootstrap is None else request.bootstrap.room
@@ -229,6 +229,8 @@ class TokenizerManager:
             return
         del self._states[state.rid]
         state.stop_encoding()
+        if not state.is_sent:
+            self._decline([state.request], "it ended before its prompt was tokenized")
         if not state.ended:
             if not state.is_sent:
                 return

@@ -1,0 +1,35 @@
+"""docs/pd.md says what `sglang_router` makes of requests and answers: each row is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from rigs.disaggregation.router_probe import Probe, running_router
+from rigs.disaggregation.router_rows import ROWS, SGLANG_ROUTER
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=8, suite="base-b-test-cpu")
+
+
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Probe]]:
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(running_router(SGLANG_ROUTER, folder, is_pair=is_pair))
+            for name, is_pair in (("pair", True), ("plain", False))
+            for folder in (Path(tmp_path_factory.mktemp(name)),)
+        }
+
+
+@pytest.mark.parametrize("behind", ["pair", "plain"])
+@pytest.mark.parametrize("row", ROWS)
+def test_row(probes: dict[str, Probe], behind: str, row: str) -> None:
+    ROWS[row](SGLANG_ROUTER, probes[behind])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
