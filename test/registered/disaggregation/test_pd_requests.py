@@ -195,6 +195,20 @@ def test_a_client_that_leaves_ends_it_on_both_servers(pair: ServerPair) -> None:
     assert again["meta_info"]["completion_tokens"] == 2
 
 
+def test_a_connection_to_decode_that_is_closed_ends_the_request_on_prefill(
+    pair: ServerPair,
+) -> None:
+    """`smg` closes no other when its client leaves."""
+    (prefill,), (decode,) = pair.prefill, pair.decode
+    port = prefill.request("GET", "/server_info").body["disaggregation_bootstrap_port"]
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 12345}
+    body = {"text": PROMPTS[3], "sampling_params": {"max_new_tokens": 4}, **room}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{decode.url}/generate", json=body, timeout=httpx.Timeout(30, read=0.3))
+    answer = httpx.post(f"{prefill.url}/generate", json=body, timeout=60)
+    assert answer.status_code == 503 and "the decode server gave it up" in answer.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_says_why(pair: ServerPair, stream: bool) -> None:
     body = {"text": "a", "sampling_params": {"max_new_tokens": 10**6}, "stream": stream}

@@ -1,4 +1,4 @@
-"""What a router makes of requests and answers, seen by servers of the test's own behind it."""
+"""A real router in front of fake servers, which record the requests that come through it."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _refusals(facts: RouterFacts, probe: Probe) -> None:
 
 
 def _other_half(facts: RouterFacts, probe: Probe) -> None:
-    """What becomes of the request to decode, if prefill refuses at once."""
+    """Prefill refuses at once: does decode's connection stay?"""
     if not probe.is_pair:
         return
     probe.forget()

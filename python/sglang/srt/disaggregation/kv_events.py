@@ -125,8 +125,8 @@ class ZmqEventPublisher:
         self._lost = BadMessages(logger, "batch of KV events")
         self._unread = _Unread()
         self._askers: dict[bytes, _Asker] = {}
-        """Those whose requests are not answered yet, by identity, in the order in which they
-        came."""
+        """Askers by identity, the first to ask first; one leaves when all its requests are
+        answered."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.setsockopt(zmq.SNDHWM, config.hwm)
@@ -148,7 +148,7 @@ class ZmqEventPublisher:
         socket.setsockopt(zmq.TCP_MAXRT, _STUCK_MS)
         own = endpoints_to_bind(endpoint)
         hosts = list(map(_host_of, own)) or addresses_of(_host_of(endpoint))
-        # With it, ZMQ connects to an IPv6 address where there is one; without it, never.
+        # Without the option ZMQ uses IPv4 alone. With it, it prefers IPv6 when it connects.
         are_ipv6 = [":" in one for one in hosts]
         socket.setsockopt(zmq.IPV6, any(are_ipv6) if own else all(are_ipv6) and bool(hosts))
         try:
@@ -298,8 +298,8 @@ class ZmqEventPublisher:
 def endpoints_to_bind(endpoint: str) -> list[str]:
     """The endpoints of this machine that `endpoint` means; []: it is connected to.
 
-    Bound are: paths (`ipc`), all addresses (`*`), an interface by its name, and a host, name or
-    address, at those of its addresses that this machine has. Looks names up.
+    Paths (`ipc`), `*` and names of interfaces are bound. A host, name or address, is bound at its
+    addresses that this machine has, and connected to if there is none. Looks names up.
     """
     host, port = _host_of(endpoint), endpoint.rpartition(":")[2]
     if not endpoint.startswith("tcp://") or host in ("", "*") or host in psutil.net_if_addrs():
