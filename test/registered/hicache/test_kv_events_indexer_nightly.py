@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,9 @@ def test_equal_tokens_under_other_keys_are_not_mixed_up(tmp_path: Path, keyed: b
         names = {"lora_name": key[0], "cache_salt": key[1]}
         return indexer.tokens(IDS, **names).get(0, (0,))[0]
 
+    def has(ids: list[int]) -> bool:
+        return indexer.tokens(ids) != {}
+
     def wanted(holds: list[tuple[str | None, str | None]]) -> dict[Any, int]:
         plain = len(IDS) * ((None, None) in holds)
         own = {key: len(IDS) * (keyed and key in holds) for key in KEYS}
@@ -176,7 +180,7 @@ def test_equal_tokens_under_other_keys_are_not_mixed_up(tmp_path: Path, keyed: b
             mark = [1000 + step] * PAGE
             rig.run([*mark, 7])
             publisher.publish(rig.tree.take_events())
-            assert wait_until(lambda mark=mark: indexer.tokens(mark) != {}, 30)
+            assert wait_until(partial(has, mark), 30)
             assert {key: told(key) for key in KEYS} == wanted(holds)
     publisher.shutdown()
 

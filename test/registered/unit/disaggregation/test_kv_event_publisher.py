@@ -209,7 +209,13 @@ def test_what_subscribers_do_not_read_is_bounded_and_they_are_disconnected(
         asker = socket_to(context, zmq.DEALER, config.replay_endpoint)
         asker.send_multipart((b"", bytes(8)))
         assert answers(asker) == list(range(publisher._next))
-        join(publisher, socket_to(context, zmq.SUB, config.endpoint))
+        fresh = socket_to(context, zmq.SUB, config.endpoint)
+
+        def hears_large() -> bool:
+            publish_large(publisher, 1)
+            return bool(fresh.poll(20)) and len(fresh.recv_multipart()[2]) > 50_000
+
+        assert wait_until(hears_large, 20), "the one that hangs is still connected"
     finally:
         publisher.shutdown()
 
@@ -264,7 +270,7 @@ def test_askers_wait_for_their_turn_until_those_that_hang_are_disconnected(
     context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_events, "_MOST_ANSWERED", 2)
-    monkeypatch.setattr(kv_events, "_STUCK_MS", 300)
+    monkeypatch.setattr(kv_events, "_STUCK_MS", 2000)
     config = config_of()
     publisher = ZmqEventPublisher(config)
     try:
@@ -273,6 +279,8 @@ def test_askers_wait_for_their_turn_until_those_that_hang_are_disconnected(
             hanging = hanging_socket(context, zmq.DEALER, config.replay_endpoint)
             for _ in range(40):  # More requests than one may have.
                 hanging.send_multipart((b"", bytes(8)))
+        assert wait_until(lambda: len(publisher._askers) == 3, 20)
+        assert [one.unread.size() > 0 for one in publisher._askers.values()][2] is False
         asker = socket_to(context, zmq.DEALER, config.replay_endpoint)
         asker.send_multipart((b"", bytes(8)))
         assert answers(asker) == list(range(60))
