@@ -31,6 +31,7 @@ from sglang.planning.machine import (
     with_given,
 )
 from sglang.planning.model_costs import (
+    config_of_files,
     costs_of_rank,
     kept_formats,
     parameters_of,
@@ -127,7 +128,7 @@ def _own_parser() -> argparse.ArgumentParser:
 
 def make_plan(own: argparse.Namespace, args: ServerArgs) -> Plan:
     """Compute all figures. Raises ValueError if the model does not work or fit."""
-    config = ModelConfig.from_args(args)
+    config = config_of_files(ModelConfig.from_args(args))
     machine = _machine(own, args, config)
     kind = machine.kind
     args = dataclasses.replace(args, device=kind.name).resolve()
@@ -344,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         own, args = parse_args(argv)
         if own.weights_only:
-            rows = weights_by_ranks(ModelConfig.from_args(args))
+            rows = weights_by_ranks(config_of_files(ModelConfig.from_args(args)))
             print(json.dumps(rows) if own.json else weights_text(rows))
             return 0
         plan = make_plan(own, args)

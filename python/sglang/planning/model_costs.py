@@ -22,7 +22,7 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.layers.weight_format import FormatOf, WeightFormats
 from sglang.srt.mem_cache.device.state_spec import StateSpec
-from sglang.srt.model_loader.loader import KEPT_DTYPES, WEIGHT_SOURCES
+from sglang.srt.model_loader.loader import KEPT_DTYPES, WEIGHT_SOURCES, with_own_head
 from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.registry import MODEL_CLASSES
@@ -105,6 +105,18 @@ def parameters_of(config: ModelConfig) -> ModelParameters:
     return ModelParameters(total=total, active=active)
 
 
+def config_of_files(config: ModelConfig) -> ModelConfig:
+    """The config of the model that the weight files have, if there are any: a head of their own may
+    contradict config.json, see `with_own_head`."""
+    if not _has_files(config):
+        return config
+    return with_own_head(config, WEIGHT_SOURCES["auto"](config, LoadConfig()))
+
+
+def _has_files(config: ModelConfig) -> bool:
+    return any(Path(config.model_path).glob("*.safetensors"))
+
+
 def kept_formats(config: ModelConfig) -> FormatOf | None:
     """Formats of the weights that stay quantized in a GPU's memory; None: none does.
 
@@ -113,11 +125,10 @@ def kept_formats(config: ModelConfig) -> FormatOf | None:
     """
     if config.quantization is None or config.dtype not in KEPT_DTYPES:
         return None
-    directory = Path(config.model_path)
-    if any(directory.glob("*.safetensors")):
+    if _has_files(config):
         return WEIGHT_SOURCES["auto"](config, LoadConfig()).formats()
     found = WEIGHT_SOURCES["dummy"](config, LoadConfig()).formats()
-    raw = read_json(directory / "config.json") or {}
+    raw = read_json(Path(config.model_path) / "config.json") or {}
     patterns = _plain_layers(raw)
     return lambda name: None if _is_listed(name, patterns) else found(name)
 

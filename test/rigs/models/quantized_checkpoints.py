@@ -184,6 +184,7 @@ def gptq(
     *,
     act_order: bool = False,
     version: int = 1,
+    stored_zero: int | None = None,
     moments: Moments = NO_MOMENTS,
 ) -> Format:
     """The layout of AutoGPTQ (version 1), and of GPTQModel (version 2).
@@ -191,13 +192,15 @@ def gptq(
     Args:
         group: Inputs of a group; -1: all.
         act_order: Whether the inputs of a group are spread over the weight.
+        stored_zero: If given, the weights are symmetric, their zero point is half of the range, and
+            this is what the files hold for it. Half of the scales are negative, as AutoRound's.
     """
     config = {
         "quant_method": "gptq",
         "bits": bits,
         "group_size": group,
         "desc_act": act_order,
-        "sym": False,
+        "sym": stored_zero is not None,
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
     }
 
@@ -206,18 +209,39 @@ def gptq(
         groups = np.arange(inputs) // (inputs if group < 0 else group)
         if act_order:
             np.random.default_rng(3).shuffle(groups)
-        integers, zeros, scales, values = _integers(
-            weight, groups, bits, least_zero=1, moments=moments.get(name)
-        )
+        if stored_zero is None:
+            integers, zeros, scales, values = _integers(
+                weight, groups, bits, least_zero=1, moments=moments.get(name)
+            )
+            zeros = zeros - (1 if version == 1 else 0)
+        else:
+            integers, scales, values = _centred(weight, groups, bits)
+            zeros = np.full(scales.shape, stored_zero)
         layer = name.removesuffix(".weight")
         return {
             f"{layer}.qweight": _pack(integers.T, bits, axis=0),
-            f"{layer}.qzeros": _pack(zeros.T - (1 if version == 1 else 0), bits, axis=1),
+            f"{layer}.qzeros": _pack(zeros.T, bits, axis=1),
             f"{layer}.scales": torch.from_numpy(scales.T.astype(np.float16)),
             f"{layer}.g_idx": torch.from_numpy(groups.astype(np.int32)),
         }, values
 
     return Format(config, encode, multiple=8)
+
+
+def _centred(
+    weight: Floats, groups: npt.NDArray[np.int64], bits: int
+) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+    """Integers `[outputs, inputs]` around half of their range, scales `[outputs, groups]`, and
+    values. A group's greatest magnitude has the lowest integer, so a positive one has a negative
+    scale."""
+    half, count = 1 << (bits - 1), int(groups.max()) + 1
+    scales = np.zeros((len(weight), count), np.float32)
+    for group in range(count):
+        part = weight[:, groups == group]
+        greatest = part[np.arange(len(part)), np.abs(part).argmax(axis=1)]
+        scales[:, group] = (greatest / -half).astype(np.float16)
+    signed = np.clip(np.round(weight / scales[:, groups]), -half, half - 1)
+    return signed.astype(np.int64) + half, scales, signed * scales[:, groups]
 
 
 def _integers(

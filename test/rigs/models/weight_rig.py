@@ -61,6 +61,9 @@ class SeedAtHand:
     def __init__(self, answers: Sequence[SeedAnswer]) -> None:
         self.told = list(answers)
 
+    def ask(self, rank: int) -> SeedAnswer:
+        return self.told[rank]
+
     def ask_all(self) -> list[SeedAnswer]:
         return self.told
 

@@ -8,6 +8,7 @@ are refused, unless they are null, false, zero or empty.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
 TEXT_CONFIG: Final = "text_config"
 """The object of config.json that has the settings of a text model which is a part of the whole."""
 
+_MAX_LEVELS: Final = 32
+"""Most levels of objects and lists in a JSON file. Libraries copy and print them recursively."""
 _MAX_SHOWN_CHARS: Final = 60
 """A value is cut to this length in errors."""
 
@@ -356,7 +359,8 @@ def read_config(
             supported. One line with the remedy.
     """
     directory = Path(model_path)
-    if not directory.is_dir():
+    # `Path.is_dir` raises OSError for a name that is too long.
+    if not os.path.isdir(directory):
         raise ValueError(
             f"model path {model_path!r} is not a directory: give the local directory of a "
             "Hugging Face checkpoint, or its name on the hub (OWNER/NAME)"
@@ -430,8 +434,20 @@ def read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON ({error}): copy it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object: copy it again")
+    if _is_deeper(value, _MAX_LEVELS):
+        raise ValueError(
+            f"{path} has objects or lists in more than {_MAX_LEVELS} levels: copy it again"
+        )
     return value
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """True if objects and lists are nested in more than this many levels."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inner)

@@ -17,6 +17,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 _FIELD: Final = "quantization_config"
+_MAX_SIZE: Final = (1 << 31) - 1
+"""Greatest number of outputs or inputs of a block."""
+FP8: Final = "F8_E4M3"
+INT8: Final = "I8"
+WORDS: Final = "I32"
+"""Dtypes of elements, as safetensors names them."""
 
 
 class Packing(Enum):
@@ -32,6 +38,17 @@ class Packing(Enum):
     """`[inputs, outputs / n]`: a word has eight outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7."""
 
 
+class ZeroPoints(Enum):
+    """Where the zero points of integers are."""
+
+    CENTRE = "centre"
+    """Half of the integers' range, whatever the files hold."""
+    STORED = "stored"
+    """In the files, beside each weight."""
+    IF_STORED = "if stored"
+    """In the files; half of the range for a weight that has none there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationConfig:
     """How the quantized weights of a checkpoint are encoded."""
@@ -41,6 +58,10 @@ class QuantizationConfig:
     packing: Packing = Packing.NONE
     bits: int = 8
     """Bits of a packed integer."""
+    elements: str = FP8
+    """Dtype of the tensor with the elements: `FP8`, `INT8`, or `WORDS` of packed integers."""
+    zero_points: ZeroPoints = ZeroPoints.CENTRE
+    """Zero points of integers."""
     block: tuple[int, int] | None = None
     """Outputs and inputs that share a scale; None: see the shape of the scales. A negative number
     stands for the whole dimension."""
@@ -50,6 +71,12 @@ class QuantizationConfig:
     """True if the files have plain weights, which are rounded to this format at load."""
     is_reordered: bool = False
     """True if the inputs of a group are spread over the weight (GPTQ's `desc_act`)."""
+
+    @property
+    def may_have_negative_scales(self) -> bool:
+        """True for integers around the centre of their range: AutoRound scales a group whose
+        greatest magnitude is positive by a negative number, because -8 has no counterpart."""
+        return self.elements != FP8 and self.zero_points is not ZeroPoints.STORED
 
     def __str__(self) -> str:
         """The format in words, for logs."""
@@ -129,12 +156,23 @@ def _fp8(stated: dict[str, Any]) -> QuantizationConfig:
 def _awq(stated: dict[str, Any]) -> QuantizationConfig:
     _one_of(stated, "bits", (4,))
     _one_of(stated, "version", ("gemm", None))
+    _one_of(stated, "zero_point", (True, False, None))
+    is_centred = stated.get("zero_point") is False
     return QuantizationConfig(
         method="awq",
         packing=Packing.INTERLEAVED,
         bits=4,
+        elements=WORDS,
+        zero_points=ZeroPoints.IF_STORED if is_centred else ZeroPoints.STORED,
         block=(1, _group_size(stated)),
     )
+
+
+_GPTQ_ZERO_POINTS: Final = MappingProxyType(
+    {True: ZeroPoints.CENTRE, False: ZeroPoints.STORED, None: ZeroPoints.IF_STORED}
+)
+"""By `sym`. Symmetric files may hold 7 or 8 in either checkpoint format: readers of symmetric
+weights do not look at them."""
 
 
 def _gptq(stated: dict[str, Any]) -> QuantizationConfig:
@@ -142,12 +180,17 @@ def _gptq(stated: dict[str, Any]) -> QuantizationConfig:
     _one_of(stated, "pack_dtype", ("int32", None))
     _one_of(stated, "is_marlin_format", (False, None))
     _one_of(stated, "checkpoint_format", ("gptq", "gptq_v2", None))
-    if any(not str(rule).startswith("-:") for rule in stated.get("dynamic") or {}):
-        raise _unsupported("dynamic", stated["dynamic"], "only '-:' rules, which leave layers out,")
+    _one_of(stated, "desc_act", (True, False, None))
+    _one_of(stated, "sym", (True, False, None))
+    rules = stated.get("dynamic") or {}
+    if not isinstance(rules, dict) or any(not str(rule).startswith("-:") for rule in rules):
+        raise _unsupported("dynamic", rules, "only '-:' rules, which leave layers out,")
     return QuantizationConfig(
         method="gptq",
         packing=Packing.COLUMNS,
         bits=stated["bits"],
+        elements=WORDS,
+        zero_points=_GPTQ_ZERO_POINTS[stated.get("sym")],
         block=(1, _group_size(stated)),
         zero_offset=0 if stated.get("checkpoint_format") == "gptq_v2" else 1,
         is_reordered=bool(stated.get("desc_act")),
@@ -162,6 +205,8 @@ def _compressed_tensors(stated: dict[str, Any]) -> QuantizationConfig:
     if stated.get("transform_config"):
         raise _unsupported("transform_config", stated["transform_config"], "no transform")
     sparsity = stated.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict):
+        raise _unsupported("sparsity_config", sparsity, "an object")
     if sparsity.get("format", "dense") != "dense":
         raise _unsupported("sparsity_config.format", sparsity["format"], "'dense'")
     groups = stated.get("config_groups")
@@ -185,8 +230,7 @@ def _ct_group(stated: dict[str, Any], name: str, group: object) -> QuantizationC
     kinds = ("int",) if is_packed or encoding == "int-quantized" else ("float", "int")
     _one_of(weights, "type", kinds, prefix)
     _one_of(weights, "num_bits", (4, 8) if is_packed else (8,), prefix)
-    if not is_packed:
-        _one_of(weights, "symmetric", (True, None), prefix)
+    _one_of(weights, "symmetric", (True, False, None) if is_packed else (True, None), prefix)
     strategy = weights.get("strategy")
     block: tuple[int, int] | None
     if strategy == "group":
@@ -200,6 +244,8 @@ def _ct_group(stated: dict[str, Any], name: str, group: object) -> QuantizationC
         method="compressed-tensors",
         packing=Packing.ROWS if is_packed else Packing.NONE,
         bits=weights["num_bits"],
+        elements=WORDS if is_packed else FP8 if weights["type"] == "float" else INT8,
+        zero_points=(ZeroPoints.STORED if weights.get("symmetric") is False else ZeroPoints.CENTRE),
         block=block,
     )
 
@@ -212,22 +258,22 @@ _PARSERS: Final[Mapping[str, Callable[[dict[str, Any]], QuantizationConfig]]] = 
 def _block(values: dict[str, Any], name: str, prefix: str = "") -> tuple[int, int]:
     """Outputs and inputs of a block."""
     size = values.get(name)
-    if not (isinstance(size, list) and len(size) == 2 and all(map(_is_positive, size))):
-        raise _unsupported(f"{prefix}{name}", size, "two positive integers")
+    if not (isinstance(size, list) and len(size) == 2 and all(map(_is_size, size))):
+        raise _unsupported(f"{prefix}{name}", size, f"two integers from 1 to {_MAX_SIZE}")
     return size[0], size[1]
 
 
 def _group_size(values: dict[str, Any], prefix: str = "") -> int:
     """Inputs that share a scale; -1: all."""
     size = values.get("group_size")
-    if size != -1 and not _is_positive(size):
-        raise _unsupported(f"{prefix}group_size", size, "a positive integer or -1")
+    if size != -1 and not _is_size(size):
+        raise _unsupported(f"{prefix}group_size", size, f"an integer from 1 to {_MAX_SIZE}, or -1,")
     assert isinstance(size, int)
     return size
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MAX_SIZE
 
 
 def _one_of(
@@ -236,7 +282,8 @@ def _one_of(
     value = values.get(name)
     if isinstance(value, str):
         value = value.lower()
-    if value not in allowed:
+    # True equals 1 and 4.0 equals 4, and both are other values.
+    if not any(type(value) is type(one) and value == one for one in allowed):
         words = " or ".join(repr(one) for one in allowed if one is not None)
         raise _unsupported(f"{prefix}{name}", value, words)
 

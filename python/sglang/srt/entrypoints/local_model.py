@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -105,14 +106,14 @@ def _local(args: ServerArgs, path: str, weights: tuple[str, ...], *, is_model: b
 
 
 def _is_name(path: str) -> bool:
-    return _NAME.fullmatch(path) is not None and not Path(path).exists()
+    return _NAME.fullmatch(path) is not None and not os.path.exists(path)
 
 
 def _overrides(text: str) -> dict[str, Any]:
     """The fields of config.json to be changed."""
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--json-model-override-args {text!r} is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"--json-model-override-args {text!r} must be a JSON object")

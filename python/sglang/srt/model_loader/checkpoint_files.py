@@ -7,7 +7,7 @@ names, sizes, times and inodes are recorded before they are read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError  # noqa: TID251 - the error alone; nothing is unpickled here
@@ -17,13 +17,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.configs.quantization_config import QuantizationConfig
+from sglang.srt.configs.quantization_config import Packing, QuantizationConfig, ZeroPoints
+from sglang.srt.layers.quantization.quantized_tensor import RawTensor
 from sglang.srt.layers.weight_format import FormatOf, WeightFormat
 from sglang.srt.model_loader.quantized_weights import QuantizedNames, QuantizedWeight
 from sglang.srt.model_loader.rounded_weights import format_of_rounded, is_rounded, rounded
 from sglang.srt.model_loader.weight_files import (
     REMEDY,
     config_file,
+    file_of_each_tensor,
     weight_files,
     weights_identity,
 )
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _PLAIN_DTYPES: Final = frozenset(("F64", "F32", "F16", "BF16"))
 """Dtypes of weights that are not quantized."""
+_COMPARED_ELEMENTS: Final = 1 << 22
+"""Elements that are compared at a time."""
 _Signature: TypeAlias = tuple[int, int, int]
 """Size, modification time in nanoseconds, inode."""
 
@@ -56,7 +60,11 @@ class CheckpointFiles:
                 "safetensors files only: leave --load-format out"
             )
         config = config_file(self.name)
+        self._dtype = model_config.dtype
         self._files = weight_files(Path(self.name), self._format)
+        self._index = file_of_each_tensor(Path(self.name), self._format)
+        self._stale: list[str] = []
+        """Names of the tensors of which files had others than those that the index means."""
         self._noted = _signatures([config, *self._files])
         self._identity: str | None = None
 
@@ -65,17 +73,42 @@ class CheckpointFiles:
         found: dict[str, WeightFormat] = {}
         if self._quantization is not None:
             with ExitStack() as stack:
-                found = _SafetensorsFiles(self._files, self._quantization, stack).formats()
+                found = self._open(stack).formats()
         return found.get
+
+    def has_own_head(self, head: str, embedding: str) -> bool:
+        """See `WeightSource`."""
+        if self._format != "pt":
+            with ExitStack() as stack:
+                return self._open(stack).differ(head, embedding, self._dtype)
+        found: dict[object, object] = {}
+        for file in self._files:
+            state = _of_index(_read_pickled(file), file, self._index, [])
+            found |= {name: state[name] for name in (head, embedding) if name in state}
+        # The loader refuses what is not a tensor.
+        tensors = [one for one in found.values() if isinstance(one, torch.Tensor)]
+        return len(tensors) == 2 and not _are_equal(*tensors, self._dtype)
 
     def fill(self, slots: WeightSlots) -> None:
         """See `WeightSource`."""
+        self._stale = []
         if self._format == "pt":
             for file in self._files:
-                _fill_from_pickle(slots, file)
-            return
-        with ExitStack() as stack:
-            _SafetensorsFiles(self._files, self._quantization, stack).fill(slots)
+                _fill_from_pickle(slots, file, self._index, self._stale)
+        else:
+            with ExitStack() as stack:
+                self._stale = self._open(stack).fill(slots)
+        if self._stale:
+            logger.warning(
+                "%s: %d tensors are in a file although the index gives them to another, such as "
+                "%s: they are not read",
+                self.name,
+                len(self._stale),
+                self._stale[0],
+            )
+
+    def _open(self, stack: ExitStack) -> _SafetensorsFiles:
+        return _SafetensorsFiles(self._files, self._index, self._quantization, stack)
 
     def identity(self) -> str:
         """Identity of the loaded weights. The first call reads all files, unless their digests are
@@ -93,10 +126,20 @@ class CheckpointFiles:
                 load_format=self._format,
                 rounding=rounding,
                 has_draft_layer=self._has_draft_layer,
+                reading=self._reading(),
             )
             self._check_unchanged()  # a file may have changed while it was hashed
             self._identity = identity
         return self._identity
+
+    def _reading(self) -> str:
+        """What was read of the files, for the identity: the index is no part of it, nor is this
+        release's rule for symmetric weights of GPTQ."""
+        config = self._quantization
+        words = [f" {name} of {self._index[name].name}" for name in sorted(set(self._stale))]
+        if config is not None and config.packing is Packing.COLUMNS:
+            words += [" centred"] * (config.zero_points is ZeroPoints.CENTRE)
+        return "".join(words)
 
     def _check_unchanged(self) -> None:
         changes = self._changes()
@@ -124,13 +167,38 @@ class CheckpointFiles:
         return changes or ([] if listed == self._files else ["the index has changed"])
 
 
-def _fill_from_pickle(slots: WeightSlots, file: Path) -> None:
-    for name, tensor in _read_pickled(file).items():
+def _fill_from_pickle(
+    slots: WeightSlots, file: Path, index: Mapping[str, Path], stale: list[str]
+) -> None:
+    for name, tensor in _of_index(_read_pickled(file), file, index, stale).items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{file}: entry {name!r} is not a tensor: use a plain state dict")
         slot = slots.take(str(name), tuple(tensor.shape), file)
         if slot is not None:
             slot.fill(tensor)
+
+
+def _of_index(
+    state: dict[object, object], file: Path, index: Mapping[str, Path], stale: list[str]
+) -> dict[object, object]:
+    """The entries of a file without those that the index gives to another; their names are added to
+    `stale`."""
+    others = [str(name) for name in state if index.get(str(name), file) != file]
+    stale += others
+    return {name: tensor for name, tensor in state.items() if str(name) not in others}
+
+
+def _are_equal(first: RawTensor, second: RawTensor, dtype: torch.dtype) -> bool:
+    """True if two matrices have equal elements in a dtype."""
+    shape = tuple(first.shape)
+    if shape != tuple(second.shape) or len(shape) != 2:
+        return False
+    height = max(1, _COMPARED_ELEMENTS // max(1, shape[1]))
+    parts = (
+        (slice(begin, min(begin + height, shape[0])), slice(0, shape[1]))
+        for begin in range(0, shape[0], height)
+    )
+    return all(torch.equal(first[part].to(dtype), second[part].to(dtype)) for part in parts)
 
 
 class _SafetensorsFiles:
@@ -140,7 +208,11 @@ class _SafetensorsFiles:
     """
 
     def __init__(
-        self, files: Iterable[Path], config: QuantizationConfig | None, stack: ExitStack
+        self,
+        files: Iterable[Path],
+        index: Mapping[str, Path],
+        config: QuantizationConfig | None,
+        stack: ExitStack,
     ) -> None:
         self._config = config
         self._opened: dict[Path, Any] = {}
@@ -148,11 +220,13 @@ class _SafetensorsFiles:
             with _reading(file, "its header"):
                 opened = safe_open(str(file), framework="pt", device="cpu")
                 self._opened[file] = stack.enter_context(opened)
-        # A name that two files have is refused when the second is read.
-        self._file_of = {
-            name: file
-            for file, opened in self._opened.items()
-            for name in opened.keys()  # noqa: SIM118 - not a dict
+        # A name that two files have is refused when the second is read, unless the index decides.
+        # An index that is wrong about a name that one file has does not matter.
+        self._file_of = {name: file for file, name in self._tensors()}
+        decided = {name: file for file, name in self._tensors() if index.get(name) == file}
+        self._file_of |= decided
+        self._stale = {
+            (file, name) for file, name in self._tensors() if decided.get(name, file) != file
         }
         self._rounds = config is not None and config.is_at_load
         self._names = (
@@ -179,12 +253,32 @@ class _SafetensorsFiles:
             dtype: str = self._opened[file].get_slice(name).get_dtype()
         return dtype
 
-    def fill(self, slots: WeightSlots) -> None:
-        """See `WeightSource`."""
-        for file, opened in self._opened.items():
-            for name in opened.keys():  # noqa: SIM118 - not a dict
+    def differ(self, first: str, second: str, dtype: torch.dtype) -> bool:
+        """True if both weights are there, and are not plain and equal in `dtype`."""
+        weights = () if self._names is None else self._names.by_elements.values()
+        quantized = {weight.name for weight in weights}
+        if not all(name in self._file_of or name in quantized for name in (first, second)):
+            return False
+        if {first, second} & quantized:
+            return True
+        stored = [_StoredTensor(self._opened[self._file_of[one]], one) for one in (first, second)]
+        with _reading(self._file_of[first], f"tensor {first!r}"):
+            return not _are_equal(*stored, dtype)
+
+    def fill(self, slots: WeightSlots) -> list[str]:
+        """See `WeightSource`. Returns the names of tensors that were passed over because the index
+        gives them to another file, which has them too."""
+        for file, name in self._tensors():
+            if (file, name) not in self._stale:
                 with _reading(file, f"tensor {name!r}"):
                     self._fill(slots, file, name)
+        return sorted(name for _, name in self._stale)
+
+    def _tensors(self) -> Iterator[tuple[Path, str]]:
+        """All names, with the file that has them."""
+        for file, opened in self._opened.items():
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                yield file, name
 
     def _fill(self, slots: WeightSlots, file: Path, name: str) -> None:
         opened = self._opened[file]
@@ -218,11 +312,13 @@ class _SafetensorsFiles:
         self, slots: WeightSlots, file: Path, weight: QuantizedWeight, config: QuantizationConfig
     ) -> None:
         elements = _StoredTensor(self._opened[file], weight.elements)
-        slot = slots.take(weight.name, weight.shape(elements.shape, config), file)
+        shape = weight.shape(elements.shape, config)
+        slot = slots.take(weight.name, shape, file)
         if slot is None:
             return
         dtype, device = slot.dest.dtype, slot.dest.device
         try:
+            weight.check_elements(self._dtype_of(weight.elements), config)
             opened = weight.open(elements, self._read, config, dtype, device)
             slots.fill_quantized(weight.name, slot, opened)
         except ValueError as error:

@@ -67,6 +67,10 @@ class DummyWeights:
         """See `WeightSource`."""
         return lambda name: self._format if is_rounded(name) else None
 
+    def has_own_head(self, head: str, embedding: str) -> bool:
+        """See `WeightSource`. Random weights are as config.json says."""
+        return False
+
     def identity(self) -> str:
         """See `WeightSource`."""
         return self._identity

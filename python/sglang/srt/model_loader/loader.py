@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -56,9 +57,15 @@ def build_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
     Raises:
         ValueError: The model cannot be split over this number of ranks; or as `load_weights`.
     """
+    keeps_formats = (
+        model_config.dtype in KEPT_DTYPES and fused_kernels(load_config.device) is not None
+    )
     formats = None
-    if model_config.dtype in KEPT_DTYPES and fused_kernels(load_config.device) is not None:
-        formats = WeightFormats(of=_make_source(model_config, load_config).formats())
+    if keeps_formats or model_config.tie_word_embeddings:
+        source = _make_source(model_config, load_config)
+        model_config = with_own_head(model_config, source)
+        if keeps_formats:
+            formats = WeightFormats(of=source.formats())
     placement = TensorPlacement(
         dtype=model_config.dtype,
         device=load_config.device,
@@ -70,6 +77,26 @@ def build_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
     if model_config.quantization is not None:
         _log_formats(model, model_config.quantization, formats)
     return model
+
+
+def with_own_head(model_config: ModelConfig, source: WeightSource) -> ModelConfig:
+    """The config of the model that `source` has. A head that differs from the embedding counts,
+    although config.json says that they are one tensor: transformers decides so, too.
+
+    Raises:
+        ValueError: As `WeightSource.has_own_head`.
+    """
+    head, embedding = MODEL_CLASSES[model_config.architecture].head_names()
+    if not model_config.tie_word_embeddings or not source.has_own_head(head, embedding):
+        return model_config
+    logger.warning(
+        "config.json: tie_word_embeddings=true is not followed: %s has a %s that differs from %s, "
+        "and is the head",
+        source.name,
+        head,
+        embedding,
+    )
+    return replace(model_config, tie_word_embeddings=False)
 
 
 def _log_formats(

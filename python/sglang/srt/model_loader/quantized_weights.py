@@ -6,6 +6,7 @@ files: its elements, scales, and sometimes zero points, groups and its shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,7 +14,12 @@ from typing import Final
 
 import torch
 
-from sglang.srt.configs.quantization_config import Packing, QuantizationConfig
+from sglang.srt.configs.quantization_config import (
+    FP8,
+    Packing,
+    QuantizationConfig,
+    ZeroPoints,
+)
 from sglang.srt.layers.quantization.quantized_tensor import (
     AWQ_ORDER,
     WORD_BITS,
@@ -24,6 +30,7 @@ from sglang.srt.layers.quantization.quantized_tensor import (
     unpack_words,
 )
 from sglang.srt.layers.weight_format import WeightFormat
+from sglang.srt.model_loader.weight_files import REMEDY
 
 _SCALES: Final = ("_scale_inv", "_scale")
 """What follows a weight's name in the name of its scales. Either is multiplied with, in spite of
@@ -49,7 +56,7 @@ class QuantizedWeight:
         name: Name of the weight in the model.
         elements: Tensor of the elements.
         scales: Tensor of the scales.
-        zeros: Tensor of the zero points; None: the weight has none.
+        zeros: Tensor of the zero points; None: they are half of the integers' range.
         groups: Tensor with the group of each input; None: groups are consecutive.
     """
 
@@ -60,7 +67,10 @@ class QuantizedWeight:
     groups: str | None = None
 
     def shape(self, stored: tuple[int, ...], config: QuantizationConfig) -> tuple[int, ...]:
-        """Shape of the weight, whose elements are stored in the shape `stored`."""
+        """Shape of the weight, whose elements are stored in the shape `stored`; words that are no
+        matrix are no weight, and keep theirs."""
+        if len(stored) != 2:
+            return stored
         count = WORD_BITS // config.bits
         match config.packing:
             case Packing.ROWS:
@@ -80,7 +90,7 @@ class QuantizedWeight:
         """
         if config.packing is Packing.NONE:
             dtype = dtype_of(self.elements)
-            why = None if dtype == "F8_E4M3" else f"elements of {dtype}"
+            why = None if dtype == FP8 else f"elements of {dtype}"
             return WeightFormat(block=config.block or (1, -1), why_dequantized=why)
         assert config.block is not None
         scales = _SCALE_DTYPES.get(dtype_of(self.scales))
@@ -99,6 +109,13 @@ class QuantizedWeight:
             why_dequantized=why,
         )
 
+    @staticmethod
+    def check_elements(dtype: str, config: QuantizationConfig) -> None:
+        """Raise ValueError if elements of this dtype, as safetensors names it, are not those that
+        quantization_config says."""
+        if dtype != config.elements:
+            raise ValueError(f"elements of {dtype} must be {config.elements}")
+
     def open(
         self,
         elements: RawTensor,
@@ -116,16 +133,18 @@ class QuantizedWeight:
             device: Device of the parts.
 
         Raises:
-            ValueError: Scales, zero points or groups do not fit the weight.
+            ValueError: Scales, zero points or groups do not fit the weight, or are impossible.
         """
         scales = read(self.scales)
         if config.packing is Packing.NONE:
-            return ScaledTensor(elements, scales, config.block, dtype, device)
+            weight = ScaledTensor(elements, scales, config.block, dtype, device)
+            self._check_scales(scales, config)
+            return weight
         shape = self.shape(tuple(elements.shape), config)
         assert len(shape) == 2 and config.block is not None
         outputs, inputs = shape
         zeros = None if self.zeros is None else self._zeros(read(self.zeros), config)
-        if config.packing is not Packing.ROWS:
+        if config.packing is not Packing.ROWS and scales.dim() == 2:
             scales = scales.t()
         size = inputs if config.block[1] < 0 else config.block[1]
         groups = torch.arange(inputs) // size
@@ -134,9 +153,12 @@ class QuantizedWeight:
             told = read(self.groups).to(torch.int64)
             groups = groups if bool((told < 0).all()) else told
         count = -(-inputs // size)
+        if zeros is None and config.zero_points is ZeroPoints.STORED:
+            raise ValueError("its zero points are missing, which quantization_config says it has")
         for what, found in (("scales", scales), ("zero points", zeros)):
             if found is not None and list(found.shape) != [outputs, count]:
                 raise ValueError(f"{what} {list(found.shape)} must be {[outputs, count]}")
+        self._check_scales(scales, config)
         if list(groups.shape) != [inputs] or groups.min() < 0 or groups.max() >= count:
             raise ValueError(f"groups must name one of {count} groups for each of {inputs} inputs")
         return PackedTensor(
@@ -151,9 +173,37 @@ class QuantizedWeight:
             device=device,
         )
 
-    @staticmethod
-    def _zeros(packed: torch.Tensor, config: QuantizationConfig) -> torch.Tensor:
+    def _check_scales(self, scales: torch.Tensor, config: QuantizationConfig) -> None:
+        """Refuse scales that no quantizer writes, such as those of a torn file: NaN, infinity, zero
+        (for a group of zeros all of them write a positive scale), and, where the greatest magnitude
+        is divided by a positive number, negative ones.
+
+        Reads the scales once, in a hundredth of the time in which they are converted to fp32.
+        """
+        if not scales.dtype.is_floating_point:
+            raise ValueError(f"tensor {self.scales!r} has scales of {scales.dtype}")
+        # torch finds no extremes of fp8.
+        numbers = scales if scales.element_size() > 1 else scales.to(torch.float32)
+        least, most = (float(one) for one in torch.aminmax(numbers))
+        if config.may_have_negative_scales:
+            is_possible = math.isfinite(least) and math.isfinite(most) and bool(numbers.all())
+            wanted = "finite and not zero"
+        else:
+            is_possible = least > 0 and math.isfinite(most)
+            wanted = "finite and above 0"
+        if not is_possible:
+            raise ValueError(
+                f"tensor {self.scales!r} has scales from {least:g} to {most:g}, which must be "
+                f"{wanted}: {REMEDY}"
+            )
+
+    def _zeros(self, packed: torch.Tensor, config: QuantizationConfig) -> torch.Tensor:
         """Zero points `[outputs, groups]`."""
+        if packed.dtype != torch.int32 or packed.dim() != 2:
+            raise ValueError(
+                f"tensor {self.zeros!r} must have packed zero points, int32 in two dimensions, not "
+                f"{packed.dtype} {list(packed.shape)}"
+            )
         if config.packing is Packing.ROWS:
             return unpack_words(packed, config.bits, dim=0)
         is_interleaved = config.packing is Packing.INTERLEAVED
@@ -172,13 +222,19 @@ class QuantizedNames:
 
     def __init__(self, names: Collection[str], config: QuantizationConfig) -> None:
         self._names = names
+        self._config = config
         weights = filter(None, (self._weight(name, config.packing) for name in names))
         self.by_elements = {weight.elements: weight for weight in weights}
         """Quantized weights by the name of the tensor that has their elements."""
         self._beside = {
             name
             for weight in self.by_elements.values()
-            for name in (weight.scales, weight.zeros, weight.groups, f"{weight.name}_shape")
+            for name in (
+                weight.scales,
+                _name_of_zeros(weight.name, config.packing),
+                weight.groups,
+                f"{weight.name}_shape",
+            )
         }
 
     def is_beside(self, name: str) -> bool:
@@ -202,16 +258,29 @@ class QuantizedNames:
                 name=start,
                 elements=name,
                 scales=f"{start}_scale",
-                zeros=self._first(f"{start}_zero_point"),
+                zeros=self._zeros(start),
                 groups=self._first(f"{start}_g_idx"),
             )
         return QuantizedWeight(
             name=f"{start}.weight",
             elements=name,
             scales=f"{start}.scales",
-            zeros=self._first(f"{start}.qzeros"),
+            zeros=self._zeros(f"{start}.weight"),
             groups=self._first(f"{start}.g_idx"),
         )
 
+    def _zeros(self, name: str) -> str | None:
+        """The tensor with the zero points of the weight `name`, if that is read."""
+        if self._config.zero_points is ZeroPoints.CENTRE:
+            return None
+        return self._first(_name_of_zeros(name, self._config.packing))
+
     def _first(self, *names: str) -> str | None:
         return next((name for name in names if name in self._names), None)
+
+
+def _name_of_zeros(name: str, packing: Packing) -> str:
+    """The tensor that has the zero points of the weight `name`, where files have them."""
+    if packing in (Packing.COLUMNS, Packing.INTERLEAVED):
+        return f"{name.removesuffix('.weight')}.qzeros"
+    return f"{name}_zero_point"

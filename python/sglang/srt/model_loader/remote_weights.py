@@ -114,6 +114,13 @@ class RemoteInstanceWeights:
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
 
+    def has_own_head(self, head: str, embedding: str) -> bool:
+        """See `WeightSource`. The seed has compared the tensors."""
+        try:
+            return head in self._client.ask(0).weights.tensors
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
     def fill(self, slots: WeightSlots) -> None:
         """See `WeightSource`. A seed that stalls causes an error after a timeout.
 

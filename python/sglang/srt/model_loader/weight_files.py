@@ -49,13 +49,13 @@ def weight_files(directory: Path, load_format: str) -> list[Path]:
 
 def _find(directory: Path, load_format: str) -> list[Path]:
     if load_format == "pt":
-        files = _indexed_files(directory, PICKLE_INDEX) or _glob(
+        files = _indexed_files(directory, load_format) or _glob(
             directory, ("pytorch_model*.bin", "*.pt", "*.pth")
         )
         if not files:
             raise ValueError(f"{directory} has no *.bin, *.pt or *.pth files to load as 'pt'")
         return files
-    files = _indexed_files(directory, SAFETENSORS_INDEX) or _glob(directory, ("*.safetensors",))
+    files = _indexed_files(directory, load_format) or _glob(directory, ("*.safetensors",))
     if files:
         return files
     if _glob(directory, ("*.bin", "*.pt", "*.pth")):
@@ -75,19 +75,40 @@ def _glob(directory: Path, patterns: tuple[str, ...]) -> list[Path]:
     return sorted(path for path in found if not path.name.startswith("consolidated"))
 
 
-def _indexed_files(directory: Path, index_name: str) -> list[Path]:
-    index = directory / index_name
-    if not index.is_file():
-        return []
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        # An index is untrusted data: it may only name files in its own directory.
-        files = [directory / Path(name).name for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not a valid index ({error}): {REMEDY}") from error
+def file_of_each_tensor(directory: Path, load_format: str) -> dict[str, Path]:
+    """The file that the checkpoint's index gives each tensor to; empty: there is no index.
+
+    Args:
+        load_format: See `weight_files`.
+
+    Raises:
+        ValueError: The index is damaged.
+    """
+    index = directory / _index_name(load_format)
+    read = read_json(index)
+    if read is None:
+        return {}
+    found = read.get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise ValueError(
+            f"{index} is not a valid index: weight_map must have the file of each tensor: {REMEDY}"
+        )
+    # An index is untrusted data: it may only name files in its own directory.
+    return {tensor: directory / Path(name).name for tensor, name in found.items()}
+
+
+def _index_name(load_format: str) -> str:
+    return PICKLE_INDEX if load_format == "pt" else SAFETENSORS_INDEX
+
+
+def _indexed_files(directory: Path, load_format: str) -> list[Path]:
+    files = sorted(set(file_of_each_tensor(directory, load_format).values()))
     for file in files:
-        if not file.is_file():
-            raise ValueError(f"{file} is missing though {index_name} names it: {REMEDY}")
+        # `Path.is_file` raises OSError for a name that is too long.
+        if not os.path.isfile(file):
+            raise ValueError(
+                f"{file} is missing though {_index_name(load_format)} names it: {REMEDY}"
+            )
     return files
 
 
@@ -98,6 +119,7 @@ def weights_identity(
     random_seed: int = 0,
     rounding: str = "",
     has_draft_layer: bool = False,
+    reading: str = "",
     cache_dir: Path | None = None,
 ) -> str:
     """Identity of the weights of the directory `model_path` under `load_format`.
@@ -107,6 +129,8 @@ def weights_identity(
             the random seed.
         rounding: The format that plain or random weights are rounded to, in words; empty: none.
         has_draft_layer: Whether the draft layer is loaded too, whose state is a part of each page.
+        reading: What was read of the files, where others would read something else; empty: what
+            everybody reads.
         cache_dir: Directory in which digests are cached; None: `~/.cache/sglang`.
 
     Returns:
@@ -127,7 +151,7 @@ def weights_identity(
     for file in (config, *weight_files(Path(model_path), load_format)):
         digest.update(bytes.fromhex(cache.digest(file)))
     cache.save()
-    digest.update(f"{rounding}{draft}".encode())
+    digest.update(f"{rounding}{draft}{reading}".encode())
     return digest.hexdigest()
 
 
@@ -162,7 +186,7 @@ def _leaves(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def config_file(model_path: str) -> Path:
     """The directory's config.json. Raises ValueError: there is none."""
     config = Path(model_path) / "config.json"
-    if not config.is_file():
+    if not os.path.isfile(config):
         raise ValueError(f"{model_path} has no config.json: it is not a checkpoint directory")
     return config
 

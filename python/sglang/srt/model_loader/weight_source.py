@@ -73,6 +73,18 @@ class WeightSource(Protocol):
             ValueError: As `fill`.
         """
 
+    def has_own_head(self, head: str, embedding: str) -> bool:
+        """True if it has a head beside the embedding, and they are not equal in the model's dtype.
+        Call it before the model is built. May read both tensors.
+
+        Args:
+            head: Name of the head's tensor.
+            embedding: Name of the embedding's.
+
+        Raises:
+            ValueError: As `fill`.
+        """
+
     def fill(self, slots: WeightSlots) -> None:
         """Fill each slot from the tensor of its name, reading only this rank's parts.
 
@@ -96,6 +108,8 @@ class WeightSlots:
         assert len(self._all) == len(named), "two slots take one tensor"
         self._empty = dict(self._all)
         self._stacked = dict(model.stacked_slots())
+        self._tied: set[str] = set()
+        """Names, among those of the tied head and the embedding, that were found."""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -127,7 +141,17 @@ class WeightSlots:
         Raises:
             ValueError: The tensor has no slot, was found before, or has another shape.
         """
-        slot = self._stacked.get(name) or self._all.get(name)
+        own_name = name
+        tied = self._model.tied_names
+        if name in tied:
+            if name in self._tied:
+                raise _twice(name, file)
+            # A checkpoint may have either tensor, or both, which are equal.
+            self._tied.add(name)
+            if len(self._tied) == 2:
+                return None
+            own_name = tied[1]
+        slot = self._stacked.get(name) or self._all.get(own_name)
         if slot is None:
             if self._model.is_redundant(name):
                 return None
@@ -135,11 +159,9 @@ class WeightSlots:
                 f"{file}: tensor {name!r} has no place in {type(self._model).__name__}: "
                 "the weights and config.json are not of the same model"
             )
-        names = slot.parts or (name,)
+        names = slot.parts or (own_name,)
         if not all(part in self._empty for part in names):
-            raise ValueError(
-                f"{file}: tensor {name!r} is there twice: remove the stray weight file"
-            )
+            raise _twice(name, file)
         if shape not in (None, wanted := weight_shape(slot)):
             raise ValueError(
                 f"{file}: tensor {name!r} has shape {list(shape)}, config.json asks for "
@@ -199,3 +221,7 @@ class WeightSlots:
                 f"{missing} are missing): remove --speculative-algorithm"
             )
         raise ValueError(f"{source}: {missing} are missing): copy the checkpoint again")
+
+
+def _twice(name: str, file: Path | str) -> ValueError:
+    return ValueError(f"{file}: tensor {name!r} is there twice: remove the stray weight file")

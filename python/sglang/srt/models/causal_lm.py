@@ -21,9 +21,12 @@ class CausalLM(torch.nn.Module, ABC):
 
     Attributes:
         draft_layer: The layer that drafts tokens; None: the model was loaded without one.
+        tied_names: Names of the head's tensor and of the embedding's, where these are one tensor,
+            which the model has by the second name; otherwise empty.
     """
 
     draft_layer: DraftLayer | None
+    tied_names: tuple[str, ...] = ()
 
     @abstractmethod
     def forward(

@@ -339,6 +339,8 @@ class LlamaForCausalLM(CausalLM):
                 config.vocab_size, config.hidden_size, placement=placement.at("lm_head")
             )
         )
+        if self.lm_head is None:
+            self.tied_names = self.head_names()
         self._kv_share = placement.kv_state_share(config.num_key_value_heads)
         self._window, self._dtype = config.sliding_window, config.dtype
         names = self.draft_names(config)
@@ -347,6 +349,11 @@ class LlamaForCausalLM(CausalLM):
         if config.has_draft_layer:
             self.draft_layer = self._make_draft_layer(config, options, placement, names)
             self._unread = names.others
+
+    @classmethod
+    def head_names(cls) -> tuple[str, str]:
+        """Names of the head's tensor and of the embedding's in a checkpoint."""
+        return "lm_head.weight", f"{cls.model_prefix}.embed_tokens.weight"
 
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:
@@ -421,9 +428,7 @@ class LlamaForCausalLM(CausalLM):
 
     def is_redundant(self, name: str) -> bool:
         """Also true of tensors of draft layers that are not loaded."""
-        tied_head = name == "lm_head.weight" and self.lm_head is None
-        is_unread = name.startswith(self._unread)
-        return tied_head or is_unread or name.endswith(".rotary_emb.inv_freq")
+        return name.startswith(self._unread) or name.endswith(".rotary_emb.inv_freq")
 
 
 class MinistralForCausalLM(LlamaForCausalLM):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.deepseek_v2 import (
     DeepseekV2ForCausalLM,
     DeepseekV3ForCausalLM,
@@ -33,7 +30,7 @@ from sglang.srt.models.qwen3_next import (
     Qwen3NextForCausalLM,
 )
 
-MODEL_CLASSES: Mapping[str, Callable[[ModelConfig, TensorPlacement], CausalLM]] = MappingProxyType(
+MODEL_CLASSES: Mapping[str, type[LlamaForCausalLM]] = MappingProxyType(
     {
         "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
         "DeepseekV32ForCausalLM": DeepseekV32ForCausalLM,

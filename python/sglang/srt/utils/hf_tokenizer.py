@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,7 +26,8 @@ def check_tokenizer_files(path: str) -> None:
     """Check that the directory `path` has the files of a tokenizer. Needs no transformers. Raises
     ValueError, in one line with the remedy, if they are missing."""
     directory = Path(path)
-    if not directory.is_dir():
+    # `Path.is_dir` raises OSError for a name that is too long.
+    if not os.path.isdir(directory):
         raise ValueError(
             f"tokenizer path {path!r} is not a directory: give a local directory with the "
             "tokenizer's files, or a name on the hub (OWNER/NAME)"

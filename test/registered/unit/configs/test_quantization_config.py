@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from sglang.srt.configs.quantization_config import (
+    FP8,
+    INT8,
+    WORDS,
     Packing,
     QuantizationConfig,
+    ZeroPoints,
     quantization_of,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -89,6 +93,8 @@ def test_published_formats(
         method=stated["quant_method"],
         packing=packing,
         bits=bits,
+        elements=FP8 if packing is Packing.NONE else WORDS,
+        zero_points=ZeroPoints.STORED if stated.get("zero_point") else ZeroPoints.CENTRE,
         block=block,
         zero_offset=zero_offset,
     )
@@ -104,11 +110,24 @@ def test_published_formats(
         ({}, "quant_method='None' is not supported"),
         ({"quant_method": "mxfp4"}, "'mxfp4' is not supported: supported are fp8, compressed-ten"),
         ({**DEEPSEEK, "fmt": "e5m2"}, "fmt='e5m2' is not supported: 'e4m3' or"),
-        ({**DEEPSEEK, "weight_block_size": [128]}, "weight_block_size=.*two positive integers"),
-        ({**DEEPSEEK, "weight_block_size": [0, 128]}, "weight_block_size=.*two positive integers"),
+        ({**DEEPSEEK, "weight_block_size": [128]}, "weight_block_size=.*two integers from 1 to"),
+        ({**DEEPSEEK, "weight_block_size": [0, 128]}, "weight_block_size=.*two integers from 1"),
+        ({**DEEPSEEK, "weight_block_size": [1 << 31, 1]}, "weight_block_size=.*from 1 to 21474836"),
         ({**AWQ, "version": "gemv"}, "version='gemv' is not supported: 'gemm' is"),
         ({**AWQ, "bits": 8}, "bits=8 is not supported: 4 is"),
         ({**AWQ, "group_size": "all"}, "group_size='all' is not supported"),
+        (
+            {**AWQ, "group_size": 10**30},
+            "group_size=1000.*: an integer from 1 to 2147483647, or -1",
+        ),
+        ({**AWQ, "zero_point": "yes"}, "zero_point='yes' is not supported: True or False is"),
+        ({**GPTQ, "bits": 4.0}, "bits=4.0 is not supported: 4 or 8 is"),
+        ({**GPTQ, "sym": 1}, "sym=1 is not supported: True or False is"),
+        ({**GPTQ, "desc_act": "false"}, "desc_act='false' is not supported"),
+        ({**GPTQ, "dynamic": 7}, "dynamic=7 is not supported: only '-:' rules"),
+        ({**GPTQ, "dynamic": ["-:x"]}, "dynamic=.*only '-:' rules"),
+        ({**KIMI, "sparsity_config": 7}, "sparsity_config=7 is not supported: an object is"),
+        ({**KIMI, "config_groups": weights(symmetric="no")}, "weights.symmetric='no'"),
         ({**GPTQ, "bits": 3}, "bits=3 is not supported: 4 or 8 is"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ({**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic=.*only '-:' rules"),
@@ -149,6 +168,44 @@ def test_other_formats_are_refused_by_name(stated: object, words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         of(stated)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stated", "zero_points", "is_negative"),
+    [
+        (DEEPSEEK, ZeroPoints.CENTRE, False),
+        (GPTQ, ZeroPoints.CENTRE, True),
+        ({**GPTQ, "sym": False}, ZeroPoints.STORED, False),
+        ({**GPTQ, "sym": None}, ZeroPoints.IF_STORED, True),
+        (AWQ, ZeroPoints.STORED, False),
+        ({**AWQ, "zero_point": None}, ZeroPoints.STORED, False),
+        ({**AWQ, "zero_point": False}, ZeroPoints.IF_STORED, True),
+        (KIMI, ZeroPoints.CENTRE, True),
+        ({**KIMI, "config_groups": weights(symmetric=None)}, ZeroPoints.CENTRE, True),
+        ({**KIMI, "config_groups": weights(symmetric=False)}, ZeroPoints.STORED, False),
+    ],
+)
+def test_the_config_says_where_zero_points_are(
+    stated: dict[str, Any], zero_points: ZeroPoints, *, is_negative: bool
+) -> None:
+    found = of(stated)
+    assert found is not None and found.zero_points is zero_points
+    assert found.may_have_negative_scales is is_negative
+
+
+@pytest.mark.parametrize(
+    ("encoding", "kind", "elements"),
+    [
+        ("float-quantized", "float", FP8),
+        ("int-quantized", "int", INT8),
+        ("naive-quantized", "float", FP8),
+        ("naive-quantized", "int", INT8),
+    ],
+)
+def test_the_config_says_what_elements_are(encoding: str, kind: str, elements: str) -> None:
+    groups = weights(num_bits=8, type=kind, strategy="channel")
+    found = of({**KIMI, "format": encoding, "config_groups": groups})
+    assert found is not None and found.elements == elements
 
 
 def test_what_is_asked_for_must_be_there() -> None:

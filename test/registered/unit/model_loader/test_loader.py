@@ -89,10 +89,11 @@ def test_unexpected_tensor(checkpoint: Path) -> None:
 
 
 def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:
+    embedding = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
     rewrite(
         checkpoint,
         **{
-            "lm_head.weight": torch.zeros(160, 96),
+            "lm_head.weight": embedding.clone(),
             "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
         },
     )
@@ -106,6 +107,68 @@ def test_wrong_shape(checkpoint: Path) -> None:
 
 def test_tensor_in_two_files(checkpoint: Path) -> None:
     save_file({NAME: torch.zeros(32, 96)}, checkpoint / "extra.safetensors")
+    assert_refused(checkpoint, NAME, "twice", "stray")
+
+
+def stale_shard(path: Path, load_format: str) -> None:
+    """Two shards, of which the second has a stale tensor that the index gives to the first."""
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    suffix, index = (
+        ("bin", "pytorch_model.bin.index.json")
+        if load_format == "pt"
+        else ("safetensors", "model.safetensors.index.json")
+    )
+    others = [name for name in tensors if "layers.1" in name and name != NAME]
+    shards = {
+        f"a.{suffix}": {name: one for name, one in tensors.items() if name not in others},
+        f"b.{suffix}": {NAME: tensors[NAME] + 1, **{name: tensors[name] for name in others}},
+    }
+    for file, held in shards.items():
+        (torch.save if load_format == "pt" else save_file)(held, path / file)
+    names = {name: file for file, held in shards.items() for name in held if name != NAME}
+    (path / index).write_text(json.dumps({"weight_map": {**names, NAME: f"a.{suffix}"}}))
+
+
+@pytest.mark.parametrize("load_format", ["auto", "pt"])
+def test_the_index_decides_which_of_two_shards_has_a_tensor(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, load_format: str
+) -> None:
+    want = load(checkpoint)
+    stale_shard(checkpoint, load_format)
+    got = load(checkpoint, load_format)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert f"1 tensors are in a file although the index gives them to another, such as {NAME}" in (
+        caplog.text
+    )
+
+
+def test_pages_know_which_of_two_shards_the_index_chose(checkpoint: Path, tmp_path: Path) -> None:
+    stale_shard(checkpoint, "auto")
+    file = checkpoint / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    identities = []
+    for shard in ("a.safetensors", "b.safetensors"):
+        index["weight_map"][NAME] = shard
+        file.write_text(json.dumps(index))
+        config, load_config = ModelConfig.from_path(str(checkpoint)), LoadConfig()
+        source = load_weights(build_model(config, load_config), config, load_config)
+        identities.append(source.identity())
+    assert identities[0] != identities[1]
+
+
+def test_a_wrong_index_does_not_matter_for_a_tensor_that_one_shard_has(checkpoint: Path) -> None:
+    want = load(checkpoint)
+    stale_shard(checkpoint, "auto")
+    file = checkpoint / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    lost = "model.embed_tokens.weight"
+    index["weight_map"][lost] = "b.safetensors"
+    file.write_text(json.dumps(index))
+    assert torch.equal(load(checkpoint)[lost], want[lost])
+    # Without a word from the index, none of two is chosen.
+    del index["weight_map"][NAME]
+    file.write_text(json.dumps(index))
     assert_refused(checkpoint, NAME, "twice", "stray")
 
 

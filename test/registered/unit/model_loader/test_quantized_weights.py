@@ -25,7 +25,7 @@ from rigs.models.quantized_checkpoints import (
 )
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_loader.loader import get_model
+from sglang.srt.model_loader.loader import build_model, get_model, load_weights
 from sglang.srt.model_loader.weight_files import weights_identity
 from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -42,6 +42,11 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "gptq-8-whole": lambda: gptq(8, -1),
     "gptq-4-reordered": lambda: gptq(act_order=True),
     "gptq-v2": lambda: gptq(version=2),
+    # Writers of symmetric weights disagree on what the files hold; readers do not look.
+    "gptq-symmetric-7": lambda: gptq(stored_zero=7),
+    "gptq-symmetric-8": lambda: gptq(stored_zero=8),
+    "gptq-v2-symmetric-7": lambda: gptq(version=2, stored_zero=7),
+    "gptq-8-symmetric-128": lambda: gptq(8, stored_zero=128),
 }
 
 
@@ -67,16 +72,28 @@ def weights(path: Path, rank: int = 0, size: int = 1) -> Iterator[tuple[str, tor
     return ((name, weight.data) for name, weight in model.named_parameters())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        (family, name)
+        for family in FAMILIES
+        for name in FORMATS
+        if "symmetric" not in name or family == "llama"
+    ],
+)
 def test_every_rank_has_the_values_that_the_format_stands_for(
     plain: Callable[[str], Path], tmp_path: Path, family: str, name: str
 ) -> None:
     """Ranks cut blocks and words anywhere; tensors of one weight are in different files."""
     path = write_quantized(plain(family), tmp_path, FORMATS[name](), files=2)
+    assert_equal_weights(path, tmp_path / "plain")
+
+
+def assert_equal_weights(path: Path, plain: Path) -> None:
+    """Every rank has the same weights of both checkpoints."""
     for rank, size in ((0, 1), (0, 2), (1, 2)):
         for (key, got), (_, want) in zip(
-            weights(path, rank, size), weights(tmp_path / "plain", rank, size), strict=True
+            weights(path, rank, size), weights(plain, rank, size), strict=True
         ):
             assert torch.equal(got, want), (key, rank, size)
 
@@ -149,7 +166,113 @@ def test_a_bias_of_zeros_that_gptq_wrote_is_left_out(
         dict(weights(path))
 
 
+def test_groups_of_minus_one_are_consecutive(plain: Callable[[str], Path], tmp_path: Path) -> None:
+    """Tools write them for weights whose inputs they did not reorder."""
+    path = write_quantized(plain("llama"), tmp_path, gptq())
+    tensors = load_file(path / "model.safetensors")
+    names = [name for name in tensors if name.endswith("g_idx")]
+    add(path, {name: torch.full_like(tensors[name], -1) for name in names})
+    assert_equal_weights(path, tmp_path / "plain")
+    # If some are not, all are groups.
+    mixed = torch.full((128,), -1, dtype=torch.int32)
+    mixed[0] = 0
+    add(path, {f"{LAYER}.g_idx": mixed})
+    with pytest.raises(ValueError, match="groups must name one of 4 groups for each of 128"):
+        dict(weights(path))
+
+
+def test_zero_points_that_no_config_promises_may_be_absent(
+    plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Symmetric weights need none."""
+    path = write_quantized(plain("llama"), tmp_path, gptq(stored_zero=8))
+    tensors = load_file(path / "model.safetensors")
+    add(path, {name: None for name in tensors if name.endswith("qzeros")})
+    assert_equal_weights(path, tmp_path / "plain")
+
+
+def test_zero_points_of_symmetric_integers_are_not_read(tmp_path: Path) -> None:
+    model = save_tiny_checkpoint(tmp_path / "plain", "llama")
+    path = tmp_path / "quantized"
+    save_compressed(model, path, num_bits=4, type="int", strategy="group", group_size=32)
+    want = dict(weights(path))
+    zeros = torch.ones(12, 4, dtype=torch.int32)
+    add(path, {f"{LAYER}.weight_zero_point": zeros})
+    got = dict(weights(path))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_the_store_does_not_mix_what_releases_read_of_symmetric_weights(
+    plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Earlier ones read zero points that the config does not mean."""
+    path = write_quantized(plain("llama"), tmp_path, gptq(stored_zero=8))
+    config, load_config = ModelConfig.from_path(str(path)), LoadConfig(show_progress=False)
+    source = load_weights(build_model(config, load_config), config, load_config)
+    assert source.identity() != weights_identity(str(path), load_format="auto", cache_dir=tmp_path)
+
+
 LAYER = "model.layers.0.mlp.down_proj"
+SCALES = "gptq-4", f"{LAYER}.scales", (4, 96), torch.float16
+SYMMETRIC = "gptq-symmetric-8", *SCALES[1:]
+FP8_SCALES = "fp8-blocks-of-128", f"{LAYER}.weight_scale_inv", (1, 1), torch.float32
+
+
+@pytest.mark.parametrize(
+    ("form", "value", "words"),
+    [
+        *(
+            (form, value, f"'{form[1]}' has scales from .* must be finite and")
+            for form in (SCALES, SYMMETRIC, FP8_SCALES)
+            for value in (float("nan"), float("inf"), -float("inf"), 0.0)
+        ),
+        (SCALES, -1.0, r"from -1 to 1, which must be finite and above 0: copy the file again"),
+        (FP8_SCALES, -1.0, r"from -1 to -1, which must be finite and above 0"),
+        (FP8_SCALES, 1, r"has scales of torch.int64"),
+    ],
+)
+def test_scales_that_no_quantizer_writes_are_refused(
+    plain: Callable[[str], Path],
+    tmp_path: Path,
+    form: tuple[str, str, tuple[int, int], torch.dtype],
+    value: float,
+    words: str,
+) -> None:
+    name, tensor, shape, dtype = form
+    path = write_quantized(plain("llama"), tmp_path, FORMATS[name]())
+    scales = torch.ones(shape, dtype=torch.int64 if isinstance(value, int) else dtype)
+    scales[-1, -1] = value
+    add(path, {tensor: scales})
+    with pytest.raises(ValueError, match=words) as error:
+        dict(weights(path))
+    assert LAYER in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "dtype", "words"),
+    [
+        ("fp8-per-tensor", "weight", torch.float8_e5m2, "elements of F8_E5M2 must be F8_E4M3"),
+        ("fp8-blocks-of-128", "weight", torch.int8, "elements of I8 must be F8_E4M3"),
+        ("fp8-blocks-of-128", "weight", torch.bfloat16, "elements of BF16 must be F8_E4M3"),
+        ("awq", "qweight", torch.float32, "elements of F32 must be I32"),
+        ("gptq-4", "qweight", torch.int64, "elements of I64 must be I32"),
+        ("gptq-4", "qzeros", torch.float32, "packed zero points, int32 in two dimensions, not"),
+    ],
+)
+def test_elements_of_another_type_are_refused(
+    plain: Callable[[str], Path],
+    tmp_path: Path,
+    name: str,
+    tensor: str,
+    dtype: torch.dtype,
+    words: str,
+) -> None:
+    path = write_quantized(plain("llama"), tmp_path, FORMATS[name]())
+    key = f"{LAYER}.{tensor}"
+    add(path, {key: load_file(path / "model.safetensors")[key].to(dtype)})
+    with pytest.raises(ValueError, match=words) as error:
+        dict(weights(path))
+    assert LAYER in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +285,8 @@ LAYER = "model.layers.0.mlp.down_proj"
             r"scales \[2, 1\] do not fit the weight \[96, 128\] in blocks of 128 x 128",
         ),
         ("gptq-4", {f"{LAYER}.scales": None}, r"tensor '.*scales' is missing"),
+        ("gptq-4", {f"{LAYER}.qzeros": None}, r"its zero points are missing, which quantization_c"),
+        ("awq", {f"{LAYER}.qzeros": None}, r"its zero points are missing, which quantization_c"),
         ("gptq-4", {f"{LAYER}.scales": torch.ones(3, 96)}, r"scales \[96, 3\] must be \[96, 4\]"),
         (
             "awq",
