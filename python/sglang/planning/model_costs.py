@@ -138,9 +138,25 @@ def _plain_layers(raw: dict[str, Any]) -> Sequence[str]:
     `re:`."""
     text = raw.get("text_config")
     stated = raw.get("quantization_config") or (text or {}).get("quantization_config") or {}
-    return [
-        str(one) for key in ("ignore", "modules_to_not_convert") for one in stated.get(key) or ()
-    ]
+    found = []
+    for key in ("ignore", "modules_to_not_convert"):
+        names = stated.get(key) or ()
+        if not isinstance(names, list | tuple):
+            raise ValueError(f"config.json: quantization_config.{key}={names!r} must be a list")
+        found += [_checked_pattern(str(name)) for name in names]
+    return found
+
+
+def _checked_pattern(pattern: str) -> str:
+    """The pattern of a layer's name. Raises ValueError if it is no regular expression."""
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise ValueError(
+            f"config.json: quantization_config.ignore has {pattern!r}, which is no regular "
+            f"expression ({error})"
+        ) from error
+    return pattern
 
 
 def _is_listed(name: str, patterns: Sequence[str]) -> bool:

@@ -100,6 +100,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen3_5_vision": (_beside_vision(Qwen3_5Config), Qwen3_5ForConditionalGeneration),
     "qwen3_5_moe_vision": (_beside_vision(Qwen3_5MoeConfig), Qwen3_5MoeForConditionalGeneration),
 }
+FAMILIES = tuple(_CLASSES)
 _SHAPE = {
     "vocab_size": 160,
     "hidden_size": 96,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,25 @@ TEXT_CONFIG: Final = "text_config"
 
 _MAX_LEVELS: Final = 32
 """Most levels of objects and lists in a JSON file. Libraries copy and print them recursively."""
+_MAX_INTEGER: Final = (1 << 63) - 1
+"""Greatest integer of a JSON file. Libraries fail in many ways at greater ones."""
+_BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
+    "num_hidden_layers": (1, 1 << 12),
+    "num_nextn_predict_layers": (0, 1 << 12),
+    "num_mtp_layers": (0, 1 << 12),
+    "mtp_num_hidden_layers": (0, 1 << 12),
+    "first_k_dense_replace": (0, 1 << 12),
+    "num_experts": (0, (1 << 15) - 1),
+    "num_local_experts": (0, (1 << 15) - 1),
+    "n_routed_experts": (0, (1 << 15) - 1),
+    "n_shared_experts": (0, 1 << 16),
+    "num_attention_heads": (1, 1 << 16),
+    "hidden_size": (1, 1 << 24),
+    "head_dim": (1, 1 << 16),
+    "qk_rope_head_dim": (1, 1 << 16),
+}
+"""Least and greatest values of the fields with which transformers computes, or on which memory or
+time depend before the weights are looked at."""
 _MAX_SHOWN_CHARS: Final = 60
 """A value is cut to this length in errors."""
 
@@ -281,7 +300,7 @@ def check_fields(raw: Mapping[str, Any], architecture: str) -> None:
         text = raw[TEXT_CONFIG]
         known |= {TEXT_CONFIG}
         model_type = text.get("model_type")
-        if model_type is not None and model_type not in fields.text.model_types:
+        if model_type is not None and str(model_type) not in fields.text.model_types:
             raise ValueError(
                 f"config.json: {TEXT_CONFIG}.model_type={model_type!r} is not that of "
                 f"{architecture} ({', '.join(sorted(fields.text.model_types))}): copy the "
@@ -300,6 +319,18 @@ def _check(
     prefix: str,
     architecture: str,
 ) -> None:
+    for name, (least, most) in _BOUNDS.items():
+        value = values.get(name)
+        if value is not None and not (isinstance(value, int) and least <= value <= most):
+            raise ValueError(
+                f"config.json: {prefix}{name}={_shown(value)} must be an integer from {least} to "
+                f"{most}: copy the checkpoint again"
+            )
+    for name in ("dtype", "torch_dtype"):
+        if not isinstance(values.get(name), str | None):
+            raise ValueError(
+                f"config.json: {prefix}{name}={_shown(values[name])} must be the name of a dtype"
+            )
     supported = fields.supported()
     for name, allowed in supported.items():
         items = values.get(name)
@@ -400,7 +431,7 @@ def is_remote_config(raw: dict[str, Any], architecture: str) -> bool:
         ValueError: Its `model_type` is of another architecture, and no class comes with it.
     """
     fields, model_type = FIELDS[architecture], raw.get("model_type")
-    if model_type in fields.model_types:
+    if isinstance(model_type, str) and model_type in fields.model_types:
         return False
     auto_map = raw.get("auto_map")
     if fields.text is None and isinstance(auto_map, dict) and "AutoConfig" in auto_map:
@@ -414,9 +445,9 @@ def is_remote_config(raw: dict[str, Any], architecture: str) -> bool:
 def _architecture(raw: dict[str, Any], directory: Path) -> str:
     names = raw.get("architectures") or []
     for name in names if isinstance(names, list) else [names]:
-        if name in FIELDS:
-            return str(name)
-    found = names or f"missing (model_type {raw.get('model_type')!r})"
+        if isinstance(name, str) and name in FIELDS:
+            return name
+    found = _shown(names) if names else f"missing (model_type {raw.get('model_type')!r})"
     raise ValueError(
         f"{directory}: architectures {found} in config.json is not supported: "
         f"supported are {', '.join(sorted(FIELDS))}"
@@ -442,7 +473,28 @@ def read_json(path: Path) -> dict[str, Any] | None:
         raise ValueError(
             f"{path} has objects or lists in more than {_MAX_LEVELS} levels: copy it again"
         )
+    greatest = next((name for name, one in _leaves("", value) if _is_too_great(one)), None)
+    if greatest is not None:
+        raise ValueError(f"{path}: {greatest} is above {_MAX_INTEGER}: copy it again")
     return value
+
+
+def _is_too_great(value: object) -> bool:
+    return isinstance(value, int) and abs(value) > _MAX_INTEGER
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """All values inside of objects and lists; `a.b` is `b` in the object `a`, and `a.1` the second
+    item of the list `a`."""
+    if isinstance(value, dict):
+        items: Iterable[tuple[object, object]] = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, one in items:
+        yield from _leaves(f"{name}.{key}" if name else str(key), one)
 
 
 def _is_deeper(value: object, levels: int) -> bool:

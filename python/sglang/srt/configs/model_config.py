@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -42,6 +42,7 @@ DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
+_MAX_SIZE: Final = (1 << 31) - 1
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -152,8 +153,8 @@ class ModelConfig:
             _check_draft_layer(hf, architecture)
         num_heads = positive_int(hf, "num_attention_heads")
         hidden_size = positive_int(hf, "hidden_size")
-        kv_heads = getattr(hf, "num_key_value_heads", None) or num_heads
-        head_dim = getattr(hf, "head_dim", None) or hidden_size // num_heads
+        kv_heads = _positive_int_or(hf, "num_key_value_heads", num_heads)
+        head_dim = _positive_int_or(hf, "head_dim", hidden_size // num_heads)
         if num_heads % kv_heads or head_dim % 2:
             raise ValueError(
                 f"config.json: num_attention_heads={num_heads} must be a multiple of "
@@ -205,9 +206,10 @@ def _parse_hf_config(directory: Path, raw: dict[str, Any], architecture: str) ->
     except (
         StrictDataclassError,
         ValueError,
-        KeyError,
+        LookupError,
         TypeError,
         AttributeError,
+        ArithmeticError,
         OSError,
     ) as error:
         cause = " ".join(str(error).split())[:300]
@@ -295,15 +297,22 @@ def _name_of_intermediate_size(hf: PretrainedConfig) -> str:
 
 
 def positive_int(hf: PretrainedConfig, name: str) -> int:
-    """The field `name`.
+    """The field `name`, at most 2^31 - 1.
 
     Raises:
-        ValueError: It is missing, or no positive integer.
+        ValueError: It is missing, or no such integer.
     """
     value = getattr(hf, name, None)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json: {name}={value!r} must be a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_SIZE:
+        raise ValueError(
+            f"config.json: {name}={value!r} must be a positive integer, at most {_MAX_SIZE}"
+        )
     return value
+
+
+def _positive_int_or(hf: PretrainedConfig, name: str, default: int) -> int:
+    """The field `name`, which may be missing or null. Raises as `positive_int`."""
+    return default if getattr(hf, name, None) is None else positive_int(hf, name)
 
 
 def _resolve_dtype(dtype: str, configs: Iterable[PretrainedConfig], directory: Path) -> torch.dtype:

@@ -60,7 +60,7 @@ class RopeConfig:
         raw = getattr(hf_config, "rope_parameters", None) or getattr(
             hf_config, "rope_scaling", None
         )
-        params: Mapping[str, Any] = raw or {}
+        params: Mapping[str, Any] = raw if isinstance(raw, Mapping) else {}
         theta = params.get("rope_theta") or getattr(hf_config, "rope_theta", None) or DEFAULT_THETA
         rope_type = params.get("rope_type") or params.get("type") or "default"
         if rope_type not in SUPPORTED_ROPE_TYPES:
@@ -74,6 +74,12 @@ class RopeConfig:
                 f"partial_rotary_factor={partial} in config.json is not supported: "
                 "only 1.0 (all of a head's dimensions rotate) is"
             )
+        if (
+            isinstance(theta, bool)
+            or not isinstance(theta, int | float)
+            or not 0 < theta < math.inf
+        ):
+            raise ValueError(f"rope_theta={theta!r} in config.json must be a positive number")
         plain = cls(theta=float(theta), partial_rotary_factor=partial)
         if rope_type == "default":
             return plain

@@ -116,10 +116,19 @@ class TensorPlacement:
 
         Args:
             dtype: Its dtype; None: the placement's.
+
+        Raises:
+            ValueError: The device has too little memory, or the shape is impossible.
         """
-        return torch.nn.Parameter(
-            torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False
-        )
+        try:
+            weight = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        except RuntimeError as error:
+            cause = str(error).splitlines()[0][:300]
+            raise ValueError(
+                f"a weight of {self.prefix or 'the model'} in the shape {list(shape)} cannot be "
+                f"allocated ({cause}): use a larger --tp-size, or check the sizes in config.json"
+            ) from error
+        return torch.nn.Parameter(weight, requires_grad=False)
 
 
 class Sliceable(Protocol):

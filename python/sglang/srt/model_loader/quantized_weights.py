@@ -151,7 +151,8 @@ class QuantizedWeight:
         if self.groups is not None:
             # A group of -1 stands for inputs that were not reordered.
             told = read(self.groups).to(torch.int64)
-            groups = groups if bool((told < 0).all()) else told
+            is_told = told.shape != groups.shape or not bool((told < 0).all())
+            groups = told if is_told else groups
         count = -(-inputs // size)
         if zeros is None and config.zero_points is ZeroPoints.STORED:
             raise ValueError("its zero points are missing, which quantization_config says it has")

@@ -199,7 +199,10 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     @classmethod
     def _sparse_layers(cls, config: ModelConfig) -> Iterable[int]:
         """Layers with experts. The draft layer always has some."""
-        return range(config.hf_config.first_k_dense_replace, config.num_layers)
+        first = config.hf_config.first_k_dense_replace
+        if first is None:
+            raise ValueError("config.json: first_k_dense_replace=null must be an integer")
+        return range(first, config.num_layers)
 
     @classmethod
     def _sparse_options(cls, config: ModelConfig) -> SparseMoeOptions:

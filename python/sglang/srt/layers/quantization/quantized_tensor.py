@@ -124,7 +124,8 @@ class ScaledTensor(QuantizedTensor):
         sizes = zip((outputs, inputs), self._block, strict=True)
         blocks = [-(-size // part) for size, part in sizes]
         is_of_each = list(scales.shape[: len(lead)]) == lead
-        if not is_of_each or [n for n in grid if n > 1] != [n for n in blocks if n > 1]:
+        is_grid = len(grid) <= 2 and [n for n in grid if n != 1] == [n for n in blocks if n != 1]
+        if not is_of_each or not is_grid:
             of_blocks = " x ".join("all" if n < 0 else str(n) for n in block)
             raise ValueError(
                 f"scales {list(scales.shape)} do not fit the weight {list(self.shape)} in blocks "
