@@ -101,6 +101,7 @@ def parse_args(
             raise ValueError("--plot shows a trace: give --trace FILE too")
         check_plot_file(own.plot)
     configure_logger("warning")
+    own.hicache_ratio = args.hicache_ratio if "hicache_ratio" in parsed.given else None
     return own, with_local_model(args.resolve())
 
 
@@ -141,7 +142,9 @@ def make_plan(own: argparse.Namespace, args: ServerArgs) -> Plan:
     device, memory = device_tier(
         args, machine, costs, context_len=config.context_len, vocab_size=config.vocab_size
     )
-    host = host_tier(args, machine, device, ranks_here=ranks_per_node(args))
+    host = host_tier(
+        args, machine, device, ratio=own.hicache_ratio, ranks_here=ranks_per_node(args)
+    )
     store = store_tier(math.inf if own.l3_size is None else own.l3_size * GB, costs, args.page_size)
     reads = read_or_compute(
         machine,

@@ -8,6 +8,9 @@ at most the size of the cache, so one pass gives the hit rate for all sizes. Sou
 The engine evicts leaves of its tree, the least recently used first. A request uses its whole prefix
 at the same time, so parents are never older than children, and the same pages are left as with a
 list in which a request's pages stand in the order of the prompt.
+
+Answers are cached behind their prompts. A trace does not say which prompts repeat them, so they
+take room and are never found.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class StackDistances:
     lengths: npt.NDArray[np.int64]
     """Tokens of each prompt, in whole pages."""
     distinct_tokens: int
-    """Tokens of all different pages: the working set."""
+    """Tokens of all different pages, of prompts and answers: the working set."""
     requests: npt.NDArray[np.int64]
     begins: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
@@ -87,11 +90,11 @@ class _Sums:
 
 
 def stack_distances(trace: Sequence[TraceRequest], page_size: int) -> StackDistances:
-    """Replay a trace, one request after the other. Answers are not cached.
+    """Replay a trace, one request after the other.
 
     Args:
-        page_size: Tokens; prompts are cached in whole pages, and the last token of a prompt is
-            always computed.
+        page_size: Tokens; prompts and answers are cached in whole pages, except the last token of
+            an answer. The last token of a prompt is always computed.
     """
     root = _Block(last_use=-1)
     sums = _Sums(len(trace))
@@ -125,6 +128,10 @@ def stack_distances(trace: Sequence[TraceRequest], page_size: int) -> StackDista
             if not want:
                 break
         distinct += _use(root, request.hash_ids, number, cached, sums)
+        known = request.input_length + request.output_length - 1
+        answer = max(0, known // page_size * page_size - cached)
+        sums.add(number, answer)
+        distinct += answer
     return StackDistances(
         np.array(lengths, np.int64),
         distinct,

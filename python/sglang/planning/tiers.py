@@ -145,29 +145,32 @@ def device_tier(
     )
 
 
-def host_tier(args: ServerArgs, machine: Machine, device: Tier, *, ranks_here: int) -> Tier:
-    """L2 of each rank: as large as the flags say, or as the host's memory allows."""
+def host_tier(
+    args: ServerArgs, machine: Machine, device: Tier, *, ratio: float | None, ranks_here: int
+) -> Tier:
+    """L2 of each rank: as large as the flags say, or as the host's memory allows.
+
+    Args:
+        ratio: `--hicache-ratio`; None: the flag was not given.
+    """
     reserve = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.get()
     most = max(0.0, machine.host_bytes.value - reserve) / ranks_here
     wanted, reason = HOST_SHARE * most, f"{HOST_SHARE:.0%} of the host's free memory"
     if args.hicache_size:
         wanted, reason = args.hicache_size * GB, f"--hicache-size {args.hicache_size:g}"
-    elif args.hicache_ratio != ServerArgs.hicache_ratio:
-        wanted, reason = (
-            args.hicache_ratio * device.rank_bytes,
-            f"--hicache-ratio {args.hicache_ratio:g}",
-        )
+    elif ratio is not None:
+        wanted, reason = ratio * device.rank_bytes, f"--hicache-ratio {ratio:g}"
     if wanted > most:
         raise ValueError(
             f"{reason} takes {wanted / GB:.1f} GB for each rank, and the host has {most / GB:.1f} "
             "GB: lower --hicache-size or --hicache-ratio, or give --host-memory"
         )
-    ratio = wanted / device.rank_bytes
+    share = wanted / device.rank_bytes
     return Tier(
         name="L2",
         rank_bytes=wanted,
-        tokens=int(device.tokens * ratio),
-        states=int(device.states * ratio),
+        tokens=int(device.tokens * share),
+        states=int(device.states * share),
         reason=reason,
     )
 

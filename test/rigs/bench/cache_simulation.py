@@ -2,8 +2,8 @@
 
 The device pool is the engine's class with one layer, one head and one dimension, so that a working
 set of millions of tokens fits into memory; no KV is computed. The other steps are the scheduler's:
-match, load back, evict, insert, release. Requests are served one after the other, and their answers
-are not cached.
+match, load back, evict, insert, release. Requests are served one after the other; a replay of a
+trace caches no answers.
 
 One thread, and the copy threads of the hierarchical cache. A replay waits for them after each
 request, so that it always gives the same figures.
@@ -171,8 +171,14 @@ class SimulatedCache:
         self._tree.note_waiting(rid, number, match.last_host_node)
         return len(match.device_indices) + match.host_hit_length
 
-    def serve(self, ids: TokenArray, priority: int = 0, rid: str = "") -> tuple[int, int]:
-        """Serve one prompt. Returns its tokens that were in L1, and in L2."""
+    def serve(
+        self, ids: TokenArray, priority: int = 0, rid: str = "", answer: TokenArray | None = None
+    ) -> tuple[int, int]:
+        """Serve one prompt. Returns its tokens that were in L1, and in L2.
+
+        Args:
+            answer: Tokens that are cached behind it; None: none.
+        """
         tree = self._tree
         match = tree.match_prefix(MatchPrefixParams(RadixKey(ids)))
         tree.note_scheduled(rid)
@@ -194,6 +200,10 @@ class SimulatedCache:
         slots = torch.cat([known, self._compute(len(key) - len(known))])
         tree.insert(InsertParams(key=key, value=slots, priority=priority))
         tree.dec_lock_ref(held)
+        if answer is not None:
+            key = RadixKey(np.concatenate([ids, answer])).page_aligned(self._page_size)
+            slots = torch.cat([slots, self._compute(len(key) - len(slots))])
+            tree.insert(InsertParams(key=key, value=slots, priority=priority))
         self._settle()
         return device, len(loaded)
 

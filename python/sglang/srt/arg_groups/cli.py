@@ -182,12 +182,14 @@ class ParsedFlags:
         malformed: The fields whose flags are malformed.
         lines: A line for each mistake: flags that are unknown, refused or malformed.
         ignored: Flags of SGLang's that have no effect here and none on answers.
+        given: The fields whose flags were given.
     """
 
     values: dict[str, Any]
     malformed: list[str]
     lines: list[str]
     ignored: list[str]
+    given: set[str]
 
 
 def parse_flags(
@@ -202,6 +204,7 @@ def parse_flags(
     known = {one: f.name for one, f in fields.items()}
     namespace = parser.parse_args([])
     malformed: list[str] = []
+    given: set[str] = set()
     argv, lines = _with_config(argv, fields)
     foreign: list[tuple[str, Any]] = []
     for name, group in _groups(argv):
@@ -219,8 +222,10 @@ def parse_flags(
             malformed.append(known[name or ""])
         else:
             lines += [f"{word!r} belongs to no flag; flags start with --" for word in strays]
+            if name in known:
+                given.add(known[name])
     explained, passed = explain_foreign(foreign, args_class)
-    return ParsedFlags(vars(namespace), malformed, [*explained, *lines], passed)
+    return ParsedFlags(vars(namespace), malformed, [*explained, *lines], passed, given)
 
 
 def _with_config(

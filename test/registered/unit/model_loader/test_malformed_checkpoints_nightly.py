@@ -19,7 +19,7 @@ from rigs.models.quantized_checkpoints import (
 from rigs.models.tiny_models import FAMILIES, save_tiny_checkpoint
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=900, suite="nightly-test-cpu", nightly=True)
+register_cpu_ci(est_time=400, suite="nightly-test-cpu", nightly=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -87,6 +87,21 @@ def test_ranks_share_the_host_and_divide_the_heads(
     assert found["flags"][0] == "--tp-size 4"
 
 
+@pytest.mark.parametrize("ratio", ["1.5", "2"])
+def test_a_ratio_that_is_given_counts(
+    qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], ratio: str
+) -> None:
+    """Also one that is the default of a server, for which the plan has another."""
+    file = tmp_path / "flags.yaml"
+    file.write_text(f"hicache-ratio: {ratio}\n")
+    for flags in (("--hicache-ratio", ratio), ("--config", str(file))):
+        device, host, _ = plan(capsys, "--model-path", qwen, "--host-memory", "900", *flags)[
+            "tiers"
+        ]
+        assert host["tokens"] == int(float(ratio) * device["tokens"])
+        assert host["reason"] == f"--hicache-ratio {ratio}"
+
+
 def test_a_trace_gives_shares_by_tier_and_both_kinds_of_plot(
     qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

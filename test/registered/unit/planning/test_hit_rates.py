@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import pytest
 
 from rigs.bench.cache_simulation import (
@@ -68,7 +70,20 @@ def test_a_trace_without_whole_pages_has_no_hits() -> None:
     assert stack_distances([TraceRequest(0, 10, 1, (1,))] * 2, 64).hit_rate(math.inf) == 0
 
 
-TRACE: Final = read_trace(EXCERPT)
+def test_answers_take_room_behind_their_prompts() -> None:
+    answered = dataclasses.replace(request(3), output_length=2 * BLOCK)
+    trace = [request(1, 2), answered, request(1, 2), request(3)]
+    # 1 and 2 are followed by 3 and two blocks of its answer; 3 by 1 and 2 alone.
+    assert [rate(trace, blocks) for blocks in (2, 3, 4, 5)] == [0, 1 / 6, 2 / 6, 3 / 6]
+    assert stack_distances(trace, BLOCK).distinct_tokens == 5 * BLOCK
+    # Its last token is not cached.
+    short = dataclasses.replace(answered, output_length=BLOCK - 1)
+    assert stack_distances([short], BLOCK).distinct_tokens == BLOCK
+    assert stack_distances([short], BLOCK - 1).distinct_tokens == 2 * (BLOCK - 1)
+
+
+TRACE: Final = [dataclasses.replace(one, output_length=1) for one in read_trace(EXCERPT)]
+"""The replays below cache no answers, except where they say so."""
 
 
 def replayed(sizes: CacheSizes, arrangement: Arrangement) -> tuple[float, float]:
@@ -99,6 +114,22 @@ def test_the_engines_two_tiers_find_as_much(arrangement: Arrangement, both: int)
     assert host > 0.1
     assert rate(TRACE, 300) == pytest.approx(device, rel=0.05)
     assert rate(TRACE, both) == pytest.approx(device + host, rel=0.1)
+
+
+def test_the_engines_tree_with_answers_finds_as_much() -> None:
+    pages, answer_pages = 900, 16
+    trace = [dataclasses.replace(one, output_length=answer_pages * BLOCK) for one in TRACE]
+    sizes = CacheSizes(l1_pages=pages, l2_pages=0)
+    cache = SimulatedCache(sizes, page_size=8, policy="lru", arrangement=Arrangement.ONE_TIER)
+    generator = np.random.default_rng(4)
+    found = total = 0
+    for ids, _ in TracePrompts(trace, SCALE, 8):
+        answer = generator.integers(1, 1 << 16, answer_pages * 8 - 1, dtype=np.uint32)
+        found += cache.serve(ids, answer=answer)[0]
+        total += len(ids) // 8 * 8
+    cache.close()
+    assert rate(trace, pages) == pytest.approx(found / total, rel=0.1)
+    assert rate(TRACE, pages) > 1.2 * found / total
 
 
 if __name__ == "__main__":
