@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 
-from sglang.srt.configs.config_fields import read_json
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.tensor_group import SingleTensorGroup
 from sglang.srt.layers.moe.experts import RoutedExperts
@@ -26,6 +25,7 @@ from sglang.srt.model_loader.loader import KEPT_DTYPES, WEIGHT_SOURCES, with_own
 from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.registry import MODEL_CLASSES
+from sglang.srt.utils.json_files import read_json
 
 _META: Final = "meta"
 _EXPERTS_PER_TOKEN: Final = "num_experts_per_tok"

@@ -22,11 +22,11 @@ from sglang.srt.configs.config_fields import (
     TEXT_CONFIG,
     is_remote_config,
     read_config,
-    read_json,
 )
 from sglang.srt.configs.generation_config import GENERATION_CONFIG
 from sglang.srt.configs.quantization_config import QuantizationConfig, quantization_of
 from sglang.srt.configs.rope_config import RopeConfig
+from sglang.srt.utils.json_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

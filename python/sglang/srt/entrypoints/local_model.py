@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import xxhash
 
-from sglang.srt.configs.config_fields import read_json
 from sglang.srt.model_loader.weight_files import config_file
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.json_files import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -64,7 +64,7 @@ class CheckpointFiles:
         self._files = weight_files(Path(self.name), self._format)
         self._index = file_of_each_tensor(Path(self.name), self._format)
         self._stale: list[str] = []
-        """Names of the tensors of which files had others than those that the index means."""
+        """Names of the tensors that a file has although the index gives them to another."""
         self._noted = _signatures([config, *self._files])
         self._identity: str | None = None
 
@@ -133,8 +133,8 @@ class CheckpointFiles:
         return self._identity
 
     def _reading(self) -> str:
-        """What was read of the files, for the identity: the index is no part of it, nor is this
-        release's rule for symmetric weights of GPTQ."""
+        """Words for the identity where files and config.json do not determine the weights: the choices
+        of the index, and the zero points of symmetric GPTQ weights, which earlier releases read."""
         config = self._quantization
         words = [f" {name} of {self._index[name].name}" for name in sorted(set(self._stale))]
         if config is not None and config.packing is Packing.COLUMNS:

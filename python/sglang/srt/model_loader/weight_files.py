@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import xxhash
 
-from sglang.srt.configs.config_fields import read_json
+from sglang.srt.utils.json_files import read_json
 from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
 
 logger = logging.getLogger(__name__)

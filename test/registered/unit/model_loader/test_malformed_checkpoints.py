@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rigs.models.malformed_checkpoints import (
+from rigs.checkpoints.malformed import (
     assert_told,
     malformed_configs,
     malformed_tensors,
@@ -83,7 +83,7 @@ def change(path: Path, name: str, value: object) -> None:
 
 
 def planned(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `sglang.hicache_plan` says of a checkpoint that it refuses."""
+    """The error of `sglang.hicache_plan` for a checkpoint."""
     assert main(["--model-path", str(path), "--machine", "h200"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1

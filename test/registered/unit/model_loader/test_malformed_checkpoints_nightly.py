@@ -1,4 +1,4 @@
-"""Every change of `rigs.models.malformed_checkpoints`, for every family and weight format."""
+"""Every change of `rigs.checkpoints.malformed`, for every family and weight format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rigs.models.malformed_checkpoints import assert_told, malformed_configs, malformed_tensors
+from rigs.checkpoints.malformed import assert_told, malformed_configs, malformed_tensors
 from rigs.models.quantized_checkpoints import (
     Format,
     awq,

@@ -35,8 +35,8 @@ def embedding_of(family: str) -> str:
 
 
 def tied_checkpoint(path: Path, family: str, case: str, *, mtp: bool = False) -> Path:
-    """A checkpoint whose config.json ties the head to the embedding, and whose file has both (that
-    differ or are equal), the head alone, or the embedding alone."""
+    """A checkpoint whose config.json ties the head to the embedding. `case` says which of the two
+    tensors the file has, and whether they are equal."""
     save_tiny_checkpoint(path, family, tie_word_embeddings=True, mtp=mtp)
     file = path / "model.safetensors"
     tensors = load_file(file)

@@ -1,5 +1,5 @@
-"""Checkpoints with one thing wrong: a field of config.json or a tensor. Each of them is read, or is
-refused in one line that says what is wrong."""
+"""Checkpoints with one wrong field of config.json, or one wrong tensor. A server reads them, or
+refuses them in a line that names the mistake."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Malformed(NamedTuple):
 
     Attributes:
         what: The field or the tensor, and its value.
-        name: What a refusal may name, in lower case: one of these words.
+        names: A refusal must have one of these words, in lower case; empty: any refusal will do.
         path: The checkpoint, until the next one is made.
     """
 

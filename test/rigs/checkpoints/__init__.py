@@ -1,0 +1,1 @@
+"""Checkpoints that nobody should publish."""
