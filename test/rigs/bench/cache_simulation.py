@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray
 
+NO_ANSWER: TokenArray = np.empty(0, np.uint32)
 _VOCABULARY = np.arange(1, 1 << 16, dtype=np.uint32)
 
 
@@ -171,16 +172,17 @@ class SimulatedCache:
         self._tree.note_waiting(rid, number, match.last_host_node)
         return len(match.device_indices) + match.host_hit_length
 
-    def serve(
-        self, ids: TokenArray, priority: int = 0, rid: str = "", answer: TokenArray | None = None
-    ) -> tuple[int, int]:
-        """Serve one prompt. Returns its tokens that were in L1, and in L2.
+    def serve(self, ids: TokenArray, priority: int = 0, rid: str = "") -> tuple[int, int]:
+        """Serve one prompt. Returns its tokens that were in L1, and in L2."""
+        return self.serve_with_answer(ids, NO_ANSWER, priority, rid)
 
-        Args:
-            answer: Tokens that are cached behind it; None: none.
-        """
+    def serve_with_answer(
+        self, prompt: TokenArray, answer: TokenArray, priority: int = 0, rid: str = ""
+    ) -> tuple[int, int]:
+        """Serve one prompt, and cache all tokens of `answer` behind it. Returns the prompt's tokens
+        that were in L1, and in L2."""
         tree = self._tree
-        match = tree.match_prefix(MatchPrefixParams(RadixKey(ids)))
+        match = tree.match_prefix(MatchPrefixParams(RadixKey(prompt)))
         tree.note_scheduled(rid)
         held, device = match.last_device_node, len(match.device_indices)
         tree.inc_lock_ref(held)
@@ -196,12 +198,12 @@ class SimulatedCache:
                 counter = tree.cache_controller.layer_done_counter
                 counter.set_consumer(tree.ready_to_load_host_cache())
         known = torch.cat([match.device_indices, loaded])
-        key = RadixKey(ids).page_aligned(self._page_size)
+        key = RadixKey(prompt).page_aligned(self._page_size)
         slots = torch.cat([known, self._compute(len(key) - len(known))])
         tree.insert(InsertParams(key=key, value=slots, priority=priority))
         tree.dec_lock_ref(held)
-        if answer is not None:
-            key = RadixKey(np.concatenate([ids, answer])).page_aligned(self._page_size)
+        if len(answer):
+            key = RadixKey(np.concatenate([prompt, answer])).page_aligned(self._page_size)
             slots = torch.cat([slots, self._compute(len(key) - len(slots))])
             tree.insert(InsertParams(key=key, value=slots, priority=priority))
         self._settle()

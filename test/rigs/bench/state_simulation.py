@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
 
 from rigs.bench.cache_simulation import Arrangement, CacheSizes, SimulatedCache
@@ -29,7 +28,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 MIN_STATES: Final = 3
 """States of one request: one to run on, one to start from, and one for its snapshot."""
-_NO_ANSWER: Final = np.empty(0, np.uint32)
 _SPEC: Final = MambaSpec.of_shapes(
     (1,), (1, 1, 1), (1, 1), ssm_dtype=torch.float32, conv_dtype=torch.bfloat16
 )
@@ -129,9 +127,6 @@ class SimulatedStateCache(SimulatedCache):
     def states_in_l1(self) -> int:
         """States of the tree in L1, between two requests."""
         return self._tree.mamba_evictable_size()
-
-    def serve(self, ids: TokenArray, priority: int = 0, rid: str = "") -> tuple[int, int]:
-        return self.serve_with_answer(ids, _NO_ANSWER, priority, rid)
 
     def serve_with_answer(
         self, prompt: TokenArray, answer: TokenArray, priority: int = 0, rid: str = ""

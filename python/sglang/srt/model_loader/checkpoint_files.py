@@ -85,9 +85,10 @@ class CheckpointFiles:
         for file in self._files:
             state = _of_index(_read_pickled(file), file, self._index, [])
             found |= {name: state[name] for name in (head, embedding) if name in state}
-        # The loader refuses what is not a tensor.
-        tensors = [one for one in found.values() if isinstance(one, torch.Tensor)]
-        return len(tensors) == 2 and not _are_equal(*tensors, self._dtype)
+        first, second = found.get(head), found.get(embedding)
+        if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+            return False  # what is there and no tensor is refused when it is loaded
+        return not _are_equal(first, second, self._dtype)
 
     def fill(self, slots: WeightSlots) -> None:
         """See `WeightSource`."""
@@ -133,8 +134,8 @@ class CheckpointFiles:
         return self._identity
 
     def _reading(self) -> str:
-        """Words for the identity where files and config.json do not determine the weights: the choices
-        of the index, and the zero points of symmetric GPTQ weights, which earlier releases read."""
+        """Words for the identity where files and config.json do not determine the weights: the
+        index's choices, and zero points of symmetric GPTQ weights, which earlier releases read."""
         config = self._quantization
         words = [f" {name} of {self._index[name].name}" for name in sorted(set(self._stale))]
         if config is not None and config.packing is Packing.COLUMNS:
@@ -261,9 +262,11 @@ class _SafetensorsFiles:
             return False
         if {first, second} & quantized:
             return True
-        stored = [_StoredTensor(self._opened[self._file_of[one]], one) for one in (first, second)]
+        one, other = (
+            _StoredTensor(self._opened[self._file_of[name]], name) for name in (first, second)
+        )
         with _reading(self._file_of[first], f"tensor {first!r}"):
-            return not _are_equal(*stored, dtype)
+            return not _are_equal(one, other, dtype)
 
     def fill(self, slots: WeightSlots) -> list[str]:
         """See `WeightSource`. Returns the names of tensors that were passed over because the index

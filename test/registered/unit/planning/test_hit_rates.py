@@ -125,7 +125,7 @@ def test_the_engines_tree_with_answers_finds_as_much() -> None:
     found = total = 0
     for ids, _ in TracePrompts(trace, SCALE, 8):
         answer = generator.integers(1, 1 << 16, answer_pages * 8 - 1, dtype=np.uint32)
-        found += cache.serve(ids, answer=answer)[0]
+        found += cache.serve_with_answer(ids, answer)[0]
         total += len(ids) // 8 * 8
     cache.close()
     assert rate(trace, pages) == pytest.approx(found / total, rel=0.1)
