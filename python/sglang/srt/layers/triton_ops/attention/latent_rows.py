@@ -277,7 +277,7 @@ def _heads_of(launch: tuple[int, int, int, int], num_heads: int) -> int:
     """Heads of a program."""
     if launch is _FP8_LAUNCH and num_heads > 16:
         return launch[0]
-    return min(launch[0], max(16, triton.next_power_of_2(num_heads)))
+    return min(launch[0], max(16, int(triton.next_power_of_2(num_heads))))
 
 
 def warm_up_latent_joins(num_heads: int, rank: int, out: torch.Tensor) -> None:

@@ -267,7 +267,7 @@ def merge_into_(
 
 def _block_dims(rows: int, head_dim: int) -> int:
     """Elements of a row that a program joins."""
-    block_d = most_dims = triton.next_power_of_2(head_dim)
+    block_d = most_dims = int(triton.next_power_of_2(head_dim))
     while block_d > _LEAST_DIMS and rows * most_dims // block_d < _PROGRAMS:
         block_d //= 2
     return block_d
