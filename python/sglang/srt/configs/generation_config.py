@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import msgspec
 
-from sglang.srt.configs.config_fields import read_json
 from sglang.srt.constants import OPENAI_SAMPLING
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.json_files import read_json
 
 GENERATION_CONFIG: Final = "generation_config.json"
 _FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
