@@ -63,7 +63,7 @@ def warm_up_batches(
         zeros = torch.zeros(new, dtype=torch.int64, device=device)
         rows = zeros[:count]
         states = StateBatch.running(pool, rows)
-        if states is not None and new > SHORT:
+        if states is not None and count == 1 and new > CHUNK:
             # Like after a cache hit: with a snapshot, and tokens after it.
             states.track_slots, states.track_lens_cpu = rows, [(new - 1) // CHUNK * CHUNK]
         totals = [prefix + own for prefix, own in zip(prefixes, news, strict=True)]
