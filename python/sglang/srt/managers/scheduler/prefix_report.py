@@ -6,8 +6,8 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from sglang.srt.managers.messages.cache_key import split_extra_key
 from sglang.srt.managers.messages.cache_report import CacheReport, CutReason, Tier
-from sglang.srt.utils.cache_key import split_extra_key
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree

@@ -16,6 +16,7 @@ import torch
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.layers.penalties import TokenHistory
+from sglang.srt.managers.messages.cache_key import tenant_of
 from sglang.srt.managers.messages.cache_report import CacheReport
 from sglang.srt.managers.messages.io_struct import (
     CachedTokensDetails,
@@ -27,7 +28,6 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray, token_array
 from sglang.srt.mem_cache.tree.session_hints import Session
-from sglang.srt.utils.cache_key import tenant_of
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import GrammarMatcher, GrammarTicket
