@@ -26,6 +26,8 @@ register_cpu_ci(est_time=3, suite="base-b-test-cpu")
 END = "~"
 """Stops the echo."""
 LAST_MESSAGE = "{{ messages[-1]['content'] }}{# it knows of tools #}"
+BARE = "{{ messages[-1]['content'] }}"
+"""The same, and the model sees no tools."""
 QWEN_LIKE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}"
@@ -46,7 +48,7 @@ F, G = tool("f"), tool("g", x={"type": "integer"})
 def make_templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("templates")
     paths = {}
-    for name, text in {"last": LAST_MESSAGE, "qwen": QWEN_LIKE, "none": "{{ '' }}x"}.items():
+    for name, text in {"last": LAST_MESSAGE, "qwen": QWEN_LIKE, "bare": BARE}.items():
         path: Path = folder / f"{name}.jinja"
         path.write_text(text)
         paths[name] = str(path)
@@ -209,7 +211,8 @@ def test_ids_of_kimi_and_its_special_tokens_are_kept(
         received = server.scheduler.received
         requests = [one for one in received if isinstance(one, TokenizedGenerateReqInput)]
         skips = [one.sampling_params.skip_special_tokens for one in requests]
-        assert skips == [False, True, True]
+        # Routers add the field to every chat.
+        assert skips == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -412,16 +415,46 @@ def test_what_is_wrong_is_refused_by_name(
         assert name in reply.json()["error"]["message"]
 
 
-def test_tools_need_a_parser_and_a_template_that_shows_them(templates: dict[str, str]) -> None:
+def test_tools_that_the_model_may_call_need_a_parser(templates: dict[str, str]) -> None:
     with front_server(chat_template=templates["last"]) as server:
         body = {"messages": said("x"), "tools": [F]}
         reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
         assert reply.status_code == 400
-        assert "--tool-call-parser" in reply.json()["error"]["message"]
-    with front_server(chat_template=templates["none"], tool_call_parser="qwen") as server:
-        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
-        assert reply.status_code == 400
-        assert "--chat-template" in reply.json()["error"]["message"]
+        assert "--tool-call-parser auto" in reply.json()["error"]["message"]
+
+
+STRICT: Any = {"type": "function", "function": {**F["function"], "strict": True}}
+
+
+@pytest.mark.parametrize("parser", [None, "qwen"])
+def test_a_template_without_tools(
+    templates: dict[str, str], caplog: pytest.LogCaptureFixture, parser: str | None
+) -> None:
+    """Tools that the model may call are ignored; calls that it must make are enforced."""
+    with front_server(chat_template=templates["bare"], tool_call_parser=parser) as server:
+        for stream in (False, True):
+            for fields in (
+                {"tools": [F, STRICT | {"function": {**STRICT["function"], "name": "h"}}]},
+                {"tools": [G], "tool_choice": "auto", "response_format": {"type": "json_object"}},
+            ):
+                reply = ask(server, CALL_G, stream=stream, **fields)
+                got = Gathered(reply).content if stream else reply.choices[0].message.content
+                assert got == CALL_G
+        [line] = [one for one in caplog.messages if "Tools of requests are ignored" in one]
+        assert "--chat-template" in line
+        request = server.scheduler.received[-1]
+        assert isinstance(request, TokenizedGenerateReqInput)
+        assert request.sampling_params.json_schema is not None
+        reply = ask(server, '{"name": "g", "parameters": {}}', tools=[G], tool_choice="required")
+        [call] = reply.choices[0].message.tool_calls
+        assert call.function.name == "g"
+        request = server.scheduler.received[-1]
+        assert isinstance(request, TokenizedGenerateReqInput)
+        assert '"g"' in (request.sampling_params.json_schema or "")
+        reply = httpx.post(
+            f"{server.url}/v1/chat/completions", json={"messages": said("x"), "tools": [F, F]}
+        )
+        assert "twice" in reply.json()["error"]["message"]
 
 
 def test_tokenize_under_both_paths(qwen: FrontServer) -> None:

@@ -64,6 +64,22 @@ def said(text: str, **fields: Any) -> Any:
     return {"model": "echo", "messages": messages, "max_tokens": 100, **fields}
 
 
+CLEAR_TOOLS, CLEAR_THINKING = "clear_tool_uses_20250919", "clear_thinking_20251015"
+COMPACT = "compact_20260112"
+
+
+def edits(*given: dict[str, Any]) -> dict[str, Any]:
+    return {"context_management": {"edits": [*given]}}
+
+
+def tokens(value: int) -> dict[str, Any]:
+    return {"type": "input_tokens", "value": value}
+
+
+def uses(value: int) -> dict[str, Any]:
+    return {"type": "tool_uses", "value": value}
+
+
 def request_of(server: FrontServer) -> TokenizedGenerateReqInput:
     """The last request that the engine got."""
     last = server.scheduler.received[-1]
@@ -252,6 +268,72 @@ def test_tokens_are_counted_as_a_message_has_them(
         client.messages.count_tokens(model="echo", messages=[{"role": "user", "content": long}])
 
 
+def use(name: str, call_id: str) -> list[dict[str, Any]]:
+    """A turn that thinks and uses a tool, and the tool's result."""
+    call = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    result = {"type": "tool_result", "tool_use_id": call_id, "content": "ok"}
+    return [
+        {"role": "assistant", "content": [thought, call]},
+        {"role": "user", "content": [result]},
+    ]
+
+
+TALK: Final = [*use("f", "1"), *use("g", "2"), {"role": "user", "content": "ab"}]
+"""Its prompt is `ab` and the end: three tokens, seven bytes."""
+
+
+@pytest.mark.parametrize(
+    ("edit", "is_due"),
+    [
+        ({"type": COMPACT}, False),
+        ({"type": COMPACT, "trigger": tokens(3)}, False),
+        ({"type": COMPACT, "trigger": tokens(2), "instructions": "be short"}, True),
+        ({"type": CLEAR_THINKING}, True),
+        ({"type": CLEAR_THINKING, "keep": "all"}, False),
+        ({"type": CLEAR_THINKING, "keep": {"type": "all"}}, False),
+        ({"type": CLEAR_THINKING, "keep": {"type": "thinking_turns", "value": 2}}, False),
+        ({"type": CLEAR_THINKING, "keep": {"type": "thinking_turns", "value": 1}}, True),
+        ({"type": CLEAR_TOOLS}, False),
+        ({"type": CLEAR_TOOLS, "trigger": tokens(2)}, False),
+        ({"type": CLEAR_TOOLS, "trigger": tokens(2), "keep": uses(1)}, True),
+        ({"type": CLEAR_TOOLS, "trigger": tokens(3), "keep": uses(1)}, False),
+        ({"type": CLEAR_TOOLS, "trigger": uses(1), "keep": uses(0)}, True),
+        ({"type": CLEAR_TOOLS, "trigger": uses(2), "keep": uses(0)}, False),
+        (
+            {"type": CLEAR_TOOLS, "trigger": uses(1), "keep": uses(1), "exclude_tools": ["f"]},
+            False,
+        ),
+        ({"type": CLEAR_TOOLS, "trigger": uses(1), "keep": uses(1), "exclude_tools": ["g"]}, True),
+    ],
+)
+def test_context_management_is_accepted_until_an_edit_is_due(
+    server: FrontServer, client: anthropic.Anthropic, edit: dict[str, Any], is_due: bool
+) -> None:
+    never = {"type": COMPACT, "trigger": tokens(10**6)}
+    body = {"model": "echo", "messages": TALK, **edits(never, edit)}
+    whole, parts = {**body, "max_tokens": 9}, {**body, "max_tokens": 9, "stream": True}
+    replies = [
+        httpx.post(f"{server.url}{path}", json=one, headers={"x-api-key": "secret"})
+        for path, one in (
+            ("/v1/messages/count_tokens", body), ("/v1/messages", whole), ("/v1/messages", parts)
+        )
+    ]  # fmt: skip
+    if is_due:
+        for reply in replies:
+            assert reply.status_code == 400
+            assert f"context_management.edits[1], {edit['type']}," in reply.text
+        return
+    counted, answered, streamed = replies
+    assert counted.json() == {"input_tokens": 3, "context_management": {"original_input_tokens": 3}}
+    assert answered.json()["content"] == [{"type": "text", "text": "ab"}]
+    assert answered.json()["context_management"] == {"applied_edits": []}
+    assert '"context_management":{"applied_edits":[]}' in streamed.text
+    reply = client.beta.messages.create(**whole)
+    assert reply.context_management is not None
+    assert reply.context_management.applied_edits == []
+
+
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
@@ -301,6 +383,13 @@ def test_tokens_are_counted_as_a_message_has_them(
         ({"container": {"id": "x"}}, ["container"]),
         ({"stop": "x"}, ["stop", "stop_sequences"]),
         ({"nonsense": 1}, ["nonsense"]),
+        (edits({"type": "shorten"}), ["context_management.edits[0].type='shorten'", "compact"]),
+        (edits({"type": COMPACT, "trigger": tokens(0)}), [f"edits[0], {COMPACT},", "shorten"]),
+        (edits({"type": COMPACT, "trigger": {"type": "turns", "value": 1}}), ["trigger.type"]),
+        (edits({"type": COMPACT, "trigger": {"type": "input_tokens"}}), ["trigger.value"]),
+        (edits({"type": CLEAR_TOOLS, "keep": tokens(3)}), ["keep.type", "tool_uses"]),
+        (edits(*[{"type": COMPACT}] * 17), ["context_management.edits has 17"]),
+        ({"context_management": {"edit": []}}, ["context_management.edit", "unknown field"]),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(

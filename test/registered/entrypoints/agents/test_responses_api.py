@@ -241,7 +241,6 @@ def test_the_output_is_the_next_input(client: openai.OpenAI, shown: FrontServer)
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
-        ({"store": True}, ["store", "stores no responses", "store: false"]),
         ({"previous_response_id": "resp_1"}, ["previous_response_id", "input items"]),
         ({"conversation": "conv_1"}, ["conversation", "input items"]),
         ({"background": True}, ["background", "connection"]),
@@ -257,7 +256,6 @@ def test_the_output_is_the_next_input(client: openai.OpenAI, shown: FrontServer)
         ({"tools": [F], "tool_choice": {"type": "allowed_tools"}}, ["tool_choice.type"]),
         ({"text": {"format": {"type": "xml"}}}, ["text.format.type"]),
         ({"text": {"format": {"type": "json_schema"}}}, ["text.format.schema is missing"]),
-        ({"text": {"verbosity": "high"}}, ["verbosity", "instructions"]),
         ({"text": {"format": {"type": "json_object"}}, "tools": [F]}, ["text.format", "tools"]),
         ({"max_output_tokens": 0}, ["max_output_tokens=0"]),
         ({"max_output_tokens": 100_000}, ["max_output_tokens=100000"]),
@@ -284,6 +282,11 @@ def test_the_output_is_the_next_input(client: openai.OpenAI, shown: FrontServer)
             ["arguments", "JSON object"],
         ),
         ({"messages": []}, ["messages", "input"]),
+        ({"rid": "r"}, ["rid", "request_id"]),
+        ({"request_id": ""}, ["request_id must have 1 to 256 characters"]),
+        ({"request_id": "HEALTH_CHECK_1"}, ["request_id begins with HEALTH_CHECK"]),
+        ({"top_k": 0}, ["top_k=0"]),
+        ({"repetition_penalty": 0}, ["repetition_penalty=0"]),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(
@@ -311,13 +314,30 @@ def test_deep_values_that_an_answer_repeats_are_refused(server: FrontServer) -> 
 def test_what_asks_for_nothing_is_accepted(shown: FrontServer) -> None:
     plain = prompt_of(shown, input="a")
     fields = {
-        "store": False, "previous_response_id": None, "background": False, "truncation": "auto",
+        "store": True, "previous_response_id": None, "background": False, "truncation": "auto",
         "include": ["reasoning.encrypted_content"], "service_tier": "auto", "user": "me",
         "prompt_cache_key": "k", "stream_options": {"include_obfuscation": False}, "tools": [],
-        "text": {"format": {"type": "text"}, "verbosity": "medium"}, "tool_choice": "auto",
+        "text": {"format": {"type": "text"}, "verbosity": "high"}, "tool_choice": "auto",
         "reasoning": {"summary": "auto"}, "max_tool_calls": 3,
     }  # fmt: skip
     assert prompt_of(shown, input="a", **fields) == plain
+
+
+def test_sampling_values_of_sglang_and_the_id(server: FrontServer, client: openai.OpenAI) -> None:
+    values = {
+        "top_k": 5, "min_p": 0.25, "repetition_penalty": 1.5, "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+    }  # fmt: skip
+    reply = ask(client, "abc", extra_body={**values, "request_id": "mine", "stop": ["c", "zz"]})
+    assert (reply.id, reply.output_text, reply.status) == ("mine", "ab", "completed")
+    request = request_of(server)
+    assert request.rid == "mine"
+    assert {name: getattr(request.sampling_params, name) for name in values} == values
+    # What routers add to every request is no wish.
+    added = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "priority": 0, "store": True}
+    reply = ask(client, "abc", extra_body=added)
+    assert (reply.output_text, reply.store) == ("abc", False)
+    assert reply.id.startswith("resp_")
 
 
 def test_a_failure_of_the_engine(client: openai.OpenAI, server: FrontServer) -> None:

@@ -31,6 +31,11 @@ PROMPTS: Final[dict[str, dict[str, Any]]] = {
     CHAT: HELLO,
     COMPLETIONS: {"prompt": "a"},
 }
+AGENTS: Final[dict[str, dict[str, Any]]] = {
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {**HELLO, "max_tokens": 5},
+}
+"""APIs of agents, whose bodies have no batches."""
 SHORT: Final = {"sampling_params": {"max_new_tokens": 2}}
 
 
@@ -82,13 +87,14 @@ def room(number: int, port: int = 9001, host: str = "10.0.0.1") -> Bootstrap:
     return Bootstrap(host=host, port=port, room=number)
 
 
-@pytest.mark.parametrize("path", PROMPTS)
+@pytest.mark.parametrize("path", [*PROMPTS, *AGENTS])
 def test_one_prompt_has_one_room(decode: FrontServer, prefill: FrontServer, path: str) -> None:
+    body = {**PROMPTS, **AGENTS}[path]
     for server in (decode, prefill):
-        assert rooms(server, path, {**PROMPTS[path], **ONE}) == [room(7)]
+        assert rooms(server, path, {**body, **ONE}) == [room(7)]
     for port in ({"bootstrap_port": None}, {}):
         fields = {"bootstrap_host": "p", "bootstrap_room": MAX_ROOM, **port}
-        assert rooms(decode, path, {**PROMPTS[path], **fields}) == [room(MAX_ROOM, 8998, "p")]
+        assert rooms(decode, path, {**body, **fields}) == [room(MAX_ROOM, 8998, "p")]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 import msgspec
 
+from sglang.srt.entrypoints.anthropic.context_management import ContextManagement
 from sglang.srt.entrypoints.http.body import (
     BOOKKEEPING,
     EQUAL_PREFIXES,
@@ -100,13 +101,13 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
     output_config: OutputParam | None = None
+    context_management: ContextManagement | None = None
 
     cache_control: Annotated[Any, Ignored(EQUAL_PREFIXES)] = None
     speed: Annotated[Any, Ignored("there is one speed")] = None
     user_profile_id: Annotated[Any, Ignored(BOOKKEEPING)] = None
     workspace_id: Annotated[Any, Ignored(BOOKKEEPING)] = None
 
-    context_management: Annotated[Any, Refused("shorten the messages yourself")] = None
     mcp_servers: Annotated[Any, Refused("call them yourself, as tools")] = None
 
 
@@ -123,6 +124,9 @@ class MessagesBody(CountTokensBody, kw_only=True):
     session_id: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
 
     metadata: Annotated[Any, Ignored(BOOKKEEPING)] = None
     service_tier: Annotated[Any, Ignored("there is one tier")] = None
@@ -172,6 +176,11 @@ _BLOCKS: Final[dict[str, dict[str, type[ContentBlock]]]] = {
 }
 """Role to the types of its blocks."""
 
+_SAME_NAME: Final = (
+    "max_tokens", "temperature", "top_p", "top_k", "stream", "priority", "session_id", "extra_key",
+    "cache_salt", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+)  # fmt: skip
+"""Fields that a chat request has too."""
 NAMES: Final = (
     (r"\bresponse_format\.json_schema\b", "output_config.format"),
     (r"\bresponse_format\b", "output_config.format"),
@@ -212,10 +221,9 @@ def chat_body(body: CountTokensBody) -> ChatBody:
         continue_final_message=bool(messages) and messages[-1].role == "assistant",
     )
     if isinstance(body, MessagesBody):
-        for name in ("max_tokens", "temperature", "top_p", "top_k", "stream", "priority"):
+        for name in _SAME_NAME:
             setattr(chat, name, getattr(body, name))
-        chat.stop, chat.extra_key = body.stop_sequences, body.extra_key
-        chat.cache_salt, chat.session_id = body.cache_salt, body.session_id
+        chat.stop = body.stop_sequences
     return chat
 
 

@@ -11,6 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sglang.srt.entrypoints.anthropic.context_management import (
+    FIELD,
+    NOTHING_APPLIED,
+    pending_edit,
+)
 from sglang.srt.entrypoints.anthropic.protocol import (
     NAMES,
     CountTokensBody,
@@ -32,6 +37,7 @@ from sglang.srt.entrypoints.openai.output_blocks import (
 from sglang.srt.entrypoints.openai.routes import check_texts
 from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting, rendered
 from sglang.srt.managers.messages.io_struct import CLIENT_ABORT_STATUS
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.utils.error_answers import anthropic_error
 
@@ -40,11 +46,20 @@ async def messages(request: Request) -> Response:
     """Answer a conversation, streaming or not."""
     context = context_of(request)
     body = await read_json(request, MessagesBody)
+    chat = chat_body(body)
+    edit = pending_edit(body.context_management, chat.messages)
+
+    async def check(one: GenerateRequest) -> None:
+        # A token has at least one byte, so most prompts need not be counted.
+        if edit is not None and len((one.text or "").encode()) > edit.tokens:
+            edit.check(await _num_tokens(request, one))
+
     return await respond_in_blocks(
         request,
-        chat_body(body),
+        chat,
         NAMES,
         lambda _, splitting: MessageAnswers(body, context, splitting),
+        check=check,
     )
 
 
@@ -53,13 +68,24 @@ async def count_tokens(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, CountTokensBody)
     chat = chat_body(body)
+    edit = pending_edit(body.context_management, chat.messages)
     with client_names(*NAMES):
         samples, _ = await rendered(chat, context)
-        text = samples[0].text or ""
-        check_texts([text], context.manager.limits, "messages")
-        work = context.manager.encoder.encode(text, add_special_tokens=False)
-        ids = await unless_client_leaves(request.receive, work)
-    return json_response({"input_tokens": len(ids)})
+        count = await _num_tokens(request, samples[0])
+    answer: dict[str, Any] = {"input_tokens": count}
+    if edit is not None:
+        edit.check(count)
+    if body.context_management is not None:
+        answer[FIELD] = {"original_input_tokens": count}
+    return json_response(answer)
+
+
+async def _num_tokens(request: Request, one: GenerateRequest) -> int:
+    """Tokens of the prompt of `one`. Raises ApiError if it is too long to count."""
+    manager, text = context_of(request).manager, one.text or ""
+    check_texts([text], manager.limits, "messages")
+    work = manager.encoder.encode(text, add_special_tokens=False)
+    return len(await unless_client_leaves(request.receive, work))
 
 
 class MessageAnswers(BlockAnswers):
@@ -69,6 +95,9 @@ class MessageAnswers(BlockAnswers):
         self, body: MessagesBody, context: ServerContext, splitting: OutputSplitting
     ) -> None:
         super().__init__(splitting)
+        self._edits: dict[str, Any] = {}
+        if body.context_management is not None:
+            self._edits[FIELD] = NOTHING_APPLIED
         self._head = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -78,7 +107,8 @@ class MessageAnswers(BlockAnswers):
 
     async def _answer(self, state: RequestState, blocks: Sequence[Block]) -> dict[str, Any]:
         content = [_content(block) for block in blocks]
-        return {**self._head, "content": content, **_end(state, blocks), "usage": _usage(state)}
+        end = _end(state, blocks)
+        return {**self._head, "content": content, **end, "usage": _usage(state), **self._edits}
 
     def _first_events(self, state: RequestState) -> Iterable[dict[str, Any]]:
         end = {"stop_reason": None, "stop_sequence": None}
@@ -100,7 +130,7 @@ class MessageAnswers(BlockAnswers):
         self, state: RequestState, blocks: Sequence[Block]
     ) -> Iterable[dict[str, Any]]:
         end = _end(state, blocks)
-        delta = {"type": "message_delta", "delta": end, "usage": _usage(state)}
+        delta = {"type": "message_delta", "delta": end, "usage": _usage(state), **self._edits}
         return [delta, {"type": "message_stop"}]
 
     def _failure(self, error: ApiError) -> dict[str, Any]:

@@ -39,13 +39,20 @@ class ToolUse:
     """True if calls after the first one of an output are passed on."""
 
 
-def tool_use(body: ChatBody, parser: str | None) -> ToolUse | None:
+def tool_use(body: ChatBody, parser: str | None, template: ChatTemplate) -> ToolUse | None:
     """The tools that `body` uses; None: it uses no tools. `parser` is the value of
-    `--tool-call-parser`."""
+    `--tool-call-parser`.
+
+    A model whose template shows no tools may still be made to call one, by a grammar. It never
+    calls one by itself, so tools that it may call are ignored.
+    """
     tools, choice = body.tools or [], body.tool_choice
     _check_choice(tools, choice)
     _check_tools(tools)
     if not tools or choice == "none":
+        return None
+    if choice in (None, "auto") and not template.takes_tools:
+        template.warn_of_ignored_tools()
         return None
     for field in ("response_format", "json_schema", "regex", "ebnf"):
         value = getattr(body, field)
@@ -60,7 +67,7 @@ def tool_use(body: ChatBody, parser: str | None) -> ToolUse | None:
         if parser is None:
             raise bad_request(
                 "tools: the server does not know how this model writes calls: start it with "
-                "--tool-call-parser, or send tool_choice: required or none",
+                "--tool-call-parser auto, or send tool_choice: required or none",
                 "tools",
             )
         for index, tool in enumerate(tools):
@@ -231,12 +238,6 @@ def chat_prompt(
         raise bad_request(
             "add_generation_prompt contradicts continue_final_message: give one of them",
             "add_generation_prompt",
-        )
-    if tools is not None and not template.takes_tools:
-        raise bad_request(
-            "tools: this model's chat template shows the model no tools: leave them out, or start "
-            "the server with a --chat-template that does",
-            "tools",
         )
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:

@@ -4,7 +4,7 @@ chat completions make their items and events from them."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -206,16 +206,20 @@ async def respond_in_blocks(
     chat: ChatBody,
     names: Sequence[tuple[str, str]],
     answers: Callable[[GenerateRequest, OutputSplitting], BlockAnswers],
+    check: Callable[[GenerateRequest], Awaitable[None]] | None = None,
 ) -> Response:
     """Answer `chat`, which another API's body says, in that API's form.
 
     Args:
         names: Replacements for names of chat's fields in errors, as `client_names` takes them.
         answers: Makes the answers to the request, whose output is split so.
+        check: Refuses a request for its prompt, by an error.
     """
     context = context_of(request)
     with client_names(*names):
         samples, tools = await rendered(chat, context)
+        if check is not None:
+            await check(samples[0])
         splitting = OutputSplitting(chat, context, samples[0], tools)
         return await respond(
             request,

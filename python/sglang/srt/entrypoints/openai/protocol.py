@@ -203,13 +203,13 @@ class ChatBody(CommonBody, kw_only=True):
 
     prediction: Annotated[Any, Ignored("a hint for speed alone")] = None
     mm_processor_kwargs: Annotated[Any, Ignored(IMAGES_ALONE)] = None
+    verbosity: Annotated[Any, Ignored("a wish that chat templates do not know")] = None
 
     functions: Annotated[Any, Refused(_TOOLS)] = None
     function_call: Annotated[Any, Refused(_TOOLS, (*NOTHING, "none", "auto"))] = None
     modalities: Annotated[Any, Refused(TEXT_ALONE, (*NOTHING, "text"))] = None
     audio: Annotated[Any, Refused(TEXT_ALONE)] = None
     use_audio_in_video: Annotated[Any, Refused(TEXT_ALONE)] = None
-    verbosity: Annotated[Any, Refused("say it in the messages", (*NOTHING, "medium"))] = None
     web_search_options: Annotated[Any, Refused("the model has what the messages say", ())] = None
     moderation: Annotated[Any, Refused("moderate the messages and the answer yourself", ())] = None
     reasoning: Annotated[Any, Refused("send reasoning_effort")] = None

@@ -64,7 +64,7 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     format: TextFormat | None = None
-    verbosity: Annotated[Any, Refused("say it in the instructions", (*NOTHING, "medium"))] = None
+    verbosity: Annotated[Any, Ignored("a wish that chat templates do not know")] = None
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -95,6 +95,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         "max_completion_tokens": "send max_output_tokens",
         "response_format": "send it as text.format",
         "reasoning_effort": "send it as reasoning.effort",
+        "rid": "send request_id",
         "extra_body": "send its fields beside the others of this body",
     }
 
@@ -116,10 +117,22 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`auto` or `disabled`: an input that fits is the same under both, and one that does not is
     refused."""
     include: list[str] | None = None
+    # SGLang's; routers add some of them to every request.
+    request_id: str | None = None
+    """Id of the request and of its answer; absent: the server draws them."""
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
     priority: int | None = None
     session_id: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
 
     stream_options: Annotated[dict[str, Any] | None, Ignored("they are about padding")] = None
     user: Annotated[str | None, Ignored(BOOKKEEPING)] = None
@@ -130,8 +143,8 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Annotated[Any, Ignored("the cache evicts what is old")] = None
     max_tool_calls: Annotated[int | None, Ignored("it counts built-in tools alone")] = None
     image: Annotated[Any, Ignored("shapes images, which are refused")] = None
+    store: Annotated[bool | None, Ignored("nothing is stored, as the answer says")] = None
 
-    store: Annotated[Any, Refused(f"{_STATELESS}, and send store: false or leave it out")] = None
     previous_response_id: Annotated[Any, Refused(_STATELESS)] = None
     conversation: Annotated[Any, Refused(_STATELESS)] = None
     background: Annotated[Any, Refused("keep the connection open")] = None
@@ -187,11 +200,18 @@ _ITEMS: Final[dict[str, type[Item]]] = {
     "reasoning": ReasoningItem,
 }
 
+_SAME_NAME: Final = (
+    "temperature", "top_p", "stream", "parallel_tool_calls", "top_k", "min_p", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "stop", "priority", "session_id", "extra_key",
+    "cache_salt", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+)  # fmt: skip
+"""Fields that a chat request has too."""
 NAMES: Final = (
     (r"\bmax_completion_tokens\b", "max_output_tokens"),
     (r"\bresponse_format\.json_schema\b", "text.format"),
     (r"\bresponse_format\b", "text.format"),
     (r"\breasoning_effort\b", "reasoning.effort"),
+    (r"^rid\b", "request_id"),
     (r"\bfunction\.(name|parameters|strict)\b", r"\1"),
     (r"\bmessages\b", "input"),
 )
@@ -223,18 +243,12 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         messages=_messages(body),
         model=body.model,
         max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        stream=body.stream,
         tools=_tools(body.tools),
         tool_choice=_tool_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls,
         response_format=None if text.format is None else _response_format(text.format),
         reasoning_effort=reasoning.effort,
-        priority=body.priority,
-        session_id=body.session_id,
-        extra_key=body.extra_key,
-        cache_salt=body.cache_salt,
+        rid=body.request_id,
+        **{name: getattr(body, name) for name in _SAME_NAME},
     )
 
 

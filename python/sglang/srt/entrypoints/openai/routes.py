@@ -101,8 +101,9 @@ def _text_of_messages(body: TokenizeBody, context: ServerContext) -> str:
         messages=body.messages or [],
         **{field: getattr(body, field) for field in _FIELDS_OF_A_CONVERSATION},
     )
-    tools = tool_use(chat, context.args.tool_call_parser)
-    return chat_prompt(chat, context.chat_template, tools, context.manager.limits.context_len)
+    template = context.chat_template
+    tools = tool_use(chat, context.args.tool_call_parser, template)
+    return chat_prompt(chat, template, tools, context.manager.limits.context_len)
 
 
 async def detokenize(request: Request) -> Response:

@@ -177,7 +177,7 @@ def to_requests(
 ) -> tuple[list[GenerateRequest], ToolUse | None]:
     """The engine's requests for `body`, one for each choice, and their use of tools."""
     check_common(body)
-    tools = tool_use(body, context.args.tool_call_parser)
+    tools = tool_use(body, context.args.tool_call_parser, context.chat_template)
     top_logprobs = body.top_logprobs or 0
     if not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
         raise bad_request(
@@ -199,7 +199,8 @@ def to_requests(
     if tools is not None and tools.json_schema is not None:
         params.json_schema = tools.json_schema
     if tools is not None and TOOL_CALL_PARSERS[tools.parser].has_special_markers:
-        params.skip_special_tokens = bool(body.skip_special_tokens)
+        # Also against the body: sglang_router adds skip_special_tokens: true to every chat.
+        params.skip_special_tokens = False
     prompt = chat_prompt(body, context.chat_template, tools, context.manager.limits.context_len)
     if context.args.reasoning_parser is not None and body.separate_reasoning is not False:
         params.reasoning = reasoning_before(context.args.reasoning_parser, prompt)

@@ -177,7 +177,7 @@ def _head(body: ResponsesBody, context: ServerContext, request: GenerateRequest)
     params = request.sampling_params
     text = msgspec.to_builtins(body.text) if body.text is not None else {}
     return {
-        "id": f"resp_{uuid.uuid4().hex}",
+        "id": body.request_id or f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "created_at": _now(),
         "completed_at": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +15,8 @@ from sglang.srt.managers.tokenizer.generate_request import InvalidRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+logger = logging.getLogger(__name__)
 
 _PROGRAM_ERRORS: Final = (
     ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
@@ -34,6 +37,17 @@ class ChatTemplate:
         texts = source.values() if isinstance(source, dict) else [source]
         self.takes_tools = any("tools" in text for text in texts)
         """True if the template shows tools to the model."""
+        self._has_warned = False
+
+    def warn_of_ignored_tools(self) -> None:
+        """Log that a request's tools are ignored; once for all requests."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Tools of requests are ignored, because the chat template shows the model no "
+                "tools: start the server with a --chat-template that does, or send tool_choice: "
+                "required, which a grammar enforces. This is logged once."
+            )
 
     def render(
         self,
