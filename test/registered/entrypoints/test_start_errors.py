@@ -208,6 +208,9 @@ def test_weights_that_are_not_there_are_named(starts: ForkedStarts, tmp_path: Pa
         pytest.param(
             ["--max-total-tokens", "1000000000000"], ["--max-total-tokens"], id="l1-too-large"
         ),
+        pytest.param(
+            ["--tool-call-parser", "auto"], ["--tool-call-parser auto", "no tools"], id="no-tools"
+        ),
     ],
 )
 def test_what_needs_the_model_to_be_known_is_one_line_too(

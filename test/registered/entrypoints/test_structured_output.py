@@ -23,7 +23,9 @@ register_cpu_ci(est_time=8, suite="base-b-test-cpu")
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n"
     "{% endfor %}<|im_start|>assistant\n"
 )
 PERSON: dict[str, Any] = {
@@ -45,6 +47,7 @@ PERSON: dict[str, Any] = {
         }
     },
 }
+STOP: Any = {"type": "function", "function": {"name": "stop"}}
 ASK: Any = [{"role": "user", "content": "The code of heron is 7391. Who is it?"}]
 
 
@@ -54,7 +57,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     template.write_text(TEMPLATE)
     with ForkedServer(
         "--chat-template", str(template), "--enable-cache-report", "--page-size", "8",
-        "--chunked-prefill-size", "64", "--max-queued-requests", "64", *EXACT,
+        "--chunked-prefill-size", "64", "--max-queued-requests", "64",
+        "--tool-call-parser", "auto", *EXACT,
         in_rank=spawn_compile_processes,
     ) as running:  # fmt: skip
         yield running
@@ -126,7 +130,7 @@ def test_a_call_that_must_be_made_always_parses(client: openai.OpenAI) -> None:
         {"type": "function", "function": {"name": "look_up", "parameters": {
             "type": "object", "properties": {"bird": {"enum": ["heron", "owl"]}},
             "required": ["bird"], "additionalProperties": False}}},
-        {"type": "function", "function": {"name": "stop"}},
+        STOP,
     ]  # fmt: skip
     names: set[str] = set()
     # Which tool a seed draws depends on the CPU's rounding.
@@ -148,6 +152,12 @@ def test_a_call_that_must_be_made_always_parses(client: openai.OpenAI) -> None:
                 assert (call.function.name, arguments) == ("stop", {})
             names.add(call.function.name)
     assert names == {"look_up", "stop"}
+
+
+def test_the_parser_of_calls_is_the_templates(server: EngineServer, client: openai.OpenAI) -> None:
+    assert server.request("GET", "/server_info").body["tool_call_parser"] == "qwen25"
+    free = client.chat.completions.create(model="any", messages=ASK, tools=[STOP], max_tokens=1)
+    assert free.choices[0].finish_reason in ("length", "stop")
 
 
 def test_whitespace_in_json_is_forbidden_by_a_flag(server: EngineServer) -> None:

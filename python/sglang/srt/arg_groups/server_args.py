@@ -40,7 +40,7 @@ from sglang.srt.constants import (
 from sglang.srt.environ import envs, parse_gigabytes
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
-from sglang.srt.parser.reasoning_parser import REASONING_PARSERS
+from sglang.srt.parser.reasoning_parser import AUTO, REASONING_PARSERS
 from sglang.srt.utils.network import base_url
 
 logger = logging.getLogger(__name__)
@@ -152,13 +152,15 @@ class ServerArgs(ObservabilityArgs, SpeculativeArgs):
     )
     tool_call_parser: str | None = flag(
         None,
-        "Format of the model's tool calls; absent: tool_choice auto is refused.",
-        choices=tuple(TOOL_CALL_PARSERS),
+        "Format of the model's tool calls; auto: the chat template's; absent: tool_choice auto is "
+        "refused.",
+        choices=(AUTO, *TOOL_CALL_PARSERS),
     )
     reasoning_parser: str | None = flag(
         None,
-        "Format of the model's reasoning; absent: reasoning is part of the text.",
-        choices=tuple(REASONING_PARSERS),
+        "Format of the model's reasoning; auto: the chat template's; absent: reasoning is part of "
+        "the text.",
+        choices=(AUTO, *REASONING_PARSERS),
     )
 
     # Memory and scheduling

@@ -29,6 +29,7 @@ from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
 from sglang.srt.entrypoints.native_routes import stream_answers, whole_answers
+from sglang.srt.entrypoints.openai.parser_choice import with_parsers
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.managers.messages.io_struct import FlushCacheReqInput, GetInternalStateReq
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
@@ -62,6 +63,8 @@ _MARGIN_SECONDS: Final = 5.0
 class _ModelFiles:
     """The part of the model that the server process itself needs; no weights."""
 
+    args: ServerArgs
+    """The server's, with the parsers that fit the chat template."""
     config: ModelConfig
     tokenizer: PreTrainedTokenizerBase
     chat_template: ChatTemplate
@@ -69,7 +72,7 @@ class _ModelFiles:
 
 
 def _load_model_files(args: ServerArgs) -> _ModelFiles:
-    """A ValueError names a file that is missing or broken."""
+    """A ValueError names a file that is missing or broken, or a parser that does not fit."""
     assert args.model_path is not None, "resolved arguments name the model"
     with postponing_signals():
         # Imported late, since it takes seconds, during which the scheduler's process imports the
@@ -82,7 +85,8 @@ def _load_model_files(args: ServerArgs) -> _ModelFiles:
         )
     defaults = sampling_defaults(args.model_path, args.sampling_defaults, config.vocab_size)
     template = ChatTemplate(tokenizer, args.chat_template)
-    return _ModelFiles(config.with_end_of(tokenizer), tokenizer, template, defaults)
+    args = with_parsers(args, template, config.architecture)
+    return _ModelFiles(args, config.with_end_of(tokenizer), tokenizer, template, defaults)
 
 
 class EngineFront:
@@ -119,7 +123,7 @@ class EngineFront:
                 self._bootstrap.close()
             raise
         [files] = loaded
-        config = files.config
+        args, config = files.args, files.config
         logger.info("%s", files.sampling_defaults.line())
         details = self.processes.ready_details
         if self._bootstrap is not None:

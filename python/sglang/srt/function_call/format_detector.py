@@ -47,6 +47,9 @@ class FormatDetector(ABC):
     has_special_markers: ClassVar[bool] = False
     """True if markers are special tokens, which texts otherwise lack."""
 
+    bare_at_start: ClassVar[bool] = False
+    """True if an object at the start of the output is a call even without a marker."""
+
     def __init__(
         self, tool_names: Collection[str] | None, schemas: Mapping[str, Mapping[str, Any]]
     ) -> None:

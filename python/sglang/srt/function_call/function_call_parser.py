@@ -32,6 +32,7 @@ TOOL_CALL_PARSERS: Final[Mapping[str, type[FormatDetector]]] = {
     "kimi_k2": KimiK2Detector,
     "glm45": Glm4MoeDetector,
     "glm47": Glm4MoeDetector,
+    "glm": Glm4MoeDetector,
     "mistral": MistralDetector,
 }
 

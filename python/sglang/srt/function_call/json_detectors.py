@@ -41,9 +41,6 @@ class BaseFormatDetector(FormatDetector):
         commits_early: Whether to send a call before its end; `parse_non_stream` does not.
     """
 
-    bare_at_start: ClassVar[bool] = False
-    """True if an object at the start of the output is a call even without a marker."""
-
     def __init__(
         self,
         tool_names: Collection[str] | None,

@@ -10,6 +10,8 @@ from typing import Final
 from sglang.srt.constrained.constraint import THINK_END, THINK_START, Reasoning
 from sglang.srt.function_call.format_detector import FormatDetector, held_back
 
+AUTO: Final = "auto"
+"""Name that stands for the parser that fits the chat template."""
 _MAX_PROMPT_END: Final = 64
 """Characters at the end of a prompt that may have a marker, and blanks that templates append."""
 

@@ -72,6 +72,7 @@ def test_all_formats_have_a_writer() -> None:
     assert {name.split()[0] for name in ALL_WRITERS} == TOOL_CALL_PARSERS.keys() - {
         "qwen",
         "hermes",
+        "glm",
     }
 
 

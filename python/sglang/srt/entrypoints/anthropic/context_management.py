@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatMessage
 
 FIELD: Final = "context_management"
-NOTHING_APPLIED: Final = {"applied_edits": []}
+NOTHING_APPLIED: Final[dict[str, list[str]]] = {"applied_edits": []}
 """The answer's `context_management`."""
 MAX_EDITS: Final = 16
 _INPUT_TOKENS: Final = "input_tokens"

@@ -34,8 +34,9 @@ class ChatTemplate:
         self.exists = self._template is not None or tokenizer.chat_template is not None
         """True if there is a template to render with."""
         source = self._template or tokenizer.chat_template or ""
-        texts = source.values() if isinstance(source, dict) else [source]
-        self.takes_tools = any("tools" in text for text in texts)
+        self.source = "\n".join(source.values()) if isinstance(source, dict) else source
+        """Text of the template, or of all that the tokenizer has."""
+        self.takes_tools = "tools" in self.source
         """True if the template shows tools to the model."""
         self._has_warned = False
 
