@@ -333,7 +333,7 @@ def test_sampling_values_of_sglang_and_the_id(server: FrontServer, client: opena
     request = request_of(server)
     assert request.rid == "mine"
     assert {name: getattr(request.sampling_params, name) for name in values} == values
-    # What routers add to every request is no wish.
+    # Routers add these to every request.
     added = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "priority": 0, "store": True}
     reply = ask(client, "abc", extra_body=added)
     assert (reply.output_text, reply.store) == ("abc", False)

@@ -1,7 +1,7 @@
 """The parsers that `auto` stands for, found by the model's chat template and its architecture.
 
-A chat template shows the model its earlier calls in the form in which it is to write further ones.
-So the parser that reads a call back from the template reads the model's calls too.
+A chat template shows the model its earlier calls, and the model writes further ones in that form.
+The parser that reads a call back from the template therefore reads the model's calls.
 """
 
 from __future__ import annotations
