@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from sglang.srt.arg_groups.cli import flag_name
+from sglang.srt.constrained.constraint import THINK_END
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, make_call_parser
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.generate_request import InvalidRequest
 from sglang.srt.parser.reasoning_parser import (
     AUTO,
-    END_OF_REASONING,
     REASONING_PARSERS,
     opened_reasoning,
 )
@@ -111,10 +111,10 @@ def reasoning_parser(template: ChatTemplate, architecture: str) -> tuple[str, st
     """The name of the parser of the architecture, for a template with markers of reasoning, and
     why. Raises ValueError if it has none."""
     opened = opened_reasoning(_after_question(template))
-    if opened is None and END_OF_REASONING not in template.source:
+    if opened is None and THINK_END not in template.source:
         raise ValueError(
             f"--reasoning-parser auto: the chat template of {architecture} has no "
-            f"{END_OF_REASONING}: leave the flag out, or name one of {', '.join(REASONING_PARSERS)}"
+            f"{THINK_END}: leave the flag out, or name one of {', '.join(REASONING_PARSERS)}"
         )
     family = next(one for one in _FAMILY_REASONING if architecture.startswith(one))
     why = "whose chat template opens the reasoning" if opened else "by its chat template"
