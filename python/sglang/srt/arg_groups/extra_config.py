@@ -6,7 +6,6 @@ memory; it gives plain values that JSON can express, or raises ValueError.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
+
+from sglang.srt.utils.spelling import near_misspelling
 
 FLAG: Final = "--hicache-storage-backend-extra-config"
 
@@ -182,8 +183,6 @@ def check_extra_config_keys(backend: str, config: Mapping[str, Any]) -> None:
     known = CONTROLLER_KEYS | backend_keys
     for key in config:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = (
-                f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}"
-            )
+            near = near_misspelling(key, known)
+            hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(sorted(known))}"
             raise ValueError(f"{FLAG}: backend {backend} knows no {key!r}; {hint}")

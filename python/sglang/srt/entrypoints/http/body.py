@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import gc
 import re
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap
 from sglang.srt.managers.tokenizer.request_limits import MAX_RID_CHARS
+from sglang.srt.utils.spelling import did_you_mean
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -235,10 +235,8 @@ def _suggestion(name: str, kind: type[msgspec.Struct], path: str) -> str:
         return f"; {elsewhere[name]}"
     if len(name) > MAX_NAME_CHARS:
         return "; leave it out"
-    close = difflib.get_close_matches(
-        name, [f.encode_name for f in msgspec.structs.fields(kind)], 1
-    )
-    return f"; did you mean {close[0]}?" if close else "; leave it out"
+    near = did_you_mean(name, (f.encode_name for f in msgspec.structs.fields(kind)))
+    return near or "; leave it out"
 
 
 def _too_large() -> ApiError:
