@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,13 +31,13 @@ from sglang.benchmark.one_batch import (
     time_batch,
 )
 from sglang.benchmark.report import append, provenance
-from sglang.srt.arg_groups.checks import mistakes_of
+from sglang.srt.arg_groups.checks import mistakes_of, without_effect
 from sglang.srt.arg_groups.cli import (
     flag_name,
-    ignoring,
     parse_flags,
     raise_errors,
     tool_parser,
+    warn_of_ignored,
 )
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.local_model import with_local_model
@@ -55,8 +54,6 @@ from sglang.srt.model_executor.pool_sizing import size_kv_pool
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.logging_utils import configure_logger
-
-logger = logging.getLogger(__name__)
 
 PROMPTS: Final = (
     "The capital of France is",
@@ -114,8 +111,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, S
             lines.append(f"{flag_name(field.name)} has no effect here: there is no server")
     raise_errors([*lines, *mistakes_of(args, parsed.malformed)])
     configure_logger(args.log_level)
-    if parsed.ignored:
-        logger.warning(ignoring(parsed.ignored))
+    warn_of_ignored([*parsed.ignored, *without_effect(args)])
     return own, on_this_machine(with_local_model(args.resolve()), detect_device())
 
 

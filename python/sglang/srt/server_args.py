@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 
-from sglang.srt.arg_groups.checks import mistakes_of
-from sglang.srt.arg_groups.cli import ignoring, parse_flags, raise_errors
+from sglang.srt.arg_groups.checks import mistakes_of, without_effect
+from sglang.srt.arg_groups.cli import parse_flags, raise_errors, warn_of_ignored
 from sglang.srt.arg_groups.server_args import ServerArgs
 from sglang.srt.utils.logging_utils import LOG_FORMATS, LOG_LEVELS, configure_logger
 
 __all__ = ["ServerArgs", "prepare_server_args"]
-
-logger = logging.getLogger(__name__)
 
 
 def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
@@ -43,6 +40,5 @@ def prepare_server_args(argv: Sequence[str] | None = None) -> ServerArgs:
     except ValueError as error:
         lines.append(str(error))
     raise_errors([*lines, *mistakes_of(args, parsed.malformed)])
-    if parsed.ignored:
-        logger.warning(ignoring(parsed.ignored))
+    warn_of_ignored([*parsed.ignored, *without_effect(args)])
     return args.resolve()

@@ -18,7 +18,7 @@ from sglang.srt.arg_groups.observability import check_observability
 from sglang.srt.arg_groups.remote_weights import check_remote_weights, offers_weights
 from sglang.srt.arg_groups.speculative import check_speculative
 from sglang.srt.constants import DEFAULT_HIERARCHICAL_PAGE_SIZE, DEFAULT_PAGE_SIZE
-from sglang.srt.hardware_backend.device_kinds import device_kind
+from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
 
 if TYPE_CHECKING:
     from sglang.srt.arg_groups.server_args import ServerArgs
@@ -42,8 +42,18 @@ def check_device(args: ServerArgs, kind: DeviceKind) -> Iterator[str]:
             f"--attention-backend {backend} does not run on {kind.title}; "
             f"use {' or '.join(kind.attention_backends)}"
         )
-    if not kind.captures_graphs:
-        yield from refuse_ignored(args, "cuda_graph_max_bs", f"on {kind.title}")
+
+
+def without_effect(args: ServerArgs) -> Iterator[str]:
+    """The flags of `args` that have no effect beside the others, and never one on answers. On
+    `auto` those of every device are left out."""
+    kind = DEVICE_KINDS.get(args.device)
+    has_graphs = kind is None or kind.captures_graphs
+    if args.cuda_graph_max_bs is not None and (args.disable_cuda_graph or not has_graphs):
+        yield "--cuda-graph-max-bs"
+    if args.disaggregation_decode_enable_offload_kvcache:  # It only writes to L3.
+        flag = "hicache_storage_prefetch_policy"
+        yield from (flag_name(flag) for _ in refuse_ignored(args, flag, ""))
 
 
 def check_numbers(args: ServerArgs) -> Iterator[Mistake]:
@@ -298,8 +308,6 @@ def _check_cache(args: ServerArgs) -> Iterator[str]:
             yield from refuse_ignored(args, field, "without --enable-hierarchical-cache")
         elif args.hicache_storage_backend is None and flag_name(field) == FLAG:
             yield from refuse_ignored(args, field, "without --hicache-storage-backend")
-    if args.disable_cuda_graph:
-        yield from refuse_ignored(args, "cuda_graph_max_bs", "with --disable-cuda-graph")
     yield from check_pages(args, page_size)
     if args.hicache_storage_backend is not None:
         check_extra_config_keys(args.hicache_storage_backend, args.extra_config())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
+import logging
 import re
 import types
 import typing
@@ -22,8 +22,11 @@ from sglang.srt.arg_groups.foreign_flags import (
     other_name,
     refusals,
     refused_choice,
+    settings,
 )
-from sglang.srt.utils.spelling import did_you_mean
+from sglang.srt.utils.spelling import did_you_mean, near_misspelling
+
+logger = logging.getLogger(__name__)
 
 _NEGATIONS: Final = frozenset({"disable", "no", "without"})
 _AFFIRMATIONS: Final = frozenset({"enable", "with"})
@@ -224,8 +227,10 @@ def parse_flags(
             lines += [f"{word!r} belongs to no flag; flags start with --" for word in strays]
             if name in known:
                 given.add(known[name])
-    explained, passed = explain_foreign(foreign, args_class)
-    return ParsedFlags(vars(namespace), malformed, [*explained, *lines], passed, given)
+    judged = explain_foreign(foreign, args_class)
+    values = {**vars(namespace), **judged.settings}
+    given |= judged.settings.keys()
+    return ParsedFlags(values, malformed, [*judged.lines, *lines], judged.ignored, given)
 
 
 def _with_config(
@@ -264,21 +269,42 @@ def _groups(argv: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
         yield name, group
 
 
-def explain_foreign(
-    given: Sequence[tuple[str, Any]], args_class: type
-) -> tuple[list[str], list[str]]:
-    """Judge flags, given as names and values, that `args_class` does not have. Returns a line for
-    each feature that is asked for and missing, and each unknown flag; and the flags that are
-    ignored."""
+@dataclass(frozen=True, slots=True)
+class ForeignJudgement:
+    """The consequences of flags that the engine does not have.
+
+    Attributes:
+        lines: A line for each feature that is asked for and missing, and for each unknown flag.
+        ignored: Flags that have no effect here and none on answers.
+        settings: Fields, with their values, that the flags set under another name.
+    """
+
+    lines: list[str]
+    ignored: list[str]
+    settings: dict[str, Any]
+
+
+def explain_foreign(given: Sequence[tuple[str, Any]], args_class: type) -> ForeignJudgement:
+    """Judge flags, given as names and values, that `args_class` does not have."""
     fields = [(name.lstrip("-").replace("-", "_"), value) for name, value in given]
     unknown = (name for (name, _), (field, _) in zip(given, fields, strict=True)
                if foreign_flags(field) is None)  # fmt: skip
     lines = [*refusals(fields), *(_explain_unknown(name, args_class) for name in unknown)]
-    return lines, ignored(fields)
+    return ForeignJudgement(lines, ignored(fields), settings(fields))
 
 
-def ignoring(flags: Sequence[str]) -> str:
-    return f"no effect here, and none on answers: {', '.join(flags)} (docs/flags.md)"
+def field_of(name: str, args_class: type) -> str:
+    """The field that `name` is an alias of, with underscores for dashes; else `name` itself."""
+    spelling = flag_name(name)
+    found = (f.name for f in _flags(args_class) if spelling in f.metadata["aliases"])
+    return next(found, name)
+
+
+def warn_of_ignored(flags: Sequence[str]) -> None:
+    """Log one warning that names all flags that were given and are ignored."""
+    if flags:
+        names = ", ".join(dict.fromkeys(flags))
+        logger.warning("no effect here, and none on answers: %s (docs/flags.md)", names)
 
 
 def _explain_unknown(name: str, args_class: type) -> str:
@@ -287,28 +313,34 @@ def _explain_unknown(name: str, args_class: type) -> str:
     if line is not None:
         return line
     known = [spelling for field in _flags(args_class) for spelling in _flag_names(field)]
+    near = near_misspelling(name, known) or _longer(name, known)
+    if near is not None:
+        return f"unknown flag {name}; did you mean {near}?"
     opposites = (
-        one for one in known if _subject(one) == _subject(name) and _sense(one) != _sense(name)
-    )
+        one for one in known
+        if _turns_off(one) != _turns_off(name) and near_misspelling(_subject(name), [_subject(one)])
+    )  # fmt: skip
     opposite = next(opposites, None)
     if opposite is not None:
         return f"unknown flag {name}: the default unless {opposite} is given; remove the flag"
-    alike = [one for one in known if _sense(one) == _sense(name)]
-    close = difflib.get_close_matches(name, alike, n=1)
-    hint = f"; did you mean {close[0]}?" if close else "; --help lists what there is"
-    return f"unknown flag {name}{hint}"
+    return f"unknown flag {name}; --help lists what there is"
 
 
-def _subject(name: str) -> list[str]:
+def _longer(name: str, known: Iterable[str]) -> str | None:
+    """The one flag that begins with the words of `name`, of which there must be two; else None."""
+    longer = [one for one in known if one.startswith(f"{name}-")]
+    return longer[0] if len(longer) == 1 and "-" in name.lstrip("-") else None
+
+
+def _subject(name: str) -> str:
     words = name.lstrip("-").split("-")
-    return [word for word in words if word not in _NEGATIONS | _AFFIRMATIONS]
+    return "-".join(word for word in words if word not in _NEGATIONS | _AFFIRMATIONS)
 
 
-def _sense(name: str) -> tuple[bool, bool]:
-    """Two facts that a typo does not change: whether a flag turns something off, and whether it is
-    a minimum."""
+def _turns_off(name: str) -> bool:
+    """True if a flag turns something off."""
     words = name.lstrip("-").split("-")
-    return sum(word in _NEGATIONS for word in words) % 2 == 1, "min" in words
+    return sum(word in _NEGATIONS for word in words) % 2 == 1
 
 
 def check_choices(args: Any) -> Iterator[Mistake]:

@@ -6,21 +6,23 @@ name.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import ipaddress
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from sglang.srt.arg_groups.api_keys import resolve_key
-from sglang.srt.arg_groups.cli import flag_name, refuse_ignored
-from sglang.srt.environ import envs
+from sglang.srt.arg_groups.cli import flag, flag_name, refuse_ignored
+from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT
+from sglang.srt.environ import EnvField, Envs, envs
 from sglang.srt.utils.network import canonical_host, is_loopback, own_addresses
 
 if TYPE_CHECKING:
     from sglang.srt.arg_groups.server_args import ServerArgs
-
 
 PREFILL_HOSTS_FLAG: Final = "--disaggregation-prefill-hosts"
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
@@ -111,8 +113,66 @@ class TransferBackend(StrEnum):
     """Values of `--disaggregation-transfer-backend`: the library that moves keys and values."""
 
     MOONCAKE = "mooncake"
+    MOONCAKE_TCP = "mooncake_tcp"
+    """Mooncake with its protocol set to tcp."""
     FAKE = "fake"
     """No library: for warm-up and benchmarks of a single server."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class DisaggregationArgs:
+    """Fields of `ServerArgs`."""
+
+    disaggregation_mode: str = flag(
+        DisaggregationMode.NULL,
+        "Serve whole requests (null), or only their prefill or decode.",
+        choices=tuple(DisaggregationMode),
+    )
+    disaggregation_transfer_backend: str = flag(
+        TransferBackend.MOONCAKE,
+        "What moves keys and values between the servers; mooncake_tcp: mooncake with "
+        "MOONCAKE_PROTOCOL=tcp.",
+        choices=tuple(TransferBackend),
+    )
+    disaggregation_bootstrap_port: int = flag(
+        DEFAULT_BOOTSTRAP_PORT,
+        "Port of a prefill server's bootstrap server, where decode servers find its ranks.",
+    )
+    disaggregation_ib_device: str | None = flag(
+        None,
+        "InfiniBand devices of KV transfers: a list, a JSON object by GPU, or a "
+        ".json file with one; absent: MOONCAKE_DEVICE, or what the transport chooses.",
+    )
+    disaggregation_secret: str | None = flag(
+        None, "The secret of the deployment.", secret=True, is_shown=False
+    )
+    disaggregation_secret_file: str | None = flag(
+        None,
+        "File with the secret that all prefill and decode servers of the deployment share; or set "
+        "SGLANG_DISAGGREGATION_SECRET.",
+    )
+    disaggregation_allow_no_secret: bool = flag(
+        False, "Serve without that secret although --host is reachable by other machines."
+    )
+    disaggregation_prefill_hosts: str | None = flag(
+        None,
+        "Prefill servers that requests to a decode server may name, as bootstrap_host: HOST, "
+        "HOST:PORT or networks such as 10.0.0.0/16, separated by commas; absent: this machine "
+        "alone (loopback and --host).",
+    )
+    disaggregation_enable_kv_checksum: bool = flag(
+        False,
+        "Compare all pages between servers with their checksums: SGLANG_HICACHE_CHECKED_SHARE=1.",
+    )
+    disaggregation_decode_enable_radix_cache: bool = flag(
+        False,
+        "Implied: a decode server reads only what its own prefix cache lacks, unless "
+        "--disable-radix-cache is given.",
+    )
+    disaggregation_decode_enable_offload_kvcache: bool = flag(
+        False,
+        "Let a decode server write what it computes and reads to --hicache-storage-backend.",
+    )
 
 
 FAKE_BOOTSTRAP_HOST: Final = "2.2.2.2"
@@ -130,6 +190,7 @@ _PEER_FIELDS: Final = (
     "disaggregation_allow_no_secret",
     "disaggregation_bootstrap_port",
     "disaggregation_prefill_hosts",
+    "disaggregation_enable_kv_checksum",
 )
 """Fields that matter only where servers talk to each other."""
 
@@ -141,10 +202,36 @@ def moves_pages(args: ServerArgs) -> bool:
     return not is_whole and backend != TransferBackend.FAKE
 
 
+def _variables(args: ServerArgs) -> Iterator[tuple[str, EnvField[Any], Any]]:
+    """Flags that stand for an environment variable: the flag, the variable and its value."""
+    if args.disaggregation_transfer_backend == TransferBackend.MOONCAKE_TCP:
+        given = f"--disaggregation-transfer-backend {TransferBackend.MOONCAKE_TCP}"
+        yield given, Envs.MOONCAKE_PROTOCOL, "tcp"
+    if args.disaggregation_enable_kv_checksum:
+        yield "--disaggregation-enable-kv-checksum", Envs.SGLANG_HICACHE_CHECKED_SHARE, 1.0
+
+
+@contextlib.contextmanager
+def variables_of(args: ServerArgs) -> Iterator[None]:
+    """Inside the block, environment variables have the values that flags stand for, for this
+    process and for children that it starts."""
+    with contextlib.ExitStack() as stack:
+        for _, variable, value in _variables(args):
+            stack.enter_context(variable.override(value))
+        yield
+
+
+def overruled_variables(args: ServerArgs) -> Iterator[str]:
+    """A line for each environment variable whose value a flag replaces by another one."""
+    for given, variable, value in _variables(args):
+        if variable.is_set() and variable.get() != value:
+            yield f"{variable.name}={variable.get()} has no effect: {given} makes it {value}"
+
+
 def read_secret(args: ServerArgs) -> str | None:
     """The deployment's secret, from the file or the environment. Raises as `resolve_key`."""
-    flag, variable = SECRET_FLAG.removesuffix("-file"), envs.SGLANG_DISAGGREGATION_SECRET
-    return resolve_key(None, args.disaggregation_secret_file, flag, variable)
+    name, variable = SECRET_FLAG.removesuffix("-file"), envs.SGLANG_DISAGGREGATION_SECRET
+    return resolve_key(None, args.disaggregation_secret_file, name, variable)
 
 
 def check_disaggregation(args: ServerArgs) -> Iterator[str]:
@@ -158,6 +245,7 @@ def check_disaggregation(args: ServerArgs) -> Iterator[str]:
             "disaggregation_ib_device",
             "disaggregation_secret_file",
             "disaggregation_allow_no_secret",
+            "disaggregation_enable_kv_checksum",
         ):
             yield from refuse_ignored(args, field, where)
     if mode != DisaggregationMode.PREFILL:
@@ -228,9 +316,6 @@ def _check_caches_of_decode(args: ServerArgs, where: str) -> Iterator[str]:
     if args.disaggregation_decode_enable_offload_kvcache:
         if args.hicache_storage_backend is None:
             yield f"{OFFLOAD_FLAG} needs --hicache-storage-backend, which it writes to"
-        yield from refuse_ignored(
-            args, "hicache_storage_prefetch_policy", f"{where}, which only writes to L3"
-        )
     elif args.enable_hierarchical_cache or args.hicache_storage_backend:
         yield (
             f"the hierarchical cache has no effect {where} except to write to L3, because prompts "

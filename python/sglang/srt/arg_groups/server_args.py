@@ -13,17 +13,29 @@ import logging
 from typing import Any, ClassVar
 
 from sglang.srt.arg_groups.api_keys import resolve_key
-from sglang.srt.arg_groups.checks import cache_and_page_size, check_device, mistakes_of
+from sglang.srt.arg_groups.checks import (
+    cache_and_page_size,
+    check_device,
+    mistakes_of,
+    without_effect,
+)
 from sglang.srt.arg_groups.cli import (
     add_flags,
     explain_foreign,
+    field_of,
     flag,
     flag_name,
-    ignoring,
     raise_errors,
+    warn_of_ignored,
 )
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, read_secret
+from sglang.srt.arg_groups.disaggregation import (
+    DisaggregationArgs,
+    DisaggregationMode,
+    read_secret,
+)
 from sglang.srt.arg_groups.extra_config import parse_extra_config, public_text
+from sglang.srt.arg_groups.foreign_flags import SAME_VALUES
+from sglang.srt.arg_groups.hicache import HiCacheArgs
 from sglang.srt.arg_groups.kv_events_config import KVEventsConfig, parse_kv_events_config
 from sglang.srt.arg_groups.observability import ObservabilityArgs
 from sglang.srt.arg_groups.remote_weights import REMOTE_INSTANCE
@@ -31,13 +43,12 @@ from sglang.srt.arg_groups.speculative import SpeculativeArgs
 from sglang.srt.constants import (
     BUILTIN_MODEL_DIR,
     BUILTIN_MODEL_NAME,
-    DEFAULT_BOOTSTRAP_PORT,
     DEFAULT_HOST,
     DEFAULT_PORT,
     MODEL_SAMPLING,
     OPENAI_SAMPLING,
 )
-from sglang.srt.environ import envs, parse_gigabytes
+from sglang.srt.environ import envs
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
 from sglang.srt.parser.reasoning_parser import AUTO, REASONING_PARSERS
@@ -47,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(kw_only=True)
-class ServerArgs(ObservabilityArgs, SpeculativeArgs):
+class ServerArgs(HiCacheArgs, DisaggregationArgs, ObservabilityArgs, SpeculativeArgs):
     """The settings of one engine. `resolve()` returns the copy that the engine uses."""
 
     grpc_mode: ClassVar[bool] = False
@@ -240,10 +251,14 @@ class ServerArgs(ObservabilityArgs, SpeculativeArgs):
         False, "On a GPU, process the tokens of each step before launching the next step."
     )
     disable_cuda_graph: bool = flag(
-        False, "On a GPU, launch the kernels of decode steps and short prefills one by one."
+        False,
+        "On a GPU, launch the kernels of decode steps and short prefills one by one.",
+        aliases=("--disable-decode-cuda-graph",),
     )
     cuda_graph_max_bs: int | None = flag(
-        None, "Largest decode batch that is captured as a CUDA graph, in requests; absent: 256."
+        None,
+        "Largest decode batch that is captured as a CUDA graph, in requests; absent: 256.",
+        aliases=("--cuda-graph-max-bs-decode",),
     )
 
     # Parallelism
@@ -258,7 +273,11 @@ class ServerArgs(ObservabilityArgs, SpeculativeArgs):
     enable_prefill_context_parallel: bool = flag(
         False,
         "Implied by --attn-cp-size above 1, which says over how many ranks.",
-        aliases=("--enable-nsa-prefill-context-parallel", "--enable-dsa-prefill-context-parallel"),
+        aliases=(
+            "--enable-prefill-cp",
+            "--enable-nsa-prefill-context-parallel",
+            "--enable-dsa-prefill-context-parallel",
+        ),
     )
     dp_size: int = flag(
         1,
@@ -273,52 +292,6 @@ class ServerArgs(ObservabilityArgs, SpeculativeArgs):
         aliases=("--nccl-init-addr",),
     )
     base_gpu_id: int = flag(0, "GPU of this machine's first rank; the others follow it.")
-    disaggregation_mode: str = flag(
-        DisaggregationMode.NULL,
-        "Serve whole requests (null), or only their prefill or decode.",
-        choices=tuple(DisaggregationMode),
-    )
-    disaggregation_transfer_backend: str = flag(
-        TransferBackend.MOONCAKE,
-        "What moves keys and values between the servers.",
-        choices=tuple(TransferBackend),
-    )
-    disaggregation_bootstrap_port: int = flag(
-        DEFAULT_BOOTSTRAP_PORT,
-        "Port of a prefill server's bootstrap server, where decode servers find its ranks.",
-    )
-    disaggregation_ib_device: str | None = flag(
-        None,
-        "InfiniBand devices of KV transfers: a list, a JSON object by GPU, or a "
-        ".json file with one; absent: MOONCAKE_DEVICE, or what the transport chooses.",
-    )
-    disaggregation_secret: str | None = flag(
-        None, "The secret of the deployment.", secret=True, is_shown=False
-    )
-    disaggregation_secret_file: str | None = flag(
-        None,
-        "File with the secret that all prefill and decode servers of the deployment share; or set "
-        "SGLANG_DISAGGREGATION_SECRET.",
-    )
-    disaggregation_allow_no_secret: bool = flag(
-        False, "Serve without that secret although --host is reachable by other machines."
-    )
-    disaggregation_prefill_hosts: str | None = flag(
-        None,
-        "Prefill servers that requests to a decode server may name, as bootstrap_host: HOST, "
-        "HOST:PORT or networks such as 10.0.0.0/16, separated by commas; absent: this machine "
-        "alone (loopback and --host).",
-    )
-    disaggregation_decode_enable_radix_cache: bool = flag(
-        False,
-        "Implied: a decode server reads only what its own prefix cache lacks, unless "
-        "--disable-radix-cache is given.",
-    )
-    disaggregation_decode_enable_offload_kvcache: bool = flag(
-        False,
-        "Let a decode server write what it computes and reads to --hicache-storage-backend.",
-    )
-
     keep_session_share: float = flag(
         0.25,
         "Part of L1 and of L2 that requests with a session_id may keep; 0: none.",
@@ -327,49 +300,17 @@ class ServerArgs(ObservabilityArgs, SpeculativeArgs):
         600.0, "Seconds for which the prefix of a session_id is kept after its last request."
     )
 
-    # HiCache
-    enable_hierarchical_cache: bool = flag(False, "Keep evicted prefixes in host memory.")
-    hicache_ratio: float = flag(2.0, "Tokens (and recurrent states) of L2 per one of L1.")
-    hicache_size: float = flag(
-        0.0,
-        "GB of L2 per rank, all kinds of state together, or a size (64GiB); overrides the ratio; "
-        "0: use the ratio.",
-        parse=parse_gigabytes,
-    )
-    hicache_write_policy: str = flag(
-        "write_through",
-        "When pages are copied from L1 to L2.",
-        choices=("write_through", "write_through_selective", "write_back"),
-    )
-    hicache_io_backend: str = flag(
-        "auto",
-        "How pages move between L1 and L2.",
-        choices=("auto", "kernel", "direct", "kernel_ascend"),
-    )
-    hicache_mem_layout: str = flag(
-        "auto",
-        "Memory layout of L2.",
-        choices=("auto", "layer_first", "page_first", "page_first_direct", "page_first_kv_split"),
-    )
-    hicache_storage_backend: str | None = flag(
-        None, "L3; absent: none.", choices=("file", "mooncake", "dynamic")
-    )
-    hicache_storage_prefetch_policy: str = flag(
-        "timeout",
-        "How long a request waits for L3.",
-        choices=("timeout", "best_effort", "wait_complete"),
-    )
-    hicache_storage_backend_extra_config: str | None = flag(
-        None, "Settings of L3: JSON, or @file with JSON, YAML or TOML.", secret=True
-    )
     kv_events_config: str | None = flag(
         None,
         'Publish events of KV blocks (docs/hicache.md): a JSON object, e.g. {"endpoint": '
         '"tcp://*:5557", "topic": "kv-events"}. They contain the tokens of prompts.',
     )
-    hicache_allow_dynamic_attach: bool = flag(
-        False, "Allow the admin key to attach a dynamic backend, which can run any Python code."
-    )
+
+    def __post_init__(self) -> None:
+        for name, values in SAME_VALUES.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value in values:
+                setattr(self, name, values[value])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__dict__.get("_is_resolved"):
@@ -392,12 +333,14 @@ class ServerArgs(ObservabilityArgs, SpeculativeArgs):
         """Like the constructor, but judges names of other flags as the command line does: raises
         FlagErrors."""
         known = {field.name for field in dataclasses.fields(cls)}
-        foreign = [(flag_name(name), kwargs[name]) for name in kwargs if name not in known]
-        lines, ignored = explain_foreign(foreign, cls)
-        raise_errors(lines)
-        if ignored:
-            logger.warning(ignoring(ignored))
-        return cls(**{name: value for name, value in kwargs.items() if name in known})
+        named = {field_of(name, cls): value for name, value in kwargs.items()}
+        foreign = [(flag_name(name), named[name]) for name in named if name not in known]
+        judged = explain_foreign(foreign, cls)
+        raise_errors(judged.lines)
+        own = {name: value for name, value in named.items() if name in known}
+        args = cls(**{**own, **judged.settings})
+        warn_of_ignored([*judged.ignored, *without_effect(args)])
+        return args
 
     def with_keys(self) -> ServerArgs:
         """A copy with the keys from files and the environment. Called once, before `resolve`;
@@ -456,12 +399,15 @@ class ServerArgs(ObservabilityArgs, SpeculativeArgs):
         chunk = self.chunked_prefill_size
         if chunk is None:
             chunk = max(kind.prefill_chunk_tokens // self.page_size, 1) * self.page_size
-        return dataclasses.replace(
+        args = dataclasses.replace(
             self,
             device=device,
             attention_backend=self.attention_backend or kind.attention_backends[0],
             chunked_prefill_size=chunk,
-        )._settled()
+        )
+        # Those that have none on any device were named before.
+        warn_of_ignored([one for one in without_effect(args) if one not in without_effect(self)])
+        return args._settled()
 
     def _settled(self) -> ServerArgs:
         """This object, which from now on refuses changes: threads share it."""

@@ -240,12 +240,14 @@ def get_kv_class(transfer_backend: TransferBackend, class_type: KVClassType) -> 
     return _TRANSPORTS[transfer_backend][class_type]
 
 
+_MOONCAKE: Final = {
+    KVClassType.MANAGER: MooncakeKVManager,
+    KVClassType.SENDER: MooncakeKVSender,
+    KVClassType.RECEIVER: MooncakeKVReceiver,
+}
 _TRANSPORTS: Final = {
-    TransferBackend.MOONCAKE: {
-        KVClassType.MANAGER: MooncakeKVManager,
-        KVClassType.SENDER: MooncakeKVSender,
-        KVClassType.RECEIVER: MooncakeKVReceiver,
-    },
+    TransferBackend.MOONCAKE: _MOONCAKE,
+    TransferBackend.MOONCAKE_TCP: _MOONCAKE,
     TransferBackend.FAKE: {
         KVClassType.MANAGER: FakeKVManager,
         KVClassType.SENDER: FakeKVSender,

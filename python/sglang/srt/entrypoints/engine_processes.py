@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.arg_groups.checks import meeting_address, ranks_per_node
+from sglang.srt.arg_groups.disaggregation import variables_of
 from sglang.srt.distributed.rendezvous import Rendezvous, open_rendezvous
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.start_checks import check_start
@@ -220,6 +221,11 @@ def launch_subprocesses(
 def _start_schedulers(processes: EngineProcesses, server_args: ServerArgs) -> dict[str, Connection]:
     """Start this machine's ranks; return the pipe of each by its name, the first rank's first.
     Raises ValueError if this machine cannot listen at `--dist-init-addr`."""
+    with variables_of(server_args):
+        return _start_ranks(processes, server_args)
+
+
+def _start_ranks(processes: EngineProcesses, server_args: ServerArgs) -> dict[str, Connection]:
     ipc = processes.ipc
     if server_args.tp_size == 1:
         alone = (server_args, ipc, SCHEDULER, None)

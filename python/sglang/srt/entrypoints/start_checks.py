@@ -16,6 +16,8 @@ from sglang.srt.arg_groups.disaggregation import (
     BOOTSTRAP_PORT_FLAG,
     DisaggregationMode,
     moves_pages,
+    overruled_variables,
+    variables_of,
 )
 from sglang.srt.arg_groups.foreign_flags import warnings_about_variables
 from sglang.srt.arg_groups.remote_weights import (
@@ -66,16 +68,20 @@ _SEED_TIMEOUT_S = 2.0
 def check_start(args: ServerArgs) -> None:
     """Check the environment, and the device, the files and the store that resolved `args` name."""
     envs.check_own()
-    for line in warnings_about_variables():
+    for line in (*warnings_about_variables(), *overruled_variables(args)):
         logger.warning(line)
-    check_tracing(args)
-    check_device(args)
-    check_tls(args)
-    check_host_layout(args)
-    check_model(args)
-    check_seed(args)
-    check_disaggregation(args)
-    check_storage(args)
+    with variables_of(args):
+        for check in (
+            check_tracing,
+            check_device,
+            check_tls,
+            check_host_layout,
+            check_model,
+            check_seed,
+            check_disaggregation,
+            check_storage,
+        ):
+            check(args)
 
 
 def check_tracing(args: ServerArgs) -> None:

@@ -157,7 +157,7 @@ def test_all_refused_flags_are_named_at_once(name: str, lines: list[str]) -> Non
 
 def test_mistakes_of_all_kinds_are_named_at_once() -> None:
     argv = words(
-        "stray --lora-paths a --pagesize 3 --page-size x --port 0 --dtype half --max-model-len 9 "
+        "stray --lora-paths a --pagesize 3 --page-size x --port 0 --dtype int8 --max-model-len 9 "
         "--log-requests true --hicache-size 64X --served-model-name '' --hicache-ratio 3 "
         "--log-level-http error --disable-custom-all-reduce --dp 1"
     )
@@ -170,7 +170,7 @@ def test_mistakes_of_all_kinds_are_named_at_once() -> None:
         "--page-size",
         "'true' belongs to no flag",
         "--hicache-size",
-        "--dtype half",
+        "--dtype int8",
         "--port 0",
         "--served-model-name is empty",
         "--hicache-ratio 3.0 has no effect without --enable-hierarchical-cache",
@@ -263,7 +263,7 @@ def test_the_first_row_that_matches_is_meant() -> None:
         "disable_flashinfer_autotune": Treatment.OFF,
         "flashinfer_mxfp4_moe_precision": Treatment.NEVER,
         "moe_runner_backend": Treatment.IGNORED,
-        "moe_dense_tp_size": Treatment.NEVER,
+        "moe_dense_tp_size": Treatment.IGNORED,
         "weight_loader_disable_mmap": Treatment.OFF,
     }
     for name, treatment in treatments.items():

@@ -96,10 +96,6 @@ def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
             f"^{OFFLOAD} needs --hicache-storage-backend",
         ),
         (
-            (MODE, "decode", OFFLOAD, *FILES, "--hicache-storage-prefetch-policy", "best_effort"),
-            f"^--hicache-storage-prefetch-policy best_effort has no effect with {MODE} decode",
-        ),
-        (
             (MODE, "decode", OFFLOAD, *FILES, "--disable-radix-cache"),
             "^--disable-radix-cache contradicts the hierarchical cache",
         ),
@@ -115,7 +111,7 @@ def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
         ((MODE, "both"), f"^{MODE} both: choose one of null, prefill, decode"),
         (
             (MODE, "prefill", BACKEND, "carrier"),
-            f"^{BACKEND} carrier: choose one of mooncake, fake",
+            f"^{BACKEND} carrier: choose one of mooncake, mooncake_tcp, fake",
         ),
         (
             (MODE, "prefill", BACKEND, "fake", PORT, "9001"),
