@@ -1,4 +1,4 @@
-"""The command `sglang`: `sglang serve [MODEL] [flags]` starts a server, `--version` says which."""
+"""The command `sglang`: `sglang serve [MODEL] [flags]` starts a server, `version` says which."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="sglang", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=VERSION)
     parser.add_argument(
-        "command", choices=["serve"], help="start a server; `sglang serve --help` lists its flags"
+        "command",
+        choices=["serve", "version"],
+        help="serve: start a server, `sglang serve --help` lists its flags; version: as --version",
     )
-    parser.parse_args(sys.argv[1:2])
+    command = parser.parse_args(sys.argv[1:2]).command
     flags = sys.argv[2:]
+    if command == "version":
+        parser.parse_args(["--version", *flags])
     if flags and not flags[0].startswith("-"):
         flags.insert(0, "--model-path")
     # In place of this process, so that signals and the exit status are the server's.

@@ -192,7 +192,7 @@ def test_against_a_real_server(tmp_path: Path) -> None:
             *("--output-file", str(output)),
         )
         replay = run_forked(
-            *("sglang.bench_serving", "--base-url", server.url, "--dataset-name", "mooncake"),
+            *("sglang.benchmark.serving", "--base-url", server.url, "--dataset-name", "mooncake"),
             *("--dataset-path", str(trace), "--mooncake-length-scale", str(LENGTH_SCALE)),
             *("--mooncake-output-scale", "0.01", "--mooncake-slowdown-factor", "0"),
             *("--max-concurrency", "1", "--output-file", str(replayed)),

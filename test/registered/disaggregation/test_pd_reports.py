@@ -1,4 +1,7 @@
-"""Cache reports and traces of prefill and decode servers, asked directly and behind the router."""
+"""Cache reports and traces of prefill and decode servers, asked directly and behind the router.
+
+Flags choose the transport and check every page, in place of the variables of other tests.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from rigs.disaggregation.pd_servers import TCP, decode_server, prefill_server, router
+from rigs.disaggregation.pd_servers import decode_server, prefill_server, router
 from rigs.servers.engine_server import EngineServer
 from rigs.servers.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 from sglang.srt.utils.network import wait_until
@@ -30,8 +33,15 @@ class Pair:
 
     def __init__(self, stack: ExitStack) -> None:
         self.receiver: OtlpReceiver = stack.enter_context(otlp_receiver())
-        env = {**TCP, "SGLANG_DISAGGREGATION_SECRET": secrets.token_hex(32)}
-        flags = ("--enable-trace", "--otlp-traces-endpoint", self.receiver.url)
+        env = {
+            "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1",
+            "SGLANG_DISAGGREGATION_SECRET": secrets.token_hex(32),
+        }
+        flags = (
+            *("--disaggregation-transfer-backend", "mooncake_tcp", "--enable-metrics"),
+            *("--enable-trace", "--otlp-traces-endpoint", self.receiver.url),
+            "--disaggregation-enable-kv-checksum",
+        )
         prefill, self.bootstrap_port = prefill_server(*flags, env=env)
         self.prefill: EngineServer = stack.enter_context(prefill)
         self.decode: EngineServer = stack.enter_context(decode_server(*flags, env=env))
@@ -122,6 +132,16 @@ def test_without_a_clients_trace_both_servers_share_that_of_the_room(pair: Pair)
     spans = [span for span in pair.receiver.spans[before:] if span.name != "POST /generate"]
     assert {span.service for span in spans} == {"sglang-prefill", "sglang-decode"}
     assert len({span.trace_id for span in spans}) == 1
+
+
+def test_every_page_is_compared_with_its_checksum(pair: Pair) -> None:
+    name = 'sglang:kv_transfer_checked_pages_total{outcome="intact"}'
+    before = pair.decode.metrics().get(name, 0.0)
+    text = f"{secrets.token_hex(64)} {TEXT}"
+    meta = pair.direct("/generate", {**BODY, "text": text}, secrets.token_hex(16))["meta_info"]
+    pages = -(-meta["prompt_tokens"] // 16)
+    assert pages > 4
+    assert pair.decode.metrics()[name] - before == pages
 
 
 if __name__ == "__main__":

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.arg_groups.disaggregation import prefill_hosts
+from sglang.srt.arg_groups.disaggregation import (
+    overruled_variables,
+    prefill_hosts,
+    variables_of,
+)
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -16,6 +21,7 @@ DEVICE = "--disaggregation-ib-device"
 BACKEND = "--disaggregation-transfer-backend"
 RADIX = "--disaggregation-decode-enable-radix-cache"
 HOSTS = "--disaggregation-prefill-hosts"
+CHECKSUM = "--disaggregation-enable-kv-checksum"
 OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
 FILES = ("--hicache-storage-backend", "file")
 
@@ -108,6 +114,9 @@ def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
         ),
         ((MODE, "prefill", HOSTS, "a"), f"^{HOSTS} a has no effect with {MODE} prefill$"),
         ((MODE, "decode", HOSTS, "a b"), f"^{HOSTS}: 'a b' is no HOST, HOST:PORT or network"),
+        ((CHECKSUM,), f"^{CHECKSUM} has no effect with {MODE} null"),
+        ((BACKEND, "mooncake_tcp"), f"^{BACKEND} mooncake_tcp has no effect with {MODE} null"),
+        ((MODE, "prefill", BACKEND, "fake", CHECKSUM), f"^{CHECKSUM} has no effect with {MODE} "),
         ((MODE, "both"), f"^{MODE} both: choose one of null, prefill, decode"),
         (
             (MODE, "prefill", BACKEND, "carrier"),
@@ -136,6 +145,26 @@ def test_flags_that_contradict_or_do_nothing_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         prepare(*argv)
+
+
+def test_flags_stand_for_variables_while_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "rdma")
+    monkeypatch.delenv("SGLANG_HICACHE_CHECKED_SHARE", raising=False)
+    args = prepare(MODE, "prefill", BACKEND, "mooncake_tcp", CHECKSUM)
+    with variables_of(args):
+        assert envs.MOONCAKE_PROTOCOL.get() == "tcp"
+        assert envs.SGLANG_HICACHE_CHECKED_SHARE.get() == 1
+    assert envs.MOONCAKE_PROTOCOL.get() == "rdma"
+    assert not envs.SGLANG_HICACHE_CHECKED_SHARE.is_set()
+    assert list(overruled_variables(args)) == [
+        f"MOONCAKE_PROTOCOL=rdma has no effect: {BACKEND} mooncake_tcp makes it tcp"
+    ]
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
+    assert not list(overruled_variables(args))
+    with variables_of(prepare(MODE, "prefill")):
+        assert not envs.SGLANG_HICACHE_CHECKED_SHARE.is_set()
 
 
 if __name__ == "__main__":

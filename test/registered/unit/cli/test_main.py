@@ -40,9 +40,10 @@ def test_serve_becomes_a_server_with_the_same_flags(
     ("program", "words", "status", "said"),
     [
         (main, ["--version"], 0, f"{sglang.__version__}\n"),
+        (main, ["version"], 0, f"{sglang.__version__}\n"),
         (main, ["--help"], 0, "start a server"),
         (main, [], 2, "required: command"),
-        (main, ["server"], 2, "choose from 'serve'"),
+        (main, ["server"], 2, "choose from 'serve', 'version'"),
         (main, ["--ver"], 2, "required: command"),
         # A store node answers before it looks for a master.
         (mooncake_node.main, ["--help"], 0, "MOONCAKE_GLOBAL_SEGMENT_SIZE=64gb"),
