@@ -158,6 +158,9 @@ def host_tier(
     wanted, reason = HOST_SHARE * most, f"{HOST_SHARE:.0%} of the host's free memory"
     if args.hicache_size:
         wanted, reason = args.hicache_size * GB, f"--hicache-size {args.hicache_size:g}"
+    elif args.hicache_host_memory_fraction is not None:
+        fraction = args.hicache_host_memory_fraction
+        wanted, reason = fraction * most, f"--hicache-host-memory-fraction {fraction:g}"
     elif ratio is not None:
         wanted, reason = ratio * device.rank_bytes, f"--hicache-ratio {ratio:g}"
     if wanted > most:

@@ -21,6 +21,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
+HOSTS = ("--tp", "2", "--nnodes", "2", "--dist-init-addr", "host:1")
 EXTRA = "--hicache-storage-backend-extra-config"
 
 
@@ -209,6 +210,13 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         ),
         (["--mamba-track-interval", "0"], "--mamba-track-interval 0: must be at least 1"),
         (["--disable-radix-cache", "--enable-hierarchical-cache"], "contradicts"),
+        (["--hicache-host-memory-fraction", "0.8"], "without --enable-hierarchical-cache"),
+        (["--hicache-host-memory-fraction", "1.5"], "1.5: must be above 0, at most 1"),
+        (["--hicache-host-memory-fraction", "0"], "0.0: must be above 0, at most 1"),
+        (
+            [*HOSTS, "--enable-hicache", "--hicache-host-memory-fraction", "0.8"],
+            "fraction does not work with --nnodes 2, .* give --hicache-size",
+        ),
     ],
 )
 def test_refusals_name_the_flag_and_the_remedy(argv: list[str], message: str) -> None:

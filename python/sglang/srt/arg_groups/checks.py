@@ -106,6 +106,8 @@ def _ranges(args: ServerArgs) -> Iterator[tuple[str, bool, str]]:
     drain = args.drain_seconds
     yield "drain_seconds", math.isfinite(drain) and drain >= 0, "0 or more"
     yield "hicache_size", math.isfinite(args.hicache_size) and args.hicache_size >= 0, "0 or more"
+    share = args.hicache_host_memory_fraction
+    yield "hicache_host_memory_fraction", share is None or 0 < share <= 1, "above 0, at most 1"
     fraction = args.mem_fraction_static
     yield "mem_fraction_static", fraction is None or 0 < fraction < 1, "between 0 and 1"
     chunk = args.chunked_prefill_size
@@ -308,6 +310,11 @@ def _check_cache(args: ServerArgs) -> Iterator[str]:
             yield from refuse_ignored(args, field, "without --enable-hierarchical-cache")
         elif args.hicache_storage_backend is None and flag_name(field) == FLAG:
             yield from refuse_ignored(args, field, "without --hicache-storage-backend")
+    if args.nnodes > 1 and args.hicache_host_memory_fraction is not None:
+        yield (
+            f"--hicache-host-memory-fraction does not work with --nnodes {args.nnodes}, since the "
+            "machines may have different memory: give --hicache-size"
+        )
     yield from check_pages(args, page_size)
     if args.hicache_storage_backend is not None:
         check_extra_config_keys(args.hicache_storage_backend, args.extra_config())

@@ -202,8 +202,6 @@ SGLANG_FLAGS: Final = (
     _row(_NOT_YET, "hooks, dumps and checks for debugging", """hooks forward_hooks debug_*
         msprobe_dump_config enable_nan_detection crash_on_nan custom_sigquit_handler
         kv_canary=none kv_canary_sweep_interval=0"""),
-    _row(_NOT_YET, "L2 by a share of the host's memory (--hicache-size is there)",
-        "hicache_host_memory_fraction=0.8"),
     _row(_NOT_YET, "look-ups in L3 that are repeated", """
         hicache_storage_prefetch_retry_poll_interval=8
         hicache_storage_prefetch_retry_max_attempts=8"""),

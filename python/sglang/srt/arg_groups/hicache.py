@@ -22,6 +22,11 @@ class HiCacheArgs:
         "0: use the ratio.",
         parse=parse_gigabytes,
     )
+    hicache_host_memory_fraction: float | None = flag(
+        None,
+        "Share of the host's (or the container's) free memory that L2 of all ranks takes, such as "
+        "0.8; servers that start together take it in turn. Overrides the ratio, not the size.",
+    )
     hicache_write_policy: str = flag(
         "write_through",
         "When pages are copied from L1 to L2.",

@@ -93,7 +93,10 @@ def test_no_hint_names_the_flag_of_another_feature(monkeypatch: pytest.MonkeyPat
     ("flags", "setting"),
     [
         ("--enable-hicache", {"enable_hierarchical_cache": True}),
-        ("--enable-hicache --hicache-size 1", {"enable_hierarchical_cache": True}),
+        (
+            "--enable-hicache --hicache-host-memory-fraction 0.8",
+            {"enable_hierarchical_cache": True, "hicache_host_memory_fraction": 0.8},
+        ),
         (
             "--tp 4 --attn-cp-size 2 --enable-prefill-cp --cp-strategy zigzag",
             {"attn_cp_size": 2, "enable_prefill_context_parallel": True},

@@ -144,6 +144,11 @@ def available_host_bytes() -> int:
     return min(psutil.virtual_memory().available, _cgroup_headroom())
 
 
+def spare_host_bytes() -> int:
+    """Those bytes less HICACHE_HOST_MEMORY_RESERVE_BYTES, which stay free."""
+    return max(0, available_host_bytes() - envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.get())
+
+
 def check_fits_host_memory(needed: int, what: str, remedy: str) -> None:
     """Raise ValueError, naming `remedy`, if `needed` bytes would not leave the reserve free."""
     reserve = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.get()

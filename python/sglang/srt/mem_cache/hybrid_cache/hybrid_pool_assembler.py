@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,7 +26,12 @@ from sglang.srt.mem_cache.host.host_layout import (
     check_layout_of_kind,
     resolve_layout_and_io,
 )
-from sglang.srt.mem_cache.host.host_memory import available_host_bytes, check_fits_host_memory
+from sglang.srt.mem_cache.host.host_memory import (
+    available_host_bytes,
+    check_fits_host_memory,
+    spare_host_bytes,
+)
+from sglang.srt.mem_cache.host.host_memory_turn import host_memory_turn
 from sglang.srt.mem_cache.host.host_pool import HostKVCache, pages_in
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
@@ -70,6 +76,7 @@ def build_kv_host_stack(
     is_shared_by_sizes: bool = False,
     allocator_type: str = "default",
     ranks: RankGroup | None = None,
+    host_memory_fraction: float | None = None,
 ) -> tuple[str, HostPoolGroup]:
     """Build host pools for all kinds of state of a model.
 
@@ -85,6 +92,8 @@ def build_kv_host_stack(
         allocator_type: Allocator of the host memory; see `HostKVCache`.
         ranks: All ranks of the server, which build at the same time; None: this rank alone. A pool
             gets the pages of the rank with the fewest.
+        host_memory_fraction: Share of the host's free memory, less the reserve, that the host pools
+            of all ranks take together; overrides the ratio. All ranks are on one machine then.
 
     Returns:
         The resolved I/O backend, and the pools.
@@ -95,7 +104,64 @@ def build_kv_host_stack(
             and available, and with several ranks the rank.
     """
     ranks = ranks or SingleRank()
+    by_share = host_memory_fraction is not None and not size_gb
+    # With a share, the first rank's turn is that of all.
+    has_turn = not by_share or ranks.rank == 0
+    with host_memory_turn(alone=by_share) if has_turn else nullcontext():
+        # A collective. After it the first rank has its turn.
+        ranks_here = _count_ranks_here(ranks)
+        return _build_in_turn(
+            pools,
+            size=lambda: _Size.of(ratio, size_gb, host_memory_fraction, ranks_here),
+            io_backend=io_backend,
+            layout=layout,
+            has_storage=has_storage,
+            is_shared_by_sizes=is_shared_by_sizes,
+            allocator_type=allocator_type,
+            ranks=ranks,
+            ranks_here=ranks_here,
+        )
 
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """The size of all host pools of a rank."""
+
+    ratio: float
+    """Host slots per device slot, if `total` is 0."""
+    total: float
+    """Bytes."""
+    setting: str
+    """The flag that says so."""
+
+    @classmethod
+    def of(cls, ratio: float, gb: float, fraction: float | None, ranks_here: int) -> _Size:
+        if gb:
+            return cls(ratio, gb * GB, f"--hicache-size {gb} GB")
+        if fraction is None:
+            return cls(ratio, 0.0, f"--hicache-ratio {ratio}")
+        share = fraction * spare_host_bytes() / ranks_here
+        return cls(0.0, share, f"--hicache-host-memory-fraction {fraction}")
+
+    def bytes_for(self, device_bytes: int, all_device_bytes: int) -> float:
+        """Bytes of host pools whose device pools have `device_bytes` of all."""
+        if self.total:
+            return self.total * (device_bytes / all_device_bytes)
+        return self.ratio * device_bytes
+
+
+def _build_in_turn(
+    pools: ModelPools,
+    *,
+    size: Callable[[], _Size],
+    io_backend: str,
+    layout: str,
+    has_storage: bool,
+    is_shared_by_sizes: bool,
+    allocator_type: str,
+    ranks: RankGroup,
+    ranks_here: int,
+) -> tuple[str, HostPoolGroup]:
     def plan_all() -> tuple[list[_Plan], dict[PoolName, int], str, str]:
         plans = [_Plan(pool, _host_pool_class(pool)) for pool in pools.pools]
         device_pool = plans[0].device_pool
@@ -117,13 +183,12 @@ def build_kv_host_stack(
         for plan in plans:
             layouts = plan.host_pool_class.LAYOUTS
             check_layout_of_kind(resolved, layouts, f"host pool {plan.name}")
-        return plans, _pages_of_pools(plans, ratio, size_gb), io, resolved
+        return plans, _pages_of_pools(plans, size()), io, resolved
 
     plans, wanted, chosen_io, chosen_layout = on_all_ranks(ranks, plan_all)
     # A collective: each pool gets the pages of the rank with the fewest.
     least = ranks.reduce_min(torch.tensor(list(wanted.values()), dtype=torch.int64)).tolist()
     pages = dict(zip(wanted, least, strict=True))
-    ranks_here = _count_ranks_here(ranks)
     # No rank takes memory before all have checked that there is enough.
     on_all_ranks(ranks, lambda: _check_all_fit(plans, pages, ranks_here))
 
@@ -155,9 +220,8 @@ def _host_pool_class(pool: BaseDevicePool) -> type[HostKVCache]:
     return found
 
 
-def _pages_of_pools(plans: Sequence[_Plan], ratio: float, size_gb: float) -> dict[PoolName, int]:
+def _pages_of_pools(plans: Sequence[_Plan], size: _Size) -> dict[PoolName, int]:
     """Pages of each pool; pools that share slots have equally many."""
-    setting = f"--hicache-size {size_gb} GB" if size_gb else f"--hicache-ratio {ratio}"
     device_bytes = sum(plan.device_bytes for plan in plans)
     owners: dict[PoolName, PoolName] = {}  # Whose slots each pool has; they come before it.
     for plan in plans:
@@ -171,8 +235,9 @@ def _pages_of_pools(plans: Sequence[_Plan], ratio: float, size_gb: float) -> dic
         # Pools that share its slots share its part of the memory.
         together = [one for one in plans if owners[one.name] == name]
         share = sum(one.device_bytes for one in together)
-        budget = size_gb * GB * (share / device_bytes) if size_gb else ratio * share
-        pages[name] = pages_in(budget, sum(one.page_bytes for one in together), name, setting)
+        budget = size.bytes_for(share, device_bytes)
+        page_bytes = sum(one.page_bytes for one in together)
+        pages[name] = pages_in(budget, page_bytes, name, size.setting)
     return pages
 
 

@@ -48,6 +48,7 @@ class HiCacheArgs(Protocol):
 
     hicache_ratio: float
     hicache_size: float
+    hicache_host_memory_fraction: float | None
     hicache_write_policy: str
     hicache_io_backend: str
     hicache_mem_layout: str
@@ -415,6 +416,7 @@ def make_controller(
         is_shared_by_sizes=is_shared_by_sizes,
         allocator_type=allocator_type,
         ranks=ranks,
+        host_memory_fraction=server_args.hicache_host_memory_fraction,
     )
     return on_all_ranks(
         ranks,

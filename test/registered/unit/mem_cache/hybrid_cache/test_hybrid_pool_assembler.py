@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from rigs.caches.marks_pool import MarksPool, MarksPoolHost, page_marks, prefix_marks
+from rigs.caches.memory_ranks import run_on_ranks
 from rigs.caches.mla_pools import make_indexer_pool, make_mla_pool
 from rigs.stores.host_pools import (
     PAGE,
@@ -22,6 +24,7 @@ from rigs.stores.host_pools import (
     make_device_pool,
     page_slots,
 )
+from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
@@ -30,9 +33,11 @@ from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.state_spec import StateBuffer, StateSpec
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.host import host_memory
 from sglang.srt.mem_cache.host.host_layout import HostLayout, resolve_layout_and_io
 from sglang.srt.mem_cache.host.host_memory import HostTensorAllocator
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
+from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     build_kv_host_stack,
     build_mamba_hybrid_stack,
@@ -130,6 +135,55 @@ def test_every_pool_has_the_ratio_of_its_device_pool() -> None:
         "mamba": [None, None, None, 0, 1, None],
     }
     assert group.get_pool("indexer").layout == group.primary.layout == "page_first_direct"
+
+
+def test_a_share_is_of_what_the_host_has_left_beside_the_reserve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page, reserve = KV_PAGE, 1 << 20
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 40 * page + reserve)
+    turns: list[bool] = []
+
+    @contextmanager
+    def turn(*, alone: bool) -> Iterator[None]:
+        turns.append(alone)
+        yield
+        turns.append(not alone)
+
+    monkeypatch.setattr(hybrid_pool_assembler, "host_memory_turn", turn)
+    pools = ModelPools.of([make_device_pool()])
+    with envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.override(reserve):
+        assert page_nums(build(pools, host_memory_fraction=0.8)) == {"kv": 32}
+        assert page_nums(build(pools, host_memory_fraction=1.0)) == {"kv": 40}
+        assert turns == [True, False] * 2
+        sized = build(pools, host_memory_fraction=0.8, size_gb=10.5 * page / 1e9)
+        assert page_nums(sized) == {"kv": 10}
+        assert page_nums(build(pools)) == {"kv": 32}
+        assert turns[4:] == [False, True] * 2
+        with pytest.raises(ValueError, match=r"--hicache-host-memory-fraction 0\.01"):
+            build(pools, host_memory_fraction=0.01)
+
+
+def test_ranks_share_the_share_and_the_first_has_the_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 40 * KV_PAGE)
+    turns: list[bool] = []
+
+    @contextmanager
+    def turn(*, alone: bool) -> Iterator[None]:
+        turns.append(alone)
+        yield
+
+    monkeypatch.setattr(hybrid_pool_assembler, "host_memory_turn", turn)
+
+    def work(group: RankGroup) -> dict[str, int]:
+        pools = ModelPools.of([make_device_pool()])
+        return page_nums(build(pools, host_memory_fraction=0.5, ranks=group))
+
+    with envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.override(0):
+        assert run_on_ranks(2, work) == [{"kv": 10}, {"kv": 10}]
+    assert turns == [True]
 
 
 def test_a_size_is_divided_as_device_memory_is() -> None:
