@@ -43,7 +43,8 @@ def _flags(text: str) -> tuple[SglangFlag, ...]:
 ACTED_ON: Final = _flags("""
     enable-prefill-cp disaggregation-enable-kv-checksum disable-decode-cuda-graph
     cuda-graph-max-bs-decode:32 mamba-radix-cache-strategy=auto:extra_buffer_lazy
-    hicache-host-memory-fraction=0.8:0.5
+    hicache-host-memory-fraction=0.8:0.5 hicache-storage-prefetch-retry-poll-interval=8:4
+    hicache-storage-prefetch-retry-max-attempts=8:2
 """)
 """Some need other flags beside them."""
 
@@ -137,8 +138,6 @@ REFUSED: Final = {
         "templates and sampling values": "default-chat-template-kwargs:{}",
         "text of reasoning": "enable-strict-thinking",
         "shapes of streams": "stream-response-default-include-usage",
-        "look-ups in L3": """hicache-storage-prefetch-retry-poll-interval=8:4
-            hicache-storage-prefetch-retry-max-attempts=8:2""",
         "whitespace pattern": "constrained-json-max-whitespace-cnt:3",
     }.items()
 }

@@ -89,6 +89,8 @@ class _HiCacheSettings:
     hicache_mem_layout: str = "auto"
     hicache_storage_backend: str | None = None
     hicache_storage_prefetch_policy: str = "timeout"
+    hicache_storage_prefetch_retry_max_attempts: int | None = None
+    hicache_storage_prefetch_retry_poll_interval: int | None = None
     hicache_storage_backend_extra_config: str | None = None
     served_model_name: str | None = "simulation"
 

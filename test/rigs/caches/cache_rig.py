@@ -59,6 +59,8 @@ class HiCacheSettings:
     hicache_mem_layout: str = "auto"
     hicache_storage_backend: str | None = None
     hicache_storage_prefetch_policy: str = "wait_complete"
+    hicache_storage_prefetch_retry_max_attempts: int | None = None
+    hicache_storage_prefetch_retry_poll_interval: int | None = None
     hicache_storage_backend_extra_config: str | None = None
     served_model_name: str | None = "rig"
 

@@ -106,6 +106,13 @@ def _ranges(args: ServerArgs) -> Iterator[tuple[str, bool, str]]:
     drain = args.drain_seconds
     yield "drain_seconds", math.isfinite(drain) and drain >= 0, "0 or more"
     yield "hicache_size", math.isfinite(args.hicache_size) and args.hicache_size >= 0, "0 or more"
+    attempts = args.hicache_storage_prefetch_retry_max_attempts
+    expected = "from 0 to 1000"
+    right = attempts is None or 0 <= attempts <= 1000
+    yield "hicache_storage_prefetch_retry_max_attempts", right, expected
+    pause = args.hicache_storage_prefetch_retry_poll_interval
+    right = pause is None or 1 <= pause <= 1000
+    yield "hicache_storage_prefetch_retry_poll_interval", right, "from 1 to 1000"
     share = args.hicache_host_memory_fraction
     yield "hicache_host_memory_fraction", share is None or 0 < share <= 1, "above 0, at most 1"
     fraction = args.mem_fraction_static

@@ -202,9 +202,6 @@ SGLANG_FLAGS: Final = (
     _row(_NOT_YET, "hooks, dumps and checks for debugging", """hooks forward_hooks debug_*
         msprobe_dump_config enable_nan_detection crash_on_nan custom_sigquit_handler
         kv_canary=none kv_canary_sweep_interval=0"""),
-    _row(_NOT_YET, "look-ups in L3 that are repeated", """
-        hicache_storage_prefetch_retry_poll_interval=8
-        hicache_storage_prefetch_retry_max_attempts=8"""),
     _row(_NEVER, "other radix caches by flag", "prefix_cache_*"),
     _row(_OFF, "what this engine does not have", """disable_custom_all_reduce
         disable_cuda_graph_padding disable_piecewise_cuda_graph disable_flashinfer_*

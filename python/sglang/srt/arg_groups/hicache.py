@@ -50,6 +50,14 @@ class HiCacheArgs:
         "How long a request waits for L3.",
         choices=("timeout", "best_effort", "wait_complete"),
     )
+    hicache_storage_prefetch_retry_max_attempts: int | None = flag(
+        None,
+        "Most repetitions of a look-up in L3 that missed, while its request waits: the writer may "
+        "not have committed yet. Absent: none; 8 if the next flag is given.",
+    )
+    hicache_storage_prefetch_retry_poll_interval: int | None = flag(
+        None, "Milliseconds between these look-ups. Absent: 8 if the last flag is given."
+    )
     hicache_storage_backend_extra_config: str | None = flag(
         None, "Settings of L3: JSON, or @file with JSON, YAML or TOML.", secret=True
     )

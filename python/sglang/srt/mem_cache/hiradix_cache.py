@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.l2.host_flows import HostBackup, HostLoad, NoLoad
 from sglang.srt.mem_cache.l3.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.l3.storage_prefetch import StoragePrefetch
+from sglang.srt.mem_cache.l3.storage_reads import LookUpRetries
 from sglang.srt.mem_cache.l3.store_connection import StoreConnection, demands_on_host_pools
 from sglang.srt.mem_cache.tree.base_prefix_cache import (
     CacheInitParams,
@@ -87,6 +88,10 @@ class HiRadixCache(RadixCache):
             model_name=server_args.served_model_name,
             prefetch_policy=server_args.hicache_storage_prefetch_policy,
             metrics=metrics,
+            retries=LookUpRetries.of(
+                server_args.hicache_storage_prefetch_retry_max_attempts,
+                server_args.hicache_storage_prefetch_retry_poll_interval,
+            ),
             events=tree.device.events,
         )
         _add_host(tree, controller.mem_pool_host)

@@ -34,8 +34,8 @@ WORKING: Final = {
     "--hicache-storage-prefetch-policy best_effort --enable-cache-report",
     "Mooncake": f"-m --tp 8 {MOONCAKE} --hicache-storage-prefetch-policy timeout "
     "--hicache-storage-backend-extra-config '{\"prefetch_threshold\": 256}'",
-    "Mooncake, late writers": f"-m {MOONCAKE} --hicache-storage-prefetch-retry-max-attempts 8 "
-    "--hicache-storage-prefetch-retry-poll-interval 8",
+    "Mooncake, late writers": f"-m {MOONCAKE} --hicache-storage-prefetch-retry-max-attempts 4 "
+    "--hicache-storage-prefetch-retry-poll-interval 4",
     "Mooncake, dynamic": f"-m {HICACHE} --hicache-storage-backend dynamic "
     "--hicache-storage-backend-extra-config "
     '\'{"backend_name": "a", "module_path": "b", "class_name": "C"}\'',

@@ -54,6 +54,8 @@ class HiCacheArgs(Protocol):
     hicache_mem_layout: str
     hicache_storage_backend: str | None
     hicache_storage_prefetch_policy: str
+    hicache_storage_prefetch_retry_max_attempts: int | None
+    hicache_storage_prefetch_retry_poll_interval: int | None
     hicache_storage_backend_extra_config: str | None
     served_model_name: str | None
 

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.l3.circuit_breaker import CircuitBreaker, RecentTimeouts
-from sglang.srt.mem_cache.l3.storage_reads import StorageReads
+from sglang.srt.mem_cache.l3.storage_reads import NO_RETRIES, LookUpRetries, StorageReads
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.l3.storage_writes import StorageWrites
 from sglang.srt.mem_cache.l3.store_usage import StoreUsage
@@ -100,6 +100,7 @@ class AttachedStore:
         page_bytes: Bytes of a page in all host pools.
         pages_per_read: Most pages of one get, which a hanging call keeps in the host pools.
         pools: How the pages of the model's pools map to objects.
+        retries: Repetitions of look-ups that missed.
 
     Attributes:
         breaker: Refuses calls for a while after a failure.
@@ -131,6 +132,7 @@ class AttachedStore:
         pages_per_read: int,
         metrics: HiCacheMetrics,
         pools: StoredPools,
+        retries: LookUpRetries = NO_RETRIES,
     ) -> None:
         self._connect = connect
         self.backend = backend
@@ -157,7 +159,7 @@ class AttachedStore:
                 raise
             logger.warning("L3 is unavailable, running without it until it answers: %s", error)
             self.breaker.trip()
-        self.reads, self.writes = StorageReads(self), StorageWrites(self)
+        self.reads, self.writes = StorageReads(self, retries), StorageWrites(self)
         self._threads = [
             threading.Thread(target=self.reads.run, name="hicache-prefetch", daemon=True),
             threading.Thread(target=self.writes.run, name="hicache-backup", daemon=True),

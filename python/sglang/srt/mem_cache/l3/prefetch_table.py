@@ -90,6 +90,8 @@ class PrefetchOperation:
     """Scheduler: int64 `[1]` each, the host slots of the states that `extra_transfers` names, while
     they are this operation's."""
 
+    misses: int = 0
+    """Transfer thread: look-ups that missed and were repeated."""
     hit_pages: int = -1
     """Transfer thread: pages that the store reported to this rank; -1 while unknown."""
     handed_pages: int = 0

@@ -30,9 +30,32 @@ _LONGEST_CHECK_PAUSE_S: Final = 600.0
 a page missing, up to the longest, so that a store that is too small is not filled over and over."""
 _STUCK_SHARE: Final = 8
 """A get is given at most this fraction of the pages of L2, since it keeps them while it hangs."""
+_DEFAULT_RETRIES: Final = 8
+"""Repetitions of a look-up, and milliseconds between them, where one of the two is not given."""
 _PROMPTS_PER_QUESTION: Final = 16
 _PAGES_PER_QUESTION: Final = 1024
 """Most pages of all prompts of a question together; a single prompt may have more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookUpRetries:
+    """Repetitions of look-ups that missed, while requests wait: a writer may not have committed
+    yet."""
+
+    attempts: int = 0
+    pause_s: float = 0.0
+
+    @classmethod
+    def of(cls, max_attempts: int | None, poll_interval_ms: int | None) -> LookUpRetries:
+        """The repetitions that flags ask for; None: the flag was not given."""
+        if max_attempts is None and poll_interval_ms is None:
+            return cls()
+        attempts = _DEFAULT_RETRIES if max_attempts is None else max_attempts
+        pause = _DEFAULT_RETRIES if poll_interval_ms is None else poll_interval_ms
+        return cls(attempts, pause / 1000)
+
+
+NO_RETRIES: Final = LookUpRetries()
 
 
 @dataclass(eq=False, slots=True)
@@ -53,8 +76,11 @@ class CheckOperation:
 class StorageReads:
     """The queue of reads and the work of the thread that makes them."""
 
-    def __init__(self, store: AttachedStore) -> None:
+    def __init__(self, store: AttachedStore, retries: LookUpRetries) -> None:
         self._store = store
+        self._retries = retries
+        self._missed: list[tuple[float, PrefetchOperation]] = []
+        """Reads whose look-up is repeated, each with `time.monotonic()` seconds, ascending."""
         self._check_pause = _CHECK_PAUSE_S
         self._check_at = 0.0
         """`time.monotonic()` seconds before which no check is made."""
@@ -65,18 +91,35 @@ class StorageReads:
     def run(self) -> None:
         """Body of the prefetch thread."""
         leave_cores_to_model()
-        while (operations := self.queue.get()) is not None:
-            if isinstance(operations, CheckOperation):
-                operations.there = self._check(operations.hashes)
+        while (work := self._next_work()) is not None:
+            if isinstance(work, CheckOperation):
+                work.there = self._check(work.hashes)
                 continue
-            for group in prompts_per_question(operations):
+            for group in prompts_per_question(work):
                 self._prefetch_group(group)
+        for _, operation in self._missed:
+            self._end(operation, CacheOutcome.MISS, 0.0)
+
+    def _next_work(self) -> Sequence[PrefetchOperation] | CheckOperation | None:
+        """The next work of the queue, or reads whose look-up is to be repeated now."""
+        while True:
+            now = time.monotonic()
+            due = [read for at, read in self._missed if at <= now]
+            if due:
+                self._missed = self._missed[len(due) :]
+                return due
+            try:
+                return self.queue.get(timeout=self._missed[0][0] - now if self._missed else None)
+            except queue.Empty:
+                continue
 
     def _prefetch_group(self, group: Sequence[PrefetchOperation]) -> None:
         """Ask about several prompts, end those with nothing to read, and read the others."""
         started = time.monotonic()
         to_read: list[PrefetchOperation] = []
         for operation, answer in zip(group, self._ask(group), strict=True):
+            if self._is_repeated(operation, answer):
+                continue
             operation.hit_pages = 0 if isinstance(answer, CacheOutcome) else answer
             if isinstance(answer, CacheOutcome):
                 self._end(operation, answer, time.monotonic() - started)
@@ -92,6 +135,18 @@ class StorageReads:
             with self._store.reporting_failures("read"):
                 ended = self._read_pages(operation)
             self._end(operation, ended, time.monotonic() - started)
+
+    def _is_repeated(self, operation: PrefetchOperation, answer: int | CacheOutcome) -> bool:
+        """True if the look-up missed and is going to be made again."""
+        is_miss = answer is CacheOutcome.NO_STATE or (
+            not isinstance(answer, CacheOutcome) and answer < self._store.threshold_pages
+        )
+        if not is_miss or operation.is_terminated or operation.misses == self._retries.attempts:
+            return False
+        operation.misses += 1
+        operation.whole_pages = len(operation.hashes)
+        self._missed.append((time.monotonic() + self._retries.pause_s, operation))
+        return True
 
     def _ask(self, group: Sequence[PrefetchOperation]) -> list[int | CacheOutcome]:
         """For each prompt the pages that the store has, or why that is not known."""

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
-from sglang.srt.mem_cache.l3.storage_reads import pages_per_read
+from sglang.srt.mem_cache.l3.storage_reads import NO_RETRIES, LookUpRetries, pages_per_read
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
 from sglang.srt.mem_cache.l3.stored_pools import PoolShards, StoredPools
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
@@ -78,6 +78,7 @@ class StoreConnection:
         ranks: All ranks, which share the store.
         weights_identity: Digest of weights and configuration, for the namespace.
         prefetch_policy: Name of the first prefetch policy.
+        retries: Repetitions of look-ups that missed.
         events: Gets what L3 has got or lost; None: nobody wants that.
 
     Attributes:
@@ -99,6 +100,7 @@ class StoreConnection:
         model_name: str | None,
         prefetch_policy: str,
         metrics: HiCacheMetrics,
+        retries: LookUpRetries = NO_RETRIES,
         events: KVEventLog | None = None,
     ) -> None:
         self.host_pools = host_pools
@@ -108,6 +110,7 @@ class StoreConnection:
         self._model_name = model_name
         self._metrics = metrics
         self._events = events
+        self._retries = retries
         self.prefetch_policy = _parse_policy(prefetch_policy)
         self.attached: AttachedStore | None = None
         self.is_changing = False
@@ -251,6 +254,7 @@ class StoreConnection:
             pools=StoredPools(
                 self.namespace().digest(), group.extra_queries, group.auxiliary_pools, shards
             ),
+            retries=self._retries,
         )
 
     def namespace(self) -> CacheNamespace:

@@ -76,6 +76,27 @@ def on_host(rig: CacheRig, ids: list[int]) -> int:
     return rig.hi.match_prefix(MatchPrefixParams(RadixKey(ids))).host_hit_length
 
 
+# -- what another server is about to write -----------------------------------------------------
+
+
+@pytest.mark.parametrize("attempts", [None, 1000])
+def test_a_request_waits_for_pages_that_are_about_to_be_committed(
+    make: Callable[..., CacheRig], attempts: int | None
+) -> None:
+    reader = make(
+        hicache_storage_prefetch_retry_max_attempts=attempts,
+        hicache_storage_prefetch_retry_poll_interval=None if attempts is None else 1,
+    )
+    page = SHARED[:5]
+    reader.arrive("early", page)
+    (read,) = reader.hi.storage_prefetch.table.operations
+    reader.tick()
+    reader.until(lambda: read.misses > 1 or reader.tree.check_prefetch_progress("early"))
+    stored(make(), page)
+    assert serve(reader, "early", page) == Reused(storage=4 if attempts else 0)
+    reader.settle()
+
+
 # -- one read of what is shared --------------------------------------------------------------------
 
 

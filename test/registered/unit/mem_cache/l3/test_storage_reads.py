@@ -12,7 +12,7 @@ from rigs.stores.hanging_store import HangingBench, wait_for
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
 )
-from sglang.srt.mem_cache.l3.storage_reads import CheckOperation, outcome_now
+from sglang.srt.mem_cache.l3.storage_reads import CheckOperation, LookUpRetries, outcome_now
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -76,6 +76,70 @@ def test_who_misses_does_not_wait_for_who_reads(bench: HangingBench) -> None:
     assert reads.outcome is None
     bench.store.goes_on.set()
     wait_for(lambda: reads.outcome is not None)
+
+
+def test_a_look_up_that_missed_is_repeated_until_the_writer_has_committed(
+    bench: HangingBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.io.reads._retries = LookUpRetries(attempts=3, pause_s=0.001)
+    bench.store.absent = {"a", "b"}
+    ask = bench.store.prompts_exist
+
+    def commit_later(*arguments: Any) -> Any:
+        if len(bench.store.questions) == 2:
+            bench.store.absent = {"b"}
+        return ask(*arguments)
+
+    monkeypatch.setattr(bench.store, "prompts_exist", commit_later)
+    late, absent = bench.operation("a", "c"), bench.operation("b")
+    bench.io.reads.queue.put([late, absent])
+    wait_for(lambda: late.outcome is not None and absent.outcome is not None)
+    assert (late.outcome, late.landed_pages, late.misses) == ("landed", 2, 2)
+    assert late.whole_pages == 2, "nothing is lost"
+    assert (absent.outcome, absent.misses, absent.hit_pages) == ("miss", 3, 0)
+    assert absent.whole_pages == 0
+    assert bench.store.questions == [2, 2, 2, 1]
+
+
+def test_new_prompts_are_asked_about_while_a_look_up_is_to_be_repeated(
+    bench: HangingBench,
+) -> None:
+    bench.io.reads._retries = LookUpRetries(attempts=1, pause_s=600)
+    bench.store.absent = {"b"}
+    absent, here = bench.operation("b"), bench.operation("a")
+    bench.io.reads.queue.put([absent])
+    wait_for(lambda: absent.misses == 1)
+    bench.io.reads.queue.put([here])
+    wait_for(lambda: here.outcome is not None)
+    assert absent.outcome is None and not absent.answered.is_set()
+    assert bench.io.close()
+    assert absent.outcome == "miss", "every operation ends"
+
+
+def test_a_request_that_left_ends_its_look_up(bench: HangingBench) -> None:
+    bench.io.reads._retries = LookUpRetries(attempts=1000, pause_s=0.001)
+    bench.store.absent = {"b"}
+    absent = bench.operation("b")
+    bench.io.reads.queue.put([absent])
+    wait_for(lambda: absent.misses > 0)
+    absent.is_terminated = True
+    wait_for(lambda: absent.outcome is not None)
+    assert absent.misses < 1000
+
+
+@pytest.mark.parametrize(
+    ("flags", "retries"),
+    [
+        ((None, None), LookUpRetries(0, 0.0)),
+        ((4, None), LookUpRetries(4, 0.008)),
+        ((None, 2), LookUpRetries(8, 0.002)),
+        ((0, 2), LookUpRetries(0, 0.002)),
+    ],
+)
+def test_each_flag_of_repetitions_implies_the_other(
+    flags: tuple[int | None, int | None], retries: LookUpRetries
+) -> None:
+    assert LookUpRetries.of(*flags) == retries
 
 
 @pytest.mark.parametrize("is_overtaken", [False, True])
