@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.cli import Mistake, check_choices, flag_name, lines_of, refuse_ignored
-from sglang.srt.arg_groups.disaggregation import check_disaggregation
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, check_disaggregation
 from sglang.srt.arg_groups.extra_config import FLAG, check_extra_config_keys
 from sglang.srt.arg_groups.observability import check_observability
 from sglang.srt.arg_groups.remote_weights import check_remote_weights, offers_weights
@@ -51,9 +51,13 @@ def without_effect(args: ServerArgs) -> Iterator[str]:
     has_graphs = kind is None or kind.captures_graphs
     if args.cuda_graph_max_bs is not None and (args.disable_cuda_graph or not has_graphs):
         yield "--cuda-graph-max-bs"
+    fields = []
     if args.disaggregation_decode_enable_offload_kvcache:  # It only writes to L3.
-        flag = "hicache_storage_prefetch_policy"
-        yield from (flag_name(flag) for _ in refuse_ignored(args, flag, ""))
+        fields.append("hicache_storage_prefetch_policy")
+    if args.disaggregation_mode == DisaggregationMode.DECODE:  # Prefill servers listen there.
+        fields.append("disaggregation_bootstrap_port")
+    for field in fields:
+        yield from (flag_name(field) for _ in refuse_ignored(args, field, ""))
 
 
 def check_numbers(args: ServerArgs) -> Iterator[Mistake]:

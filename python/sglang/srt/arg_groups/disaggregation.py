@@ -246,10 +246,9 @@ def check_disaggregation(args: ServerArgs) -> Iterator[str]:
             "disaggregation_secret_file",
             "disaggregation_allow_no_secret",
             "disaggregation_enable_kv_checksum",
+            "disaggregation_bootstrap_port",
         ):
             yield from refuse_ignored(args, field, where)
-    if mode != DisaggregationMode.PREFILL:
-        yield from refuse_ignored(args, "disaggregation_bootstrap_port", where)
     if mode != DisaggregationMode.DECODE:
         yield from refuse_ignored(args, "disaggregation_prefill_hosts", where)
         yield from refuse_ignored(args, _RADIX, where)

@@ -78,7 +78,6 @@ def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
     [
         ((PORT, "9001"), f"^{PORT} 9001 has no effect with {MODE} null$"),
         ((DEVICE, "mlx5_0"), f"^{DEVICE} mlx5_0 has no effect with {MODE} null$"),
-        ((MODE, "decode", PORT, "9001"), f"^{PORT} 9001 has no effect with {MODE} decode$"),
         ((MODE, "prefill", PORT, "0"), f"^{PORT} 0: must be from 1 to 65535$"),
         ((MODE, "prefill", PORT, "65536"), f"^{PORT} 65536: must be from 1 to 65535$"),
         ((MODE, "prefill", PORT, "30000"), f"^{PORT} 30000 is --port too"),

@@ -179,6 +179,11 @@ OFFLOAD = (
             ["--cuda-graph-bs", "--cuda-graph-max-bs"],
         ),
         (OFFLOAD, ["--hicache-storage-prefetch-policy"]),
+        (
+            "--disaggregation-mode decode --disaggregation-bootstrap-port 9001",
+            ["--disaggregation-bootstrap-port"],
+        ),
+        ("--disaggregation-mode prefill --disaggregation-bootstrap-port 9001", []),
         ("--tp 4 --attn-cp-size 2 --moe-dp-size 2", ["--moe-dp-size"]),
     ],
 )
