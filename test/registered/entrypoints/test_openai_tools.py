@@ -12,12 +12,13 @@ import msgspec
 import openai
 import pytest
 
-from rigs.servers.fake_engine import FrontServer, front_server
+from rigs.servers.fake_engine import FrontServer, byte_tokenizer, front_server
 from sglang.srt.constrained.constraint import Reasoning
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.openai.chat_prompt import tool_use
 from sglang.srt.entrypoints.openai.protocol import ChatBody, Tool
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -331,7 +332,7 @@ def test_keywords_of_tools_that_are_not_held_are_dropped_with_one_warning(
             tools=[msgspec.convert(parameters, Tool)],
             tool_choice="required",
         )
-        use = tool_use(body, None)
+        use = tool_use(body, None, ChatTemplate(byte_tokenizer()))
         assert use is not None
         held = json.loads(use.json_schema or "")["properties"]["parameters"]["properties"]
         assert not held["day"].keys() & {"minLength", "maxLength"}
@@ -350,7 +351,7 @@ def test_strict_tools_are_not_loosened() -> None:
     given["function"]["strict"] = True
     body = ChatBody(messages=[], tools=[msgspec.convert(given, Tool)], tool_choice="required")
     with pytest.raises(ApiError, match="parameters: #/properties/day/maxLength beside format"):
-        tool_use(body, None)
+        tool_use(body, None, ChatTemplate(byte_tokenizer()))
 
 
 NESTED = {"type": "object", "properties": {"p": {"$ref": "#/$defs/q"}}, "$defs": {"q": {}}}
