@@ -162,6 +162,18 @@ def _env_size(default: str, doc: str) -> EnvField[int]:
     return EnvField(parse_size(default), doc, parse_size, expects)
 
 
+def _env_limit(doc: str) -> EnvField[int]:
+    """`_env_size`; 0: there is no limit. Less than a megabyte is a number without its unit."""
+
+    def parse(text: str) -> int:
+        size = parse_size(text)
+        if 0 < size < 1 << 20:
+            raise ValueError(text)
+        return size
+
+    return EnvField(0, doc, parse, "0, or a size of 1mb at least, e.g. 200gb")
+
+
 def _parse_share(text: str) -> float:
     share = float(text)
     if not 0.0 <= share <= 1.0:
@@ -231,6 +243,18 @@ class Envs:
     )
     SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR = _env_str(
         "/tmp/hicache", "Directory of the `file` storage backend."
+    )
+    SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE = _env_limit(
+        "Most bytes of all objects in that directory; 0: any. Those unused for longest go."
+    )
+    SGLANG_HICACHE_FILE_BACKEND_MIN_FREE_SPACE = _env_limit(
+        "Bytes of its file system that objects leave free; 0: none."
+    )
+    SGLANG_HICACHE_FILE_BACKEND_EVICTION_RATIO = EnvField(
+        0.9,
+        "Share of the most bytes that stays when objects are removed.",
+        _parse_share,
+        "a number from 0 to 1",
     )
     SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK = _env_bool(
         False, "Use `tcp` in place of `rdma`, with a warning, if there is no RDMA device."

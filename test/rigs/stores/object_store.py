@@ -22,7 +22,7 @@ import xxhash
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable, StorageUnreachable
 from sglang.srt.mem_cache.host.page_checksums import NO_CHECKSUM
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
-from sglang.srt.mem_cache.storage.file_store import ObjectFiles
+from sglang.srt.mem_cache.storage.object_files import ObjectFiles
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 
 PLAIN: Final = "chaotic-plain"

@@ -11,6 +11,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.class_lookup import ClassPath, dynamic_class
+from sglang.srt.mem_cache.storage.file_room import FileLimits
 from sglang.srt.mem_cache.storage.types import (
     HiCacheStorageConfig,
     StoragePool,
@@ -88,7 +89,7 @@ class StorageBackendFactory:
         backend_class = _load(backend_name, path)
         if backend_name == FILE:
             root = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
-            args: tuple[Any, ...] = (storage_config, root)
+            args: tuple[Any, ...] = (storage_config, root, FileLimits.from_env())
             kwargs = {}
         else:
             args = (storage_config,)

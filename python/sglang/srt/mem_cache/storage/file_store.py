@@ -1,31 +1,27 @@
 """L3 in a directory: one file for each object, on one machine or on a shared file system.
 
-Several threads and processes may use one root at once. A rename makes a file appear whole or not
-at all. The object's trailer detects files that a power failure tore.
+Several threads and processes may use one root at once; see `object_files` for the files and
+`file_room` for their limits. The object's trailer detects files that a power failure tore.
 
 Threads: the prefetch thread reads while the backup thread writes; they share only counters.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import logging
 import os
-import re
-import stat
-import string
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.counters import StorageCounters
+from sglang.srt.mem_cache.storage.file_room import SETTINGS, FileLimits, FileRoom
+from sglang.srt.mem_cache.storage.object_files import MalformedObject, ObjectFiles
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, checksum_of, is_intact, seal
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
@@ -39,172 +35,6 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
-_PLAIN: Final = frozenset(string.ascii_letters + string.digits + "-_")
-_MAX_NAME: Final = 200
-"""Bytes of a file name; file systems take 255."""
-_STALE_SECONDS: Final = 3600.0
-_TEMPORARY: Final = ".tmp"
-_NAMESPACE: Final = re.compile("[0-9a-f]{32}")
-"""`CacheNamespace.digest`."""
-
-
-class MalformedObject(Exception):
-    """A file is not an object of the expected size: truncated, foreign or not a regular file."""
-
-
-def escape(part: str) -> str:
-    """A file name for any text: injective, without separators, never empty, hidden, `.` or `..`."""
-    raw = part.encode("utf-8", "surrogatepass")
-    name = "".join(chr(b) if chr(b) in _PLAIN else f"%{b:02X}" for b in raw) or "%"
-    if len(name) <= _MAX_NAME:
-        return name
-    # No escaped name contains `~`, so a long name never equals a short one.
-    return "~" + hashlib.sha256(raw).hexdigest()
-
-
-class ObjectFiles:
-    """The files of one root: `root/<namespace>/<2 hex digits>/<rest of the key>`."""
-
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        """Create the root. Raises OSError if that fails and there is no directory to read."""
-        self.root = Path(root)
-        self._sequence = itertools.count()
-        self._temporary = self.root / _TEMPORARY
-        self.root.mkdir(parents=True, exist_ok=True)
-
-    def is_writable_by_others(self) -> bool:
-        """True if the root belongs to another user than root, or is writable by all.
-
-        This matters because a checksum detects damage, but not a foreign writer.
-        """
-        status = self.root.stat()
-        return status.st_uid not in (os.geteuid(), 0) or bool(status.st_mode & stat.S_IWOTH)
-
-    def path(self, namespace: str, rest: str) -> Path:
-        """The file of an object. Objects are spread over 256 folders."""
-        spread = hashlib.sha256(rest.encode("utf-8", "surrogatepass")).hexdigest()[:2]
-        return self.root / escape(namespace) / spread / escape(rest)
-
-    def exists(self, path: Path) -> bool:
-        """True if `path` is a regular file. Any error counts as absent."""
-        try:
-            return stat.S_ISREG(os.lstat(path).st_mode)
-        except OSError:
-            return False
-
-    def read(self, path: Path, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`, in order, with the whole file.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            MalformedObject: It is not a regular file of exactly this size.
-            OSError: It cannot be read.
-        """
-        # Foreign symbolic links are not followed, and foreign pipes do not block.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            status = os.fstat(fd)
-            size = sum(len(buffer) for buffer in buffers)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-                raise MalformedObject(f"{path}: {status.st_size} bytes, expected {size}")
-            offset = 0
-            pending = list(buffers)
-            while pending:
-                done = os.preadv(fd, pending, offset)
-                if not done:
-                    raise MalformedObject(f"{path}: ended after {offset} of {size} bytes")
-                offset += done
-                _consume(pending, done)
-        finally:
-            os.close(fd)
-
-    def write(self, path: Path, buffers: Sequence[memoryview]) -> None:
-        """Write `buffers` to the file, whole or not at all. Raises OSError."""
-        name = f"{os.getpid()}-{next(self._sequence)}-{os.urandom(8).hex()}"
-        temporary = self._temporary / name
-        try:
-            fd = self._create(temporary)
-            try:
-                pending = list(buffers)
-                while pending:
-                    _consume(pending, os.writev(fd, pending))
-            finally:
-                os.close(fd)
-            try:
-                os.rename(temporary, path)
-            except FileNotFoundError:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                os.rename(temporary, path)
-        except OSError:
-            self.remove(temporary)
-            raise
-
-    def remove(self, path: Path) -> bool:
-        """Remove a file. False if it is missing or cannot be removed."""
-        try:
-            os.unlink(path)
-        except OSError:
-            return False
-        return True
-
-    def clear(self, namespace: str) -> int:
-        """Remove a namespace's files and its empty folders. Returns the number of files."""
-        removed = 0
-        folder = self.root / escape(namespace)
-        for entry in list(_scan(folder)):
-            for file in list(_scan(Path(entry.path))):
-                removed += self.remove(Path(file.path))
-            _remove_empty(Path(entry.path))
-        _remove_empty(folder)
-        return removed
-
-    def namespaces(self) -> set[str]:
-        """Namespaces of engines that have files."""
-        return {entry.name for entry in _scan(self.root) if _NAMESPACE.fullmatch(entry.name)}
-
-    def remove_stale_temporaries(self) -> int:
-        """Remove temporary files that dead writers left at least an hour ago."""
-        oldest = time.time() - _STALE_SECONDS  # noqa: TID251 (the clock of file times)
-        removed = 0
-        for entry in list(_scan(self._temporary)):
-            try:
-                is_stale = entry.stat(follow_symlinks=False).st_mtime < oldest
-            except OSError:
-                continue
-            removed += is_stale and self.remove(Path(entry.path))
-        return removed
-
-    def _create(self, temporary: Path) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            return os.open(temporary, flags, 0o600)
-        except FileNotFoundError:
-            self._temporary.mkdir(parents=True, exist_ok=True)
-            return os.open(temporary, flags, 0o600)
-
-
-def _consume(pending: list[memoryview], done: int) -> None:
-    """Drop the first `done` bytes of the buffers in place."""
-    while pending and done >= len(pending[0]):
-        done -= len(pending.pop(0))
-    if done:
-        pending[0] = pending[0][done:]
-
-
-def _scan(folder: Path) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            yield from entries
-    except OSError:
-        return
-
-
-def _remove_empty(folder: Path) -> None:
-    try:
-        folder.rmdir()
-    except OSError:
-        return
-
 
 class HiCacheFile(HiCacheStorage):
     """Page objects as files under `file_path`, each with its trailer.
@@ -213,12 +43,18 @@ class HiCacheFile(HiCacheStorage):
     or torn file gives `damaged` and is removed, so that a later write can replace it.
     The plain calls accept and return page bytes without the trailer.
 
+    Args:
+        limits: The space that the objects of all servers in `file_path` may take; None: any.
+
     Raises:
         ValueError: `file_path` is not a directory and cannot be created.
     """
 
     def __init__(
-        self, storage_config: HiCacheStorageConfig, file_path: str = "/tmp/hicache"
+        self,
+        storage_config: HiCacheStorageConfig,
+        file_path: str = "/tmp/hicache",
+        limits: FileLimits | None = None,
     ) -> None:
         self.storage_config = storage_config
         self._verify = storage_config.verify_checksum
@@ -238,6 +74,11 @@ class HiCacheFile(HiCacheStorage):
                 file_path,
             )
         self._files.remove_stale_temporaries()
+        self._room: FileRoom | None = None
+        """None: there are no limits, and uses of objects are not noted."""
+        if limits is not None and limits.has_any:
+            self._room = FileRoom(self._files, storage_config.namespace, limits)
+            self.renews_prefixes = True
 
     # -- v2 ----------------------------------------------------------------------------------------
 
@@ -249,15 +90,38 @@ class HiCacheFile(HiCacheStorage):
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[CacheOutcome]]:
-        return {transfer.name: self._move(transfer, is_get=False) for transfer in transfers}
+        before = extra_info.prefix_keys if extra_info is not None else None
+        if before and self._room is not None:
+            self._renew_prefix(self._room, before)
+        first = len(before or ())
+        return {
+            transfer.name: self._move(transfer, is_get=False, first=first) for transfer in transfers
+        }
 
-    def _move(self, transfer: PoolTransfer, *, is_get: bool) -> list[CacheOutcome]:
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        first = len((extra_info and extra_info.prefix_keys) or ())
+        there = (self._exists(key, first + index) for index, key in enumerate(keys))
+        return next((index for index, one in enumerate(there) if not one), len(keys))
+
+    def _renew_prefix(self, room: FileRoom, pages: Sequence[str]) -> None:
+        """Note that pages are used, because those behind them are: they are of no use without."""
+        renewed = room.not_renewed(pages)
+        keys = [page for _, page in renewed]
+        for pool in (PoolName.KV, *(self.extra_mem_pools or ())):
+            for (depth, _), key in zip(renewed, self.object_keys(keys, pool), strict=True):
+                self._exists(key, depth)
+
+    def _move(self, transfer: PoolTransfer, *, is_get: bool, first: int = 0) -> list[CacheOutcome]:
+        """Move pages of one pool; `first` is the number of pages of the prompt before them."""
         pool, keys, indices = self.checked(transfer)
         outcomes: list[CacheOutcome] = []
         object_keys = self.object_keys(keys, transfer.name)
         move_one = self._get_page if is_get else self._set_page
-        for key, slots in zip(object_keys, indices.view(-1, pool.page_size), strict=True):
-            outcome = move_one(key, pool, slots)
+        pages = zip(object_keys, indices.view(-1, pool.page_size), strict=True)
+        for depth, (key, slots) in enumerate(pages, first):
+            outcome = move_one(key, pool, slots, depth)
             outcomes.append(outcome)
             if not outcome and transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
                 # A page is useless without its ancestors.
@@ -266,29 +130,33 @@ class HiCacheFile(HiCacheStorage):
         self._counters.add("get" if is_get else "set", outcomes, pool.page_bytes)
         return outcomes
 
-    def _get_page(self, key: str, pool: StoragePool, slots: torch.Tensor) -> CacheOutcome:
+    def _get_page(
+        self, key: str, pool: StoragePool, slots: torch.Tensor, depth: int
+    ) -> CacheOutcome:
         trailer = memoryview(bytearray(TRAILER_BYTES))
         if pool.is_zero_copy:
-            outcome = self._read(key, pool.get_page_views(slots)[0], trailer)
+            outcome = self._read(key, pool.get_page_views(slots)[0], trailer, depth)
         else:
             staging = torch.empty((1, pool.page_bytes), dtype=torch.uint8)
-            outcome = self._read(key, [staging[0].numpy().data], trailer)
+            outcome = self._read(key, [staging[0].numpy().data], trailer, depth)
             if outcome:
                 pool.scatter_pages(slots, staging)
         if outcome:
             pool.keep_checksums(slots, [checksum_of(trailer, verify_checksum=self._verify)])
         return outcome
 
-    def _set_page(self, key: str, pool: StoragePool, slots: torch.Tensor) -> CacheOutcome:
-        if self.exists(key):
+    def _set_page(
+        self, key: str, pool: StoragePool, slots: torch.Tensor, depth: int
+    ) -> CacheOutcome:
+        if self._exists(key, depth):
             self._counters.bump("set_present_pages")
             return CacheOutcome.LANDED
         (checksum,) = pool.known_checksums(slots)
         if pool.is_zero_copy:
-            return self._write(key, pool.get_page_views(slots)[0], checksum)
+            return self._write(key, pool.get_page_views(slots)[0], checksum, depth)
         staging = torch.empty((1, pool.page_bytes), dtype=torch.uint8)
         pool.gather_pages(slots, staging)
-        return self._write(key, [staging[0].numpy().data], checksum)
+        return self._write(key, [staging[0].numpy().data], checksum, depth)
 
     # -- plain -------------------------------------------------------------------------------------
 
@@ -319,7 +187,7 @@ class HiCacheFile(HiCacheStorage):
         return bool(self._write(key, [raw]))
 
     def exists(self, key: str) -> bool:
-        return self._files.exists(self._path(key))
+        return self._exists(key)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -330,23 +198,33 @@ class HiCacheFile(HiCacheStorage):
             raise ValueError("clear: the storage config has no namespace to clear")
         removed = self._files.clear(self.storage_config.namespace)
         self._files.remove_stale_temporaries()
+        if self._room is not None:
+            self._room.sum_up_again()
         logger.info("file storage backend: removed %d objects", removed)
+
+    def close(self) -> None:
+        if self._room is not None:
+            self._room.close()
 
     def get_stats(self) -> dict[str, Any]:
         return self._counters.snapshot()
 
     def get_usage(self) -> StorageUsage:
-        """Usage of the whole file system; other files count too. Folders of the root that have no
-        name of an engine's namespace do not count as namespaces."""
+        """Usage of the whole file system, where other files count too; with limits that of the
+        objects. Folders of the root that have no name of an engine's namespace do not count as
+        namespaces."""
+        own = self.storage_config.namespace if self.storage_config else ""
+        others = len(self._files.namespaces() - {own})
+        if self._room is not None:
+            known = self._room.usage() or (None,) * 4
+            return StorageUsage(*known, num_other_namespaces=others)
         try:
             found = os.statvfs(self._files.root)
         except OSError as error:
             raise StorageUnavailable(f"{self._files.root}: {error.strerror}") from None
         free = found.f_bavail * found.f_frsize
         used = (found.f_blocks - found.f_bfree) * found.f_frsize
-        own = self.storage_config.namespace if self.storage_config else ""
-        others = self._files.namespaces() - {own}
-        return StorageUsage(used, used + free, num_other_namespaces=len(others))
+        return StorageUsage(used, used + free, num_other_namespaces=others)
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -358,11 +236,21 @@ class HiCacheFile(HiCacheStorage):
         namespace, _, rest = key.partition("/")
         return self._files.path(namespace, rest)
 
-    def _read(self, key: str, buffers: Sequence[memoryview], trailer: memoryview) -> CacheOutcome:
+    def _exists(self, key: str, depth: int = 0) -> bool:
+        """True if an object exists, whose use is noted; `depth` is that of `FileRoom`."""
+        path = self._path(key)
+        modified = self._files.modified(path)
+        if modified is not None and self._room is not None:
+            self._room.renew(path, modified, depth)
+        return modified is not None
+
+    def _read(
+        self, key: str, buffers: Sequence[memoryview], trailer: memoryview, depth: int = 0
+    ) -> CacheOutcome:
         """Read an object into `buffers`, and its last bytes into `trailer`."""
         path = self._path(key)
         try:
-            self._files.read(path, [*buffers, trailer])
+            modified = self._files.read(path, [*buffers, trailer])
         except FileNotFoundError:
             return CacheOutcome.MISS
         except MalformedObject as error:
@@ -372,26 +260,46 @@ class HiCacheFile(HiCacheStorage):
             return CacheOutcome.FAILED
         else:
             if is_intact(trailer, buffers, key, verify_checksum=self._verify):
+                if self._room is not None:
+                    self._room.renew(path, modified, depth)
                 return CacheOutcome.LANDED
             self._warn.warning("file-damaged", "L3 object is damaged: %s", path)
         self._files.remove(path)
         return CacheOutcome.DAMAGED
 
     def _write(
-        self, key: str, buffers: Sequence[memoryview], checksum: bytes | None = None
+        self,
+        key: str,
+        buffers: Sequence[memoryview],
+        checksum: bytes | None = None,
+        depth: int = 0,
     ) -> CacheOutcome:
         """Write an object; `checksum` is that of `buffers`, if it is known."""
-        path = self._path(key)
+        path, room = self._path(key), self._room
+        if room is not None and not room.admits(sum(map(len, buffers)) + TRAILER_BYTES):
+            self._counters.bump("set_no_room_pages")
+            self._warn.warning(
+                "file-room",
+                "L3 object is not written: %s has no room for it within %s",
+                self._files.root,
+                SETTINGS,
+            )
+            return CacheOutcome.FAILED
         try:
             trailer = seal(buffers, key, with_checksum=self._verify, checksum=checksum)
-            self._files.write(path, [*buffers, memoryview(trailer)])
+            stamp = None if room is None else room.stamp(depth)
+            self._files.write(path, [*buffers, memoryview(trailer)], stamp)
         except OSError as error:
             # A failed write names no file, and a failed open names one that is gone by now.
             self._warn.warning(
                 "file-write",
-                "L3 object cannot be written in %s: %s (SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR)",
+                "L3 object cannot be written in %s: %s (SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR; "
+                "%s limit its objects)",
                 self._files.root,
                 error.strerror,
+                SETTINGS,
             )
             return CacheOutcome.FAILED
+        if room is not None:
+            room.wrote(sum(map(len, buffers)) + TRAILER_BYTES)
         return CacheOutcome.LANDED

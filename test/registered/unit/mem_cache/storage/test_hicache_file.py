@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.memory_pool_host import MambaPoolHost
-from sglang.srt.mem_cache.storage.file_store import ObjectFiles, escape
+from sglang.srt.mem_cache.storage.object_files import ObjectFiles, escape
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
 
