@@ -234,6 +234,13 @@ class Envs:
         "rdma", "Mooncake transport: rdma, efa (EFA devices), tcp (no such device), ascend, ..."
     )
     MOONCAKE_DEVICE = _env_str("", "RDMA devices, comma separated; empty lets Mooncake choose.")
+    MOONCAKE_ENABLE_SSD_OFFLOAD = _env_bool(
+        False, "Write the objects in the memory that a Mooncake store node lends to a disk too."
+    )
+    MOONCAKE_OFFLOAD_FILE_STORAGE_PATH = _env_optional_str(
+        "Folder for that; each node makes one of its own in it."
+    )
+    MOONCAKE_TENANT_ID = _env_str("default", "Tenant of mooncake_master that owns the objects.")
     MOONCAKE_MASTER_METRICS_PORT = _env_int(9003, "HTTP port of mooncake_master's metrics.")
     MOONCAKE_CHECK_SERVER = _env_bool(
         False, "Ask the master's metrics port for its health before connecting."

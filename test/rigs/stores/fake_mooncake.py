@@ -146,4 +146,4 @@ class FakeMooncakes(list[FakeMooncake]):
         module = SimpleNamespace(MooncakeDistributedStore=make, ReplicateConfig=SimpleNamespace)
         patch.setattr(client, "load_mooncake", lambda: module)
         patch.setattr(client, "check_reachable", lambda config: None)
-        patch.setattr(base_store, "settle_protocol", lambda config, device: ("tcp", ""))
+        patch.setattr(base_store, "settle_protocol", lambda config, device, rank: ("tcp", ""))

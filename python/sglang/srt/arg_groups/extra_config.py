@@ -51,12 +51,19 @@ BACKEND_KEYS: Final[Mapping[str, frozenset[str]]] = {
             "master_metrics_port",
             "client_server_address",
             "standalone_storage",
+            "enable_ssd_offload",
+            "ssd_offload_path",
+            "tenant_id",
+            "extra_backend_tag",
+            "enable_group_semantics",
         }
     ),
 }
 """Further keys of each backend. `dynamic` is absent, because its class may read any key."""
 
-MACHINE_KEYS: Final = frozenset({"local_hostname", "device_name", "client_server_address"})
+MACHINE_KEYS: Final = frozenset(
+    {"local_hostname", "device_name", "client_server_address", "ssd_offload_path"}
+)
 """Keys that describe a machine, and so may differ between the machines of a server."""
 
 _PUBLIC_KEYS: Final = CONTROLLER_KEYS.union(*BACKEND_KEYS.values())

@@ -51,6 +51,7 @@ from sglang.srt.mem_cache.storage.class_lookup import check_findable, dynamic_cl
 from sglang.srt.mem_cache.storage.mooncake_store.config import (
     DEVICE_FIELD,
     MooncakeStoreConfig,
+    check_engine_offloads_nothing,
     check_reachable,
     check_store_protocol,
 )
@@ -179,6 +180,7 @@ def check_storage(args: ServerArgs) -> None:
     store = MooncakeStoreConfig.load_from_extra_config(config)
     _check_package(STORE_USER)
     check_store_protocol(store)
+    check_engine_offloads_nothing(store)
     _check_protocol(store.protocol, store.device_name, DEVICE_FIELD)
     if settings.on_unreachable is OnUnreachable.EXIT:
         try:

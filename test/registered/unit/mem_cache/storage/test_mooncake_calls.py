@@ -46,7 +46,7 @@ PAGES = 5
 class Bench:
     """A store on fakes, with a host pool of pages."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, **config: str) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, **config: str | bool) -> None:
         self.fakes = FakeMooncakes(patch)
         patch.setattr(mooncake_store, "is_reachable", lambda config: True)
         known: dict[str, Any] = {"master_server_address": "127.0.0.1:1", "protocol": "tcp"}
@@ -296,6 +296,23 @@ def test_one_question_confirms_all_pools_and_renews_the_pages_before(bench: Benc
     del asked[:]
     bench.store.batch_set_v2(moves, before)
     assert asked == by_pool
+
+
+def test_without_groups_all_objects_of_the_pages_before_are_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, asked = Bench(monkeypatch, enable_group_semantics=False), []
+
+    def answer(keys: list[str]) -> list[int]:
+        asked.append(keys)
+        return [int(key in bench.fakes[0].objects) for key in keys]
+
+    bench.answer(batch_is_exist=answer)
+    bench.store.register_mem_host_pool_v2(bench.host, "indexer")
+    moves = [bench.move, dataclasses.replace(bench.move, name="indexer")]
+    bench.store.batch_set_v2(moves, HiCacheStorageExtraInfo(prefix_keys=["ns/root"]))
+    assert bench.fakes[-1].groups == {}
+    assert asked[-1][-2:] == ["ns/root/kv", "ns/root/indexer"]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,14 @@ def test_the_address_of_a_client_selects_stand_alone(
         ({"master_metrics_port": "x"}, "master_metrics_port"),
         ({"standalone_storage": True}, "standalone_storage.*MOONCAKE_CLIENT=host:port"),
         ({"client_server_address": "here"}, "MOONCAKE_CLIENT.*'here'.*must be host:port"),
-        ({"enable_ssd_offload": True}, "enable_ssd_offload.*not supported"),
+        ({"enable_ssd_offload": True}, "enable_ssd_offload: set ssd_offload_path .MOONCAKE_OFF"),
+        ({"enable_group_semantics": 1}, "enable_group_semantics: true or false, not 1"),
+        ({"tenant_id": "a/b"}, "tenant_id: 'a/b' is not 1 to 64 letters"),
+        ({"extra_backend_tag": "x" * 65}, "extra_backend_tag: 'x.*' is not 1 to 64 letters"),
+        (
+            {"tenant_id": "alice", "client_server_address": "h:2"},
+            "tenant_id: a mooncake_client keeps no tenants apart; unset MOONCAKE_CLIENT",
+        ),
     ],
 )
 def test_malformed_settings_are_named(extra: dict[str, Any], message: str) -> None:
@@ -257,9 +264,9 @@ def rdma_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_MOONCAKE_ALLOW_TCP_FALLBACK", "1")
 
 
-def settle(device: str = "cuda:1", **extra: Any) -> tuple[str, str]:
+def settle(device: str = "cuda:1", *, rank: int | None = None, **extra: Any) -> tuple[str, str]:
     extra = {"master_server_address": "127.0.0.1:1", "protocol": "rdma"} | extra
-    return settle_protocol(MooncakeStoreConfig.load_from_extra_config(extra), device)
+    return settle_protocol(MooncakeStoreConfig.load_from_extra_config(extra), device, rank)
 
 
 @pytest.mark.usefixtures("rdma_host")
@@ -275,6 +282,16 @@ def test_a_store_uses_the_devices_of_its_gpu(tmp_path: Path) -> None:
             settle("cuda:2", device_name=config)
         with pytest.raises(ValueError, match=r"this process has none: use a list"):
             settle("cpu", device_name=config)
+
+
+@pytest.mark.usefixtures("rdma_host")
+def test_devices_may_be_an_object_and_of_ranks_without_a_gpu() -> None:
+    names = json.loads(BY_GPU)
+    assert settle("cuda:1", device_name=names) == ("rdma", "mlx5_1")
+    assert settle("cuda:1", rank=0, device_name={0: "mlx5_0", 1: "mlx5_1"}) == ("rdma", "mlx5_1")
+    assert settle("cpu", rank=1, device_name=names) == ("rdma", "mlx5_1")
+    with pytest.raises(ValueError, match=r"^MOONCAKE_DEVICE \(device_name\) .*5 is not a GPU"):
+        settle(device_name={"0": 5})
 
 
 @pytest.mark.usefixtures("rdma_host")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from sglang.srt.mem_cache.storage.base import HiCacheStorage, leading_run
 from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient, set_outcome
 from sglang.srt.mem_cache.storage.mooncake_store.config import (
     MooncakeStoreConfig,
+    check_engine_offloads_nothing,
     check_health,
     settle_protocol,
 )
@@ -41,15 +43,27 @@ class MooncakeBaseStore(HiCacheStorage):
     _verify: bool
     """Hash values that are stored, and values that were read."""
 
-    def __init__(self, config: MooncakeStoreConfig) -> None:
+    def __init__(self, config: MooncakeStoreConfig, rank: int | None = None) -> None:
+        """Connect; `rank` is that of `settle_protocol`."""
+        check_engine_offloads_nothing(config)
         device = require_device_set("Mooncake Store")
         self.config = config
-        self.protocol, self.ib_device = settle_protocol(config, device)
+        self.protocol, self.ib_device = settle_protocol(config, device, rank)
         """The protocol and the InfiniBand devices that Mooncake uses."""
         self._client = MooncakeClient(config, self.protocol, self.ib_device)
         self._client_lock = threading.Lock()
         """Held while the client is replaced, not while it is used."""
         self._closed = False
+
+    @property
+    def _key_prefix(self) -> str:
+        """First part of the keys of objects; empty without `extra_backend_tag`."""
+        return f"{self.config.extra_backend_tag}/" if self.config.extra_backend_tag else ""
+
+    def object_keys(self, keys: Sequence[str], pool: str) -> list[str]:
+        plain = super().object_keys(keys, pool)
+        prefix = self._key_prefix
+        return [prefix + key for key in plain] if prefix else plain
 
     def register_buffer(self, tensor: torch.Tensor) -> None:
         """Register the memory of a contiguous CPU tensor with the transport. Idempotent."""

@@ -22,6 +22,7 @@ from sglang.srt.distributed.device_communicators.mooncake_library import (
 )
 from sglang.srt.distributed.device_communicators.transfer_types import SliceBudget
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig, check_reachable
+from sglang.srt.mem_cache.storage.mooncake_store.offload_folder import claim_folder
 from sglang.srt.mem_cache.storage.types import (
     CacheOutcome,
     StorageUnavailable,
@@ -54,6 +55,14 @@ _LEASE_EXPIRED: Final = -707
 _TRANSFER_FAILED: Final = -800
 """No bytes moved: a broken client, a dead node or a truncated object."""
 _NO_MASTER: Final = -900
+_NO_OFFLOAD: Final = -1300
+"""The master does not offload."""
+UNKNOWN_TENANT: Final = -1701
+"""The master keeps tenants apart, and does not know this one."""
+UNREGISTERED: Final = (
+    "mooncake_master does not know tenant %s, so nothing is stored: add it to the file of "
+    "--tenant_quota_connector_uri, or set tenant_id (MOONCAKE_TENANT_ID)"
+)
 STORE_FAILURES: Final = (_TRANSFER_FAILED, _NO_MASTER)
 """The store failed, not just this object."""
 _ABOUT_OBJECT: Final = (_NOT_READY, _NOT_FOUND, _UNDER_LEASE)
@@ -95,10 +104,12 @@ class MooncakeClient:
             where = f"protocol {protocol}, local_hostname {config.local_hostname}"
             if self.is_standalone:
                 where = f"MOONCAKE_CLIENT={config.client_server_address}"
+            if code == _NO_OFFLOAD:
+                where += "; start mooncake_master with --enable_offload=true for enable_ssd_offload"
             raise StorageUnreachable(
                 f"Mooncake could not be set up (code {code}) with MOONCAKE_MASTER="
-                f"{config.master_server_address}, {where}, global_segment_size "
-                f"{config.global_segment_size}"
+                f"{config.master_server_address}, global_segment_size "
+                f"{config.global_segment_size}, {where}"
             )
         logger.info(
             "Mooncake client is set up with master %s over %s",
@@ -113,6 +124,10 @@ class MooncakeClient:
             scratch = config.local_buffer_size or _STANDALONE_SCRATCH_BYTES
             code = self.store.setup_dummy(0, scratch, config.client_server_address)
             return code
+        further: dict[str, Any] = {"tenant_id": config.tenant_id} if config.has_tenant else {}
+        if config.offloads:
+            folder = claim_folder(config.ssd_offload_path or "")
+            further |= {"enable_ssd_offload": True, "ssd_offload_path": str(folder)}
         with listening_at(config.local_hostname, config.metadata_server):
             code = self.store.setup(
                 config.local_hostname,
@@ -122,6 +137,7 @@ class MooncakeClient:
                 protocol,
                 ib_device,
                 config.master_server_address,
+                **further,
             )
         return code
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -46,10 +47,14 @@ _LEAST_SEGMENT_BYTES: Final = 16 * MIB
 _REACH_SECONDS: Final = 1.5
 """Limit of a TCP connect to the master. TCP repeats a lost packet after one second; Mooncake's own
 set-up tries for 90 s."""
-_REFUSED = {
-    "enable_ssd_offload": "offloading to SSD",
-    "ssd_offload_path": "offloading to SSD",
-}
+_SWITCHES: Final = (
+    "check_server", "standalone_storage", "enable_ssd_offload", "enable_group_semantics",
+)  # fmt: skip
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""What `tenant_id` and `extra_backend_tag` may be."""
+_TENANTS: Final = "/api/v1/tenant_quotas"
+"""Path of the master's tenants; 409 if it keeps none apart."""
+_DEFAULT_TENANT: Final = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +78,19 @@ class MooncakeStoreConfig:
     client_server_address: str = ""
     """host:port of that process."""
     enable_ssd_offload: bool = False
+    """True to write the objects in the memory that a store node lends to a disk of its host too; an
+    engine may not do that."""
     ssd_offload_path: str | None = None
+    """Folder for that; each node makes one of its own in it."""
     local_buffer_size: int = 0
     """Bytes of scratch memory of the client."""
+    tenant_id: str = _DEFAULT_TENANT
+    """Tenant of the master that owns the objects; a master that knows no tenants has one."""
+    extra_backend_tag: str = ""
+    """First part of the keys; servers with unequal tags share no objects."""
+    enable_group_semantics: bool = True
+    """True if a full store evicts all objects of a page or none. If false, it may evict some, and
+    the rest is of no use."""
 
     @property
     def host_allocator_type(self) -> str:
@@ -83,9 +98,6 @@ class MooncakeStoreConfig:
         return "mooncake" if self.standalone_storage else "default"
 
     def __post_init__(self) -> None:
-        for name, what in _REFUSED.items():
-            if getattr(self, name):
-                raise ValueError(f"Mooncake setting {name}: {what} is not supported; leave it out")
         if not self.master_server_address:
             raise ValueError(
                 "Mooncake: no master; set MOONCAKE_MASTER=host:port, or master_server_address in "
@@ -105,6 +117,33 @@ class MooncakeStoreConfig:
                 f"{_LEAST_SEGMENT_BYTES} bytes, not {self.global_segment_size}: give 16mb or more, "
                 "or 0 where store nodes hold the objects"
             )
+        for name in ("tenant_id", "extra_backend_tag"):
+            value = getattr(self, name)
+            if value and not _NAME.fullmatch(value):
+                raise ValueError(
+                    f"Mooncake setting {name}: {value!r} is not 1 to 64 letters, digits, ., _ or -"
+                )
+        if self.standalone_storage and self.has_tenant:
+            raise ValueError(
+                "Mooncake setting tenant_id: a mooncake_client keeps no tenants apart; unset "
+                "MOONCAKE_CLIENT (client_server_address), or leave tenant_id out"
+            )
+        if self.enable_ssd_offload and not self.ssd_offload_path:
+            raise ValueError(
+                "Mooncake setting enable_ssd_offload: set ssd_offload_path "
+                "(MOONCAKE_OFFLOAD_FILE_STORAGE_PATH) to a folder on a local disk"
+            )
+
+    @property
+    def has_tenant(self) -> bool:
+        """True if the objects are those of one tenant of several."""
+        return self.tenant_id != _DEFAULT_TENANT
+
+    @property
+    def offloads(self) -> bool:
+        """True if this client lends memory and writes what is in it to disk."""
+        lends = self.global_segment_size > 0 and not self.standalone_storage
+        return self.enable_ssd_offload and lends
 
     @staticmethod
     def from_file() -> MooncakeStoreConfig:
@@ -165,6 +204,9 @@ def _from_env() -> dict[str, Any]:
         "master_metrics_port": envs.MOONCAKE_MASTER_METRICS_PORT.get(),
         "check_server": envs.MOONCAKE_CHECK_SERVER.get(),
         "client_server_address": envs.MOONCAKE_CLIENT.get() or "",
+        "enable_ssd_offload": envs.MOONCAKE_ENABLE_SSD_OFFLOAD.get(),
+        "ssd_offload_path": envs.MOONCAKE_OFFLOAD_FILE_STORAGE_PATH.get() or "",
+        "tenant_id": envs.MOONCAKE_TENANT_ID.get(),
     }
 
 
@@ -194,16 +236,19 @@ def _build(settings: Mapping[str, Any]) -> MooncakeStoreConfig:
             if isinstance(value, bool) or not str(value).isdecimal():
                 raise ValueError(f"Mooncake setting {name}: {value!r} is not a port")
             checked[name] = int(value)
-        elif name in ("check_server", "standalone_storage", "enable_ssd_offload"):
+        elif name in _SWITCHES:
             if not isinstance(value, bool):
                 raise ValueError(f"Mooncake setting {name}: true or false, not {value!r}")
             checked[name] = value
+        elif name == "device_name" and isinstance(value, Mapping):
+            checked[name] = json.dumps(dict(value))
         else:
             if not isinstance(value, str | None):
                 raise ValueError(f"Mooncake setting {name}: a string, not {value!r}")
             checked[name] = value or ""
     # The address of a client selects it, unless the config has `false`.
     checked.setdefault("standalone_storage", bool(checked.get("client_server_address")))
+    checked["tenant_id"] = checked.get("tenant_id") or _DEFAULT_TENANT
     return MooncakeStoreConfig(**checked)
 
 
@@ -237,12 +282,31 @@ def check_store_protocol(config: MooncakeStoreConfig) -> None:
     )
 
 
-def settle_protocol(config: MooncakeStoreConfig, device: str) -> tuple[str, str]:
+def check_engine_offloads_nothing(config: MooncakeStoreConfig) -> None:
+    """Refuse an engine whose own memory would be offloaded. Raises ValueError with one line.
+
+    `close` of such a client (0.3.13.post1) returns at once and ends nothing: its transfers go on,
+    and a later client of the process reads memory that has another owner, or crashes the process.
+    The client of a store node lives as long as its process.
+    """
+    if config.offloads:
+        raise ValueError(
+            "Mooncake setting enable_ssd_offload (MOONCAKE_ENABLE_SSD_OFFLOAD): only store nodes "
+            "can offload, since Mooncake 0.3.13.post1 does not disconnect a client that does: set "
+            "it, ssd_offload_path and MOONCAKE_GLOBAL_SEGMENT_SIZE for `python -m "
+            "sglang.mooncake_node`, and global_segment_size 0 here"
+        )
+
+
+def settle_protocol(
+    config: MooncakeStoreConfig, device: str, rank: int | None = None
+) -> tuple[str, str]:
     """The protocol and the InfiniBand devices (comma separated; empty: Mooncake chooses) for this
     process; see `mooncake_protocol`.
 
     Args:
         device: Device of this process, as given to `mark_device_set`.
+        rank: Stands for the GPU's number in a `device_name` by GPU if the process has none.
 
     Raises:
         ValueError: One line with the setting and the remedy.
@@ -253,7 +317,7 @@ def settle_protocol(config: MooncakeStoreConfig, device: str) -> tuple[str, str]
     names = ""
     if config.protocol in IB_PROTOCOLS:
         _, _, index = device.partition(":")
-        gpu_id = int(index) if index else None
+        gpu_id = int(index) if index else rank
         names = get_ib_devices_for_gpu(config.device_name, gpu_id, field=DEVICE_FIELD) or ""
         devices = choose_devices(names, devices, field=DEVICE_FIELD)
     protocol = resolve_mooncake_protocol(
@@ -294,14 +358,53 @@ def check_reachable(config: MooncakeStoreConfig) -> None:
         )
     if config.check_server:
         check_health(config)
+    if config.has_tenant:
+        _check_tenant(config)
+
+
+def _check_tenant(config: MooncakeStoreConfig) -> None:
+    """Refuse a master that shows the tenant's objects to others, or does not take them.
+
+    A master without tenants takes any tenant's name and ignores it.
+
+    Raises:
+        ValueError: It keeps no tenants apart, or does not know this one.
+        StorageUnreachable: It does not tell.
+    """
+    setting = f"Mooncake setting tenant_id={config.tenant_id} (MOONCAKE_TENANT_ID)"
+    url = _metrics_url(config, _TENANTS)
+    try:
+        with urllib.request.urlopen(url, timeout=_REACH_SECONDS) as answer:
+            known = {one["tenant_id"] for one in json.loads(answer.read())["data"]}
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise ValueError(
+            f"{setting}: mooncake_master at {config.master_server_address} keeps no tenants apart "
+            f"(HTTP {error.code}), and would show the objects to all: start it with "
+            "--enable_multi_tenants=true and --tenant_quota_connector_uri, or leave tenant_id out"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageUnreachable(
+            f"{setting}: mooncake_master does not tell its tenants at {url}: {error}; check "
+            "MOONCAKE_MASTER_METRICS_PORT"
+        ) from error
+    if config.tenant_id not in known:
+        raise ValueError(
+            f"{setting}: mooncake_master at {config.master_server_address} does not know this "
+            "tenant; add it to the file of --tenant_quota_connector_uri"
+        )
+
+
+def _metrics_url(config: MooncakeStoreConfig, path: str) -> str:
+    address = config.master_host_port()
+    host = address[0] if address else "localhost"
+    bracketed = f"[{host}]" if ":" in host else host
+    return f"http://{bracketed}:{config.master_metrics_port}{path}"
 
 
 def check_health(config: MooncakeStoreConfig) -> None:
     """Ask the master's metrics port for its health. Raises StorageUnreachable."""
-    address = config.master_host_port()
-    host = address[0] if address else "localhost"
-    bracketed = f"[{host}]" if ":" in host else host
-    url = f"http://{bracketed}:{config.master_metrics_port}/health"
+    url = _metrics_url(config, "/health")
     try:
         with urllib.request.urlopen(url, timeout=_REACH_SECONDS):
             return

@@ -28,6 +28,8 @@ from sglang.srt.mem_cache.storage.mooncake_store.base_store import MooncakeBaseS
 from sglang.srt.mem_cache.storage.mooncake_store.client import (
     NO_ROOM,
     STORE_FAILURES,
+    UNKNOWN_TENANT,
+    UNREGISTERED,
     MooncakeClient,
     get_outcome,
     set_outcome,
@@ -50,7 +52,6 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.threads import leave_cores_to_model, started_pool
 
 logger = logging.getLogger(__name__)
-
 _CONCURRENT_GETS: Final = 4
 """Gets under way from a stand-alone client, which serves them in parallel with `--threads=4`."""
 _ONE_RANK: Final = HiCacheStorageConfig(
@@ -65,7 +66,6 @@ _ONE_RANK: Final = HiCacheStorageConfig(
     is_page_first_layout=True,
     model_name=None,
 )
-
 
 __all__ = [
     "MooncakeBaseStore",
@@ -94,7 +94,8 @@ class MooncakeStore(MooncakeBaseStore):
         self.storage_config: HiCacheStorageConfig = storage_config or _ONE_RANK
         self._verify = self.storage_config.verify_checksum
         extra_config = self.storage_config.extra_config
-        super().__init__(MooncakeStoreConfig.load_from_extra_config(extra_config))
+        settings = MooncakeStoreConfig.load_from_extra_config(extra_config)
+        super().__init__(settings, self.storage_config.tp_rank)
         self._rows: dict[str, PoolRows] = {}
         self._counters = StorageCounters()
         self._warn = RateLimitedLogger(logger)
@@ -127,10 +128,10 @@ class MooncakeStore(MooncakeBaseStore):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     @property
-    def _has_further_objects(self) -> bool:
-        """True if a page may have several objects, of this rank or of others."""
-        own = self.storage_config.object_key("", PoolName.KV)
-        return len(self._rows) > 1 or own != f"/{PoolName.KV}"
+    def _makes_groups(self) -> bool:
+        """True if the objects of a page are put as a group, since it may have several."""
+        is_alone = self.storage_config.object_key("", PoolName.KV) == f"/{PoolName.KV}"
+        return self.config.enable_group_semantics and (len(self._rows) > 1 or not is_alone)
 
     def _register(self, name: str, pool: StoragePool) -> None:
         known = self._rows.get(name)
@@ -338,11 +339,12 @@ class MooncakeStore(MooncakeBaseStore):
         The order of the keys has no effect, because the master walks through its shards.
 
         Args:
-            before: Keys of pages. One object of each is asked for; its others are of its group.
+            before: Keys of pages. One object of each is asked for if its others are of its group.
         """
         if not put:
             return set()
-        there = self._exist([*put, *self.object_keys(before, PoolName.KV)])
+        pools = [PoolName.KV] if self.config.enable_group_semantics else self._rows
+        there = self._exist([*put, *chain(*(self.object_keys(before, pool) for pool in pools))])
         lost = set(compress(put, [not one for one in there]))
         if lost:
             self._counters.bump("set_unfinished_pages", len(lost))
@@ -377,7 +379,7 @@ class MooncakeStore(MooncakeBaseStore):
             return outcomes
         chosen = slots.view(len(keys), -1)[torch.tensor(absent)].reshape(-1)
         written: list[CacheOutcome] = []
-        suffix = rows.key_suffix if self._has_further_objects else ""
+        suffix = rows.key_suffix if self._makes_groups else ""
         pieces = rows.cut([keys[index] for index in absent], chosen)
         batch = rows.lay_out(0, *pieces[0], is_get=False)
         for index, following in enumerate([*pieces[1:], None], 1):
@@ -422,6 +424,8 @@ class MooncakeStore(MooncakeBaseStore):
                 "nodes, or lower the master's --eviction_high_watermark_ratio",
                 no_room, len(codes),
             )  # fmt: skip
+        if UNKNOWN_TENANT in codes:
+            self._warn.warning("tenant", UNREGISTERED, self.config.tenant_id)
         if codes and all(code in STORE_FAILURES for code in codes):
             self._has_failed_transfer = True
             way = "get" if is_get else "put"
@@ -469,7 +473,8 @@ class MooncakeStore(MooncakeBaseStore):
         if not namespace:
             raise ValueError("clear: the storage config has no namespace to clear")
         with self._client.using() as store:
-            removed: int = store.remove_by_regex(f"^{re.escape(namespace)}/", True)
+            start = re.escape(self._key_prefix + namespace)
+            removed: int = store.remove_by_regex(f"^{start}/", True)
         if removed < 0:
             raise StorageUnavailable(f"Mooncake could not remove objects (code {removed})")
         logger.info("Mooncake store: removed %d objects", removed)
