@@ -29,7 +29,7 @@ def test_pages_come_back_from_the_disk_of_a_node(
         "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(2 << 20),
     }.items():
         monkeypatch.setenv(name, value)
-    offloads = {"enable_offload": "true", "default_kv_lease_ttl": 100}
+    offloads: dict[str, str | int | float] = {"enable_offload": "true", "default_kv_lease_ttl": 100}
     with MooncakeCluster(1, "16mb", master_flags=offloads) as cluster:
         # The environment has the switch, and this client lends nothing that could go to disk.
         store = connect(cluster)

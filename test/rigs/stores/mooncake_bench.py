@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PageBatch
 
 
 def connect(
-    cluster: MooncakeCluster, namespace: str = "ns", *, segment: str = "0mb", **extra: bool | str
+    cluster: MooncakeCluster, namespace: str = "ns", *, segment: str = "0mb", **extra: Any
 ) -> MooncakeStore:
     """A client of `cluster` that lends it a `segment`."""
     return MooncakeStore(

@@ -1,8 +1,8 @@
 """Room in the folder of the `file` backend: the objects that were unused for longest are removed.
 
-Servers that share a folder do not agree on anything. Each of them sums up the folder when its
-objects may be too many, and removes the oldest. Servers that do so at once choose the same objects,
-so together they remove no more than one would.
+Servers that share a folder do not talk to each other. Each server sums up the folder when a limit
+may be near, and removes the oldest objects. Servers that do so at once choose the same objects, so
+together they remove no more than one would.
 
 The time of an object's last use is its file's time of modification. It is set to a whole minute,
 minus a microsecond for each page before the object's own: of the pages of a prompt that are used in
@@ -82,8 +82,7 @@ class _Sum(NamedTuple):
 
     used: int
     """Bytes of all objects."""
-    count: int
-    """Number of objects."""
+    num_objects: int
     free: int
     """Free bytes of the file system."""
     written: int
@@ -168,7 +167,7 @@ class FileRoom:
             self._files.renew(path, self.stamp(depth))
 
     def not_renewed(self, pages: Iterable[str]) -> list[tuple[int, str]]:
-        """Those of `pages`, with their positions, that this call did not return in this minute."""
+        """The pages that no call in this minute had, with their positions."""
         minute, seen = self._remembered
         if minute != self._minute() or len(seen) > _MAX_REMEMBERED:
             seen = set()
@@ -204,7 +203,7 @@ class FileRoom:
         total = used + max(0, free - self._limits.min_free_space)
         if self._limits.max_size:
             total = min(total, self._limits.max_size)
-        return used, total, known.count, self._removed
+        return used, total, known.num_objects, self._removed
 
     def sum_up_again(self) -> None:
         """Sum up now, because many objects went."""

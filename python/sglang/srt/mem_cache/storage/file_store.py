@@ -216,8 +216,8 @@ class HiCacheFile(HiCacheStorage):
         own = self.storage_config.namespace if self.storage_config else ""
         others = len(self._files.namespaces() - {own})
         if self._room is not None:
-            known = self._room.usage() or (None,) * 4
-            return StorageUsage(*known, num_other_namespaces=others)
+            known = self._room.usage() or (None, None, None, None)
+            return StorageUsage(*known, others)
         try:
             found = os.statvfs(self._files.root)
         except OSError as error:
