@@ -165,6 +165,7 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         (["--kv-events-config", '{"port": 1}'], "unknown field `port`: give .*endpoint"),
         (["--kv-events-config", '{"endpoint": "x"}'], r"`\$.endpoint`: give"),
         (["--kv-events-config", '{"hwm": 0}'], r"`int` >= 1 - at `\$.hwm`"),
+        (["--kv-events-config", '{"format": "vllm"}'], "format 'vllm' is not .*leave the field"),
         (["--kv-events-config", "{}", "--disable-radix-cache"], "no block is kept: leave one"),
         (["--pdlb-url", "http://a"], "does not: servers that announce themselves to a router"),
         (["--tp-size", "0"], "--tp-size 0: must be at least 1"),

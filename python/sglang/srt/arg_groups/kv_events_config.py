@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 FLAG: Final = "--kv-events-config"
 _MOST: Final = 10_000_000
+_FORMAT: Final = "sglang"
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 _Endpoint = Annotated[str, msgspec.Meta(pattern=r"^(tcp|ipc)://.")]
@@ -33,6 +34,31 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     announce_keyed: bool = False
     """True: blocks of prompts with an `extra_key` or a `cache_salt` are published too, with
     these."""
+    format: str = _FORMAT
+    """Form of the events; there is one."""
+
+    def describe(self, block_size: int) -> dict[str, Any]:
+        """What a router needs to subscribe, under SGLang's names. Host and port of a path are
+        None."""
+        host, port = _host_and_port(self.endpoint)
+        return {
+            "publisher": self.publisher,
+            "endpoint_host": host,
+            "endpoint_port_base": port,
+            "topic": self.topic,
+            "block_size": block_size,
+            "dp_size": 1,
+            "replay_endpoint_port_base": _host_and_port(self.replay_endpoint or "")[1],
+        }
+
+
+def _host_and_port(endpoint: str) -> tuple[str | None, int | None]:
+    """Host and port of a `tcp` endpoint; an IPv6 address without brackets."""
+    if not endpoint.startswith("tcp://"):
+        return None, None
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    number = int(port) if port.isascii() and port.isdecimal() else None
+    return host.removeprefix("[").removesuffix("]"), number
 
 
 _DECODER: Final = msgspec.json.Decoder(KVEventsConfig)
@@ -41,10 +67,16 @@ _DECODER: Final = msgspec.json.Decoder(KVEventsConfig)
 def parse_kv_events_config(text: str) -> KVEventsConfig:
     """Parse the flag's value. Raises ValueError: one line with the field and the remedy."""
     try:
-        return _DECODER.decode(text)
+        config = _DECODER.decode(text)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         names = ", ".join(KVEventsConfig.__struct_fields__)
         raise ValueError(
             f"{FLAG}: {error}: give a JSON object with some of {names}, such as "
             '\'{"endpoint": "tcp://*:5557"}\''
         ) from None
+    if config.format != _FORMAT:
+        raise ValueError(
+            f"{FLAG}: format {config.format[:40]!r} is not supported: events have the form "
+            f'"{_FORMAT}"; leave the field out'
+        )
+    return config

@@ -40,6 +40,7 @@ from sglang.srt.managers.tokenizer.server_channel import STORAGE_TIMEOUT
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 HEALTH_TIMEOUT: Final = 20.0
@@ -104,9 +105,17 @@ async def server_info(request: Request) -> Response:
         "version": VERSION,
         "default_sampling_params": context.sampling_defaults.all_values,
         "transfer_engine": state.get("transfer_engine"),
+        "kv_events": _kv_events(context.args),
         "internal_states": [state],
     }
     return json_response(body)
+
+
+def _kv_events(args: ServerArgs) -> dict[str, Any] | None:
+    """Where routers subscribe to events of KV blocks; None: there are none."""
+    config = args.kv_events()
+    assert args.page_size is not None, "resolved arguments have a page size"
+    return None if config is None else config.describe(args.page_size)
 
 
 async def get_load(request: Request) -> Response:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
+from sglang.srt.arg_groups.kv_events_config import KVEventsConfig
 from sglang.srt.managers.messages.io_struct import (
     AttachHiCacheStorageReqInput,
     FlushCacheReqInput,
@@ -87,6 +88,24 @@ def test_flush_waits_as_long_as_asked(server: FrontServer, client: httpx.Client)
     assert response.status_code == 400
     assert "running 1" in response.json()["error"]["message"]
     assert client.get("/flush_cache").status_code == 405
+
+
+def test_routers_read_where_events_are(client: httpx.Client) -> None:
+    assert client.get("/server_info").json()["kv_events"] is None
+    config = '{"endpoint": "tcp://[::1]:5557", "replay_endpoint": "tcp://*:5558", "topic": "kv"}'
+    with front_server(kv_events_config=config, page_size=16) as server:
+        assert httpx.get(f"{server.url}/server_info").json()["kv_events"] == {
+            "publisher": "zmq",
+            "endpoint_host": "::1",
+            "endpoint_port_base": 5557,
+            "topic": "kv",
+            "block_size": 16,
+            "dp_size": 1,
+            "replay_endpoint_port_base": 5558,
+        }
+    paths = KVEventsConfig(endpoint="ipc:///run/events").describe(1)
+    assert paths["endpoint_host"] is paths["endpoint_port_base"] is None
+    assert paths["replay_endpoint_port_base"] is None
 
 
 ADMINISTRATION = [

@@ -46,7 +46,8 @@ class KVCacheEvent(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
 
     @property
     def num_numbers(self) -> int:
-        """Hashes and tokens of the event, which take some 40 bytes each in memory."""
+        """Hashes and tokens of the event, which take some 40 bytes each in memory. Ten characters
+        of a text count as one more."""
         return 0
 
 
@@ -66,12 +67,17 @@ class BlockStored(KVCacheEvent, frozen=True, kw_only=True):
     medium: str | None = None
     cache_salt: str | None = None
     """That of the prompt."""
+    session_id: str | None = None
+    """Session of the request that brought the blocks to L1; None: it named none, or the medium is
+    another."""
     lora_name: str | None = None
     """The prompt's `extra_key`: consumers keep blocks under different names apart."""
 
     @property
     def num_numbers(self) -> int:
-        return len(self.block_hashes) + len(self.token_ids)
+        texts = (self.cache_salt, self.session_id, self.lora_name)
+        num_chars = sum(len(text) for text in texts if text is not None)
+        return len(self.block_hashes) + len(self.token_ids) + num_chars // 10
 
 
 class BlockRemoved(KVCacheEvent, frozen=True, kw_only=True):
@@ -142,11 +148,12 @@ class KVEventLog:
 
     # ---- L1 and L2 -------------------------------------------------------------------------
 
-    def stored(self, node: TreeNode, medium: StorageMedium) -> None:
-        """Note that `node`, which is in the tree, is on `medium` now."""
+    def stored(self, node: TreeNode, medium: StorageMedium, session_id: str | None = None) -> None:
+        """Note that `node`, which is in the tree, is on `medium` now; `session_id`: see
+        `BlockStored`."""
         if (key := self._told_key(node)) is not None:
             blocks = self._blocks(node)
-            self._note_stored(node, key, blocks, 0, len(blocks), medium)
+            self._note_stored(node, key, blocks, 0, len(blocks), medium, session_id)
 
     def removed(self, node: TreeNode, medium: StorageMedium) -> None:
         """Note that `node` is about to leave `medium`."""
@@ -229,6 +236,7 @@ class KVEventLog:
         begin: int,
         end: int,
         medium: StorageMedium,
+        session_id: str | None = None,
     ) -> None:
         above = node.parent.get_last_hash_value() if node.parent is not None else None
         parent = None if above is None else hash_str_to_int64(above)
@@ -242,6 +250,7 @@ class KVEventLog:
                 lora_id=None,
                 medium=medium,
                 cache_salt=key.cache_salt,
+                session_id=session_id,
                 lora_name=key.extra_key,
             )
         )

@@ -227,16 +227,16 @@ class DeviceTier(PoolTier):
         is_free = at.lock_ref == 0 and not node.is_condemned
         return at.value is not None and is_free and not is_inner
 
-    def put(self, node: TreeNode, slots: torch.Tensor) -> bool:
+    def put(self, node: TreeNode, slots: torch.Tensor, session_id: str | None = None) -> bool:
         """Give `slots` to `node`; they are the tree's from now on. False: the node has slots of the
-        pool on the device, and the caller still owns `slots`."""
+        pool on the device, and the caller still owns `slots`. `session_id`: see `BlockStored`."""
         at = self.slots_of(node)
         if at.value is not None:
             return False
         at.set_value(slots)
         at.last_access_time = node.last_access_time
         if self.events is not None:
-            self.events.stored(node, self.medium)
+            self.events.stored(node, self.medium, session_id)
         if at.lock_ref:
             self.protected += slots.numel()
         else:

@@ -195,9 +195,10 @@ class PrefixTree:
             self._touched.clear()
 
     def insert(
-        self, key: RadixKey, value: torch.Tensor, priority: int
+        self, key: RadixKey, value: torch.Tensor, priority: int, session_id: str | None = None
     ) -> tuple[int, list[TreeNode]]:
-        """Put `key` (whole pages) with its device slots (int64, one a token) into the tree.
+        """Put `key` (whole pages) with its device slots (int64, one a token) into the tree, for a
+        request of the session `session_id`.
 
         Returns:
             The tokens at the front that were on the device before, whose slots stay the caller's;
@@ -210,13 +211,13 @@ class PrefixTree:
             if node.value is not None:
                 known += length
             else:
-                self.device.put(node, value[done : done + length].clone())
+                self.device.put(node, value[done : done + length].clone(), session_id)
             node.priority = max(node.priority, priority)
             done += length
         if done < len(key):
             leaf = self.add_leaf(key[done:], path[-1] if path else self.root)
             leaf.priority = priority
-            self.device.put(leaf, value[done : len(key)].clone())
+            self.device.put(leaf, value[done : len(key)].clone(), session_id)
             path.append(leaf)
         return known, path
 

@@ -165,7 +165,7 @@ class RadixCache(BasePrefixCache):
             whole = self._insertable(req)
             if whole > kept:
                 key, slots = self._committed(req)
-                known, path = self.tree.insert(key[:whole], slots, req.priority)
+                known, path = self._insert_for(req, key[:whole], slots)
                 # Pages that another request inserted meanwhile: these are doubles.
                 self.tree.device.free(slots[kept:known])
                 kept = whole
@@ -206,7 +206,7 @@ class RadixCache(BasePrefixCache):
             self._on_insert(path)
             return
         key, slots = self._committed(req)
-        known, path = self.tree.insert(key[:whole], slots, req.priority)
+        known, path = self._insert_for(req, key[:whole], slots)
         self._hand_over(req, path[-1])
         self._on_insert(path)
         if known > begin:
@@ -221,6 +221,14 @@ class RadixCache(BasePrefixCache):
         req.last_node = last
         req.cache_protected_len = whole
         req.prefix_indices = slots
+
+    def _insert_for(
+        self, req: CacheableRequest, key: RadixKey, slots: torch.Tensor
+    ) -> tuple[int, list[TreeNode]]:
+        """`PrefixTree.insert` of what `req` computed."""
+        session = None if self.tree.device.events is None else req.session
+        name = None if session is None else session.name
+        return self.tree.insert(key, slots, req.priority, name)
 
     def _insertable(self, req: CacheableRequest) -> int:
         """Number of tokens of `req` that the tree can use."""

@@ -201,6 +201,29 @@ def test_keys_that_consumers_take_for_others_are_never_announced(key: str) -> No
     assert rig.tree.take_events() == []
 
 
+def test_an_event_of_l1_names_the_session_that_computed_its_blocks() -> None:
+    rig = CacheRig(page_size=2, kv_events=True, settings=HiCacheSettings())
+    rig.run([1, 2, 3, 4, 5], session="agent")
+    rig.run([1, 2, 3, 4, 6, 7, 8])
+    rig.run([1, 2, 9, 9, 9], session="other")
+    rig.settle()
+    events = [event for event in rig.tree.take_events() if isinstance(event, BlockStored)]
+    told = [(event.session_id, event.token_ids) for event in events if event.medium == "GPU"]
+    assert told == [("agent", [1, 2, 3, 4]), (None, [6, 7]), ("other", [9, 9])]
+    assert {event.session_id for event in events if event.medium == "CPU_PINNED"} == {None}
+    last = BlockStored.__struct_fields__[-2:]
+    assert last == ("session_id", "lora_name"), "SGLang's order"
+    rig.close()
+
+
+def test_texts_of_events_count() -> None:
+    plain = BlockStored(
+        block_hashes=[1], parent_block_hash=None, token_ids=[1], block_size=1, lora_id=None
+    )
+    for field in ("cache_salt", "session_id", "lora_name"):
+        assert msgspec.structs.replace(plain, **{field: "x" * 100}).num_numbers == 2 + 10
+
+
 def test_events_that_nobody_takes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "_MOST_NUMBERS", 60)
     rig = CacheRig(l1_pages=200, page_size=1, kv_events=True)
