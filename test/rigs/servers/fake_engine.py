@@ -37,11 +37,13 @@ from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
     CachedTokensDetails,
+    ContinueGenerationReqInput,
     ControlReqOutput,
     DeclineRoomReq,
     FinishReason,
     GetMetricsReq,
     Message,
+    PauseGenerationReqInput,
     RequestOutput,
     ShutdownReq,
     TokenizedGenerateReqInput,
@@ -108,7 +110,7 @@ class FakeScheduler:
     ipc: IpcAddresses
     new_decoder: DecoderFactory
     hold: threading.Event = field(default_factory=threading.Event)
-    """While set, running requests get no further tokens."""
+    """While set, running requests get no further tokens: by a test, or a pause."""
     hold_after: int | None = None
     """Tokens after which a streaming request gets no further tokens."""
     refuse_with: FinishReason | None = None
@@ -171,6 +173,10 @@ class FakeScheduler:
                 [RequestOutput(rid=r, output_ids=[], finish_reason=reason) for r in ended],
             )
         elif not isinstance(message, ShutdownReq | DeclineRoomReq):
+            if isinstance(message, PauseGenerationReqInput) and self.control_success:
+                self.hold.set()
+            if isinstance(message, ContinueGenerationReqInput):
+                self.hold.clear()
             data: dict[str, Any] = {"num_running_reqs": len(self.running), "num_waiting_reqs": 0}
             if isinstance(message, GetMetricsReq):
                 data = {"text": "sglang:num_running_reqs 0.0\n"}

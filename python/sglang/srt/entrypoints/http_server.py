@@ -22,7 +22,13 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sglang.srt.entrypoints import hicache_routes, native_routes, openapi, server_routes
+from sglang.srt.entrypoints import (
+    control_routes,
+    hicache_routes,
+    native_routes,
+    openapi,
+    server_routes,
+)
 from sglang.srt.entrypoints.anthropic import serving_messages
 from sglang.srt.entrypoints.engine import WRITE_BACK_SECONDS, EngineFront
 from sglang.srt.entrypoints.http.errors import install_error_handlers
@@ -182,6 +188,7 @@ def create_app(
 
     apis = (
         native_routes,
+        control_routes,
         server_routes,
         hicache_routes,
         openai_routes,
@@ -349,6 +356,11 @@ class HttpServer(BoundedServer):
             serves,
             manager.num_requests,
         )
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._signalled:
+            self._front.manager.resume_at_end()
+        return await super().on_tick(counter)
 
     def refuse_requests(self) -> None:
         manager = self._front.manager

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from sglang.srt.constants import VERSION
-from sglang.srt.entrypoints import native_routes, server_routes
+from sglang.srt.entrypoints import control_routes, native_routes, server_routes
 from sglang.srt.entrypoints.anthropic import serving_messages
 from sglang.srt.entrypoints.anthropic.protocol import CountTokensBody, MessagesBody
 from sglang.srt.entrypoints.http.body import Refused, marks_of
@@ -33,6 +33,12 @@ BODIES: Final[Mapping[Callable[..., Any], type[msgspec.Struct]]] = {
     native_routes.generate: GenerateBody,
     native_routes.abort_request: native_routes.AbortBody,
     server_routes.attach_backend: server_routes.AttachBody,
+    control_routes.open_session: control_routes.OpenSessionBody,
+    control_routes.close_session: control_routes.SessionBody,
+    control_routes.pause_generation: control_routes.PauseBody,
+    control_routes.continue_generation: control_routes.ContinueBody,
+    control_routes.start_profile: control_routes.ProfileBody,
+    control_routes.stop_profile: control_routes.ContinueBody,
     serving_chat.chat_completions: ChatBody,
     serving_completions.completions: CompletionBody,
     responses: ResponsesBody,

@@ -17,14 +17,13 @@ from sglang.srt.arg_groups.extra_config import FLAG, parse_extra_config
 from sglang.srt.arg_groups.remote_weights import SEED_PATH
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, VERSION
 from sglang.srt.entrypoints.http.body import read_json
-from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, bad_request
+from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, bad_request, checked
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response
 from sglang.srt.managers.messages.io_struct import (
     AttachHiCacheStorageReqInput,
     ClearHiCacheReqInput,
     ControlReq,
-    ControlReqOutput,
     DetachHiCacheStorageReqInput,
     GetHiCacheStorageReqInput,
     GetInternalStateReq,
@@ -63,11 +62,26 @@ def _refuse_if_ending(context: ServerContext) -> None:
         raise ApiError(503, refusal)
 
 
-async def health_generate(request: Request) -> Response:
-    """200 when a token could be generated, now or within the last second, and no shutdown has
-    begun."""
+async def ready(request: Request) -> Response:
+    """200 while a request would be served now: no shutdown has begun, and generation is not
+    paused."""
     context = context_of(request)
     _refuse_if_ending(context)
+    _refuse_if_paused(context)
+    return Response()
+
+
+def _refuse_if_paused(context: ServerContext) -> None:
+    if context.manager.is_paused:
+        raise ApiError(503, "generation is paused: POST /continue_generation ends the pause")
+
+
+async def health_generate(request: Request) -> Response:
+    """200 when a token could be generated, now or within the last second, no shutdown has begun,
+    and generation is not paused."""
+    context = context_of(request)
+    _refuse_if_ending(context)
+    _refuse_if_paused(context)
     error = await context.probe.latest(lambda: _generate_token(context.manager))
     if error is not None:
         raise error
@@ -213,7 +227,7 @@ class AttachBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 async def get_backend(request: Request) -> Response:
     """The attached backend and the policies, without secrets."""
     answer = await _administered(request).manager.control.ask(GetHiCacheStorageReqInput())
-    return json_response(_checked(answer).data)
+    return json_response(checked(answer).data)
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -281,21 +295,16 @@ def _administered(request: Request) -> ServerContext:
     return context
 
 
-def _checked(answer: ControlReqOutput) -> ControlReqOutput:
-    if not answer.success:
-        raise ApiError(400, answer.message or "the scheduler refused it")
-    return answer
-
-
 async def _change(context: ServerContext, message: ControlReq) -> Response:
     answer = await context.manager.control.ask(message, STORAGE_TIMEOUT)
-    body: dict[str, Any] = {**_checked(answer).data, "success": True, "message": answer.message}
+    body: dict[str, Any] = {**checked(answer).data, "success": True, "message": answer.message}
     return json_response(body)
 
 
 ROUTES: Final = (
     Route("/health", health, methods=["GET"]),
     Route("/health_generate", health_generate, methods=["GET"]),
+    Route("/ready", ready, methods=["GET"]),
     Route("/model_info", model_info, methods=["GET"]),
     Route("/get_model_info", model_info, methods=["GET"]),
     Route("/server_info", server_info, methods=["GET"]),

@@ -10,7 +10,7 @@ A refused request gets 401 if its key is missing or unknown. It gets 403 if its 
 kind, or if the server has no key of the kind that the endpoint needs.
 
 The key is in `Authorization: Bearer KEY`, or in `X-Api-Key: KEY`. Probes (`/health`,
-`/health_generate`, `/metrics` and the paths below it) and CORS preflights need no key.
+`/health_generate`, `/ready`, `/metrics` and the paths below it) and CORS preflights need no key.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REFUSAL_ATTRIBUTE: Final = "_auth_refusal"
 Refusal: TypeAlias = Callable[[int, str], Response | None]
 """Makes the body of a refusal from its status and the request's `Accept` header; None: the usual
 one."""
-_OPEN_PATHS: Final = frozenset({"/health", "/health_generate", "/metrics"})
+_OPEN_PATHS: Final = frozenset({"/health", "/health_generate", "/ready", "/metrics"})
 _OPEN_BELOW: Final = "/metrics/"
 
 

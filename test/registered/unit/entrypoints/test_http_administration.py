@@ -14,8 +14,10 @@ from sglang.srt.arg_groups.kv_events_config import KVEventsConfig
 from sglang.srt.managers.messages.io_struct import (
     AttachHiCacheStorageReqInput,
     FlushCacheReqInput,
+    SessionReqInput,
     TokenizedGenerateReqInput,
 )
+from sglang.srt.utils.cache_key import combine_extra_key
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -149,6 +151,132 @@ def test_administration_with_both_keys() -> None:
         info = httpx.get(f"{server.url}/server_info", headers={"Authorization": "Bearer user"})
         assert '"user"' not in info.text
         assert '"admin"' not in info.text
+
+
+CONTROLS = [
+    ("POST", f"/{name}", None)
+    for name in ("pause_generation", "continue_generation", "start_profile", "stop_profile")
+]
+
+
+def test_who_may_pause_and_profile(server: FrontServer, client: httpx.Client) -> None:
+    """Nobody, without an admin key: any page in a browser could stop the server."""
+    assert statuses(server, None, CONTROLS) == {403}
+    assert "--admin-api-key" in client.post("/pause_generation").json()["error"]["message"]
+    with front_server(api_key="user", admin_api_key="admin") as other:
+        for key, status in ((None, 401), ("wrong", 401), ("user", 403), ("admin", 200)):
+            assert statuses(other, key, CONTROLS) == {status}
+        sessions = [("POST", "/close_session", {"session_id": "s"}), ("POST", "/open_session", {})]
+        for key, status in ((None, 401), ("admin", 403), ("user", 200)):
+            assert statuses(other, key, sessions) == {status}
+        assert statuses(other, None, [("GET", "/ready", None)]) == {200}
+
+
+@pytest.fixture(name="admin")
+def make_admin() -> Iterator[tuple[FrontServer, httpx.Client]]:
+    with front_server(admin_api_key="admin") as server:
+        headers = {"Authorization": "Bearer admin"}
+        with httpx.Client(base_url=server.url, timeout=20, headers=headers) as http:
+            yield server, http
+
+
+def asking(server: FrontServer, answers: list[httpx.Response]) -> threading.Thread:
+    """A request, which the scheduler has."""
+    before = len(server.scheduler.running)
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{server.url}/generate", json={"text": "a"}, timeout=20))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert wait_until(lambda: len(server.scheduler.running) > before, 30)
+    return thread
+
+
+def test_a_paused_server_is_alive_and_not_ready(admin: tuple[FrontServer, httpx.Client]) -> None:
+    server, http = admin
+    assert http.get("/ready").status_code == 200
+    answers: list[httpx.Response] = []
+    assert http.post("/pause_generation", json={}).status_code == 200
+    thread = asking(server, answers)
+    for path, status in (("/health", 200), ("/ready", 503), ("/health_generate", 503)):
+        response = http.get(path)
+        assert response.status_code == status
+        assert status == 200 or "/continue_generation" in response.json()["error"]["message"]
+    assert http.get("/server_info").status_code == 200
+    sent = [type(m).__name__ for m in server.scheduler.received]
+    assert sent.count("TokenizedGenerateReqInput") == 1, "a probe asks for no token"
+    assert http.post("/continue_generation").status_code == 200
+    thread.join()
+    assert answers[0].status_code == 200
+    assert http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("body", [{"abort": True}, {"mode": "abort"}])
+def test_a_pause_may_end_what_runs(
+    admin: tuple[FrontServer, httpx.Client], body: dict[str, Any]
+) -> None:
+    server, http = admin
+    server.scheduler.hold.set()
+    answers: list[httpx.Response] = []
+    thread = asking(server, answers)
+    assert http.post("/pause_generation", json=body).status_code == 200
+    thread.join()
+    assert answers[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_what_pauses_and_profiles_cannot_do_is_refused_by_name(
+    admin: tuple[FrontServer, httpx.Client],
+) -> None:
+    server, http = admin
+    for path, body, words in (
+        ("/pause_generation", {"mode": "retract"}, "mode"),
+        ("/start_profile", {"output_dir": "/etc"}, "SGLANG_TORCH_PROFILER_DIR"),
+        ("/start_profile", {"num_steps": 501}, "num_steps"),
+        ("/start_profile", {"with_stack": True}, "py-spy"),
+        ("/open_session", {"streaming": True}, "send the whole prompt"),
+        ("/open_session", {"session_id": ""}, "session_id"),
+        ("/open_session", {"cache_salt": "x" * 5000}, "cache_salt"),
+        ("/close_session", {}, "session_id"),
+    ):
+        refused = http.post(path, json=body)
+        assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+    assert not server.scheduler.received
+    assert http.post("/start_profile", json={"with_stack": False}).json()["num_steps"] == 50
+    server.scheduler.control_success = False
+    assert http.post("/pause_generation").status_code == 400
+    assert http.get("/ready").status_code == 200, "it was refused"
+
+
+def test_a_draining_server_ends_the_pause() -> None:
+    with front_server(admin_api_key="admin") as server:
+        headers = {"Authorization": "Bearer admin"}
+        assert httpx.post(f"{server.url}/pause_generation", headers=headers).status_code == 200
+        answers: list[httpx.Response] = []
+        thread = asking(server, answers)
+        server.signal()
+        thread.join()
+        assert answers[0].status_code == 200, "it ends well"
+
+
+def test_sessions_are_named_by_the_body_the_header_or_the_server(
+    server: FrontServer, client: httpx.Client
+) -> None:
+    def told(path: str, body: dict[str, Any], **headers: str) -> tuple[Any, SessionReqInput]:
+        response = client.post(path, json=body, headers=headers)
+        assert response.status_code == 200
+        message = server.scheduler.received[-1]
+        assert isinstance(message, SessionReqInput)
+        return response.json(), message
+
+    name, message = told("/open_session", {"capacity_of_str_len": 1000, "timeout": 3.0})
+    assert name == message.session_id and len(name) == 32 and not message.is_closed
+    keys = {"extra_key": "k", "cache_salt": "s"}
+    name, message = told("/open_session", {"session_id": "mine", **keys})
+    assert name == message.session_id == "mine"
+    assert message.extra_key == combine_extra_key("k", "s")
+    _, message = told("/close_session", {}, **{"X-SMG-Routing-Key": "routed"})
+    assert (message.session_id, message.is_closed, message.extra_key) == ("routed", True, None)
 
 
 def test_an_engine_that_died_is_told() -> None:

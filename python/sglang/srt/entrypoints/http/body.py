@@ -107,10 +107,13 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         raise bad_request("the body is nested too deeply") from None
 
 
-async def read_json(request: Request, kind: type[T]) -> T:
-    """The body as a `kind`. If it may name a session and does not, the header's counts: routers
-    pass that on, and some drop the field. Raises ApiError, as `decode_body`."""
+async def read_json(request: Request, kind: type[T], *, may_be_empty: bool = False) -> T:
+    """The body as a `kind`; an empty one is `{}` if it may be. If it may name a session and does
+    not, the header's counts: routers pass that on, and some drop the field. Raises ApiError, as
+    `decode_body`."""
     body = await read_body(request)
+    if may_be_empty and not body:
+        body = b"{}"
     if len(body) >= _LARGE_BYTES:
         context_of(request).memory.trim_soon()
     decoded = decode_body(body, kind)

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from sglang.srt.constrained.constraint import ConstraintKind
+from sglang.srt.managers.messages.io_struct import ControlReqOutput
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     InvalidRequest,
@@ -58,6 +59,13 @@ def as_api_error(error: Exception) -> ApiError | None:
     if isinstance(error, EngineUnavailable):
         return ApiError(503, str(error))
     return None
+
+
+def checked(answer: ControlReqOutput) -> ControlReqOutput:
+    """`answer`. Raises ApiError: the scheduler refused what it was asked for."""
+    if not answer.success:
+        raise ApiError(400, answer.message or "the scheduler refused it")
+    return answer
 
 
 @contextlib.contextmanager

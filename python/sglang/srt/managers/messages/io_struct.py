@@ -118,6 +118,40 @@ class GetCacheViewReq(ControlReq):
     """Ask what is in the cache, for people: see `cache_view`."""
 
 
+class SessionReqInput(ControlReq):
+    """A session goes on: what is kept for it is kept longer."""
+
+    session_id: str
+    extra_key: str | None = None
+    """As in `TokenizedGenerateReqInput`."""
+    is_closed: bool = False
+    """The session has ended: nothing is kept for it any more."""
+
+
+class PauseGenerationReqInput(ControlReq):
+    """Launch no step until `ContinueGenerationReqInput` or `ShutdownReq`; the answer comes after
+    the results of the step in flight. Nothing else stops."""
+
+
+class ContinueGenerationReqInput(ControlReq):
+    """End a pause, if there is one."""
+
+
+class StartProfileReqInput(ControlReq):
+    """Profile the next steps, on every rank; the answer has the file of rank 0."""
+
+    profile_id: str
+    """Begin of the names of files."""
+    num_steps: int
+    activities: list[Literal["CPU", "GPU"]] | None = None
+    """None: all that the device has."""
+    record_shapes: bool = False
+
+
+class StopProfileReqInput(ControlReq):
+    """End the profile under way before its last step."""
+
+
 class AttachHiCacheStorageReqInput(ControlReq):
     """Attach an L3 backend, or update the policies of the one that is attached."""
 
@@ -310,6 +344,11 @@ ToScheduler: TypeAlias = (
     | GetInternalStateReq
     | GetMetricsReq
     | GetCacheViewReq
+    | SessionReqInput
+    | PauseGenerationReqInput
+    | ContinueGenerationReqInput
+    | StartProfileReqInput
+    | StopProfileReqInput
     | AttachHiCacheStorageReqInput
     | DetachHiCacheStorageReqInput
     | ClearHiCacheReqInput

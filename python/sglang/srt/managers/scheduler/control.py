@@ -21,6 +21,7 @@ from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
     ClearHiCacheReqInput,
+    ContinueGenerationReqInput,
     ControlReq,
     ControlReqOutput,
     DeclineRoomReq,
@@ -32,17 +33,23 @@ from sglang.srt.managers.messages.io_struct import (
     GetInternalStateReq,
     GetMetricsReq,
     GetWeightSeedReq,
+    PauseGenerationReqInput,
     RequestOutput,
+    SessionReqInput,
     ShutdownReq,
+    StartProfileReqInput,
+    StopProfileReqInput,
     TokenizedGenerateReqInput,
     ToScheduler,
     abort_reason,
 )
+from sglang.srt.managers.scheduler.profiler import StepProfiler
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.cache_view import cache_view
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3.hicache_administration import StorageAdministration
 from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.tree.session_hints import Session
 from sglang.srt.observability.flow_history import FlowHistory
 
 if TYPE_CHECKING:
@@ -71,7 +78,11 @@ class _Pending:
 class ControlHandler:
     """Answers control requests. None of them blocks the loop. `public_args` are the server's
     arguments without its secrets; `drafts` decides which steps verify drafts, and is only read;
-    `weight_seed` None: no server may read the weights."""
+    `weight_seed` None: no server may read the weights.
+
+    Attributes:
+        is_paused: True if no step may be launched.
+    """
 
     def __init__(
         self,
@@ -80,6 +91,7 @@ class ControlHandler:
         public_args: dict[str, Any],
         drafts: DraftPolicy,
         weight_seed: WeightSeed | None = None,
+        rank: int = 0,
     ) -> None:
         self._state = state
         self._outputs = outputs
@@ -89,6 +101,8 @@ class ControlHandler:
         self._flushes: list[_Pending] = []
         self._change: _Pending | None = None
         self._drain_deadline: float | None = None
+        self.is_paused = False
+        self._profiler = StepProfiler(state, rank)
         self._history = FlowHistory(state.token_counts)
         self._handlers: dict[type, Callable[[Any], dict[str, Any] | None]] = {
             FlushCacheReqInput: self._flush,
@@ -96,6 +110,11 @@ class ControlHandler:
             GetMetricsReq: self._metrics,
             GetCacheViewReq: self._view,
             GetWeightSeedReq: self._describe_seed,
+            SessionReqInput: self._note_session,
+            PauseGenerationReqInput: self._pause,
+            ContinueGenerationReqInput: self._continue,
+            StartProfileReqInput: self._profiler.start,
+            StopProfileReqInput: self._profiler.stop,
             AttachHiCacheStorageReqInput: self._attach,
             DetachHiCacheStorageReqInput: lambda message: self._begin_change(
                 message.req_id, StorageAdministration.begin_detaching
@@ -111,6 +130,7 @@ class ControlHandler:
     def handle(self, message: object) -> None:
         if isinstance(message, ShutdownReq):
             self._drain_deadline = self._state.now + max(0.0, message.timeout)
+            self.is_paused = False  # Requests under way may end well.
             logger.info("shutting down within %.1f s: %s", message.timeout, self.busy() or "idle")
             return
         assert isinstance(message, ControlReq), "every other message is a request's"
@@ -152,6 +172,8 @@ class ControlHandler:
         """Answer a change of L3 that has ended. Run the pending flushes if the scheduler is idle,
         and refuse those that have waited too long. Sample the counts."""
         self._history.on_tick(self._state.now)
+        if self._profiler.is_running:
+            self._profiler.tick()
         self._end_change()
         if not self._flushes:
             return
@@ -167,6 +189,10 @@ class ControlHandler:
             else:
                 still.append(flush)
         self._flushes = still
+
+    def close(self) -> None:
+        """End a profile under way."""
+        self._profiler.close()
 
     def flush_now(self) -> None:
         """Empty L1 and L2. No request may run, and no copy be in flight."""
@@ -198,6 +224,7 @@ class ControlHandler:
             **tree.mamba_slots(),
             "new_token_ratio": state.estimate.ratio,
             "busy": self.busy(),
+            "is_paused": self.is_paused,
             "counters": dataclasses.asdict(state.counters),
             "tiers": tree.tiers(),
             "hicache": {"enabled": self._administration is not None, **tree.storage_state()},
@@ -236,6 +263,28 @@ class ControlHandler:
         if self._weight_seed is None:
             raise ValueError(_NO_SEED)
         return self._weight_seed.answer(message.rank)
+
+    def _note_session(self, message: SessionReqInput) -> dict[str, Any]:
+        tree, session = self._state.tree, Session.of(message.extra_key, message.session_id)
+        if message.is_closed:
+            tree.close_session(session)
+        else:
+            tree.renew_session(session)
+        return {}
+
+    def _pause(self, message: PauseGenerationReqInput) -> dict[str, Any]:
+        if self.is_draining:
+            raise ValueError("the server is shutting down")
+        if not self.is_paused:
+            logger.info("generation is paused: %s", self.busy() or "idle")
+        self.is_paused = True
+        return {}
+
+    def _continue(self, message: ContinueGenerationReqInput) -> dict[str, Any]:
+        if self.is_paused:
+            logger.info("generation continues: %s", self.busy() or "idle")
+        self.is_paused = False
+        return {}
 
     def _attach(self, message: AttachHiCacheStorageReqInput) -> None:
         self._begin_change(

@@ -75,6 +75,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_POLL_MS: Final = 1000
 _BUSY_POLL_MS: Final = 1
+_PAUSED_POLL_MS: Final = 20
 _END: Final = object()
 _SHUT_DOWN = abort_reason("the server is shutting down", 503)
 
@@ -147,6 +148,7 @@ class Scheduler:
             server_args.to_public_dict(),
             self._draft_policy,
             resources.weight_seed,
+            resources.group.rank,
         )
         self._role = Role()
         self._prefill = PrefillScheduler(state, lambda req: self._role.may_compute(req))
@@ -249,6 +251,7 @@ class Scheduler:
 
     def close(self) -> None:
         """End the threads of the cache, and the grammars' threads and processes."""
+        self._control.close()
         self._role.close()
         self._grammar.close()
         self.state.tree.shutdown()
@@ -261,7 +264,9 @@ class Scheduler:
         """Milliseconds for which the loop may wait for a message."""
         if self._did_forward or self._check is not None:
             return 0
-        return _IDLE_POLL_MS if self.is_idle() else _BUSY_POLL_MS
+        if self.is_idle():
+            return _IDLE_POLL_MS
+        return _PAUSED_POLL_MS if self._control.is_paused else _BUSY_POLL_MS
 
     def _verify_part(self) -> None:
         """Do the next part of the check of page ownership, which no tick has changed since the
@@ -278,7 +283,7 @@ class Scheduler:
         there was no step to launch or process."""
         state = self.state
         was_in_flight = state.in_flight is not None
-        launched = self._launch()
+        launched = None if self._control.is_paused else self._launch()
         self._draft_policy.on_tick(state.now, launched)
         # Issued while the device computes, since issuing copies takes the CPU milliseconds.
         state.tree.start_writing_host_cache()

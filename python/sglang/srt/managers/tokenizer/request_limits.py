@@ -124,17 +124,7 @@ def _check_fields(request: GenerateRequest) -> None:
         raise InvalidRequest(
             f"rid must have 1 to {MAX_RID_CHARS} characters, all of them printable", field="rid"
         )
-    for name, value in (("extra_key", request.extra_key), ("cache_salt", request.cache_salt)):
-        if value is not None and len(value) > MAX_KEY_CHARS:
-            raise InvalidRequest(
-                f"{name} has {len(value)} characters, at most {MAX_KEY_CHARS} are allowed: "
-                "send a digest of it",
-                field=name,
-            )
-    if request.session_id is not None and not 1 <= len(request.session_id) <= MAX_RID_CHARS:
-        raise InvalidRequest(
-            f"session_id must have 1 to {MAX_RID_CHARS} characters", field="session_id"
-        )
+    check_session(request.session_id, request.extra_key, request.cache_salt)
     if not 0 <= request.top_logprobs_num <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(
             f"top_logprobs_num={request.top_logprobs_num} must be from 0 to {MAX_TOP_LOGPROBS}",
@@ -142,6 +132,21 @@ def _check_fields(request: GenerateRequest) -> None:
         )
     if not -_INT32_MAX <= request.priority <= _INT32_MAX:
         raise InvalidRequest("priority must fit in 32 bits", field="priority")
+
+
+def check_session(session_id: str | None, extra_key: str | None, cache_salt: str | None) -> None:
+    """Raises InvalidRequest: one of the texts has another length than it may have."""
+    for name, value in (("extra_key", extra_key), ("cache_salt", cache_salt)):
+        if value is not None and len(value) > MAX_KEY_CHARS:
+            raise InvalidRequest(
+                f"{name} has {len(value)} characters, at most {MAX_KEY_CHARS} are allowed: "
+                "send a digest of it",
+                field=name,
+            )
+    if session_id is not None and not 1 <= len(session_id) <= MAX_RID_CHARS:
+        raise InvalidRequest(
+            f"session_id must have 1 to {MAX_RID_CHARS} characters", field="session_id"
+        )
 
 
 def _check_role(request: GenerateRequest, limits: RequestLimits) -> None:

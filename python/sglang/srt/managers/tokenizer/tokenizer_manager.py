@@ -18,8 +18,10 @@ from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
+    ContinueGenerationReqInput,
     ControlReqOutput,
     DeclineRoomReq,
+    PauseGenerationReqInput,
     RequestOutput,
     ShutdownReq,
     ToServer,
@@ -81,6 +83,8 @@ class TokenizerManager:
         """Reason why no request is accepted, or None."""
         self.ending: str | None = None
         """Reason why probes fail although requests are accepted, or None: the server ends."""
+        self.is_paused = False
+        """True if the scheduler launches no steps, or was told so."""
         self._log = RateLimitedLogger(logger)
 
     async def start(self) -> None:
@@ -187,6 +191,25 @@ class TokenizerManager:
     async def abort_all(self) -> None:
         _abort_unsent(self._states.values())
         self._channel.send(AbortReq(abort_all=True))
+
+    async def pause(self) -> ControlReqOutput:
+        """Let the scheduler launch no further step. Raises as `ControlClient.ask`: then it may
+        still come to that, so the server counts as paused."""
+        self.is_paused = True
+        answer = await self.control.ask(PauseGenerationReqInput())
+        self.is_paused = self.is_paused and answer.success
+        return answer
+
+    async def resume(self) -> ControlReqOutput:
+        """End a pause. Raises as `ControlClient.ask`."""
+        self.is_paused = False
+        return await self.control.ask(ContinueGenerationReqInput())
+
+    def resume_at_end(self) -> None:
+        """End a pause, without waiting: the server drains, and requests under way may end well."""
+        if self.is_paused and self._channel.is_open:
+            self.is_paused = False
+            self._channel.send(ContinueGenerationReqInput())
 
     def _encode_later(self, request: GenerateRequest, state: RequestState) -> None:
         """Start the task that encodes a long text and sends its request."""

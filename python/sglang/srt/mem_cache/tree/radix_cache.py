@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.tree.kv_events import KVEventLog
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.srt.mem_cache.tree.session_hints import SessionHints
+from sglang.srt.mem_cache.tree.session_hints import Session, SessionHints
 from sglang.srt.mem_cache.tree.state_component import StateComponent
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.parts import Parts, do_all
@@ -255,6 +255,14 @@ class RadixCache(BasePrefixCache):
         if ended := self.tree.sessions.expire(now):
             self.tree.refresh(ended)
         self.tree.note_uses()
+
+    def renew_session(self, session: Session) -> None:
+        """Keep the prefix of `session` for a whole time to live from now on."""
+        self.tree.sessions.renew(session)
+
+    def close_session(self, session: Session) -> None:
+        """Keep the prefix of `session` no longer."""
+        self.tree.refresh(self.tree.sessions.close(session))
 
     # ---- requests that wait ----------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, PoolSlots, TreeNode
 from sglang.srt.utils import metrics
+from sglang.srt.utils.cache_key import tenant_of
 from sglang.srt.utils.fair_share import is_within_share
 from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
@@ -34,6 +35,11 @@ class Session(NamedTuple):
     """The key that separates prefixes."""
     name: str
     """The client's name for the session."""
+
+    @classmethod
+    def of(cls, key: str | None, name: str) -> Session:
+        """The session `name` of requests with the key `key`, of `combine_extra_key`."""
+        return cls(tenant_of(key), key, name)
 
 
 MAX_SESSIONS: Final = 4096
@@ -63,7 +69,7 @@ class SessionMetrics:
         )
         self.ended = metrics.Counter(
             "sglang:session_hints_ended_total",
-            "Hints of sessions that ended, by tier and cause: expired, budget, too_long",
+            "Hints of sessions that ended, by tier and cause: expired, budget, too_long, closed",
             ["tier", "cause"],
             registry=registry,
         )
@@ -148,6 +154,17 @@ class TierHints:
             return need <= free and free_sessions > 0
         is_within = is_within_share(share.tokens, need, free)
         return is_within and is_within_share(len(share.sessions), 1, free_sessions)
+
+    def renew(self, session: Session, until: float) -> None:
+        """Let the marks of `session`, if it has any, end later, as if it had been used."""
+        if session in self._ends:
+            end, _ = self._ends.pop(session)
+            self._ends[session] = end, until
+            self._shares[session.tenant].sessions.move_to_end(session)
+
+    def close(self, session: Session) -> list[TreeNode]:
+        """End the marks of `session`. Returns their nodes."""
+        return self._noted(self._drop(session, "closed"))
 
     def expire(self, now: float) -> list[TreeNode]:
         """End marks whose time is over. Returns their nodes."""
@@ -294,6 +311,15 @@ class SessionHints:
         """Mark the prefix of `session` up to `end`. Returns nodes whose marks ended."""
         until = self._now + self._ttl
         return [node for tier in self.tiers for node in tier.keep(session, end, until)]
+
+    def renew(self, session: Session) -> None:
+        """Begin the time to live of the marks of `session` anew."""
+        for tier in self.tiers:
+            tier.renew(session, self._now + self._ttl)
+
+    def close(self, session: Session) -> list[TreeNode]:
+        """End the marks of `session`. Returns their nodes."""
+        return [node for tier in self.tiers for node in tier.close(session)]
 
     def expire(self, now: float) -> list[TreeNode]:
         """End the marks whose time is over at `now`, seconds of the tick. Returns their nodes."""

@@ -12,6 +12,7 @@ from rigs.caches.cache_rig import SESSION_TTL, CacheRig, HiCacheSettings
 from rigs.caches.state_rig import StateRig
 from rigs.schedulers.scheduler_rig import SchedulerRig
 from sglang.srt.managers.messages.cache_key import combine_extra_key
+from sglang.srt.managers.messages.io_struct import SessionReqInput
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.session_hints import MAX_SESSIONS, Session
@@ -305,6 +306,46 @@ def test_the_scheduler_keeps_the_prefix_of_a_session(tmp_path: Path) -> None:
         for number in range(5):
             rig.run(rig.request(f"after {session} {number}", [20 + number] * 13))
     rig.check()
+
+
+def test_a_session_is_renewed_and_closed_under_its_own_key(tmp_path: Path) -> None:
+    rig = SchedulerRig(tmp_path, pool_tokens=64, page_size=PAGE, keep_session_share=0.5)
+    ttl = rig.server_args.keep_session_seconds
+    kept = rig.tree.tree.sessions.tiers[0]
+
+    def tell(key: str | None = None, *, is_closed: bool = False) -> None:
+        rig.step(SessionReqInput(session_id="s", extra_key=key, is_closed=is_closed))
+
+    tell()
+    tell(is_closed=True)
+    assert kept.tokens == 0, "an unknown one leaves nothing"
+    rig.run(rig.request("a", AGENT, session_id="s"))
+    marked = kept.tokens
+    rig.now += ttl - 5
+    tell("other")
+    tell("other", is_closed=True)
+    assert kept.tokens == marked > 0
+    tell()
+    rig.now += ttl - 5
+    rig.step()
+    assert kept.tokens == marked, "it was renewed"
+    tell(is_closed=True)
+    assert kept.tokens == 0 and not kept._ends and not kept._shares
+    assert "closed" in rig.scheduler.state.metrics.render(rig.scheduler.state.load()), "why"
+    rig.run(rig.request("b", AGENT, session_id="s"))
+    assert kept.tokens == marked, "a later request marks it again"
+    rig.check()
+
+
+def test_a_renewed_session_is_not_the_next_to_make_room() -> None:
+    rig = rig_of(16)
+    hints = rig.tree.tree.sessions.tiers[0]
+    for number in range(3):
+        rig.run(prompt(number), session=f"s{number}")
+    rig.tree.renew_session(Session(None, None, "s0"))
+    rig.run(prompt(3), session="s3")
+    assert [session.name for session in hints._ends] == ["s2", "s0", "s3"]
+    rig.tree.check_integrity()
 
 
 def test_a_state_is_kept_with_its_prefix() -> None:

@@ -138,7 +138,7 @@ class RequestSlots:
     def session(self) -> Session | None:
         """The session whose prefix it keeps; None: it names none."""
         key, name = self.spec.extra_key, self.spec.session_id
-        return None if name is None else Session(tenant_of(key), key, name)
+        return None if name is None else Session.of(key, name)
 
     @property
     def priority(self) -> int:

@@ -1,0 +1,173 @@
+"""Sessions, pauses of generation, profiles. SGLang's names and bodies."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from sglang.srt.entrypoints.http.body import (
+    WHOLE_PROMPT,
+    Ignored,
+    Refused,
+    read_json,
+    refuse_fields,
+)
+from sglang.srt.entrypoints.http.errors import ApiError, bad_request, checked
+from sglang.srt.entrypoints.http.server_context import context_of
+from sglang.srt.entrypoints.http.sse import json_response
+from sglang.srt.managers.messages.io_struct import (
+    ControlReq,
+    ControlReqOutput,
+    SessionReqInput,
+    StartProfileReqInput,
+    StopProfileReqInput,
+)
+from sglang.srt.managers.tokenizer.request_limits import check_session
+from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT
+from sglang.srt.utils.auth import AuthLevel, auth_level
+from sglang.srt.utils.cache_key import combine_extra_key
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MOST_STEPS: Final = 500
+"""Most steps of a profile, which are kept in memory until its end."""
+PROFILE_TIMEOUT: Final = 60.0
+"""Seconds for a profile to begin or to end."""
+
+
+class SessionBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A session; it is another one under other keys."""
+
+    session_id: str | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+class OpenSessionBody(SessionBody):
+    """The session to open; without an id it gets one."""
+
+    capacity_of_str_len: Annotated[int | None, Ignored("prompts are sent whole")] = None
+    timeout: Annotated[
+        float | None, Ignored("marks end after --keep-session-seconds, and change no answer")
+    ] = None
+    streaming: Annotated[Any, Refused(WHOLE_PROMPT)] = None
+
+
+class PauseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What happens to the requests under way: they wait, or end."""
+
+    abort: bool | None = None
+    mode: Literal["abort", "in_place"] | None = None
+    """SGLang's form of `abort`."""
+
+
+class ContinueBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Nothing to choose."""
+
+
+class ProfileBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Length and content of a profile."""
+
+    num_steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] | None = None
+    activities: list[Literal["CPU", "GPU"]] | None = None
+    record_shapes: bool | None = None
+    output_dir: Annotated[Any, Refused("start the server with SGLANG_TORCH_PROFILER_DIR")] = None
+    start_step: Annotated[Any, Refused("ask when the steps begin")] = None
+    profile_by_stage: Annotated[Any, Refused("a profile has steps of both kinds")] = None
+    with_stack: Annotated[Any, Refused("watch the process with py-spy")] = None
+
+
+async def open_session(request: Request) -> Response:
+    """The id of a session; what is kept for a session that is known is kept longer."""
+    body = await _read(request, OpenSessionBody)
+    name = uuid.uuid4().hex if body.session_id is None else body.session_id
+    await _ask(request, _session(body, name))
+    return json_response(name)
+
+
+async def close_session(request: Request) -> Response:
+    """End a session: nothing is kept for it any more. An unknown one is no error."""
+    body = await _read(request, SessionBody)
+    if body.session_id is None:
+        raise bad_request("session_id: name the session that ends", "session_id")
+    message = _session(body, body.session_id)
+    message.is_closed = True
+    await _ask(request, message)
+    return json_response({"success": True})
+
+
+def _session(body: SessionBody, name: str) -> SessionReqInput:
+    check_session(name, body.extra_key, body.cache_salt)
+    key = combine_extra_key(body.extra_key, body.cache_salt)
+    return SessionReqInput(session_id=name, extra_key=key)
+
+
+@auth_level(AuthLevel.ADMIN_FORCE)
+async def pause_generation(request: Request) -> Response:
+    """Launch no further step. Requests wait, or with `abort` those under way end."""
+    manager = context_of(request).manager
+    body = await _read(request, PauseBody)
+    if (refusal := manager.ending or manager.refusal) is not None:
+        raise ApiError(503, refusal)
+    if body.abort or body.mode == "abort":
+        await manager.abort_all()
+    checked(await manager.pause())
+    return json_response({"success": True, "message": "generation is paused"})
+
+
+@auth_level(AuthLevel.ADMIN_FORCE)
+async def continue_generation(request: Request) -> Response:
+    """End a pause. Without one, nothing happens."""
+    await _read(request, ContinueBody)
+    checked(await context_of(request).manager.resume())
+    return json_response({"success": True, "message": "generation continues"})
+
+
+@auth_level(AuthLevel.ADMIN_FORCE)
+async def start_profile(request: Request) -> Response:
+    """Profile the next steps on every rank; the answer names the trace of the first one."""
+    body = await _read(request, ProfileBody)
+    message = StartProfileReqInput(
+        profile_id=datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f"),
+        num_steps=MOST_STEPS // 10 if body.num_steps is None else body.num_steps,
+        activities=body.activities,
+        record_shapes=bool(body.record_shapes),
+    )
+    answer = await _ask(request, message, PROFILE_TIMEOUT)
+    return json_response({"success": True, "num_steps": message.num_steps, **answer.data})
+
+
+@auth_level(AuthLevel.ADMIN_FORCE)
+async def stop_profile(request: Request) -> Response:
+    """End the profile under way; its trace appears soon."""
+    await _read(request, ContinueBody)
+    answer = await _ask(request, StopProfileReqInput(), PROFILE_TIMEOUT)
+    return json_response({"success": True, **answer.data})
+
+
+async def _read(request: Request, kind: type[T]) -> T:
+    body = await read_json(request, kind, may_be_empty=True)
+    refuse_fields(body)
+    return body
+
+
+async def _ask(
+    request: Request, message: ControlReq, timeout: float = QUICK_TIMEOUT
+) -> ControlReqOutput:
+    return checked(await context_of(request).manager.control.ask(message, timeout))
+
+
+ROUTES: Final = (
+    Route("/open_session", open_session, methods=["POST"]),
+    Route("/close_session", close_session, methods=["POST"]),
+    Route("/pause_generation", pause_generation, methods=["POST"]),
+    Route("/continue_generation", continue_generation, methods=["POST"]),
+    Route("/start_profile", start_profile, methods=["POST"]),
+    Route("/stop_profile", stop_profile, methods=["POST"]),
+)

@@ -1,0 +1,119 @@
+"""Profiles steps with `torch.profiler`, within bounds, and writes a trace."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.profiler import ProfilerActivity, profile
+
+from sglang.srt.environ import envs
+from sglang.srt.hardware_backend.device_runtime import device_runtime
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.messages.io_struct import StartProfileReqInput, StopProfileReqInput
+    from sglang.srt.managers.scheduler.state import SchedulerState
+
+logger = logging.getLogger(__name__)
+
+_MOST_SECONDS: Final = 600.0
+"""Seconds after which a profile ends, however few steps there were."""
+
+
+class StepProfiler:
+    """One profile of a rank at a time. It ends by itself after a number of steps.
+
+    Threads: the scheduler's. A thread `profile` writes the trace of a profile that has ended.
+
+    Attributes:
+        is_running: True if `tick` must be called.
+    """
+
+    def __init__(self, state: SchedulerState, rank: int) -> None:
+        self._state = state
+        self._rank = rank
+        self._profile: profile | None = None
+        self._path = Path()
+        self._last_step = 0
+        self._deadline = 0.0
+        self._writer: threading.Thread | None = None
+        self.is_running = False
+
+    def start(self, message: StartProfileReqInput) -> dict[str, Any]:
+        """Begin to profile `message.num_steps` steps. Raises ValueError: the reason why not."""
+        if self.is_running:
+            raise ValueError("a profile is under way: POST /stop_profile ends it")
+        if self._writer is not None and self._writer.is_alive():
+            raise ValueError("the last profile is being written: try again soon")
+        device = self._state.pools.device.type
+        wanted = message.activities or (["CPU", "GPU"] if device == "cuda" else ["CPU"])
+        if "GPU" in wanted and device != "cuda":
+            raise ValueError(f"activities: this server runs on {device}: leave GPU out")
+        kinds = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
+        folder = Path(envs.SGLANG_TORCH_PROFILER_DIR.get())
+        self._path = folder / f"{message.profile_id}-TP-{self._rank}.trace.json.gz"
+        try:
+            self._profile = profile(
+                activities=[kinds[one] for one in wanted], record_shapes=message.record_shapes
+            )
+            self._profile.start()
+        except RuntimeError as error:
+            self._profile = None
+            raise ValueError(f"torch cannot profile: {error}") from None
+        self._last_step = self._num_steps() + message.num_steps
+        self._deadline = self._state.now + _MOST_SECONDS
+        self.is_running = True
+        logger.info("profiling up to %d steps", message.num_steps)
+        return {"file": str(self._path)}
+
+    def stop(self, message: StopProfileReqInput) -> dict[str, Any]:
+        """End the profile. Raises ValueError: there is none."""
+        if not self.is_running:
+            raise ValueError("no profile is under way: it may have had all its steps")
+        self._end()
+        return {"file": str(self._path)}
+
+    def tick(self) -> None:
+        """End the profile that has had its steps or its time."""
+        if self._num_steps() >= self._last_step or self._state.now >= self._deadline:
+            self._end()
+
+    def close(self) -> None:
+        """End the profile under way, and wait for its trace."""
+        if self.is_running:
+            self._end()
+        if self._writer is not None:
+            self._writer.join()
+
+    def _num_steps(self) -> int:
+        counters = self._state.counters
+        return counters.prefill_batches + counters.decode_steps
+
+    def _end(self) -> None:
+        ended, self._profile, self.is_running = self._profile, None, False
+        assert ended is not None, "it runs"
+        device_runtime(self._state.pools.device).synchronize()
+        ended.stop()
+        self._writer = threading.Thread(
+            target=_write, args=(ended, self._path), name="profile", daemon=True
+        )
+        self._writer.start()
+
+
+def _write(ended: profile, path: Path) -> None:
+    """Write a trace; the file appears when it is whole."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Others may write to the folder, so nobody else may know the name before.
+        with tempfile.TemporaryDirectory(prefix=".profile-", dir=path.parent) as own:
+            written = Path(own) / path.name
+            ended.export_chrome_trace(str(written))
+            os.replace(written, path)
+    except (OSError, RuntimeError) as error:
+        logger.error("the profile %s was not written: %s", path, error)
+        return
+    logger.info("wrote the profile %s", path)

@@ -1,0 +1,198 @@
+"""Pauses: no step is launched, all else goes on, and answers stay the same. Profiles of steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rigs.disaggregation.prefill_rig import PrefillRig
+from rigs.schedulers.rank_rigs import RankRigs
+from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
+from sglang.srt.environ import envs
+from sglang.srt.managers.messages.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    GetInternalStateReq,
+    PauseGenerationReqInput,
+    ShutdownReq,
+    StartProfileReqInput,
+    StopProfileReqInput,
+)
+from sglang.srt.managers.scheduler import profiler
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+
+register_cpu_ci(est_time=9, suite="base-a-test-cpu")
+register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
+
+PAUSE, CONTINUE = PauseGenerationReqInput(req_id="pause"), ContinueGenerationReqInput(req_id="go")
+
+
+def num_steps(rig: SchedulerRig) -> int:
+    counters = rig.scheduler.state.counters
+    return counters.prefill_batches + counters.decode_steps
+
+
+def test_a_paused_scheduler_launches_nothing_and_then_goes_on(
+    model: Path, alone: list[list[int]]
+) -> None:
+    rig = SchedulerRig(model, chunked_prefill_size=16)
+    first, second, *others = [rig.request(str(n), ids) for n, ids in enumerate(PROMPTS)]
+    rig.step(first, second)
+    for _ in range(3):
+        rig.step()
+    rig.step(PAUSE, *others[:2])
+    assert rig.answers[-1].success
+    assert rig.scheduler.state.in_flight is None, "its results are there before the answer"
+    before = num_steps(rig)
+    for _ in range(5):
+        rig.step(*others[2:], GetInternalStateReq(req_id="state"))
+        others = others[:2]
+        rig.check()
+    assert num_steps(rig) == before
+    assert rig.answers[-1].data["is_paused"]
+    assert len(rig.answers) == 6, "it answers"
+    assert rig.scheduler.poll_timeout_ms() == 20, "it does not spin"
+    rig.run(CONTINUE)
+    assert [rig.results[str(n)].output_ids for n in range(len(PROMPTS))] == alone
+
+
+def test_a_paused_scheduler_ends_aborted_requests_and_flushes(model: Path) -> None:
+    rig = SchedulerRig(model)
+    rig.step(rig.request("runs", PROMPTS[2], greedy(30)))
+    rig.step(PAUSE, rig.request("waits", PROMPTS[1]))
+    rig.step(AbortReq(abort_all=True), FlushCacheReqInput(req_id="flush"))
+    assert rig.answers[-1].success and rig.tree.total_size() == 0
+    for rid in ("runs", "waits"):
+        reason = rig.results[rid].finish_reason
+        assert reason is not None and reason.status_code == 499
+    assert rig.scheduler.poll_timeout_ms() == 1000, "nothing is left to do"
+    rig.step(CONTINUE, CONTINUE)
+    assert [answer.success for answer in rig.answers] == [True] * 4
+    rig.assert_clean()
+
+
+def test_a_shutdown_ends_the_pause(model: Path) -> None:
+    rig = SchedulerRig(model)
+    rig.step(rig.request("r", PROMPTS[0], greedy(5)))
+    rig.step(PAUSE)
+    rig.step(ShutdownReq(timeout=100.0), PauseGenerationReqInput(req_id="late"))
+    late = rig.answers[-1]
+    assert (late.req_id, late.success) == ("late", False) and "shutting down" in late.message
+    for _ in range(20):
+        rig.step()
+    assert rig.scheduler.is_stopped
+    assert len(rig.results["r"].output_ids) == 5
+
+
+def test_ranks_pause_alike(model: Path, alone: list[list[int]]) -> None:
+    ranks = RankRigs(model, 2, 1)
+    try:
+        ranks.step(ranks.request("0", PROMPTS[0]), ranks.request("1", PROMPTS[1]))
+        for rig in ranks.rigs:
+            rig.scheduler._outputs.answer = lambda output: None  # type: ignore[method-assign]
+        ranks.step(PAUSE, ranks.request("2", PROMPTS[2]))
+        before = list(map(num_steps, ranks.rigs))
+        for _ in range(3):
+            ranks.step()
+        assert list(map(num_steps, ranks.rigs)) == before
+        ranks.run(CONTINUE)
+        assert [ranks.results[str(n)].output_ids for n in range(3)] == alone[:3]
+    finally:
+        ranks.close()
+
+
+def test_a_paused_prefill_server_hands_over_what_it_has(model: Path) -> None:
+    rig = PrefillRig(model)
+    rig.compute(rig.ask("done", prompt(1, 18), 5))
+    rig.step(PAUSE, rig.ask("waits", prompt(2, 18), 6))
+    rig.manager.outcomes[5] = ""
+    rig.step()
+    assert rig.end("done").type == "length"
+    for _ in range(3):
+        rig.step()
+    assert 6 not in rig.manager.tokens
+    rig.step(CONTINUE)
+    rig.run_until(lambda: 6 in rig.manager.tokens)
+    rig.manager.outcomes[6] = ""
+    rig.step()
+    assert rig.end("waits").type == "length"
+    rig.close()
+
+
+# ---- profiles ------------------------------------------------------------------------------------
+
+
+def start(num_steps: int, **fields: object) -> StartProfileReqInput:
+    return StartProfileReqInput(req_id="start", profile_id="p", num_steps=num_steps, **fields)  # type: ignore[arg-type]
+
+
+def written(rig: SchedulerRig) -> dict[str, object]:
+    """The trace, once the thread has written it."""
+    rig.scheduler._control._profiler.close()
+    (file,) = Path(envs.SGLANG_TORCH_PROFILER_DIR.get()).iterdir()
+    assert str(file) == rig.answers[0].data["file"] and file.name == "p-TP-0.trace.json.gz"
+    with gzip.open(file) as text:
+        found: dict[str, object] = json.load(text)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Iterator[None]:
+    with envs.SGLANG_TORCH_PROFILER_DIR.override(str(tmp_path / "traces")):
+        yield
+
+
+def test_a_profile_ends_after_its_steps(model: Path) -> None:
+    rig = SchedulerRig(model)
+    rig.step(rig.request("r", PROMPTS[0], greedy(8)), start(3))
+    assert rig.answers[0].success, rig.answers[0].message
+    rig.step(start(3))
+    assert "under way" in rig.answers[1].message
+    while rig.scheduler._control._profiler.is_running:
+        assert num_steps(rig) <= 3
+        rig.step()
+    rig.run()
+    assert "traceEvents" in written(rig)
+    rig.step(StopProfileReqInput(req_id="stop"))
+    assert not rig.answers[-1].success and "no profile" in rig.answers[-1].message
+    rig.close()
+
+
+def test_a_profile_ends_when_it_is_told_or_after_its_time(model: Path) -> None:
+    rig = SchedulerRig(model)
+    rig.step(start(100, activities=["CPU"], record_shapes=True))
+    rig.step(rig.request("r", PROMPTS[0], greedy(8)), StopProfileReqInput(req_id="stop"))
+    assert [answer.success for answer in rig.answers] == [True, True]
+    written(rig)
+    rig.step(start(100))
+    rig.now += profiler._MOST_SECONDS
+    rig.step()
+    assert not rig.scheduler._control._profiler.is_running
+    rig.run()
+    rig.step(start(100))
+    rig.close()
+    assert not rig.scheduler._control._profiler.is_running
+
+
+def test_a_profile_that_cannot_be_made_costs_no_request(
+    model: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    rig = SchedulerRig(model)
+    if rig.device == "cpu":
+        rig.step(start(1, activities=["GPU"]))
+        assert "this server runs on cpu" in rig.answers[-1].message
+    (tmp_path / "traces").write_text("")
+    rig.step(rig.request("r", PROMPTS[0], greedy(3)), start(1))
+    rig.run()
+    rig.scheduler._control._profiler.close()
+    assert "was not written" in caplog.text and len(rig.results["r"].output_ids) == 3
+    rig.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
