@@ -42,7 +42,13 @@ from rigs.schedulers.random_setup import impatient, speculation
 from rigs.schedulers.scheduler_rig import Collected, SchedulerRig
 from rigs.schedulers.step_watchdog import log_kept
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import AbortReq, FlushCacheReqInput, ToScheduler
+from sglang.srt.managers.messages.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+    ToScheduler,
+)
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3 import attached_store
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
@@ -72,6 +78,7 @@ FEATURES: Final = (
     "many requests",
     "overlap",
     "parts of prompts",
+    "pauses",
     "priority",
     "prompt logprobs",
     "retraction",
@@ -138,6 +145,8 @@ class MixedScheduler:
     def __init__(self, seed: int, mix: Mix | None = None) -> None:
         mixes = covering_mixes()
         self.rng = random.Random(seed)
+        # Drawn apart, so that the rest of a run stays that of its seed.
+        self._pausing = random.Random(f"{seed} pauses")
         self.mix = mix or mixes[seed % len(mixes)]
         self.outcome = MixedOutcome(mix=self.mix)
         self._cold = _cold(self.mix.family, self.mix.kv_cache_dtype)
@@ -246,12 +255,18 @@ class MixedScheduler:
                 messages.append(AbortReq(rid=one.message.rid))
             if self.mix.damages_l2 and rng.random() < 0.2 and flip_any(self.rig.tree, rng):
                 self.outcome.counts["damaged in L2"] += 1
+            if self._pausing.random() < (0.2 if self._is_paused else 0.06):
+                messages.append(self._pause_or_continue())
             self._step(*messages)
 
     def _step(self, *messages: ToScheduler) -> None:
         rig = self.rig
+        counters, was_paused = rig.scheduler.state.counters, self._is_paused
+        before = counters.prefill_batches, counters.decode_steps
         rig.step(*messages)
         self.outcome.steps += 1
+        if was_paused and self._is_paused:
+            assert (counters.prefill_batches, counters.decode_steps) == before
         if len(rig.scheduler.state.queues.alive) >= _MANY:
             self.outcome.run_features.add("many requests")
         if self.rng.random() < 0.1:
@@ -263,6 +278,8 @@ class MixedScheduler:
 
     def _come_to_rest(self) -> None:
         rig, began = self.rig, time.monotonic()
+        if self._is_paused:
+            self._step(self._pause_or_continue())
         for steps in itertools.count():
             if not self._asked and rig.scheduler.is_idle():
                 break
@@ -281,6 +298,15 @@ class MixedScheduler:
             assert rig.answers.pop().success, "a flush at rest is done at once"
         elif self.mix.tiers > 1:
             rig.tree.evict(EvictParams(num_tokens=rig.scheduler.state.limits.pool_tokens))
+
+    @property
+    def _is_paused(self) -> bool:
+        return self.rig.scheduler._control.is_paused
+
+    def _pause_or_continue(self) -> ToScheduler:
+        self.outcome.counts["pauses"] += not self._is_paused
+        kind = ContinueGenerationReqInput if self._is_paused else PauseGenerationReqInput
+        return kind(req_id="pause")
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -331,6 +357,7 @@ class MixedScheduler:
             "damage": outcome.counts["damaged in L2"] > 0,
             "retraction": counters.retractions > 0,
             "parts of prompts": mix.chunk_tokens > 0,
+            "pauses": outcome.counts["pauses"] > 0,
         }
         outcome.run_features |= {name for name, has in happened.items() if has}
         outcome.counts["retractions"] += counters.retractions

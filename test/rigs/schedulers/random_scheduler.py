@@ -43,11 +43,13 @@ from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
     ClearHiCacheReqInput,
+    ContinueGenerationReqInput,
     DetachHiCacheStorageReqInput,
     FlushCacheReqInput,
     GetHiCacheStorageReqInput,
     GetInternalStateReq,
     GetMetricsReq,
+    PauseGenerationReqInput,
     ShutdownReq,
     ToScheduler,
 )
@@ -98,6 +100,8 @@ class RandomScheduler:
 
     def __init__(self, seed: int, setup: Setup | None = None) -> None:
         self.rng = random.Random(seed)
+        # Drawn apart, so that the rest of a run stays that of its seed.
+        self._pausing = random.Random(f"{seed} pauses")
         self.setup = setup or Setup.draw(self.rng)
         kind = ObjectFolder if self.setup.backend == FILE else ObjectStore
         self.store = kind(seed, damages=self.setup.verify_checksum, breaks_contract=seed % 2 == 1)
@@ -182,17 +186,23 @@ class RandomScheduler:
                 self._move_store()
             if self.setup.damages_l2 and rng.random() < 0.1:
                 self.outcome.counts["damaged in L2"] += flip_any(self.rig.tree, rng)
+            if self._pausing.random() < (0.15 if self._is_paused else 0.01):
+                messages.insert(0, self._pause_or_continue())
             self._step(*messages)
 
     def _step(self, *messages: ToScheduler) -> None:
         """Run one tick, and check the invariants after it."""
         rig, state = self.rig, self.rig.scheduler.state
         before = state.counters.prefill_batches + state.counters.decode_steps
+        was_paused = self._is_paused
         began = time.monotonic()
         with self._watchdog.within(_HANG_S):
             rig.step(*messages)
         self.outcome.steps += 1
         self._working_steps += state.counters.prefill_batches + state.counters.decode_steps - before
+        if was_paused and self._is_paused:
+            done = state.counters.prefill_batches + state.counters.decode_steps
+            assert done == before and state.in_flight is None, "a step in a pause"
         tree = rig.tree
         if isinstance(tree, HiRadixCache) and tree.store.epoch != self._epoch:
             self._epoch, self._epoch_began = tree.store.epoch, began
@@ -213,6 +223,8 @@ class RandomScheduler:
         if self.rng.random() < 0.7:
             self.store.set_mood("quick")
         began, steps = time.monotonic(), 0
+        if self._is_paused:
+            self._step(self._pause_or_continue())
         while self._sent or not rig.scheduler.is_idle() or self._unanswered:
             if steps % 5 == 4:
                 self.store.release()
@@ -234,6 +246,8 @@ class RandomScheduler:
         """Shut down with requests under way: all of them end, and the loop ends."""
         for _ in range(self.rng.randint(0, 3)):
             self._step(*self._arrivals())
+        if self._pausing.random() < 0.5:
+            self._step(self._pause_or_continue())
         timeout = self.rng.choice((0.0, 3.0, 1000.0))
         for sent in self._sent.values():
             sent.may_be_aborted = True
@@ -332,6 +346,15 @@ class RandomScheduler:
         name = f"c{self._num_controls}"
         self._unanswered.add(name)
         return name
+
+    @property
+    def _is_paused(self) -> bool:
+        return self.rig.scheduler._control.is_paused
+
+    def _pause_or_continue(self) -> ToScheduler:
+        self.outcome.counts["pauses"] += not self._is_paused
+        kind = ContinueGenerationReqInput if self._is_paused else PauseGenerationReqInput
+        return kind(req_id=self._control_id())
 
     def _attach(self) -> AttachHiCacheStorageReqInput:
         rng = self.rng
