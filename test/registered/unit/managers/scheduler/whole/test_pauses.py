@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rigs.disaggregation.decode_rig import DecodeRig
 from rigs.disaggregation.prefill_rig import PrefillRig
 from rigs.schedulers.rank_rigs import RankRigs
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
@@ -89,12 +90,14 @@ def test_a_shutdown_ends_the_pause(model: Path) -> None:
     assert len(rig.results["r"].output_ids) == 5
 
 
-def test_ranks_pause_alike(model: Path, alone: list[list[int]]) -> None:
+def test_ranks_pause_alike(
+    model: Path, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = RankRigs(model, 2, 1)
     try:
         ranks.step(ranks.request("0", PROMPTS[0]), ranks.request("1", PROMPTS[1]))
         for rig in ranks.rigs:
-            rig.scheduler._outputs.answer = lambda output: None  # type: ignore[method-assign]
+            monkeypatch.setattr(rig.scheduler._outputs, "answer", lambda output: None)
         ranks.step(PAUSE, ranks.request("2", PROMPTS[2]))
         before = list(map(num_steps, ranks.rigs))
         for _ in range(3):
@@ -121,6 +124,24 @@ def test_a_paused_prefill_server_hands_over_what_it_has(model: Path) -> None:
     rig.manager.outcomes[6] = ""
     rig.step()
     assert rig.end("waits").type == "length"
+    rig.close()
+
+
+def test_a_paused_decode_server_reads_prompts_and_decodes_later(model: Path) -> None:
+    rig = DecodeRig(model)
+    ids = prompt(1, 10)
+    rig.step(PAUSE)
+    rig.step(rig.ask("a", ids, 5, greedy(6), stream=True), rig.ask("gone", prompt(2, 10), 6))
+    first, gone = rig.servers.begun
+    first.come(ids)
+    rig.step(AbortReq(rid="gone"))
+    for _ in range(3):
+        rig.step()
+    assert gone.is_cancelled and num_steps(rig) == 0
+    assert rig.results["a"].output_ids == [11], "the prefill server's"
+    gone.is_settled = True
+    rig.run(CONTINUE)
+    assert len(rig.results["a"].output_ids) == 6
     rig.close()
 
 
