@@ -38,8 +38,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Form of the events; there is one."""
 
     def describe(self, block_size: int) -> dict[str, Any]:
-        """What a router needs to subscribe, under SGLang's names. Host and port of a path are
-        None."""
+        """Addresses, topic and block size under SGLang's names, for routers. Host and port of a
+        path are None."""
         host, port = _host_and_port(self.endpoint)
         return {
             "publisher": self.publisher,

@@ -126,7 +126,7 @@ async def server_info(request: Request) -> Response:
 
 
 def _kv_events(args: ServerArgs) -> dict[str, Any] | None:
-    """Where routers subscribe to events of KV blocks; None: there are none."""
+    """Addresses of KV events, for routers; None: none are published."""
     config = args.kv_events()
     assert args.page_size is not None, "resolved arguments have a page size"
     return None if config is None else config.describe(args.page_size)

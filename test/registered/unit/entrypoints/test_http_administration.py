@@ -11,13 +11,13 @@ import pytest
 
 from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 from sglang.srt.arg_groups.kv_events_config import KVEventsConfig
+from sglang.srt.managers.messages.cache_key import combine_extra_key
 from sglang.srt.managers.messages.io_struct import (
     AttachHiCacheStorageReqInput,
     FlushCacheReqInput,
     SessionReqInput,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.utils.cache_key import combine_extra_key
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -16,7 +16,6 @@ import torch
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.layers.penalties import TokenHistory
-from sglang.srt.managers.messages.cache_key import tenant_of
 from sglang.srt.managers.messages.cache_report import CacheReport
 from sglang.srt.managers.messages.io_struct import (
     CachedTokensDetails,
