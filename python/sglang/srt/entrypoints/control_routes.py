@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -32,8 +32,6 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.managers.tokenizer.request_limits import check_session
 from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT
 from sglang.srt.utils.auth import AuthLevel, auth_level
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_STEPS: Final = 500
 """Most steps of a profile, which are kept in memory until its end."""
@@ -85,7 +83,8 @@ class ProfileBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 async def open_session(request: Request) -> Response:
     """The id of a session; what is kept for a session that is known is kept longer."""
-    body = await _read(request, OpenSessionBody)
+    body = await read_json(request, OpenSessionBody, may_be_empty=True)
+    refuse_fields(body)
     name = uuid.uuid4().hex if body.session_id is None else body.session_id
     await _ask(request, _session(body, name))
     return json_response(name)
@@ -93,7 +92,7 @@ async def open_session(request: Request) -> Response:
 
 async def close_session(request: Request) -> Response:
     """End a session: nothing is kept for it any more. An unknown one is no error."""
-    body = await _read(request, SessionBody)
+    body = await read_json(request, SessionBody, may_be_empty=True)
     if body.session_id is None:
         raise bad_request("session_id: name the session that ends", "session_id")
     message = _session(body, body.session_id)
@@ -112,7 +111,7 @@ def _session(body: SessionBody, name: str) -> SessionReqInput:
 async def pause_generation(request: Request) -> Response:
     """Launch no further step. Requests wait, or with `abort` those under way end."""
     manager = context_of(request).manager
-    body = await _read(request, PauseBody)
+    body = await read_json(request, PauseBody, may_be_empty=True)
     if (refusal := manager.ending or manager.refusal) is not None:
         raise ApiError(503, refusal)
     if body.abort or body.mode == "abort":
@@ -124,7 +123,7 @@ async def pause_generation(request: Request) -> Response:
 @auth_level(AuthLevel.ADMIN_FORCE)
 async def continue_generation(request: Request) -> Response:
     """End a pause. Without one, nothing happens."""
-    await _read(request, ContinueBody)
+    await read_json(request, ContinueBody, may_be_empty=True)
     checked(await context_of(request).manager.resume())
     return json_response({"success": True, "message": "generation continues"})
 
@@ -132,7 +131,8 @@ async def continue_generation(request: Request) -> Response:
 @auth_level(AuthLevel.ADMIN_FORCE)
 async def start_profile(request: Request) -> Response:
     """Profile the next steps on every rank; the answer names the trace of the first one."""
-    body = await _read(request, ProfileBody)
+    body = await read_json(request, ProfileBody, may_be_empty=True)
+    refuse_fields(body)
     message = StartProfileReqInput(
         profile_id=datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f"),
         num_steps=MOST_STEPS // 10 if body.num_steps is None else body.num_steps,
@@ -146,15 +146,9 @@ async def start_profile(request: Request) -> Response:
 @auth_level(AuthLevel.ADMIN_FORCE)
 async def stop_profile(request: Request) -> Response:
     """End the profile under way; its trace appears soon."""
-    await _read(request, ContinueBody)
+    await read_json(request, ContinueBody, may_be_empty=True)
     answer = await _ask(request, StopProfileReqInput(), PROFILE_TIMEOUT)
     return json_response({"success": True, **answer.data})
-
-
-async def _read(request: Request, kind: type[T]) -> T:
-    body = await read_json(request, kind, may_be_empty=True)
-    refuse_fields(body)
-    return body
 
 
 async def _ask(
