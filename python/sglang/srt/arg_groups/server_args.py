@@ -405,7 +405,7 @@ class ServerArgs(HiCacheArgs, DisaggregationArgs, ObservabilityArgs, Speculative
             attention_backend=self.attention_backend or kind.attention_backends[0],
             chunked_prefill_size=chunk,
         )
-        # Those that have none on any device were named before.
+        # The command line's warning has named the others.
         warn_of_ignored([one for one in without_effect(args) if one not in without_effect(self)])
         return args._settled()
 

@@ -1,7 +1,7 @@
 """Suggestions for misspelt names.
 
-A suggestion must not lead to another feature: `--dcp-size` is no misspelt `--dp-size`. So a name is
-suggested only if it has the same words, of which at most one has one typing error.
+A suggestion must not lead to another feature: `--dcp-size` is no misspelt `--dp-size`. A suggested
+name has the same words; at most one of them has one typing error.
 """
 
 from __future__ import annotations

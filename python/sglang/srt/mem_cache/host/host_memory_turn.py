@@ -1,8 +1,8 @@
 """Turns of servers that take host memory for L2.
 
 A server that sizes L2 by what the host has left looks, and takes its share seconds later. Two that
-look at the same time would both take it. So such a server looks and takes alone; servers with a
-fixed size take memory beside each other, but not beside it.
+look at the same time would both take it. Such a server waits until no other takes memory, and keeps
+the others waiting. Servers with a fixed size take memory beside each other.
 
 The turn is a `flock` on a file of the user in the temporary directory: the kernel ends it with the
 process. It does not reach servers of other users, or in containers with other temporary files.

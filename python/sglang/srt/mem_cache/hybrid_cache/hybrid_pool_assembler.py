@@ -105,7 +105,7 @@ def build_kv_host_stack(
     """
     ranks = ranks or SingleRank()
     by_share = host_memory_fraction is not None and not size_gb
-    # With a share, the first rank's turn is that of all.
+    # The first rank waits for the turn of all ranks.
     has_turn = not by_share or ranks.rank == 0
     with host_memory_turn(alone=by_share) if has_turn else nullcontext():
         # A collective. After it the first rank has its turn.

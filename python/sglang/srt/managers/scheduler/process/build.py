@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.process.run import TickWatchdog
     from sglang.srt.mem_cache.tree.radix_cache import RadixCache
     from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 _EXAMPLE_PREFIX: Final = 8192
 """Length in tokens of the example prefix in the log line about states."""
@@ -228,19 +231,22 @@ def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
 
 
 def check_model_flags(server_args: ServerArgs, model_config: ModelConfig) -> None:
-    """Refuse flags of recurrent states with a model that keeps none: a ValueError names flag and
-    model. Windows are such states, except for their dtype."""
+    """Warn of flags of recurrent states with a model that keeps none. Windows are such states,
+    except for their dtype."""
     if model_config.linear_attention_layers:
         return
     has_windows = bool(model_config.sliding_window_layers)
-    for field in dataclasses.fields(server_args):
-        is_set = getattr(server_args, field.name) != field.default
-        is_used = has_windows and field.name != "mamba_ssm_dtype"
-        if is_set and "mamba" in field.name and not is_used:
-            raise ValueError(
-                f"{flag_name(field.name)} has no effect on {model_config.architecture}, which "
-                "keeps no recurrent states: leave it out"
-            )
+    given = [
+        flag_name(field.name)
+        for field in dataclasses.fields(server_args)
+        if "mamba" in field.name and getattr(server_args, field.name) != field.default
+    ]
+    unused = [one for one in given if not has_windows or one == "--mamba-ssm-dtype"]
+    if unused:
+        logger.warning(
+            "no effect on %s, which keeps no recurrent states: %s",
+            model_config.architecture, ", ".join(unused),
+        )  # fmt: skip
 
 
 def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -> list[str]:

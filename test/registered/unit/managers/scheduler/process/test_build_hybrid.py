@@ -150,34 +150,39 @@ def test_a_layout_that_states_do_not_have_ends_the_start_with_the_name_of_their_
         build_scheduler(cached_args(hybrid, hicache_mem_layout="page_first_kv_split"))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"max_mamba_cache_size": 4},
-        {"mamba_ssm_dtype": "bfloat16"},
-        {"mamba_full_memory_ratio": 2.0},
-        {"mamba_track_interval": 128},
-        {"mamba_scheduler_strategy": "no_buffer"},
-    ],
-)
-def test_flags_of_states_are_refused_where_there_are_none(
-    tmp_path: Path, fields: dict[str, Any]
+def test_flags_of_states_are_ignored_with_a_warning_where_there_are_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny_checkpoint(tmp_path, "qwen3")
     config = ModelConfig.from_path(str(tmp_path))
-    args = ServerArgs(model_path=str(tmp_path), **fields).resolve()
-    with pytest.raises(ValueError, match=r"mamba.* has no effect on Qwen3ForCausalLM"):
-        check_model_flags(args, config)
+    check_model_flags(ServerArgs(model_path=str(tmp_path)).resolve(), config)
+    assert not caplog.records
+    args = ServerArgs(
+        model_path=str(tmp_path),
+        max_mamba_cache_size=4,
+        mamba_full_memory_ratio=2.0,
+        mamba_ssm_dtype="bfloat16",
+        mamba_track_interval=128,
+    )
+    check_model_flags(args.resolve(), config)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "no effect on Qwen3ForCausalLM, which keeps no recurrent states: --max-mamba-cache-size, "
+        "--mamba-full-memory-ratio, --mamba-ssm-dtype, --mamba-track-interval"
+    )
 
 
-def test_flags_of_sizes_hold_for_windows_and_that_of_dtypes_does_not(tmp_path: Path) -> None:
+def test_flags_of_sizes_hold_for_windows_and_that_of_dtypes_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_tiny_checkpoint(tmp_path, "ministral")
     config = ModelConfig.from_path(str(tmp_path))
     args = ServerArgs(model_path=str(tmp_path), max_mamba_cache_size=4).resolve()
     check_model_flags(args, config)
+    assert not caplog.records
     args = ServerArgs(model_path=str(tmp_path), mamba_ssm_dtype="bfloat16").resolve()
-    with pytest.raises(ValueError, match="mamba-ssm-dtype has no effect on MinistralForCausalLM"):
-        check_model_flags(args, config)
+    check_model_flags(args, config)
+    assert "MinistralForCausalLM, which keeps no recurrent states: --mamba-ssm-d" in caplog.text
 
 
 if __name__ == "__main__":
