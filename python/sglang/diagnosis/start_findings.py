@@ -10,6 +10,7 @@ from typing import Final
 from sglang.diagnosis.findings import Finding, State
 from sglang.diagnosis.machine_facts import CPU_WHEELS
 from sglang.srt.arg_groups.cli import FlagErrors
+from sglang.srt.arg_groups.disaggregation import variables_of
 from sglang.srt.arg_groups.foreign_flags import warnings_about_variables
 from sglang.srt.distributed.device_communicators.mooncake_library import load_transfer_engine
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
@@ -122,14 +123,16 @@ def flag_findings(argv: Sequence[str]) -> Iterator[Finding]:
     except ValueError as error:
         yield _refused("flags", str(error))
         return
-    count = 0
-    for check in _CHECKS:
-        try:
-            check(args)
-        except ValueError as error:
-            count += 1
-            yield _refused(check.__name__.removeprefix("check_").replace("_", " "), str(error))
-    if not count:
+    refused = []
+    with variables_of(args):
+        for check in _CHECKS:
+            try:
+                check(args)
+            except ValueError as error:
+                name = check.__name__.removeprefix("check_").replace("_", " ")
+                refused.append(_refused(name, str(error)))
+    yield from refused
+    if not refused:
         yield Finding(section="start", name="flags", value=" ".join(argv) or "no flags")
 
 

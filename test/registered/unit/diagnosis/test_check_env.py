@@ -62,6 +62,17 @@ def test_flags_and_a_port_in_use_are_refused(capsys: pytest.CaptureFixture[str])
     assert status == 1 and "did you mean --tp-size?" in json.dumps(found)
 
 
+def test_flags_stand_for_variables_as_in_a_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "no such protocol")
+    backend = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend")
+    for name, is_refused in (("mooncake", True), ("mooncake_tcp", False)):
+        _, found = checked(capsys, *backend, name)
+        refused = [one["name"] for one in found["findings"] if one["state"] == "refused"]
+        assert ("disaggregation" in refused) is is_refused, refused
+
+
 def test_it_imports_no_torch() -> None:
     code = (
         "import sys; from sglang.check_env import main; main([]); "
