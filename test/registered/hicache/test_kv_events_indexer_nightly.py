@@ -176,7 +176,9 @@ def test_equal_tokens_under_other_keys_are_not_mixed_up(tmp_path: Path, keyed: b
         for step, holds in enumerate([KEYS[1:], KEYS, KEYS[:1], KEYS[2:], []]):
             rig.flush()
             for key in holds:
-                rig.run([*IDS, 7], extra_key=combine_extra_key(*key))
+                # It takes no notice of sessions.
+                session = None if step % 2 else "agent"
+                rig.run([*IDS, 7], extra_key=combine_extra_key(*key), session=session)
             mark = [1000 + step] * PAGE
             rig.run([*mark, 7])
             publisher.publish(rig.tree.take_events())
