@@ -216,9 +216,8 @@ class HiCacheFile(HiCacheStorage):
         own = self.storage_config.namespace if self.storage_config else ""
         others = len(self._files.namespaces() - {own})
         if self._room is not None:
-            known = self._room.usage()
-            usage = StorageUsage() if known is None else StorageUsage(*known)
-            return usage._replace(num_other_namespaces=others)
+            used, total, count, removed = self._room.usage() or (None, None, None, None)
+            return StorageUsage(used, total, count, removed, others)
         try:
             found = os.statvfs(self._files.root)
         except OSError as error:
