@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from sglang.srt.constants import OPENAI_SAMPLING
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import SamplingParams, read_params
 from sglang.srt.utils.json_files import read_json
 
 GENERATION_CONFIG: Final = "generation_config.json"
@@ -53,7 +53,7 @@ def sampling_defaults(model_path: str, setting: str, vocab_size: int) -> Samplin
     if values.get("top_k") == 0:
         values["top_k"] = -1  # In this file 0 is the whole vocabulary.
     try:
-        params = msgspec.convert(values, SamplingParams)
+        params: SamplingParams = read_params(values)
         params.verify(vocab_size)
     except (msgspec.ValidationError, ValueError) as error:
         raise ValueError(

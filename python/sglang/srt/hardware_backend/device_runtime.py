@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.profiler import ProfilerActivity
 
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, DeviceKind
 from sglang.srt.hardware_backend.leaf_hash import host_digests, pieces_of
@@ -237,6 +238,11 @@ class DeviceRuntime(ABC):
         """Bytes of shared memory of a multiprocessor, which the programs there divide. A program
         takes 1 KiB more than it asks for. Interpreted kernels have as much as on Hopper."""
         return 228 << 10
+
+    @property
+    def profiled_activity(self) -> ProfilerActivity | None:
+        """The device's part of a profile by torch; None: torch profiles none."""
+        return None
 
     def on_kernel_compiled(self, report: Callable[[str], None]) -> None:
         """Call `report` with the name of each kernel that Triton compiles, or reads from its cache

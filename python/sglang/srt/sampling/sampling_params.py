@@ -6,6 +6,7 @@ parameters of a request and sends a `normalize`d copy of them; the other process
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -195,6 +196,11 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
                 )
             _require_token_ids("logit_bias", (int(key[:20]),), vocab_size)
             _require_float(f"logit_bias[{key}]", value, -1e6, 1e6)
+
+
+read_params: Final = functools.partial(msgspec.convert, type=SamplingParams)
+"""Makes parameters from a dict. Raises msgspec.ValidationError, which names the field."""
+read_params({})  # Threads that use a type for the first time get in each other's way.
 
 
 def _require_float(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from sglang.srt.hardware_backend.accelerator import AcceleratorRuntime
 from sglang.srt.hardware_backend.device_kinds import CUDA
@@ -88,6 +89,10 @@ class CudaRuntime(AcceleratorRuntime):
     def shared_memory(self) -> int:
         gpu: Any = self._api.get_device_properties(self._target)
         return int(gpu.shared_memory_per_multiprocessor)
+
+    @property
+    def profiled_activity(self) -> ProfilerActivity:
+        return ProfilerActivity.CUDA
 
     def on_kernel_compiled(self, report: Callable[[str], None]) -> None:
         if importlib.util.find_spec("triton") is None:

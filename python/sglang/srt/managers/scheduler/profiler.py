@@ -50,10 +50,12 @@ class StepProfiler:
         if self._writer is not None and self._writer.is_alive():
             raise ValueError("the last profile is being written: try again soon")
         device = self._state.pools.device.type
-        wanted = message.activities or (["CPU", "GPU"] if device == "cuda" else ["CPU"])
-        if "GPU" in wanted and device != "cuda":
+        kinds = {"CPU": ProfilerActivity.CPU}
+        if (activity := device_runtime(device).profiled_activity) is not None:
+            kinds["GPU"] = activity
+        wanted = message.activities or list(kinds)
+        if not kinds.keys() >= set(wanted):
             raise ValueError(f"activities: this server runs on {device}: leave GPU out")
-        kinds = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
         folder = Path(envs.SGLANG_TORCH_PROFILER_DIR.get())
         self._path = folder / f"{message.profile_id}-TP-{self._rank}.trace.json.gz"
         try:

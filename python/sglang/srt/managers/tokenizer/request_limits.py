@@ -75,6 +75,7 @@ class RequestLimits:
 def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
     """Make the checks that do not need the prompt's tokens."""
     _check_fields(request)
+    check_session(request.session_id, request.extra_key, request.cache_salt)
     if request.num_outputs > limits.max_queued_requests:
         # A retry would not help: the queue cannot hold them.
         raise InvalidRequest(
@@ -124,7 +125,6 @@ def _check_fields(request: GenerateRequest) -> None:
         raise InvalidRequest(
             f"rid must have 1 to {MAX_RID_CHARS} characters, all of them printable", field="rid"
         )
-    check_session(request.session_id, request.extra_key, request.cache_salt)
     if not 0 <= request.top_logprobs_num <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(
             f"top_logprobs_num={request.top_logprobs_num} must be from 0 to {MAX_TOP_LOGPROBS}",
