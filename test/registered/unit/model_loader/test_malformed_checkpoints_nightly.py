@@ -22,6 +22,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=400, suite="nightly-test-cpu", nightly=True)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fields(tmp_path: Path, family: str) -> None:
     save_tiny_checkpoint(tmp_path, family)
@@ -32,6 +33,7 @@ def test_fields(tmp_path: Path, family: str) -> None:
     )
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "make",
     [
