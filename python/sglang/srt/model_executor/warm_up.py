@@ -85,12 +85,18 @@ def warm_up_batches(
 
 
 def run_step(runner: Runner, batch: ForwardBatch) -> None:
-    """Run a step, and choose the most likely next tokens. A draft layer stores the step too."""
+    """Run a step, and choose the most likely next tokens. A draft layer stores the step too.
+
+    Without a draft layer, the step runs once more with all tokens in the last layer: logprobs of a
+    prompt need them.
+    """
     layer = runner.model.draft_layer
-    batch.capture_hidden = layer is not None
-    output = runner.forward(batch)
-    output.logits.argmax()
-    if output.hidden_states is not None:
+    for captures in (False, True) if layer is None else (True,):
+        batch.capture_hidden = captures
+        output = runner.forward(batch)
+        output.logits.argmax()
+    if layer is not None:
+        assert output.hidden_states is not None, "the step captured them"
         runner.store_drafts(batch, output.hidden_states)
 
 

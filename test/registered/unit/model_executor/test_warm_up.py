@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,30 @@ def test_a_draft_layer_stores_the_steps_too(tmp_path: Path, family: str) -> None
         run_step(runner, batch)
         tokens.append(len(batch.input_ids))
     assert stored == [(count, config.hidden_size) for count in tokens]
+
+
+def test_the_last_layer_computes_wanted_rows_and_all_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_checkpoint(tmp_path, "qwen3_next")
+    config = ModelConfig.from_path(str(tmp_path))
+    runner = ModelRunner(ModelRunnerConfig(model_config=config, page_size=4, show_progress=False))
+    runner.init_memory_pool(64, 2)
+    rows = []
+    last: Any = runner.model.get_submodule("model")
+    last = last.decoder_layers[-1]
+    forward = last.forward
+
+    def record(*args: Any) -> Any:
+        output = forward(*args)
+        rows.append(len(output[1]))
+        return output
+
+    monkeypatch.setattr(last, "forward", record)
+    for batch in warm_up_batches(runner.req_to_token_pool, runner.token_to_kv_pool, 48):
+        run_step(runner, batch)
+        assert rows == [batch.batch_size, len(batch.input_ids)]
+        rows.clear()
 
 
 def test_masks_are_applied_to_one_row_and_to_several() -> None:
