@@ -19,6 +19,7 @@ from typing import Final
 
 import pytest
 
+from benchmark.command import COMMANDS
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -325,6 +326,19 @@ def test_the_index_of_results_lists_each_file_once() -> None:
     listed = Counter(name for cell in cells for name in _RESULT.findall(cell))
     files = Counter(path.name for path in results.iterdir() if path.name != "README.md")
     assert listed == files
+
+
+def test_each_result_has_a_command_that_measures_it_again() -> None:
+    text = (REPO / "benchmark" / "results" / "README.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if _RESULT.search(row[0])]
+    assert len(rows) > 40
+    for row in rows:
+        quoted = [command.split() for command in re.findall("`(.+?)`", row[-1])]
+        assert any(
+            name in COMMANDS and (not COMMANDS[name] or (parts and parts[0] in COMMANDS[name]))
+            for name, *parts in quoted
+        ), row
 
 
 def _is_page(name: str) -> bool:
