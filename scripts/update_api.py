@@ -163,7 +163,7 @@ def keywords_section() -> str:
         "Written by `scripts/update_api.py` from `schema_rules.py`. Answers could break these "
         "keywords, so that a schema is refused with their place. In the `parameters` of a tool "
         "whose call is enforced, they are dropped, with one warning in the log for each schema; "
-        "`strict: true` refuses them there too.",
+        "with `required` or a named function, `strict: true` refuses them there too.",
         "",
         "| keyword | refused |",
         "|---|---|",

@@ -374,10 +374,6 @@ NESTED = {"type": "object", "properties": {"p": {"$ref": "#/$defs/q"}}, "$defs":
         ({"tools": [F], "response_format": {"type": "json_object"}}, ["response_format", "tools"]),
         ({"tools": [F], "regex": "a"}, ["regex", "tools"]),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-            ["tools[0].function.strict"],
-        ),
-        (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": NESTED}}],
                 "tool_choice": "required",
@@ -425,6 +421,28 @@ def test_tools_that_the_model_may_call_need_a_parser(templates: dict[str, str]) 
 
 
 STRICT: Any = {"type": "function", "function": {**F["function"], "strict": True}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_strict_tools_that_the_model_may_call(
+    qwen: FrontServer, templates: dict[str, str], stream: bool
+) -> None:
+    """Clients such as the Agents SDK send `strict` by default, also where nothing enforces it."""
+    strict: Any = {"type": "function", "function": {**G["function"], "strict": True}}
+    reply = ask(qwen, f"so {CALL_G}", tools=[F, strict], stream=stream)
+    if stream:
+        got = Gathered(reply)
+        assert (got.calls, got.content) == ([["g", '{"x":7}']], "so ")
+    else:
+        [call] = reply.choices[0].message.tool_calls
+        assert call.function.name == "g"
+    assert "<tool_call>" in (newest(qwen).structural_tag or "")
+    assert newest(qwen).json_schema is None
+    ask(qwen, CALL_G, tools=[F, G], stream=stream)
+    assert newest(qwen).structural_tag is None
+    with front_server(chat_template=templates["last"], tool_call_parser="llama3") as server:
+        ask(server, '{"name": "g", "parameters": {}}', tools=[strict], stream=stream)
+        assert newest(server).structural_tag is None
 
 
 @pytest.mark.parametrize("parser", [None, "qwen"])

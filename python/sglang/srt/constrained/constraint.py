@@ -12,6 +12,8 @@ JSON_OBJECT_SCHEMA: Final = '{"type":"object"}'
 """Any JSON object: the meaning of OpenAI's `response_format` of type `json_object`."""
 
 
+MAX_CONSTRAINT_BYTES: Final = 64 << 10
+"""Longest text of a constraint."""
 _NO_TEXTS: Final = (None,) * 4
 
 

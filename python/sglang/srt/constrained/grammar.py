@@ -14,7 +14,12 @@ import torch
 import xgrammar
 from transformers import PreTrainedTokenizerBase
 
-from sglang.srt.constrained.constraint import Constraint, ConstraintKind, GrammarError
+from sglang.srt.constrained.constraint import (
+    MAX_CONSTRAINT_BYTES,
+    Constraint,
+    ConstraintKind,
+    GrammarError,
+)
 from sglang.srt.constrained.schema_check import json_schema_nodes
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.utils.hf_tokenizer import special_token_ids
@@ -60,7 +65,7 @@ class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
     limit of CPU time, so that a busy machine fails no request.
     """
 
-    max_text_bytes: int = 64 << 10
+    max_text_bytes: int = MAX_CONSTRAINT_BYTES
     compile_timeout: float = 10.0
     first_try: float = 1.0
     """Part of `compile_timeout` after which a job gives way to others. Common grammars need

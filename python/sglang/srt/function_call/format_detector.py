@@ -34,6 +34,24 @@ class StreamingParseResult:
     calls: list[ToolCallItem] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class CallFrame:
+    """The way a format writes a call whose arguments are a JSON object.
+
+    Attributes:
+        begin: Text that begins each call, and nothing else.
+        head: Pieces between `begin` and the arguments; `{name}` is the tool's name. There may be
+            blanks around the pieces.
+        tail: Pieces between the arguments and `end`.
+        end: Text that ends the call.
+    """
+
+    begin: str
+    head: tuple[str, ...]
+    tail: tuple[str, ...]
+    end: str
+
+
 class FormatDetector(ABC):
     """Splits one output into text and calls. One object for each output; not thread-safe.
 
@@ -46,6 +64,10 @@ class FormatDetector(ABC):
     """Any of them may begin a call."""
     has_special_markers: ClassVar[bool] = False
     """True if markers are special tokens, which texts otherwise lack."""
+
+    call_frame: ClassVar[CallFrame | None] = None
+    """None: a grammar cannot hold the arguments of calls to a schema, because they are no JSON, or
+    because the markers are special tokens, which grammars never allow."""
 
     bare_at_start: ClassVar[bool] = False
     """True if an object at the start of the output is a call even without a marker."""

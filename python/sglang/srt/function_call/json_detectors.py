@@ -9,7 +9,11 @@ from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any, ClassVar, Final, Self
 
-from sglang.srt.function_call.format_detector import FormatDetector, StreamingParseResult
+from sglang.srt.function_call.format_detector import (
+    CallFrame,
+    FormatDetector,
+    StreamingParseResult,
+)
 from sglang.srt.function_call.json_text import JsonObjectScanner, ScanState
 
 _HEAD: Final = re.compile(
@@ -199,6 +203,7 @@ def _as_call(text: str) -> tuple[str, dict[str, Any]] | None:
     return name, arguments
 
 
+_BEGIN: Final = "<tool_call>"
 _END: Final = "</tool_call>"
 
 
@@ -208,7 +213,10 @@ class Qwen25Detector(BaseFormatDetector):
     The end marker may be missing.
     """
 
-    start_markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+    start_markers: ClassVar[tuple[str, ...]] = (_BEGIN,)
+    call_frame: ClassVar[CallFrame | None] = CallFrame(
+        _BEGIN, ("{", '"name"', ":", '"{name}"', ",", '"arguments"', ":"), ("}",), _END
+    )
 
     def _read_separator(self) -> bool | None:
         rest = self._buffer.lstrip()

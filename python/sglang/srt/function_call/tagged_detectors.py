@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Final
 
+from sglang.srt.function_call.format_detector import CallFrame
 from sglang.srt.function_call.json_text import valid_json
 from sglang.srt.function_call.tagged_format import (
     BrokenCall,
@@ -88,6 +89,9 @@ class DeepSeekV3Detector(TaggedFormatDetector):
 
     start_markers: ClassVar[tuple[str, ...]] = (f"<{_BAR}tool▁calls▁begin{_BAR}>",)
     section_ends: ClassVar[tuple[str, ...]] = (_CALLS_END,)
+    call_frame: ClassVar[CallFrame | None] = CallFrame(
+        _CALL_BEGIN, (f"function{_SEPARATOR}{{name}}\n", f"{_FENCE}json"), (_FENCE,), _CALL_END
+    )
 
     def _begin_call(self) -> None:
         self._name: str | None = None
@@ -116,6 +120,10 @@ class DeepSeekV3Detector(TaggedFormatDetector):
 
 class DeepSeekV31Detector(DeepSeekV3Detector):
     """DeepSeek-V3.1: the name, the separator, and the arguments without a fence."""
+
+    call_frame: ClassVar[CallFrame | None] = CallFrame(
+        _CALL_BEGIN, (f"{{name}}{_SEPARATOR}",), (), _CALL_END
+    )
 
     def _read_name(self, cursor: TextCursor) -> str:
         return cursor.until(_SEPARATOR, forbidden="\n").strip()

@@ -370,7 +370,6 @@ def test_context_management_is_accepted_until_an_edit_is_due(
         ({"stop_sequences": [""]}, ["stop_sequences"]),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, ["tools[0].type", "input_schema"]),
         ({"tools": [F, F]}, ["tools[1].name", "twice"]),
-        ({"tools": [{**F, "strict": True}]}, ["tools[0].strict", "any"]),
         (
             {"tools": [tool("f", x=[])], "tool_choice": {"type": "any"}},
             ["tools[0].input_schema: #/properties/x must be an object"],

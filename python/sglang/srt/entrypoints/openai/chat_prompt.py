@@ -6,23 +6,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import msgspec
 import xxhash
 
-from sglang.srt.constrained.constraint import GrammarError
+from sglang.srt.constrained.constraint import MAX_CONSTRAINT_BYTES, GrammarError
 from sglang.srt.constrained.schema_check import loosen_json_schema, prepare_json_schema
 from sglang.srt.entrypoints.http.body import TEXT_ALONE, refuse_fields
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.protocol import ChatBody, ChatMessage, Tool, ToolCall, ToolChoice
+from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
+from sglang.srt.function_call.strict_calls import strict_calls
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
 MAX_TOOLS: Final = 128
 _MAX_PLACES: Final = 5
+_ANY_OBJECT: Final = {"type": "object"}
 _ENFORCED_FORMAT: Final = "llama3"
 """Parser format of an enforced call, which is a bare object with `name` and `parameters`."""
 
@@ -35,6 +38,9 @@ class ToolUse:
     """Format of the calls, one of `TOOL_CALL_PARSERS`."""
     json_schema: str | None = None
     """Schema of an output that must be one call; None: the model may answer freely."""
+    structural_tag: str | None = None
+    """Constraint on the calls of a free answer; None: the tools are not strict, or their format
+    cannot be constrained."""
     parallel: bool = True
     """True if calls after the first one of an output are passed on."""
 
@@ -70,14 +76,12 @@ def tool_use(body: ChatBody, parser: str | None, template: ChatTemplate) -> Tool
                 "--tool-call-parser auto, or send tool_choice: required or none",
                 "tools",
             )
-        for index, tool in enumerate(tools):
-            if tool.function.strict:
-                raise bad_request(
-                    f"tools[{index}].function.strict is enforced only with tool_choice required or "
-                    "a named function: leave it out",
-                    "tools",
-                )
-        return ToolUse(shown=shown, parser=parser, parallel=body.parallel_tool_calls is not False)
+        return ToolUse(
+            shown=shown,
+            parser=parser,
+            structural_tag=_strict_calls(tools, parser),
+            parallel=body.parallel_tool_calls is not False,
+        )
     named = choice.function.name if isinstance(choice, ToolChoice) else None
     branches = [
         _call_schema(index, tool)
@@ -135,23 +139,61 @@ def _shown(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def _strict_calls(tools: Sequence[Tool], parser: str) -> str | None:
+    """The structural tag that holds calls of strict tools to their schemas; None: there is none.
+
+    A tool is never refused for what is not enforced: clients send `strict` by default.
+    """
+    if not any(tool.function.strict for tool in tools):
+        return None
+    frame = TOOL_CALL_PARSERS[parser].call_frame
+    if frame is None:
+        _warn_of_format(parser)
+        return None
+    schemas = {
+        tool.function.name: _parameters(index, tool, refuses=False)
+        if tool.function.strict
+        else _ANY_OBJECT
+        for index, tool in enumerate(tools)
+    }
+    tag = strict_calls(frame, schemas)
+    if len(tag) > MAX_CONSTRAINT_BYTES:
+        _warn_of_size()
+        return None
+    return tag
+
+
 def _call_schema(index: int, tool: Tool) -> dict[str, Any]:
     """JSON schema of one call of `tool`."""
+    if _has_reference(tool.function.parameters):
+        raise bad_request(
+            f"tools[{index}].function.parameters has a $ref, which tool_choice required or a named "
+            "function cannot enforce: write the schema out",
+            "tools",
+        )
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": tool.function.name},
+            "parameters": _parameters(index, tool, refuses=bool(tool.function.strict)),
+        },
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _parameters(index: int, tool: Tool, *, refuses: bool) -> Any:
+    """The schema of a tool's arguments as grammars hold it. Keywords that they cannot hold are
+    refused if `refuses`, else dropped with a warning."""
     parameters = tool.function.parameters
     field = f"tools[{index}].function.parameters"
     if parameters is None:
-        parameters = {"type": "object", "properties": {}}
+        parameters = {**_ANY_OBJECT, "properties": {}}
     if parameters.get("type") != "object":
         raise bad_request(f'{field}.type must be "object" for a call to be enforced', "tools")
-    if _has_reference(parameters):
-        raise bad_request(
-            f"{field} has a $ref, which tool_choice required or a named function cannot enforce: "
-            "write the schema out",
-            "tools",
-        )
     try:
         given = msgspec.json.encode(parameters)
-        if tool.function.strict:
+        if refuses:
             held = prepare_json_schema(given.decode())
         else:
             held, dropped = loosen_json_schema(given.decode())
@@ -161,15 +203,7 @@ def _call_schema(index: int, tool: Tool) -> dict[str, Any]:
         problem = "nested too deeply: flatten it" if isinstance(error, RecursionError) else error
         problem = str(problem).removeprefix("json_schema: ")
         raise bad_request(f"{field}: {problem}", "tools") from None
-    return {
-        "type": "object",
-        "properties": {
-            "name": {"const": tool.function.name},
-            "parameters": msgspec.json.decode(held),
-        },
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }
+    return msgspec.json.decode(held)
 
 
 def _shortened(places: Sequence[str]) -> str:
@@ -185,9 +219,27 @@ def _warn_of_dropped(digest: str, places: str) -> None:
     `digest` is one's."""
     logger.warning(
         "The parameters of a tool (schema %s) have keywords that are not enforced: %s: calls may "
-        "break them; strict: true refuses such a schema",
+        "break them; with tool_choice: required, strict: true refuses such a schema",
         digest,
         places,
+    )
+
+
+@cache
+def _warn_of_format(parser: str) -> None:
+    logger.warning(
+        "strict: true of tools is not enforced with tool_choice auto, because a grammar cannot "
+        "hold calls in the format of --tool-call-parser %s. This is logged once.",
+        parser,
+    )
+
+
+@cache
+def _warn_of_size() -> None:
+    logger.warning(
+        "strict: true of tools is not enforced with tool_choice auto where all schemas together "
+        "are larger than %d bytes: send fewer or smaller tools. This is logged once.",
+        MAX_CONSTRAINT_BYTES,
     )
 
 

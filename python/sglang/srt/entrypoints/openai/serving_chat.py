@@ -196,8 +196,9 @@ def to_requests(
     given = body.bootstrap_room
     num_rooms = len(given) or 1 if isinstance(given, list) else 1
     rooms = rooms_of(body, num_rooms, is_batch=isinstance(given, list))
-    if tools is not None and tools.json_schema is not None:
-        params.json_schema = tools.json_schema
+    if tools is not None:
+        # Tools are refused beside other constraints.
+        params.json_schema, params.structural_tag = tools.json_schema, tools.structural_tag
     if tools is not None and TOOL_CALL_PARSERS[tools.parser].has_special_markers:
         # Also against the body: sglang_router adds skip_special_tokens: true to every chat.
         params.skip_special_tokens = False
