@@ -354,9 +354,6 @@ def test_strict_tools_are_not_loosened() -> None:
         tool_use(body, None, ChatTemplate(byte_tokenizer()))
 
 
-NESTED = {"type": "object", "properties": {"p": {"$ref": "#/$defs/q"}}, "$defs": {"q": {}}}
-
-
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
@@ -374,15 +371,8 @@ NESTED = {"type": "object", "properties": {"p": {"$ref": "#/$defs/q"}}, "$defs":
         ({"tools": [F], "response_format": {"type": "json_object"}}, ["response_format", "tools"]),
         ({"tools": [F], "regex": "a"}, ["regex", "tools"]),
         (
-            {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": NESTED}}],
-                "tool_choice": "required",
-            },
-            ["tools[0].function.parameters", "$ref"],
-        ),
-        (
             {"tools": [F, tool("g", x={"$ref": 3})], "tool_choice": "required"},
-            ["tools[1].function.parameters has a $ref"],
+            ["tools[1].function.parameters: #/properties/x/$ref"],
         ),
         (
             {"tools": [F, tool("g", x=[])], "tool_choice": "required"},

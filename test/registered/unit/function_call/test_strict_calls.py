@@ -19,7 +19,7 @@ from sglang.srt.constrained.grammar import (
     compile_constraint,
     make_compiler,
 )
-from sglang.srt.constrained.schema_check import prepare_structural_tag
+from sglang.srt.constrained.schema_check import prepare_json_schema, prepare_structural_tag
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.openai.chat_prompt import ToolUse, tool_use
 from sglang.srt.entrypoints.openai.protocol import ChatBody, Tool
@@ -158,6 +158,44 @@ def test_schemas_that_are_too_large_are_not_enforced(caplog: pytest.LogCaptureFi
     assert f"larger than {MAX_CONSTRAINT_BYTES} bytes" in caplog.text
     tag = use_of("qwen25", large[:40]).structural_tag
     assert tag is not None and len(tag) <= MAX_CONSTRAINT_BYTES
+
+
+TREE = {
+    "type": "object",
+    "properties": {"child": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["child"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("names", [["go", "say", "tree"], ["go"], ["tree"]])
+def test_calls_that_must_be_made_may_have_references(names: list[str]) -> None:
+    tools = [
+        tool("go", NESTED, strict=None),
+        tool("say", POINT, strict=True),
+        tool("tree", TREE, strict=True),
+    ]
+    some = [one for one in tools if one["function"]["name"] in names]
+    body = ChatBody(messages=[], tools=msgspec.convert(some, list[Tool]), tool_choice="required")
+    use = tool_use(body, None, ChatTemplate(tokenizer()))
+    assert use is not None and use.json_schema is not None
+    constraint = Constraint(ConstraintKind.JSON_SCHEMA, prepare_json_schema(use.json_schema))
+    vocabulary = Vocabulary.from_tokenizer(tokenizer(), 2176, (2,))
+    compiled = compile_constraint(make_compiler(vocabulary), constraint, any_whitespace=True)
+    made = Grammar(compiled, constraint.kind, vocabulary, GrammarLimits())
+    for name, arguments, fits in (
+        ("go", '{"at": {"x": 3}, "tags": [1]}', True),
+        ("go", '{"at": {"x": "3"}, "tags": [1]}', False),
+        ("go", '{"at": {}, "tags": [1]}', False),
+        ("say", '{"x": 3}', True),
+        ("say", '{"x": "3"}', False),
+        ("tree", '{"child": {"child": null}}', True),
+        ("tree", '{"child": {"name": "tree", "parameters": {}}}', False),
+    ):
+        matcher = made.matcher()
+        text = f'{{"name": "{name}", "parameters": {arguments}}}'
+        ids = tokenizer().encode(text, add_special_tokens=False)
+        assert all(map(matcher.accept_token, [*ids, 2])) is (fits and name in names), text
 
 
 def test_a_strict_schema_that_is_none_is_refused_by_name() -> None:

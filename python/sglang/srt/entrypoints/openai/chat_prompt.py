@@ -83,12 +83,15 @@ def tool_use(body: ChatBody, parser: str | None, template: ChatTemplate) -> Tool
             parallel=body.parallel_tool_calls is not False,
         )
     named = choice.function.name if isinstance(choice, ToolChoice) else None
+    definitions: dict[str, Any] = {}
     branches = [
-        _call_schema(index, tool)
+        _call_schema(index, tool, definitions)
         for index, tool in enumerate(tools)
         if named in (None, tool.function.name)
     ]
     schema = branches[0] if len(branches) == 1 else {"anyOf": branches}
+    if definitions:
+        schema["$defs"] = definitions
     return ToolUse(
         shown=shown,
         parser=_ENFORCED_FORMAT,
@@ -163,22 +166,36 @@ def _strict_calls(tools: Sequence[Tool], parser: str) -> str | None:
     return tag
 
 
-def _call_schema(index: int, tool: Tool) -> dict[str, Any]:
-    """JSON schema of one call of `tool`."""
-    if _has_reference(tool.function.parameters):
-        raise bad_request(
-            f"tools[{index}].function.parameters has a $ref, which tool_choice required or a named "
-            "function cannot enforce: write the schema out",
-            "tools",
-        )
+def _call_schema(index: int, tool: Tool, definitions: dict[str, Any]) -> dict[str, Any]:
+    """JSON schema of one call of `tool`. Parameters with references, which are from the root of
+    their schema, are added to `definitions`, the `$defs` of the whole schema."""
+    parameters = _parameters(index, tool, refuses=bool(tool.function.strict))
+    name = f"tool{index}"
+    rebased = _rebased(parameters, f"#/$defs/{name}")
+    if rebased != parameters:
+        definitions[name] = rebased
+        parameters = {"$ref": f"#/$defs/{name}"}
     return {
         "type": "object",
-        "properties": {
-            "name": {"const": tool.function.name},
-            "parameters": _parameters(index, tool, refuses=bool(tool.function.strict)),
-        },
+        "properties": {"name": {"const": tool.function.name}, "parameters": parameters},
         "required": ["name", "parameters"],
         "additionalProperties": False,
+    }
+
+
+def _rebased(schema: Any, root: str) -> Any:
+    """The schema with references that are right if its own root is at `root`."""
+    if isinstance(schema, list):
+        return [_rebased(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: root + value.removeprefix("#")
+        if key == "$ref" and isinstance(value, str)
+        else value
+        if key in ("const", "enum")
+        else _rebased(value, root)
+        for key, value in schema.items()
     }
 
 
@@ -241,19 +258,6 @@ def _warn_of_size() -> None:
         "are larger than %d bytes: send fewer or smaller tools. This is logged once.",
         MAX_CONSTRAINT_BYTES,
     )
-
-
-def _has_reference(value: object) -> bool:
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, dict):
-            if "$ref" in item:
-                return True
-            pending.extend(item.values())
-        elif isinstance(item, list):
-            pending.extend(item)
-    return False
 
 
 _RENDER_ARGUMENTS: Final = frozenset(
