@@ -6,10 +6,5 @@ scripts/setup.sh
 # A consumer of KV events; apart, since servers would use its uvloop.
 [ -d .venv/indexer ] || .venv/bin/python -m pip install --progress-bar off --target .venv/indexer \
     ai-dynamo-runtime==1.6.1
-# A router that is no dependency; apart, with its gRPC.
-[ -d .venv/smg ] || {
-    .venv/bin/python -m venv .venv/smg
-    .venv/smg/bin/pip install --progress-bar off smg==1.13.0
-}
 exec .venv/bin/python test/run_suite.py --hw cpu --nightly --continue-on-error \
     --timeout-per-file 3600 --suite nightly-test-cpu

@@ -1,4 +1,4 @@
-"""`sglang_router` as a child process, in front of prefill and decode servers, or of plain ones."""
+"""A router as a child process, in front of prefill and decode servers, or of plain ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ RESTART_FLAGS: Final = (
     *("--cb-failure-threshold", "3", "--cb-timeout-duration-secs", "5"),
 )
 """Flags with which a restart of one of several servers fails no request (docs/pd.md)."""
-_PACKAGE: Final = "sglang_router"
+SGLANG_ROUTER: Final = "sglang_router"
+SMG: Final = "smg"
+"""The newer router, of the same commands."""
 
 
 class Router(ManagedProcess):
@@ -34,6 +36,7 @@ class Router(ManagedProcess):
         log_dir: Path,
         flags: Sequence[str] = (),
         plain: Sequence[str] = (),
+        package: str = SGLANG_ROUTER,
     ) -> None:
         """Describe the router; `start` waits until it knows healthy servers.
 
@@ -42,16 +45,18 @@ class Router(ManagedProcess):
             decodes: URL of each.
             plain: URLs of servers that compute whole requests; not together with `prefills` and
                 `decodes`.
+            package: `SGLANG_ROUTER` or `SMG`.
 
         Raises:
             ChildStartError: The package is not installed.
         """
-        if importlib.util.find_spec(_PACKAGE) is None:
-            raise ChildStartError(f"the package {_PACKAGE} is missing: pip install sglang-router")
+        if importlib.util.find_spec(package) is None:
+            name = package.replace("_", "-")
+            raise ChildStartError(f"the package {package} is missing: pip install {name}")
         self.url = base_url(LOOPBACK if host in ("0.0.0.0", "::") else host, port)
         kind = ("--worker-urls", *plain) if plain else ("--pd-disaggregation",)
         command = [
-            *(sys.executable, "-m", f"{_PACKAGE}.launch_router", *kind),
+            *(sys.executable, "-m", f"{package}.launch_router", *kind),
             *(word for url, port in prefills for word in ("--prefill", url, str(port))),
             *(word for url in decodes for word in ("--decode", url)),
             *("--host", host, "--port", str(port)),

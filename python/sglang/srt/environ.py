@@ -336,6 +336,11 @@ class Envs:
     SGLANG_TEST_RAISE_METRIC_ERRORS = _env_bool(
         False, "For tests: a metric that cannot count a value raises instead of logging an error."
     )
+    SGLANG_TEST_ROUTER = _env_str(
+        "sglang_router",
+        "For tests: the package of the router in front of servers.",
+        ("sglang_router", "smg"),
+    )
     SGLANG_API_KEY = _env_optional_str("The key of --api-key, hidden from other users.")
     SGLANG_ADMIN_API_KEY = _env_optional_str("The key of --admin-api-key, hidden from other users.")
     SGLANG_KERNELS_START_EARLY = _env_bool(

@@ -18,6 +18,7 @@ import pytest
 from rigs.disaggregation.pd_servers import decode_server, prefill_server, router
 from rigs.servers.engine_server import EngineServer
 from rigs.servers.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
+from sglang.srt.constants import BUILTIN_MODEL_NAME
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -102,8 +103,13 @@ def test_the_decode_server_answers_with_the_prefill_servers_report(pair: Pair) -
 
 
 def test_the_router_passes_the_field_of_completions_on(pair: Pair) -> None:
-    """It loses that of `/generate` and of chats (docs/pd.md)."""
-    body = {"model": "m", "prompt": TEXT, "max_tokens": 4, "return_cache_report": True}
+    """`sglang_router` loses that of `/generate` and of chats (docs/pd.md)."""
+    body = {
+        "model": BUILTIN_MODEL_NAME,
+        "prompt": TEXT,
+        "max_tokens": 4,
+        "return_cache_report": True,
+    }
     answer = post(pair.url, "/v1/completions", body, secrets.token_hex(16))
     assert answer["sglext"]["cache_report"]["cuts"][-1]["reason"] == "partial_page"
 

@@ -15,6 +15,7 @@ import pytest
 from rigs.disaggregation.pd_servers import ServerPair, assert_alike, server_pair
 from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
+from sglang.srt.constants import BUILTIN_MODEL_NAME
 from sglang.srt.disaggregation.base.bootstrap_route import find
 from sglang.srt.disaggregation.control.control_link import DeploymentSecret
 from sglang.srt.utils.network import wait_until
@@ -117,7 +118,12 @@ def test_samples_and_batches(whole: EngineServer, pair: ServerPair, kind: str) -
     words = []
     for server in (whole, pair):
         with client_of(server) as client:
-            common: dict[str, Any] = {"model": "m", "n": 3, "seed": 5, "temperature": 1.0}
+            common: dict[str, Any] = {
+                "model": BUILTIN_MODEL_NAME,
+                "n": 3,
+                "seed": 5,
+                "temperature": 1.0,
+            }
             if kind == "chat":
                 chat = client.chat.completions.create(
                     messages=question("otter"), max_tokens=6, **common

@@ -13,6 +13,7 @@ import pytest
 from rigs.disaggregation.pd_servers import ServerPair, assert_alike, server_pair
 from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
+from sglang.srt.constants import BUILTIN_MODEL_NAME
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -55,7 +56,9 @@ def test_the_openai_client_gets_the_answers_of_a_conversation(pair: ServerPair) 
     answers = []
     for name in ("heron", "otter", "badger"):
         messages.append({"role": "user", "content": f"What is the code of {name}?"})
-        answer = client.chat.completions.create(model="builtin", messages=messages, temperature=0)
+        answer = client.chat.completions.create(
+            model=BUILTIN_MODEL_NAME, messages=messages, temperature=0
+        )
         text = answer.choices[0].message.content
         messages.append({"role": "assistant", "content": text})
         answers.append(text)
@@ -66,7 +69,7 @@ def test_streams_end_with_the_whole_answer(pair: ServerPair) -> None:
     client = openai.OpenAI(base_url=f"{pair.url}/v1", api_key="none")
     question: Any = [{"role": "user", "content": f"{FACTS} What is the code of otter?"}]
     stream = client.chat.completions.create(
-        model="builtin", messages=question, temperature=0, stream=True
+        model=BUILTIN_MODEL_NAME, messages=question, temperature=0, stream=True
     )
     parts = [part.choices[0].delta.content or "" for part in stream if part.choices]
     assert "".join(parts) == "0042" and len(parts) > 2
@@ -97,7 +100,7 @@ def test_output_is_that_of_one_server(
 
 def test_a_batch_has_a_room_for_each_prompt(pair: ServerPair, whole: EngineServer) -> None:
     texts = [FACTS * count + "What is the code of otter?" for count in (1, 3, 9)]
-    body = {"model": "builtin", "prompt": texts, "temperature": 0, "max_tokens": 24}
+    body = {"model": BUILTIN_MODEL_NAME, "prompt": texts, "temperature": 0, "max_tokens": 24}
     got, want = (post(url, "/v1/completions", body)["choices"] for url in (pair.url, whole.url))
     assert [one["text"] for one in got] == [one["text"] for one in want]
 

@@ -23,6 +23,7 @@ from rigs.disaggregation.pd_servers import TCP, decode_server, prefill_server, r
 from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
 from rigs.stores.mooncake_cluster import MooncakeCluster
+from sglang.srt.constants import BUILTIN_MODEL_NAME
 from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -125,7 +126,9 @@ def test_every_server_answers_its_share(topology: tuple[Servers, str], whole: En
             base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120
         ) as client:
             answer = client.chat.completions.create(
-                model="builtin", messages=[{"role": "user", "content": text}], temperature=0
+                model=BUILTIN_MODEL_NAME,
+                messages=[{"role": "user", "content": text}],
+                temperature=0,
             )
         said: str | None = answer.choices[0].message.content
         return said

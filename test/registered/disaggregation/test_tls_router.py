@@ -10,7 +10,7 @@ from typing import Final
 import httpx
 import pytest
 
-from rigs.disaggregation.pd_servers import TCP
+from rigs.disaggregation.pd_servers import ROUTER, TCP
 from rigs.servers.tls_server import Certificates, tls_server
 from sglang.embedded_router import Router
 from sglang.srt.environ import envs
@@ -39,6 +39,7 @@ def test_a_router_reaches_both_kinds_of_servers_over_https(tmp_path: Path) -> No
             port=get_free_port(),
             log_dir=tmp_path,
             flags=("--ca-cert-paths", str(certificates.authority), "--disable-retries"),
+            package=ROUTER,
         )
         try:
             # Ready when it has seen healthy servers of both kinds.

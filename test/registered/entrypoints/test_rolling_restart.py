@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rigs.disaggregation.pd_servers import ROUTER
 from rigs.servers.forked_servers import ForkedServer
 from rigs.servers.rolling_restart import Load, restart_each
 from sglang.embedded_router import RESTART_FLAGS, Router
@@ -22,7 +23,9 @@ def test_no_request_fails_while_servers_are_restarted(tmp_path: Path) -> None:
         servers = [stack.enter_context(ForkedServer("--drain-seconds", "120")) for _ in range(2)]
         urls = [server.url for server in servers]
         flags = (*RESTART_FLAGS, "--disable-retries")
-        router = Router([], [], port=get_free_port(), log_dir=tmp_path, flags=flags, plain=urls)
+        router = Router(
+            [], [], port=get_free_port(), log_dir=tmp_path, flags=flags, plain=urls, package=ROUTER
+        )
         stack.callback(router.kill)
         router.start(60)
         with Load(router.url, rate=4) as load:

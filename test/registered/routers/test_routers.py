@@ -1,4 +1,4 @@
-"""docs/pd.md says what `sglang_router` makes of requests and answers: each row is checked."""
+"""docs/pd.md says what routers make of requests and answers: each row is checked."""
 
 from __future__ import annotations
 
@@ -8,18 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from rigs.disaggregation.router_probe import Probe, running_router
-from rigs.disaggregation.router_rows import ROWS, SGLANG_ROUTER
+from rigs.disaggregation.router_probe import Probe, RouterFacts, running_router
+from rigs.disaggregation.router_rows import ROWS, SGLANG_ROUTER, SMG
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-b-test-cpu")
+register_cpu_ci(est_time=16, suite="base-b-test-cpu")
+
+
+@pytest.fixture(scope="module", params=[SGLANG_ROUTER, SMG], ids=lambda facts: facts.name)
+def facts(request: pytest.FixtureRequest) -> RouterFacts:
+    made: RouterFacts = request.param
+    return made
 
 
 @pytest.fixture(scope="module")
-def probes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Probe]]:
+def probes(
+    facts: RouterFacts, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Probe]]:
     with ExitStack() as stack:
         yield {
-            name: stack.enter_context(running_router(SGLANG_ROUTER, folder, is_pair=is_pair))
+            name: stack.enter_context(running_router(facts, folder, is_pair=is_pair))
             for name, is_pair in (("pair", True), ("plain", False))
             for folder in (Path(tmp_path_factory.mktemp(name)),)
         }
@@ -27,8 +35,8 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Probe
 
 @pytest.mark.parametrize("behind", ["pair", "plain"])
 @pytest.mark.parametrize("row", ROWS)
-def test_row(probes: dict[str, Probe], behind: str, row: str) -> None:
-    ROWS[row](SGLANG_ROUTER, probes[behind])
+def test_row(facts: RouterFacts, probes: dict[str, Probe], behind: str, row: str) -> None:
+    ROWS[row](facts, probes[behind])
 
 
 if __name__ == "__main__":

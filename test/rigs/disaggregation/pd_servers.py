@@ -19,6 +19,8 @@ from sglang.srt.environ import envs
 from sglang.srt.utils.network import get_free_port
 
 TCP: Final = {"MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}
+ROUTER: Final = envs.SGLANG_TEST_ROUTER.get()
+"""Package of the router in front of servers; `SMG` in nightly runs."""
 _START_S: Final = 120.0
 
 
@@ -54,7 +56,7 @@ def decode_server(
 def router(
     prefill: Sequence[tuple[EngineServer, int]], decode: Sequence[EngineServer], *flags: str
 ) -> Iterator[str]:
-    """The URL of `sglang_router` in front of servers that are up; it ends with the block.
+    """The URL of the router in front of servers that are up; it ends with the block.
 
     It never retries and ignores earlier failures of servers, so that clients see their answers.
     """
@@ -66,6 +68,7 @@ def router(
             port=get_free_port(),
             log_dir=Path(log_dir),
             flags=("--disable-retries", "--disable-circuit-breaker", *flags),
+            package=ROUTER,
         )
         stack.callback(process.kill)
         process.start(_START_S)
@@ -120,6 +123,7 @@ def assert_restarts_cost_nothing(num_prefill: int, num_decode: int, restarted: s
             port=get_free_port(),
             log_dir=log_dir,
             flags=(*RESTART_FLAGS, "--disable-retries"),
+            package=ROUTER,
         )
         stack.callback(process.kill)
         process.start(_START_S)

@@ -74,6 +74,10 @@ class RouterFacts:
     """True if it closes the connection to one server of a pair as soon as the other refuses."""
     closed_when_client_leaves: frozenset[str]
     """Servers whose connection it closes when the client of a stream of a pair leaves."""
+    without_model: Mapping[str, int]
+    """Statuses of bodies that name no model, by path."""
+    unknown_model: Mapping[bool, int]
+    """Status of an OpenAI body whose model no server has, by whether it is before a pair."""
 
 
 class Worker:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from threading import Thread
 from typing import Final
 
@@ -18,8 +17,6 @@ from rigs.disaggregation.router_probe import (
 )
 from sglang.srt.utils.network import wait_until
 
-SMG_ENVIRONMENT: Final = Path(sys.prefix) / "smg"
-"""Virtual environment in which `scripts/nightly.sh` installs smg."""
 _SAMPLING: Final = ("stop_regex", "logit_bias", "structural_tag")
 _LOST_SAMPLING: Final = frozenset(f"sampling_params.{name}" for name in _SAMPLING)
 
@@ -43,15 +40,19 @@ SGLANG_ROUTER: Final = RouterFacts(
     },
     closes_other_half=False,
     closed_when_client_leaves=frozenset({"prefill", "decode"}),
+    without_model={"/v1/chat/completions": 200, "/v1/completions": 422, "/generate": 200},
+    unknown_model={True: 200, False: 200},
 )
 SMG: Final = RouterFacts(
     name="smg",
-    command=(str(SMG_ENVIRONMENT / "bin" / "smg"), "launch"),
+    command=(sys.executable, "-m", "smg.launch_router"),
     lost={"/generate": _LOST_SAMPLING},
     # It refuses the session_id.
     refused={("/v1/responses", True): 400, ("/v1/responses", False): 400},
     closes_other_half=True,
     closed_when_client_leaves=frozenset({"decode"}),
+    without_model={"/v1/chat/completions": 400, "/v1/completions": 400, "/generate": 200},
+    unknown_model={True: 503, False: 404},
 )
 _PASSED: Final = frozenset(
     {"Authorization", "X-Request-Id", "X-Correlation-Id", "X-SMG-Routing-Key"}
@@ -69,6 +70,15 @@ def _fields(facts: RouterFacts, probe: Probe) -> None:
         for worker in probe.workers if status == 200 else ():
             ((_, came),) = worker.seen
             assert lost_fields(body, came) == facts.lost.get(path, frozenset()), path
+
+
+def _models(facts: RouterFacts, probe: Probe) -> None:
+    probe.forget()
+    for path, status in facts.without_model.items():
+        body = {name: value for name, value in BODIES[path].items() if name != "model"}
+        assert probe.client.post(probe.url + path, json=body).status_code == status, path
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert probe.post(path, model="other").status_code == facts.unknown_model[probe.is_pair]
 
 
 def _headers(facts: RouterFacts, probe: Probe) -> None:
@@ -131,6 +141,7 @@ def _leaving(facts: RouterFacts, probe: Probe) -> None:
 
 ROWS: Final[dict[str, Callable[[RouterFacts, Probe], None]]] = {
     "fields": _fields,
+    "models": _models,
     "headers": _headers,
     "refusals": _refusals,
     "the other half of a refused request": _other_half,

@@ -19,6 +19,7 @@ import httpx
 
 from rigs.servers.engine_server import EngineServer
 from sglang.embedded_router import Router
+from sglang.srt.constants import BUILTIN_MODEL_NAME
 from sglang.srt.utils.network import wait_until
 
 NAMES: Final = ("heron", "otter", "badger", "falcon", "raven")
@@ -104,7 +105,12 @@ def _question(url: str, number: int) -> str:
     name = NAMES[number % len(NAMES)]
     facts = " ".join(f"The code of {one} is {code}." for one, code in codes.items())
     question = [{"role": "user", "content": f"{facts} What is the code of {name}?"}]
-    body = {"messages": question, "temperature": 0, "stream": number % 2 == 1}
+    body = {
+        "model": BUILTIN_MODEL_NAME,
+        "messages": question,
+        "temperature": 0,
+        "stream": number % 2 == 1,
+    }
     reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=_TIMEOUT_S)
     if reply.status_code != 200:
         return f"{reply.status_code} {reply.text[:300]}"

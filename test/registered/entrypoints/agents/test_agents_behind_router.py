@@ -1,4 +1,4 @@
-"""Agents behind the real `sglang_router`, which adds fields to their requests."""
+"""Agents behind the real router, which adds fields to their requests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from rigs.disaggregation.pd_servers import ROUTER
 from rigs.servers.fake_engine import LAST_MESSAGE, FrontServer, front_server, write_template
 from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.utils.network import get_free_port, wait_until
@@ -46,7 +47,7 @@ def client(
 ) -> Iterator[openai.OpenAI]:
     """A client of the router."""
     port = get_free_port()
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--port", str(port)]
+    command = [sys.executable, "-m", f"{ROUTER}.launch_router", "--port", str(port)]
     command += ["--worker-urls", server.url, "--prometheus-port", str(get_free_port())]
     folder = tmp_path_factory.mktemp("router")
     with (folder / "log").open("w+") as log:
