@@ -35,10 +35,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontServer]:
 
 def accepts(url: str) -> bool:
     try:
-        models = httpx.get(f"{url}/v1/models", timeout=5)
+        answer = httpx.get(f"{url}/readiness", timeout=5)
     except httpx.TransportError:
         return False
-    return models.status_code == 200
+    return answer.status_code == 200
 
 
 @pytest.fixture(scope="module")
