@@ -186,13 +186,14 @@ def create_app(
         yield
         await (stop or context.manager.close)()
 
+    # A request is compared with one route after the other: those that generate are first.
     apis = (
         native_routes,
+        openai_routes,
+        serving_messages,
         control_routes,
         server_routes,
         hicache_routes,
-        openai_routes,
-        serving_messages,
         openapi,
     )
     routes = [route for api in apis for route in api.ROUTES]

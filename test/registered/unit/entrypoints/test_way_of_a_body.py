@@ -14,9 +14,11 @@ from typing import Any, Final
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from rigs.servers.fake_engine import FakeEngine, fake_engine
 from sglang.srt.entrypoints.http.server_context import ServerContext
+from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.entrypoints.native_routes import generate
 from sglang.srt.entrypoints.openai.serving_chat import chat_completions
 from sglang.srt.entrypoints.openai.serving_completions import completions
@@ -203,6 +205,17 @@ def test_a_body_passes_at_most_twenty_stops(
     assert [one for one in walk.functions if ":TokenizerManager." in one] == [SUBMIT]
     order = [walk.functions.index(one) for one in STAGES]
     assert order == sorted(order), walk.functions
+
+
+def test_a_request_is_compared_with_routes_that_generate_first() -> None:
+    """Each request is compared with one route after the other: for its key, and for its answer."""
+    context: Any = SimpleNamespace(
+        args=ServerArgs(model_path="dummy"), manager=SimpleNamespace(tracer=None)
+    )
+    paths = [route.path for route in create_app(context).routes if isinstance(route, Route)]
+    others = min(paths.index("/open_session"), paths.index("/health"), paths.index("/hicache"))
+    for path in ("/generate", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        assert paths.index(path) < others, path
 
 
 if __name__ == "__main__":
