@@ -147,7 +147,8 @@ class PrefixTree:
             path = self._walks[key] = self._descend(key)
         for node in path:
             node.last_access_time = self._clock
-        self._note_touched(path)
+        if path:
+            self._touched[path[-1].id] = path
         return path.copy()
 
     def _descend(self, key: RadixKey) -> list[TreeNode]:
@@ -178,20 +179,18 @@ class PrefixTree:
         path = node.path_up()[::-1]
         for at in path:
             at.last_access_time = self._clock
-        self._note_touched(path)
-        return path
-
-    def _note_touched(self, path: list[TreeNode]) -> None:
-        # If a waiting request wants the nodes, their order does not depend on their use.
-        if path and not path[-1].wanted_by:
+        if path:
             self._touched[path[-1].id] = path
+        return path
 
     def note_uses(self) -> None:
         """Update the places of nodes that were used since the last call. Each tick calls it, so
         that no eviction has to do so for many nodes."""
         if self._touched:
             for path in self._touched.values():
-                self.refresh(path)
+                # If a waiting request wants the nodes, their order does not depend on their use.
+                if not path[-1].wanted_by:
+                    self.refresh(path)
             self._touched.clear()
 
     def insert(
