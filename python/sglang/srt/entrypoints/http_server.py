@@ -186,11 +186,11 @@ def create_app(
         yield
         await (stop or context.manager.close)()
 
-    # A request is compared with one route after the other: those that generate are first.
+    # Each request is compared with one route after the other, twice: prompts come first.
     apis = (
+        serving_messages,
         native_routes,
         openai_routes,
-        serving_messages,
         control_routes,
         server_routes,
         hicache_routes,

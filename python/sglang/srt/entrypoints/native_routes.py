@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -202,8 +203,9 @@ async def whole_answers(
     """Run all requests to their ends; a failed request ends the others."""
 
     async def one(request: GenerateRequest, state: RequestState) -> dict[str, Any]:
+        await state.wait_for_end()
         writer = AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text)
-        return await writer.answer(await state.wait_for_end())
+        return await writer.answer(state)
 
     with manager.submit(requests) as states:
         return await gather_or_cancel(list(map(one, requests, states)))
@@ -217,6 +219,7 @@ async def stream_answers(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Cumulative answers of growing outputs (see `AnswerWriter`), in a batch with their `index`."""
     with manager.submit(requests) as states:
+        await asyncio.sleep(0)  # As in `respond`.
         streams = [
             _stream_one(AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text), state)
             for request, state in zip(requests, states, strict=True)

@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, byte_tokenizer, front_server
 from sglang.srt.entrypoints import http_server
@@ -31,6 +33,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
+MOST_COMPARED = 16
+"""Comparisons of a request with a route: at most eight for its key, and for its endpoint."""
 HELLO_IDS = byte_tokenizer().encode("hello", add_special_tokens=False)
 
 
@@ -53,6 +57,26 @@ def asking(server: FrontServer, path: str, body: dict[str, Any]) -> Iterator[Non
     with closing(connection):
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         yield
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"],
+)
+def test_a_prompt_is_compared_with_few_routes(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    compared: list[str] = []
+    matches = Route.matches
+
+    def note(route: Route, scope: Scope) -> tuple[Match, Scope]:
+        compared.append(route.path)
+        return matches(route, scope)
+
+    monkeypatch.setattr(Route, "matches", note)
+    assert client.post(path, json={}).status_code == 400
+    assert compared[-1] == path
+    assert len(compared) <= MOST_COMPARED, compared
 
 
 def generate(client: httpx.Client, **body: Any) -> Any:

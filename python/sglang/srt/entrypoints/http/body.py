@@ -320,11 +320,15 @@ def marks_of(kind: type[msgspec.Struct]) -> dict[str, Ignored | Refused]:
     }
 
 
+@cache
+def _refused_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, Refused], ...]:
+    marks = marks_of(kind).items()
+    return tuple((field, mark) for field, mark in marks if isinstance(mark, Refused))
+
+
 def refuse_fields(obj: msgspec.Struct) -> None:
     """Refuse the marked fields of `obj` that ask for something."""
-    for field, mark in marks_of(type(obj)).items():
-        if not isinstance(mark, Refused):
-            continue
+    for field, mark in _refused_of(type(obj)):
         value = getattr(obj, field)
         if value is not None and not is_neutral(value, mark.neutral):
             raise bad_request(f"{field} is not supported: {mark.remedy}", field)

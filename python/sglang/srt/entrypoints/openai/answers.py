@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -297,6 +298,7 @@ async def respond(
 
     async def stream() -> AsyncGenerator[dict[str, Any], None]:
         with manager.submit(samples) as states:
+            await asyncio.sleep(0)  # The samples are on their way before the answer is prepared.
             async with aclosing(make_answers().stream(states)) as chunks:
                 async for chunk in chunks:
                     yield chunk
