@@ -142,6 +142,9 @@ class BufferRuns:
         return CopyRuns(self.host, self.places + np.uint64(buffer), self.sizes)
 
 
+_NO_RUNS: Final = BufferRuns(*[np.empty(0, dtype=np.uint64)] * 4)
+
+
 @dataclass(frozen=True, slots=True)
 class BufferGrid:
     """Neighbouring pages of host memory that a buffer holds: a run of each, equally far apart.
@@ -266,6 +269,8 @@ class PageRuns:
             buffer_offset: Bytes from the buffer's start to this part.
             is_wanted: True for each page whose runs are wanted; None: all.
         """
+        if is_wanted is not None and not is_wanted.any():
+            return _NO_RUNS
         pages_before = np.arange(len(pages), dtype=np.int64)
         if is_wanted is not None:
             pages, pages_before = pages[is_wanted], pages_before[is_wanted]

@@ -12,6 +12,7 @@ import torch
 
 from rigs.caches.mamba_pools import make_mamba_pool, mamba_spec
 from rigs.caches.mla_pools import make_mla_pool
+from rigs.call_counts import CallCounts
 from rigs.stores.host_pools import (
     PAGE,
     copy_to_device,
@@ -284,6 +285,17 @@ def test_neighbouring_pages_of_some_layers_are_one_grid(monkeypatch: pytest.Monk
     far = parts_of(make_host_pool(device, "page_first_direct"), device)[0].rows
     monkeypatch.setattr(copy_runs, "MAX_STRIDE", far.page_stride - 1)
     assert grids("page_first_direct", 2) == ([], [True] * 10), "pages are too far apart"
+
+
+def test_pages_that_are_in_grids_cost_no_list_of_runs() -> None:
+    device = make_device_pool()
+    part = parts_of(make_host_pool(device, "page_first_direct"), device)[0]
+    runs, pages = PageRuns(part, PAGE, 2, 8), np.arange(8)
+    is_left = np.zeros(8, dtype=np.bool_)
+    with CallCounts() as calls:
+        found = runs.runs(pages, 2, 0, is_left)
+    assert len(found.to_buffer(0, 0)) == 0
+    assert calls.total < 10
 
 
 def test_token_major_pages_are_not_divided() -> None:
