@@ -92,11 +92,17 @@ class PrefillScheduler:
             works.append(work)
         if queues.partial is None:
             self._add_waiting(adder, works)
-        load = state.tree.ready_to_load_host_cache()
-        # A load fills slots that the tree shows, even if its request was not admitted after all.
-        load = self._unawaited_load if load == -1 else load
-        self._unawaited_load = -1 if works else load
-        return (works, load) if works else None
+        self._issue_loads()
+        if not works:
+            return None
+        load, self._unawaited_load = self._unawaited_load, -1
+        return works, load
+
+    def _issue_loads(self) -> None:
+        """Issue the loads that are queued. The next batch waits for them: they fill slots that the
+        tree shows, even if their request is not admitted after all."""
+        load = self._state.tree.ready_to_load_host_cache()
+        self._unawaited_load = self._unawaited_load if load == -1 else load
 
     def hold(self, req: Req) -> AddOutcome:
         """Hold a waiting request: lock the cached part of its prompt, and allocate slots for the
@@ -237,6 +243,9 @@ class PrefillScheduler:
         prefix, plan = self._reuse(req, adder)
         progress = req.progress
         if plan.is_admitted:
+            if len(state.queues.waiting) == 1:
+                # No other load can join: its bytes set out before the rest is done.
+                self._issue_loads()
             plan = self._begin(req, len(prefix.slots), plan)
             # The prompt is cut where it should leave a snapshot on its way.
             tokens = state.snapshots.shorten(

@@ -26,6 +26,7 @@ from sglang.srt.managers.messages.io_struct import (
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -118,6 +119,48 @@ def test_the_same_words_from_every_tier(model: Path) -> None:
         assert {s.storage_backend for s in sources} == {"HiCacheFile"}
         for rid in ("cold", "device", "host", "storage"):
             assert rig.results[rid].output_ids == cold, rid
+    finally:
+        rig.close()
+
+
+def test_a_load_that_no_other_can_join_is_issued_before_the_rest(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def note(owner: type, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(self: object, *args: object, **kwargs: object) -> object:
+            order.append(name)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def order_of(*seeds: int) -> list[str]:
+        for seed in range(10, 15):  # Push the prompts out of L1, not out of L2.
+            ask(rig, f"filler-{seed}-{seeds}", prompt(seed, 120))
+        order.clear()
+        rig.step(*(rig.request(f"again-{seed}-{seeds}", prompt(seed, 100)) for seed in seeds))
+        issued = order.copy()
+        settle(rig)
+        return issued
+
+    rig = make_rig(model, storage=False)
+    try:
+        for seed in (1, 2):
+            ask(rig, f"first-{seed}", prompt(seed, 100))
+        note(HiCacheController, "load")
+        note(HiCacheController, "start_loading")
+        note(PrefillScheduler, "_alloc")
+        assert order_of(1) == ["load", "start_loading", "_alloc", "start_loading"]
+        both = order_of(1, 2)
+        assert both == ["load", "_alloc", "load", "start_loading", "_alloc", "start_loading"]
+        again = [last_of(rig, f"again-{seed}-(1, 2)") for seed in (1, 2)]
+        assert [one.cached_tokens_details.host for one in again] == [96, 96]
+        for seed in (1, 2):
+            words = rig.results[f"first-{seed}"].output_ids
+            assert rig.results[f"again-{seed}-(1, 2)"].output_ids == words
     finally:
         rig.close()
 
