@@ -5,8 +5,9 @@
 The `register_*_ci` calls in `test/registered` (see `sglang.test.ci.ci_register`) define the suites.
 They are read from the syntax tree, without imports. Unit suites run in a few parts, other
 files in one process each: one after the other, or `--at-once` of them together, of all suites.
-Those registered as `alone` come last. The output of processes that run together is printed when
-they end. With `--preload` the files' processes are forked from one that has imported torch.
+One of these computes the unit suites while the others wait for servers. Files registered as
+`alone` come last. The output of processes that run together is printed when they end. With
+`--preload` the processes are forked from one that has imported torch.
 `--check` runs a command beside the files, such as the linter; it counts as one test. The summary
 names the files with the most CPU time. The last line is `N passed, N failed`, in tests; the exit
 status is 0 only if nothing failed.
@@ -30,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from rigs.step_processes import ForkedFile, StartedCommand, preload
+from rigs.step_processes import ForkedPython, StartedCommand, preload
 from rigs.tree_clock import TreeClock
 from sglang.srt.utils.process import kill_process_tree
 
@@ -107,9 +108,11 @@ class Step:
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
     is_forked: bool = False
-    """True if the command's last word, a file, runs in a `ForkedFile`."""
+    """True if the command, of this Python, runs in a `ForkedPython`."""
     is_check: bool = False
     """True if it counts as one test, which passes with exit status 0."""
+    is_busy: bool = False
+    """True if it computes all the time, unlike files that wait for their servers."""
 
 
 @dataclass(slots=True)
@@ -223,11 +226,11 @@ def run_process(step: Step, timeout: float, *, is_shown: bool = True) -> tuple[O
     Args:
         step: What to run.
         timeout: Seconds.
-        is_shown: Print the output as it comes; that of a forked file is never shown.
+        is_shown: Print the output as it comes; that of a forked process is never shown.
     """
     start = time.monotonic()
     process = (
-        ForkedFile(step.command[-1], REPO)
+        ForkedPython(step.command[1:], REPO)
         if step.is_forked
         else StartedCommand(step.command, step.env, REPO, is_shown=is_shown)
     )
@@ -256,7 +259,7 @@ def run_process(step: Step, timeout: float, *, is_shown: bool = True) -> tuple[O
     return outcome, lines
 
 
-def _wait(process: ForkedFile | StartedCommand, timeout: float, clock: TreeClock) -> int:
+def _wait(process: ForkedPython | StartedCommand, timeout: float, clock: TreeClock) -> int:
     """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
     end = time.monotonic() + timeout
     while True:
@@ -286,11 +289,11 @@ def _plan(
 ) -> tuple[list[Step], list[Step]]:
     """The processes that run `files` of `suite`: those that may share the machine, and others.
 
-    Forked files have the environment of the process that was preloaded.
+    Forked processes have the environment of the one that was preloaded.
     """
     files = [file for file in files if file.suite == suite]
     if suite in UNIT_SUITES and len(files) > 1:
-        return _unit_steps(suite, files), []
+        return _unit_steps(suite, files, is_forked=forks), []
     # The longest first, so that none runs by itself at the end.
     env = ONE_THREAD if at_once > 1 else {}
     shared = sorted((f for f in files if not f.is_alone), key=lambda f: -f.est_time)
@@ -306,7 +309,7 @@ def _file_step(file: Registration, env: Mapping[str, str], is_forked: bool = Fal
     return Step(path, [sys.executable, path], env, is_forked)
 
 
-def _unit_steps(suite: str, files: Sequence[Registration]) -> list[Step]:
+def _unit_steps(suite: str, files: Sequence[Registration], *, is_forked: bool) -> list[Step]:
     parts = [part for index in range(PARTS) if (part := partition(files, index, PARTS))]
     pytest = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
     return [
@@ -314,6 +317,8 @@ def _unit_steps(suite: str, files: Sequence[Registration]) -> list[Step]:
             f"{suite} {number}/{len(parts)}, {len(part)} files",
             [*pytest, *(os.path.relpath(file.path, REPO) for file in part)],
             ONE_THREAD if len(parts) > 1 else {},
+            is_forked,
+            is_busy=True,
         )
         for number, part in enumerate(parts, start=1)
     ]
@@ -324,7 +329,8 @@ def _run_together(
 ) -> list[Outcome]:
     """Run `steps`, at most `at_once` at the same time.
 
-    A command by itself shows its output as it comes, others show theirs when they end.
+    While both kinds are left, one of the processes is a busy step: it uses the time in which the
+    others wait. A command by itself shows its output as it comes, others show theirs when they end.
     """
     is_one = min(len(steps), at_once) == 1
     prints = threading.Lock()
@@ -344,8 +350,23 @@ def _run_together(
                 print(f"--- {step.name}", *lines, sep="\n", flush=True)
         return outcome
 
+    left = list(range(len(steps)))
+    outcomes: dict[int, Outcome] = {}
+    takes = threading.Lock()
+
+    def run_steps(is_busy: bool) -> None:
+        while True:
+            with takes:
+                if not left:
+                    return
+                number = next((one for one in left if steps[one].is_busy == is_busy), left[0])
+                left.remove(number)
+            outcomes[number] = run(steps[number])
+
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(run, steps))
+        for lane in [pool.submit(run_steps, nth == 0) for nth in range(at_once)]:
+            lane.result()
+    return [outcomes[number] for number in range(len(steps))]
 
 
 def _not_run(step: Step) -> Outcome:
@@ -370,14 +391,14 @@ def run_files(
         keep_going: Start the rest after a failure.
         at_once: Processes at the same time, of all suites. With 1, a unit suite still has
             `PROCESSES`.
-        forks: Fork the files from one process that has imported torch.
+        forks: Fork the processes from one that has imported torch.
         checks: Commands without arguments that begin first, beside the files if `at_once` allows.
     """
     if forks:
         preload(ONE_THREAD if at_once > 1 else {})
     suites = dict.fromkeys(file.suite for file in files)
     plans = {suite: _plan(suite, files, at_once, forks) for suite in suites}
-    groups = [(1, [Step(check, [check], is_check=True) for check in checks])]
+    groups = [(1, [Step(check, [check], is_check=True, is_busy=True) for check in checks])]
     groups += [(PROCESSES if s in UNIT_SUITES else 1, shared) for s, (shared, _) in plans.items()]
     if at_once > 1:
         # All suites together: no core waits for the last process of one.
@@ -424,7 +445,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--at-once", type=int, default=1, help="files of other suites at the same time [1]"
     )
     parser.add_argument(
-        "--preload", action="store_true", help="fork files from a process that has imported torch"
+        "--preload", action="store_true", help="fork from a process that has imported torch"
     )
     parser.add_argument(
         "--check", action="append", default=[], help="also run this command; may be repeated"

@@ -1,7 +1,7 @@
 """Processes that run test files: started as commands, or forked from one that has imported torch.
 
 Imports of torch and the engine take a core five seconds, more than the tests of many files. In a
-forked file all else is as for `python FILE`: arguments, output, exit status and exit handlers.
+forked process all else is as for `python WORDS`: arguments, output, exit status and exit handlers.
 """
 
 from __future__ import annotations
@@ -107,19 +107,19 @@ class StartedCommand:
                 print(line, end="", flush=True)
 
 
-class ForkedFile:
-    """`python path`, in a session of its own. Any thread may make one, after `preload`.
+class ForkedPython:
+    """`python WORDS`, in a session of its own. Any thread may make one, after `preload`.
 
     Args:
-        path: A test file, absolute or relative to `cwd`.
+        words: A file, absolute or relative to `cwd`, or `-m` and a module; then arguments.
         cwd: Its working directory.
     """
 
-    def __init__(self, path: str, cwd: Path) -> None:
+    def __init__(self, words: Sequence[str], cwd: Path) -> None:
         # To a file: a pipe that nobody reads would stop it.
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed by `lines`
         context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=_run, args=(path, cwd, self._output.name))
+        self._process = context.Process(target=_run, args=(list(words), cwd, self._output.name))
         with _CHILDREN:
             self._process.start()
         assert self._process.pid is not None
@@ -136,7 +136,7 @@ class ForkedFile:
         connection.wait([self._process.sentinel], timeout)
         status = self.returncode
         if status is None:
-            raise subprocess.TimeoutExpired("a forked file", timeout or 0.0)
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return status
 
     def lines(self) -> list[str]:
@@ -145,7 +145,7 @@ class ForkedFile:
             return self._output.read().decode(errors="replace").splitlines()
 
 
-def _run(path: str, cwd: Path, output: str) -> None:
+def _run(words: list[str], cwd: Path, output: str) -> None:
     os.setsid()
     # No collection visits what is imported, here and in the children's fork server: it would take
     # 0.3 CPU seconds, and copy all pages that the processes share.
@@ -156,12 +156,16 @@ def _run(path: str, cwd: Path, output: str) -> None:
     os.close(out)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(cwd)
-    sys.argv = [path]
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
     # Modules beside the file are found, as when Python runs it.
-    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    sys.path[0] = str(cwd) if is_module else os.path.dirname(os.path.abspath(words[0]))
     fork_a_fork_server()
     try:
-        runpy.run_path(path, run_name="__main__")
+        if is_module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
     finally:
         # A process of `multiprocessing` leaves without them. pytest's remove old directories.
         atexit._run_exitfuncs()

@@ -225,6 +225,23 @@ def test_the_next_suite_begins_before_one_has_ended(tmp_path: Path) -> None:
     assert (status, lines[-1]) == (0, "2 passed, 0 failed")
 
 
+def test_files_run_beside_the_first_part_of_a_unit_suite(tmp_path: Path) -> None:
+    """All parts wait for what the file starts."""
+    waits = """
+        import pathlib, time
+        def test_z():
+            while not (pathlib.Path(__file__).parent / "begun").exists():
+                time.sleep(0.05)
+    """
+    begins = "def test_z(): __import__('pathlib').Path(__file__).with_name('begun').touch()"
+    for number in range(2):
+        write(tmp_path, f"test_{number}.py", "register_cpu_ci(1, 'base-a-test-cpu')", waits)
+    write(tmp_path, "test_b.py", "register_cpu_ci(1, 't')", begins)
+    suites = ("--suite", "base-a-test-cpu", "--suite", "t", "--timeout-per-file", "60")
+    status, lines = run(tmp_path, *suites, "--at-once", "2")
+    assert (status, lines[-1]) == (0, "3 passed, 0 failed")
+
+
 def test_a_hanging_file_is_killed_with_its_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     # It hangs before it imports anything that takes long on a busy machine.
@@ -245,7 +262,7 @@ def test_a_hanging_file_is_killed_with_its_children(tmp_path: Path) -> None:
         assert not is_alive(psutil.Process(int(pid_file.read_text())))
 
 
-def test_forked_files_run_and_end_as_commands_do(tmp_path: Path) -> None:
+def test_forked_processes_run_and_end_as_commands_do(tmp_path: Path) -> None:
     body = """
         import atexit, os, pathlib, sys, torch
         import helper
@@ -267,9 +284,12 @@ def test_forked_files_run_and_end_as_commands_do(tmp_path: Path) -> None:
         time.sleep(300)
     """
     write(tmp_path, "test_hangs.py", "register_cpu_ci(1, 's')", hang)
+    body = "def test_z(): assert __import__('multiprocessing').parent_process() is not None"
+    for name in ("test_1.py", "test_2.py"):
+        write(tmp_path, name, "register_cpu_ci(1, 'base-a-test-cpu')", body)
     flags = ("--preload", "--at-once", "2", "--continue-on-error", "--timeout-per-file", "40")
-    status, lines = run(tmp_path, "--suite", "s", *flags)
-    assert (status, lines[-1]) == (1, "1 passed, 3 failed"), "\n".join(lines)
+    status, lines = run(tmp_path, "--suite", "base-a-test-cpu", "--suite", "s", *flags)
+    assert (status, lines[-1]) == (1, "3 passed, 3 failed"), "\n".join(lines)
     assert (tmp_path / "test_good.left").exists()
     for said in ("exit status 3", "killed after 40 s", "it hangs", "assert 0"):
         assert any(said in line for line in lines), said
