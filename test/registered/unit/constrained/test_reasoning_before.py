@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
-import sglang
+from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.constrained.constraint import Constraint, ConstraintKind, GrammarError, Reasoning
 from sglang.srt.constrained.grammar import GrammarLimits, GrammarMatcher, allocate_bitmask
 from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
@@ -33,17 +34,21 @@ PROMPTS = {
 }
 
 
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    """Loading it takes longer than compiling a constraint."""
+    return get_tokenizer(str(BUILTIN_MODEL_DIR))
+
+
 @pytest.fixture(scope="module", name="backend")
 def make_backend() -> Iterator[XGrammarBackend]:
-    tokenizer = get_tokenizer(str(Path(sglang.__file__).parent / "builtin_model"))
-    made = XGrammarBackend(tokenizer, VOCAB, (EOS,), GrammarLimits())
+    made = XGrammarBackend(tokenizer(), VOCAB, (EOS,), GrammarLimits())
     yield made
     made.close()
 
 
 def ids(text: str) -> list[int]:
-    tokenizer = get_tokenizer(str(Path(sglang.__file__).parent / "builtin_model"))
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return list(tokenizer().encode(text, add_special_tokens=False))
 
 
 def takes(matcher: GrammarMatcher, text: str) -> bool:
