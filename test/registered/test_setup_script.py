@@ -110,6 +110,18 @@ def test_quiet_periods_are_those_of_what_is_shown(checkout: Path) -> None:
     assert "... working; 0 packages are there" in done.stdout
 
 
+def test_what_nothing_imports_is_not_compiled(checkout: Path) -> None:
+    site = checkout / SITE
+    wanted = ("transformers/models/llama/a.py", "some/a.py", "some/tests.py", "tests/a.py")
+    others = ("transformers/models/bert/a.py", "some/tests/a.py", "some/more/tests/a.py")
+    for name in (*wanted, *others):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).touch()
+    assert set_up(checkout).returncode == 0
+    compiled = {path.parents[1] / f"{path.name.split('.')[0]}.py" for path in site.rglob("*.pyc")}
+    assert {str(path.relative_to(site)) for path in compiled} == set(wanted)
+
+
 def test_the_wait_for_another_set_up_is_not_silent(checkout: Path) -> None:
     (checkout / ".venv").mkdir()
     with (checkout / ".venv" / "setup.lock").open("w") as lock:
