@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ SIZES = [(2, 2), (4, 2)]
 PROMPTS = {f"p{length}": prompt(length, length) for length in (5, 130, 300, 64, 33, 1)}
 """Of one page and of several; some are too short to be split, one takes three chunks."""
 
+TWO_TIERS: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
 TIERS = ("none", "device", "host", "storage")
 
 Ticks = Sequence[Sequence[ToScheduler]]
@@ -91,6 +93,24 @@ def drive(rig: AnyRig, ticks: Ticks) -> dict[str, Collected]:
     return rig.results
 
 
+def cold_then_cached(rig: AnyRig) -> Ticks:
+    """`PROMPTS` without a cached prefix, again with one, and longer than before."""
+    cold = [rig.request(rid, ids) for rid, ids in PROMPTS.items()]
+    again = [rig.request(f"{rid} again", ids) for rid, ids in PROMPTS.items()]
+    longer = [rig.request(f"{rid} longer", ids + prompt(7, 90)) for rid, ids in PROMPTS.items()]
+    return [cold[:3], cold[3:], *[[]] * 40, again, *[[]] * 30, longer]
+
+
+@functools.cache
+def answers_of_one_rank(model: Path, *, overlap: bool) -> dict[str, Collected]:
+    """The reference for all numbers of ranks."""
+    one = SchedulerRig(model, overlap=overlap, **ARGS, **TWO_TIERS)
+    try:
+        return drive(one, cold_then_cached(one))
+    finally:
+        one.close()
+
+
 def words(results: dict[str, Collected]) -> dict[str, list[int]]:
     return {rid: got.output_ids for rid, got in results.items()}
 
@@ -105,19 +125,10 @@ def test_long_and_short_prompts_cold_and_from_the_cache(
     size: int,
     cp_size: int,
 ) -> None:
-    """Twice: the second time behind prefixes that were cached, and longer than before."""
     model = request.getfixturevalue(family)
-    tiers: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
-
-    def ticks(rig: AnyRig) -> Ticks:
-        cold = [rig.request(rid, ids) for rid, ids in PROMPTS.items()]
-        again = [rig.request(f"{rid} again", ids) for rid, ids in PROMPTS.items()]
-        longer = [rig.request(f"{rid} longer", ids + prompt(7, 90)) for rid, ids in PROMPTS.items()]
-        return [cold[:3], cold[3:], *[[]] * 40, again, *[[]] * 30, longer]
-
-    one, ranks = SchedulerRig(model, **ARGS, **tiers), make_ranks(model, size, cp_size, **tiers)
-    want, found = drive(one, ticks(one)), drive(ranks, ticks(ranks))
-    one.close()
+    ranks = make_ranks(model, size, cp_size, **TWO_TIERS)
+    want = answers_of_one_rank(model, overlap=SchedulerRig.overlap)
+    found = drive(ranks, cold_then_cached(ranks))
     assert words(found) == words(want)
     assert len(found) == 18 and all(len(ids) == 8 for ids in words(found).values())
     cached = [got.last.cached_tokens_details for got in found.values() if got.last is not None]
