@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def cold(models: dict[str, Path]) -> dict[str, list[int]]:
-    """What each family says to `IDS` without a cache."""
+    """Words of each family after `IDS`, without a cache."""
     rigs = {
         family: SchedulerRig(path, disable_radix_cache=True, page_size=PAGE)
         for family, path in models.items()
