@@ -14,12 +14,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from triton.runtime.interpreter import InterpreterBuilder
 
 from rigs.caches.memory_ranks import PlaceInGroup
 from sglang.srt.distributed.tensor_group import (
@@ -46,28 +45,6 @@ _BYTES: Final = 16 << 20
 _KEYS: Final = 512 << 10
 """Offset of the memory for keys, in bytes; the memory for sums is before it."""
 _PLACE: Final = 64 << 10
-_POLL_S: Final = 0.0005
-
-
-def sleep_between_polls() -> None:
-    """Let a rank that waits leave its core to the ranks that it waits for: the interpreter takes a
-    core for a loop in a kernel, whose polls are additions of 0 and volatile loads."""
-    add, load = InterpreterBuilder.create_atomic_rmw, InterpreterBuilder.create_masked_load
-
-    def sleep_and_add(self: Any, op: Any, at: Any, value: Any, *rest: Any) -> Any:
-        if not value.data.any():
-            time.sleep(_POLL_S)
-        return add(self, op, at, value, *rest)
-
-    def sleep_and_load(
-        self: Any, at: Any, mask: Any, other: Any, policy: Any, volatile: Any
-    ) -> Any:
-        if volatile:
-            time.sleep(_POLL_S)
-        return load(self, at, mask, other, policy, volatile)
-
-    InterpreterBuilder.create_atomic_rmw = sleep_and_add
-    InterpreterBuilder.create_masked_load = sleep_and_load
 
 
 class MappedGroup(PlaceInGroup):
@@ -160,7 +137,6 @@ def run(size: int) -> bool:
 
 def main(sizes: list[int]) -> int:
     torch.set_num_threads(1)
-    sleep_between_polls()
     return 0 if all(list(map(run, sizes))) else 1
 
 
