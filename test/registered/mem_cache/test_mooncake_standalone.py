@@ -219,10 +219,26 @@ def test_a_failed_batch_beside_others_releases_its_memory(
     assert store.get_stats()["slices_in_flight"] == 0
 
 
-def test_memory_that_cannot_be_shared_is_refused_by_name(store: MooncakeStore) -> None:
+def test_memory_that_is_not_shared_is_copied_or_refused_by_name(store: MooncakeStore) -> None:
+    """Mooncake 0.3.14 copies such pages, and earlier releases refuse their memory."""
     device = make_device_pool()
-    with pytest.raises(ValueError, match="restart the server with MOONCAKE_CLIENT"):
-        store.register_mem_host_pool_v2(make_host_pool(device, "page_first"), PoolName.KV)
+    host = make_host_pool(device, "page_first_direct")
+    refusal = ""
+    try:
+        store.register_mem_host_pool_v2(host, PoolName.KV)
+    except ValueError as error:
+        refusal = str(error)
+    if refusal:
+        assert "restart the server with MOONCAKE_CLIENT" in refusal
+        return
+    slots = copy_to_host(device, host, list(range(3)))
+    move = PoolTransfer(PoolName.KV, host_indices=slots, keys=page_keys(3, "ns/not_shared"))
+    wanted = [b"".join(views) for views in host.get_page_views(slots)]
+    assert store.batch_set_v2([move])["kv"] == [LANDED] * 3
+    for buffer in host.get_hybrid_pool_buffer():
+        buffer.zero_()
+    assert store.batch_get_v2([move])["kv"] == [LANDED] * 3
+    assert [b"".join(views) for views in host.get_page_views(slots)] == wanted
 
 
 def test_an_absent_client_is_reported_at_once(client: StandaloneClient) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,17 @@ def test_devices_may_be_an_object_and_of_ranks_without_a_gpu() -> None:
     assert settle("cpu", rank=1, device_name=names) == ("rdma", "mlx5_1")
     with pytest.raises(ValueError, match=r"^MOONCAKE_DEVICE \(device_name\) .*5 is not a GPU"):
         settle(device_name={"0": 5})
+
+
+@pytest.mark.usefixtures("rdma_host")
+def test_a_store_has_the_devices_of_its_rank() -> None:
+    config = storage_config(
+        master_server_address="127.0.0.1:1", protocol="rdma", device_name={"0": "mlx5_0"}
+    )
+    with pytest.raises(StorageUnreachable, match="no mooncake_master answers"):
+        MooncakeStore(replace(config, tp_rank=0, tp_size=2))
+    with pytest.raises(ValueError, match="has no devices for GPU 1"):
+        MooncakeStore(replace(config, tp_rank=1, tp_size=2))
 
 
 @pytest.mark.usefixtures("rdma_host")
