@@ -175,6 +175,17 @@ def test_a_protocol_that_no_store_has_is_refused(monkeypatch: pytest.MonkeyPatch
         check_storage(STORE)
 
 
+@pytest.mark.usefixtures("rdma_host")
+def test_an_engine_that_would_offload_its_own_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MOONCAKE_ENABLE_SSD_OFFLOAD", "1")
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH", "/ssd")
+    monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", "1gb")
+    with pytest.raises(ValueError, match=r"enable_ssd_offload .*only store nodes"):
+        check_storage(STORE)
+
+
 def test_looking_for_mooncake_loads_nothing() -> None:
     code = (
         "import sys\n"

@@ -125,7 +125,7 @@ def test_what_files_say_is_compared_and_not_where_they_are(tmp_path: Path) -> No
 
 
 def test_what_describes_a_machine_may_differ() -> None:
-    here = {"local_hostname": "10.0.0.1", "device_name": "mlx5_0"}
+    here = {"local_hostname": "10.0.0.1", "device_name": "mlx5_0", "ssd_offload_path": "/ssd"}
     there = {"local_hostname": "10.0.0.2", "client_server_address": "10.0.0.2:5000"}
     assert checked(extra(here), extra(there)) == ["", ""]
 
