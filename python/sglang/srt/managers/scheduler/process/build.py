@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sglang.srt.distributed.rendezvous import Rendezvous
-    from sglang.srt.managers.scheduler.process.run import TickWatchdog
+    from sglang.srt.managers.scheduler.process.tick_watchdog import TickWatchdog
     from sglang.srt.mem_cache.tree.radix_cache import RadixCache
     from sglang.srt.server_args import ServerArgs
 
