@@ -50,7 +50,7 @@ from sglang.srt.managers.messages.io_struct import (
     encode,
 )
 from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
-from sglang.srt.managers.scheduler.requests.stop import StopFinder
+from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager

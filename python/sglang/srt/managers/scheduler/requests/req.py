@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.tree.session_hints import Session
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import GrammarMatcher, GrammarTicket
-    from sglang.srt.managers.scheduler.requests.stop import StopFinder
+    from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder
     from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rigs.servers.fake_engine import byte_tokenizer
 from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
-from sglang.srt.managers.scheduler.requests.stop import (
+from sglang.srt.managers.scheduler.requests.stop_finder import (
     StopFinder,
     StopMatch,
     StopRegexTooSlow,

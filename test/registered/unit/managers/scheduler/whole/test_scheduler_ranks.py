@@ -32,7 +32,7 @@ from sglang.srt.managers.messages.io_struct import (
     decode_tick,
     encode,
 )
-from sglang.srt.managers.scheduler.requests.stop import StopFinder, StopRegexTooSlow
+from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder, StopRegexTooSlow
 from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
