@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from sglang.srt.managers.messages.cache_report import CacheReport, Tier
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.l3.read_report import report_read
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import MAX_PREFETCHES, PrefetchProgress
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.cache_report import CacheReport
     from sglang.srt.mem_cache.tree.pool_tier import HostTier
 
 _NO_PROGRESS: Final = PrefetchProgress()
@@ -153,6 +152,19 @@ class PrefetchOperation:
             return self.progress.landed
         hit = self.progress.hit
         return self.wanted_pages if hit < 0 else min(self.wanted_pages, hit)
+
+    @property
+    def ending(self) -> CacheOutcome | None:
+        """Why the read brings no more than what has landed; None: it may bring more."""
+        if self.is_cancelled:
+            return CacheOutcome.OVERTAKEN
+        if not self.progress.ended or self.outcome is None:
+            return None
+        if self.outcome is not CacheOutcome.LANDED:
+            return self.outcome
+        # All that the store has was read on this rank. Another rank may have got less.
+        is_common = self.progress.landed == self.landed_pages
+        return CacheOutcome.MISS if is_common else CacheOutcome.SHORT
 
     def release(self, begin: int, end: int) -> torch.Tensor:
         """Give up all but the tokens from `begin` to `end`; returns the host slots."""
@@ -323,7 +335,7 @@ class PrefetchTable:
         `cut`: why the request leaves a read that goes on."""
         needed = read.needs.pop(request_id)
         if (report := self.reports.get(request_id)) is not None:
-            report_read(report, read, needed, self._page_size, cut)
+            _report_read(report, read, needed, self._page_size, cut)
 
     def _narrow(self, read: PrefetchOperation) -> None:
         """Read no further than the requests need; terminate a read that has none."""
@@ -423,6 +435,29 @@ class PrefetchTable:
             and not read.progress.expired
             for read in self._by_request.get(request_id, ())
         )
+
+
+def _report_read(
+    report: CacheReport, read: PrefetchOperation, needed: int, page_size: int, cut: CacheOutcome
+) -> None:
+    """Note in the cache report of a request what `read` has brought to it.
+
+    Args:
+        needed: Pages of the read that the request needed.
+        page_size: Tokens.
+        cut: Why the request leaves a read that goes on.
+    """
+    landed = read.progress.landed
+    stored = read.start + min(needed, max(0, read.progress.hit)) * page_size
+    report.storage = max(report.storage or 0, stored - report.on_arrival)
+    reason: CacheOutcome | None = None
+    if landed < needed:
+        ending = read.ending
+        reason = cut if ending is None else ending
+        report.cut(Tier.STORAGE, read.start + landed * page_size, reason)
+    if read.began:
+        tokens = min(landed, needed) * page_size
+        report.add_span("l3_read", read.began, read.ended or time.monotonic(), tokens, reason)
 
 
 def _with_state(operation: PrefetchOperation, progress: PrefetchProgress) -> PrefetchProgress:
