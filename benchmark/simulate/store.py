@@ -25,9 +25,9 @@ from benchmark.command import Command
 from benchmark.report import Report
 from benchmark.simulate.talk import SEEDS, Talk, request_seconds
 from rigs.bench.cache_simulation import Arrangement, CacheSizes, SimulatedCache
-from sglang.srt.mem_cache.l3.attached_store import RateEstimate
 from sglang.srt.mem_cache.l3.prefetch_cost import PendingRead, slower_reads
 from sglang.srt.mem_cache.l3.storage_writes import PAGES_PER_CALL
+from sglang.srt.mem_cache.l3.store_calls import RateEstimate
 from sglang.srt.mem_cache.tree.tick_sync import Rates
 
 _TURN, _CLIENTS, _ROUNDS, _PAGE = 2048, 20, 10, 64

@@ -22,7 +22,7 @@ from rigs.caches.storage_rigs import PAGE, StorageRigs, counts
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolTransfer
-from sglang.srt.mem_cache.l3 import attached_store
+from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.mem_cache.l3.storage_writes import PAGES_PER_CALL
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -59,7 +59,7 @@ def written(rigs: StorageRigs) -> None:
 
 def test_c4_a_read_that_outlives_its_lease_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     # The default limit is 3 s: the cache leaves pages alone whose read took longer.
-    monkeypatch.setattr(attached_store, "_STUCK_AFTER_S", 60.0)
+    monkeypatch.setattr(store_calls, "_STUCK_AFTER_S", 60.0)
     flags = {"default_kv_lease_ttl": 2500}
     with MooncakeCluster(segment_size="64mb", master_flags=flags) as cluster:
         node = cluster.nodes[0]

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     StorageUnavailable,
 )
-from sglang.srt.mem_cache.l3 import attached_store
+from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.mem_cache.l3.storage_backup import NoWrite
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
@@ -72,7 +72,7 @@ def test_c10_a_store_that_keeps_timing_out(
         writer, reader = rigs.make(), rigs.make(TimesOut)
         writer.run(PROMPT)
         writer.settle()
-        monkeypatch.setattr(attached_store, "_STUCK_AFTER_S", 0.3)
+        monkeypatch.setattr(store_calls, "_STUCK_AFTER_S", 0.3)
         monkeypatch.setattr(TimesOut, "is_sick", True)
         rounds = 0
         with RunningClock() as clock:
@@ -86,7 +86,7 @@ def test_c10_a_store_that_keeps_timing_out(
         assert reader.hi.metrics.breaker_open._value.get() == 1
         # A successful probe closes the breaker; the pages that timed out stay blocked for longer.
         monkeypatch.setattr(TimesOut, "is_sick", False)
-        monkeypatch.setattr(attached_store, "_STUCK_AFTER_S", 60.0)
+        monkeypatch.setattr(store_calls, "_STUCK_AFTER_S", 60.0)
         other = [*range(1000, 1160), 7]
         writer.run(other)
         writer.settle()

@@ -50,7 +50,7 @@ from sglang.srt.managers.messages.io_struct import (
     ToScheduler,
 )
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.l3 import attached_store
+from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 
 _MODULE: Final = "rigs.mixed.mixed_scheduler"
@@ -369,7 +369,7 @@ class MixedScheduler:
 @contextlib.contextmanager
 def unhurried() -> Iterator[None]:
     """No call to L3 counts as stuck because the machine is slow."""
-    with patch.object(attached_store, "_STUCK_AFTER_S", 20.0):
+    with patch.object(store_calls, "_STUCK_AFTER_S", 20.0):
         yield
 
 

@@ -27,12 +27,12 @@ from sglang.srt.mem_cache.host.page_copier import PageLoad
 from sglang.srt.mem_cache.l2 import cache_controller
 from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
 from sglang.srt.mem_cache.l3 import (
-    attached_store,
     circuit_breaker,
     prefetch_cost,
     storage_backup,
     storage_reads,
     storage_writes,
+    store_calls,
 )
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.speculative import verify_graphs
@@ -266,7 +266,7 @@ def impatient() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name, value in (
             (storage_writes, "_GATHER_S", 0.002),
-            (attached_store, "_STUCK_AFTER_S", 0.03),
+            (store_calls, "_STUCK_AFTER_S", 0.03),
             (storage_reads, "_CHECK_PAUSE_S", 0.0),
             (storage_reads, "_LONGEST_CHECK_PAUSE_S", 0.05),
             (circuit_breaker, "_FIRST_PAUSE_S", 0.004),

@@ -9,7 +9,7 @@ import pytest
 
 from rigs.caches.storage_rigs import StorageRigs
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.l3 import attached_store
+from sglang.srt.mem_cache.l3 import store_calls
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def storage_dir(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def no_call_looks_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for seconds does not make L3 unavailable."""
-    monkeypatch.setattr(attached_store, "_STUCK_AFTER_S", 60.0)
+    monkeypatch.setattr(store_calls, "_STUCK_AFTER_S", 60.0)
 
 
 @pytest.fixture(name="rigs")

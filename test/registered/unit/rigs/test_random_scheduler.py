@@ -50,7 +50,7 @@ from sglang.srt.managers.scheduler.launched_step import StepResult
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.l3 import attached_store
+from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.l3.storage_writes import StorageOperation
 from sglang.srt.mem_cache.storage import base
@@ -74,7 +74,7 @@ def quick() -> Iterator[None]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call to L3 counts as stuck because the machine is slow."""
-    monkeypatch.setattr(attached_store, "_STUCK_AFTER_S", 20.0)
+    monkeypatch.setattr(store_calls, "_STUCK_AFTER_S", 20.0)
 
 
 @pytest.fixture(name="store")

@@ -19,8 +19,8 @@ from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.utils.threads import leave_cores_to_model
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.l3.attached_store import AttachedStore
     from sglang.srt.mem_cache.l3.prefetch_table import PrefetchOperation
+    from sglang.srt.mem_cache.l3.store_calls import StoreCalls
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class CheckOperation:
 class StorageReads:
     """The queue of reads and the work of the thread that makes them."""
 
-    def __init__(self, store: AttachedStore, retries: LookUpRetries) -> None:
+    def __init__(self, store: StoreCalls, retries: LookUpRetries) -> None:
         self._store = store
         self._retries = retries
         self._missed: list[tuple[float, PrefetchOperation]] = []

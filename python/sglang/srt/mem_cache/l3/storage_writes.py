@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.threads import leave_cores_to_model, lower_priority
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.l3.attached_store import AttachedStore
+    from sglang.srt.mem_cache.l3.store_calls import StoreCalls
 
 PAGES_PER_CALL: Final = 64
 """Pages of one get or put: enough to hide the round trip, few enough to end a read soon. A call
@@ -63,7 +63,7 @@ class StorageOperation:
 class StorageWrites:
     """The queue of writes and the work of the thread that makes them."""
 
-    def __init__(self, store: AttachedStore) -> None:
+    def __init__(self, store: StoreCalls) -> None:
         self._store = store
         self.queue: queue.SimpleQueue[StorageOperation | None] = queue.SimpleQueue()
         """None ends the thread."""

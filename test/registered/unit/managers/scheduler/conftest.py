@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig
-from sglang.srt.mem_cache.l3 import attached_store, prefetch_cost
+from sglang.srt.mem_cache.l3 import prefetch_cost, store_calls
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -34,7 +34,7 @@ def overlap(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_call_looks_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for seconds does not make L3 unavailable."""
-    monkeypatch.setattr(attached_store, "_STUCK_AFTER_S", 60.0)
+    monkeypatch.setattr(store_calls, "_STUCK_AFTER_S", 60.0)
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from itertools import accumulate
 
 import pytest
 
-from sglang.srt.mem_cache.l3.attached_store import RateEstimate
 from sglang.srt.mem_cache.l3.prefetch_cost import (
     PendingRead,
     is_rejected,
     slower_reads,
 )
+from sglang.srt.mem_cache.l3.store_calls import RateEstimate
 from sglang.srt.mem_cache.tree.tick_sync import Rates
 from sglang.test.ci.ci_register import register_cpu_ci
 
