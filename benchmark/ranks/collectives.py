@@ -36,9 +36,9 @@ from sglang.srt.managers.messages.io_struct import (
     decode_tick,
     encode,
 )
-from sglang.srt.mem_cache.tree.digest import CacheState
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.replicated_state import CacheState
 from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Progress, TickSync, to_vector
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 from sglang.srt.sampling.sampling_params import SamplingParams

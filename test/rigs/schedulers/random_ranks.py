@@ -43,7 +43,7 @@ from sglang.srt.managers.messages.io_struct import (
     encode,
 )
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tree.digest import CacheState, explain_difference
+from sglang.srt.mem_cache.tree.replicated_state import CacheState, explain_difference
 
 _MODULE: Final = "rigs.schedulers.random_ranks"
 SIZES: Final = ((2, 1), (2, 2), (4, 2), (4, 4), (3, 1), (1, 1), (4, 1))

@@ -31,13 +31,13 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     Lookup,
     Workload,
 )
-from sglang.srt.mem_cache.tree.digest import CacheState, ReplicatedState
 from sglang.srt.mem_cache.tree.hicache_metrics import QUEUES, HiCacheMetrics
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.srt.mem_cache.tree.pool_tier import PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
+from sglang.srt.mem_cache.tree.replicated_state import CacheState, ReplicatedState
 from sglang.srt.mem_cache.tree.tick_sync import Progress, TickSync
 from sglang.srt.mem_cache.tree.tier_use import HostUse, host_use
 from sglang.srt.mem_cache.tree.tree_node import TreeNode

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.device.pool_registry import ModelPools
-    from sglang.srt.mem_cache.tree.digest import ReplicatedState
     from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
+    from sglang.srt.mem_cache.tree.replicated_state import ReplicatedState
     from sglang.srt.mem_cache.tree.session_hints import Session
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 

@@ -19,10 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sglang.srt.mem_cache.tree.departed_prefixes import DepartedPrefixes
-from sglang.srt.mem_cache.tree.digest import check_digest
 from sglang.srt.mem_cache.tree.evict_policy import LookAhead
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, PoolTier, SlotPool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.replicated_state import check_digest
 from sglang.srt.mem_cache.tree.session_hints import SessionHints
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts

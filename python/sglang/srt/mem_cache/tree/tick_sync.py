@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
-from sglang.srt.mem_cache.tree.digest import ReplicatedState, explain_difference
+from sglang.srt.mem_cache.tree.replicated_state import ReplicatedState, explain_difference
 from sglang.srt.utils.metrics import Counter
 
 MAX_PREFETCHES: Final = 64

@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from rigs.caches.memory_ranks import MemoryExchange
-from sglang.srt.mem_cache.tree import digest
-from sglang.srt.mem_cache.tree.digest import (
-    CacheState,
-    check_digest,
-    empty_prefix,
-    explain_difference,
-    prefix_with,
-)
+from sglang.srt.mem_cache.tree import replicated_state
+from sglang.srt.mem_cache.tree.digest import empty_prefix, prefix_with
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.replicated_state import CacheState, check_digest, explain_difference
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 from sglang.srt.utils.parts import do_all
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -172,7 +167,7 @@ def test_counts_and_queues_are_part_of_the_digest() -> None:
 
 
 def test_a_description_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "_MAX_ENTRIES", 3)
+    monkeypatch.setattr(replicated_state, "_MAX_ENTRIES", 3)
     tree = Tree()
     for token in range(5):
         tree.add(token, token)

@@ -16,9 +16,9 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     InsertParams,
     MatchPrefixParams,
 )
-from sglang.srt.mem_cache.tree.digest import CacheState
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.replicated_state import CacheState
 from sglang.srt.mem_cache.tree.state_component import StateComponent
 from sglang.test.ci.ci_register import register_cpu_ci
 

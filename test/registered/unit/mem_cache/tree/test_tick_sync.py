@@ -10,9 +10,9 @@ import torch
 
 from rigs.caches.memory_ranks import EchoGroup, MemoryExchange
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, SingleRank
-from sglang.srt.mem_cache.tree.digest import CacheState
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.mem_cache.tree.replicated_state import CacheState
 from sglang.srt.mem_cache.tree.tick_sync import (
     MAX_PREFETCHES,
     MAX_SETTLED,
