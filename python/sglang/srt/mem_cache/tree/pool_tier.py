@@ -25,7 +25,6 @@ from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.decisions import DecisionLog
     from sglang.srt.mem_cache.tree.kv_events import KVEventLog
-    from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
     from sglang.srt.utils.metrics import Counter
 
 
@@ -48,6 +47,33 @@ class SlotPool(Protocol):
     def free_page_ids(self) -> Iterable[torch.Tensor]:
         """int64: numbers of the pages without an owner, in any number of tensors. For the self
         check."""
+
+
+class NodeKeeper(Protocol):
+    """Keeps nodes of a tree beyond a call, or facts about them. The tree tells all keepers about
+    each node that leaves, for whatever reason. Scheduler thread only."""
+
+    def on_delete(self, node: TreeNode) -> None:
+        """`node` is about to leave the tree; its parent is there, and no child is. Prompts do not
+        find it any more; requests and copies may still have it locked (`TreeNode.is_condemned`)."""
+
+    def on_reset(self, nodes: Sequence[TreeNode]) -> None:
+        """`nodes`, which are all but the root, children before parents, are about to leave."""
+
+
+class TieredTree(Protocol):
+    """The part of `PrefixTree` that its tiers and kinds of state use; documented there."""
+
+    page_size: int
+    eviction_policy: str
+    keepers: list[NodeKeeper]
+    tiers: list[PoolTier]
+    device: DeviceTier
+    host: HostTier
+
+    def prune(self, node: TreeNode) -> None: ...
+
+    def note_uses(self) -> None: ...
 
 
 class PoolTier(ABC):
@@ -75,7 +101,7 @@ class PoolTier(ABC):
 
     def __init__(
         self,
-        tree: PrefixTree,
+        tree: TieredTree,
         name: str,
         pool: SlotPool,
         *,

@@ -13,14 +13,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
 from sglang.srt.mem_cache.tree.departed_prefixes import DepartedPrefixes
 from sglang.srt.mem_cache.tree.evict_policy import LookAhead
-from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, PoolTier, SlotPool
+from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, NodeKeeper, PoolTier, SlotPool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.replicated_state import check_digest
 from sglang.srt.mem_cache.tree.session_hints import SessionHints
@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.tree.kv_events import KVEventLog
     from sglang.srt.mem_cache.tree.state_component import StateComponent
-
-
-class NodeKeeper(Protocol):
-    """Keeps nodes of a tree beyond a call, or facts about them. The tree tells all keepers about
-    each node that leaves, for whatever reason. Scheduler thread only."""
-
-    def on_delete(self, node: TreeNode) -> None:
-        """`node` is about to leave the tree; its parent is there, and no child is. Prompts do not
-        find it any more; requests and copies may still have it locked (`TreeNode.is_condemned`)."""
-
-    def on_reset(self, nodes: Sequence[TreeNode]) -> None:
-        """`nodes`, which are all but the root, children before parents, are about to leave."""
 
 
 class PrefixTree:

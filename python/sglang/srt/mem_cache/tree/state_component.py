@@ -32,12 +32,11 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.tree.digest import hash_of
 from sglang.srt.mem_cache.tree.hicache_metrics import StateMetrics
-from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, SlotPool
+from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, SlotPool, TieredTree
 from sglang.srt.mem_cache.tree.tree_node import StateSlots, StateWeights, TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.device.state_pool import StatePool
-    from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 
 
 class StateComponent:
@@ -68,10 +67,10 @@ class StateComponent:
         self.metrics = metrics or StateMetrics(None)
         name = pool.spec.name
         self.weights = StateWeights(hash_of(f"{name} in L1"), hash_of(f"{name} in L2"))
-        self._tree: PrefixTree
+        self._tree: TieredTree
         self._index = 0
 
-    def bind(self, tree: PrefixTree, index: int) -> None:
+    def bind(self, tree: TieredTree, index: int) -> None:
         """Join `tree`, which is empty. The slots of a node will be `node.states[index]`."""
         if self.alignment < 1 or self.alignment % tree.page_size:
             raise ValueError(
