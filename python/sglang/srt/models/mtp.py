@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.rotary_embedding import Rotation
-
-if TYPE_CHECKING:
-    from sglang.srt.models.llama import LlamaDecoderLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +79,18 @@ class DraftNames:
         )
 
 
+class DecoderLayer(Protocol):
+    """The methods of a `LlamaDecoderLayer` that a draft layer calls; documented there."""
+
+    def forward(
+        self, x: ToAdd, residual: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
+    ) -> tuple[ToAdd, torch.Tensor]: ...
+
+    def store(
+        self, residual: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
+    ) -> None: ...
+
+
 class DraftLayer(torch.nn.Module):
     """Joins a token's embedding with the hidden state before it, then runs one decoder layer."""
 
@@ -91,7 +101,7 @@ class DraftLayer(torch.nn.Module):
         *,
         embed: Callable[[torch.Tensor], torch.Tensor],
         rotate: Callable[[torch.Tensor], Rotation],
-        layer: LlamaDecoderLayer,
+        layer: DecoderLayer,
         norm: type[RMSNorm],
         hidden_size: int,
         eps: float,
