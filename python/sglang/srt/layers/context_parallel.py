@@ -21,9 +21,7 @@ import torch
 
 from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.hardware_backend.device_runtime import on_device
-from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
-from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.layers.forward_batch_info import ContextShare, ForwardBatch, RunEdges
 
 SHORTEST_RUN: Final = 16
 """Fewest tokens of a run. One rank computes a request that is too short to split; every rank
@@ -73,71 +71,6 @@ def plan_runs(
             least = min(runs, key=lambda own: sum(run.length for run in own))
             least.append(Run(request, 0, length))
     return [sorted(own, key=lambda run: (run.request, run.begin)) for own in runs]
-
-
-@dataclass(frozen=True, slots=True)
-class RunEdges:
-    """Indices of hidden states at the edges of a rank's runs, for a draft layer."""
-
-    starts: torch.Tensor
-    """int64 `[runs]`: index of each run's first token among the rank's tokens."""
-    before: torch.Tensor
-    """int64 `[runs]`: index of the state before each run. Indices below `bs` mean the state before
-    that request's first new token; the gathered states follow, from `bs` on."""
-    last: torch.Tensor
-    """int64 `[bs]`: index of the state at each request's last token, among the gathered ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class ContextShare:
-    """One rank's share of a split prefill, and its exchange with the other ranks."""
-
-    whole: ForwardBatch
-    """The step as the scheduler made it, but without `capture_hidden`, for its logits."""
-    group: TensorGroup
-    here: torch.Tensor
-    """int64 `[padded]`: slots of this rank's tokens, padded with slot 0 to the same length on all
-    ranks."""
-    everywhere: torch.Tensor
-    """int64 `[size * padded]`: `here` of all ranks, one after the other."""
-    rows: torch.Tensor
-    """int64 `[n]`: indices of the hidden states that the ranks gather, among those that the model
-    gives on this rank."""
-    places: torch.Tensor
-    """int64 `[n]`: indices of these states among the gathered ones."""
-    num_places: int
-    """Gathered states."""
-    num_wanted: int
-    """Gathered states that the logits of the whole step need; they come first, in its order."""
-    edges: RunEdges | None
-    """None: the step does not capture hidden states."""
-
-    def share_stored(self, layer_id: int, pools: Mapping[PoolName, BaseDevicePool]) -> None:
-        """Exchange what the ranks have stored for a layer, so that every rank's pools have all of
-        it."""
-        buffers = [
-            part[pool.wait_for_layer(layer_id)]
-            for pool in pools.values()
-            if isinstance(pool, PagedDevicePool) and layer_id in pool.spec.layers
-            for part in pool.parts
-        ]
-        own = [buffer.index_select(0, self.here).flatten(1).view(torch.uint8) for buffer in buffers]
-        gathered = self.group.all_gather(torch.cat(own, dim=1)).flatten(0, 1)
-        parts = torch.split(gathered, [part.shape[1] for part in own], dim=1)
-        for buffer, raw in zip(buffers, parts, strict=True):
-            rows = raw.contiguous().view(buffer.dtype).view(-1, *buffer.shape[1:])
-            buffer.index_copy_(0, self.everywhere, rows)
-
-    def gather_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Gather the hidden states that all ranks need: `[num_places, hidden_size]`.
-
-        Args:
-            hidden: `[rows, hidden_size]`: this rank's hidden states of `rows_for_logits`, or of all
-                its tokens if the step captures them.
-        """
-        wanted = hidden.new_zeros(self.num_places, hidden.shape[1])
-        wanted.index_copy_(0, self.places, hidden.index_select(0, self.rows))
-        return self.group.all_reduce(wanted)  # Each row is zero on all ranks but one.
 
 
 @dataclass(frozen=True, slots=True)

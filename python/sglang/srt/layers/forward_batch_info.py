@@ -10,16 +10,16 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import Event, on_device
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.context_parallel import ContextShare
-    from sglang.srt.layers.radix_attention import Attention, AttentionKind, IndexQuery
-    from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+    from sglang.srt.distributed.tensor_group import TensorGroup
+    from sglang.srt.layers.attention_kind import AttentionKind
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
     from sglang.srt.mem_cache.device.state_spec import PoolName
 
@@ -97,6 +97,129 @@ class StateBatch:
         model keeps none."""
         slots = pool.state_slots(rows)
         return None if slots is None else cls(slots=slots)
+
+
+class IndexQuery(NamedTuple):
+    """An indexer's queries for some tokens; they choose which tokens of the contexts are read."""
+
+    q: torch.Tensor
+    """`[num_tokens, heads, head_dim]` of the indexer."""
+    weights: torch.Tensor
+    """fp32 `[num_tokens, heads]`: scaled factors of each head's positive products with keys."""
+    topk: int
+    """Tokens to choose; contexts of at most `topk` tokens are read as a whole."""
+    chosen: torch.Tensor | None = None
+    """int32 `[num_tokens, topk]`: slots of the chosen tokens, for layers that share the choice. The
+    backend fills it, except for tokens that read their whole context; None: no layer shares it."""
+    is_known: bool = False
+    """True if an earlier layer has filled `chosen`; the queries are not used again."""
+
+    def of(self, tokens: slice | torch.Tensor) -> IndexQuery:
+        """The queries of some of the tokens: a slice, or indices (int64 `[n]`). A slice has a view
+        of `chosen`, indices have a copy."""
+        chosen = None if self.chosen is None else self.chosen[tokens]
+        return self._replace(q=self.q[tokens], weights=self.weights[tokens], chosen=chosen)
+
+
+class AttentionLayer(Protocol):
+    """The part of a `RadixAttention` that backends read; documented there."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    layer_id: int
+    kind: AttentionKind
+
+
+class Attention(Protocol):
+    """The methods of an `AttentionBackend` that a layer calls; documented there."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        rows: torch.Tensor | None = None,
+        *,
+        index: IndexQuery | None = None,
+    ) -> torch.Tensor: ...
+
+    def forward_decode_gated(
+        self,
+        q: torch.Tensor,
+        gates: torch.Tensor,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunEdges:
+    """Indices of hidden states at the edges of a rank's runs, for a draft layer."""
+
+    starts: torch.Tensor
+    """int64 `[runs]`: index of each run's first token among the rank's tokens."""
+    before: torch.Tensor
+    """int64 `[runs]`: index of the state before each run. Indices below `bs` mean the state before
+    that request's first new token; the gathered states follow, from `bs` on."""
+    last: torch.Tensor
+    """int64 `[bs]`: index of the state at each request's last token, among the gathered ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShare:
+    """One rank's share of a split prefill, and its exchange with the other ranks."""
+
+    whole: ForwardBatch
+    """The step as the scheduler made it, but without `capture_hidden`, for its logits."""
+    group: TensorGroup
+    here: torch.Tensor
+    """int64 `[padded]`: slots of this rank's tokens, padded with slot 0 to the same length on all
+    ranks."""
+    everywhere: torch.Tensor
+    """int64 `[size * padded]`: `here` of all ranks, one after the other."""
+    rows: torch.Tensor
+    """int64 `[n]`: indices of the hidden states that the ranks gather, among those that the model
+    gives on this rank."""
+    places: torch.Tensor
+    """int64 `[n]`: indices of these states among the gathered ones."""
+    num_places: int
+    """Gathered states."""
+    num_wanted: int
+    """Gathered states that the logits of the whole step need; they come first, in its order."""
+    edges: RunEdges | None
+    """None: the step does not capture hidden states."""
+
+    def share_stored(self, layer_id: int, pools: Mapping[PoolName, BaseDevicePool]) -> None:
+        """Exchange what the ranks have stored for a layer, so that every rank's pools have all of
+        it."""
+        buffers = [
+            part[pool.wait_for_layer(layer_id)]
+            for pool in pools.values()
+            if isinstance(pool, PagedDevicePool) and layer_id in pool.spec.layers
+            for part in pool.parts
+        ]
+        own = [buffer.index_select(0, self.here).flatten(1).view(torch.uint8) for buffer in buffers]
+        gathered = self.group.all_gather(torch.cat(own, dim=1)).flatten(0, 1)
+        parts = torch.split(gathered, [part.shape[1] for part in own], dim=1)
+        for buffer, raw in zip(buffers, parts, strict=True):
+            rows = raw.contiguous().view(buffer.dtype).view(-1, *buffer.shape[1:])
+            buffer.index_copy_(0, self.everywhere, rows)
+
+    def gather_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Gather the hidden states that all ranks need: `[num_places, hidden_size]`.
+
+        Args:
+            hidden: `[rows, hidden_size]`: this rank's hidden states of `rows_for_logits`, or of all
+                its tokens if the step captures them.
+        """
+        wanted = hidden.new_zeros(self.num_places, hidden.shape[1])
+        wanted.index_copy_(0, self.places, hidden.index_select(0, self.rows))
+        return self.group.all_reduce(wanted)  # Each row is zero on all ranks but one.
 
 
 @dataclass(kw_only=True)

@@ -1,77 +1,12 @@
-"""The attention layer of a model, and the kinds of attention; backends do the work."""
+"""The attention layer of a model; backends do the work."""
 
 from __future__ import annotations
-
-from typing import Final, NamedTuple, NewType, Protocol
 
 import torch
 
 from sglang.srt.layers.activation import scale_by_gates_
-from sglang.srt.layers.forward_batch_info import ForwardBatch
-
-AttentionKind = NewType("AttentionKind", str)
-"""What an attention layer computes and caches; decides which backends can run it."""
-
-FULL_ATTENTION: Final = AttentionKind("full")
-"""Every token sees all tokens up to itself; keys and values are kept per head."""
-
-MLA: Final = AttentionKind("mla")
-"""Like `FULL_ATTENTION`, but all heads share one latent row per token."""
-
-DSA: Final = AttentionKind("dsa")
-"""Like `MLA`, but a token sees only the tokens that an indexer chooses."""
-
-
-SLIDING_WINDOW: Final = AttentionKind("sliding_window")
-"""Like `FULL_ATTENTION`, but a token sees only the last tokens; their keys and values are a state
-of the whole prefix."""
-
-
-class IndexQuery(NamedTuple):
-    """An indexer's queries for some tokens; they choose which tokens of the contexts are read."""
-
-    q: torch.Tensor
-    """`[num_tokens, heads, head_dim]` of the indexer."""
-    weights: torch.Tensor
-    """fp32 `[num_tokens, heads]`: scaled factors of each head's positive products with keys."""
-    topk: int
-    """Tokens to choose; contexts of at most `topk` tokens are read as a whole."""
-    chosen: torch.Tensor | None = None
-    """int32 `[num_tokens, topk]`: slots of the chosen tokens, for layers that share the choice. The
-    backend fills it, except for tokens that read their whole context; None: no layer shares it."""
-    is_known: bool = False
-    """True if an earlier layer has filled `chosen`; the queries are not used again."""
-
-    def of(self, tokens: slice | torch.Tensor) -> IndexQuery:
-        """The queries of some of the tokens: a slice, or indices (int64 `[n]`). A slice has a view
-        of `chosen`, indices have a copy."""
-        chosen = None if self.chosen is None else self.chosen[tokens]
-        return self._replace(q=self.q[tokens], weights=self.weights[tokens], chosen=chosen)
-
-
-class Attention(Protocol):
-    """The methods of an `AttentionBackend` that a layer calls; documented there."""
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        rows: torch.Tensor | None = None,
-        *,
-        index: IndexQuery | None = None,
-    ) -> torch.Tensor: ...
-
-    def forward_decode_gated(
-        self,
-        q: torch.Tensor,
-        gates: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> torch.Tensor | None: ...
+from sglang.srt.layers.attention_kind import FULL_ATTENTION, AttentionKind
+from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery
 
 
 class RadixAttention(torch.nn.Module):

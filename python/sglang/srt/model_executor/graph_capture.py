@@ -11,7 +11,7 @@ from typing import Final, TypeAlias, TypeVar
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionKind
+from sglang.srt.layers.attention_kind import AttentionKind
 from sglang.srt.utils.progress import progress_bar
 
 logger = logging.getLogger(__name__)

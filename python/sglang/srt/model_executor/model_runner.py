@@ -31,11 +31,12 @@ from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.attention_registry import create_attention_backends
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
+from sglang.srt.layers.attention_kind import AttentionKind
 from sglang.srt.layers.context_parallel import split_context
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.mla.latent_attention import LatentAttention
-from sglang.srt.layers.radix_attention import AttentionKind, RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.hidden_rows import HiddenRows, hidden_spec

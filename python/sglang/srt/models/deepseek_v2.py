@@ -9,13 +9,13 @@ import torch
 
 from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
 from sglang.srt.configs.model_config import ModelConfig, positive_int
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.attention_kind import DSA, MLA, AttentionKind
+from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.mla.latent_attention import Indexer, KVUpProjection, LatentAttention
 from sglang.srt.layers.moe.sparse_moe import RouterOptions, SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.placement import Share, TensorPlacement
-from sglang.srt.layers.radix_attention import DSA, MLA, AttentionKind, IndexQuery
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.layers.triton_ops.arguments import RoundedRows
 from sglang.srt.mem_cache.device.fp8_rows import FP8

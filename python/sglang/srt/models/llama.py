@@ -13,6 +13,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.activation import GatedMLP
 from sglang.srt.layers.attention.window_backend import window_spec
+from sglang.srt.layers.attention_kind import FULL_ATTENTION, SLIDING_WINDOW
 from sglang.srt.layers.context_parallel import SplitHidden
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.fused_kernels import fused_kernels
@@ -21,7 +22,7 @@ from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLine
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, compute_logits
 from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.radix_attention import FULL_ATTENTION, SLIDING_WINDOW, RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation, apply_rotary
 from sglang.srt.layers.triton_ops.arguments import RoundedRows, Weight
 from sglang.srt.layers.vocab_parallel_embedding import VocabLogits, VocabParallelEmbedding

@@ -8,14 +8,9 @@ import pytest
 import torch
 
 from rigs.caches.memory_ranks import MemoryExchange, MemoryTensorGroup, PlaceInGroup
-from sglang.srt.layers.context_parallel import (
-    ContextShare,
-    Run,
-    SplitHidden,
-    plan_runs,
-    split_context,
-)
+from sglang.srt.layers.context_parallel import Run, SplitHidden, plan_runs, split_context
 from sglang.srt.layers.forward_batch_info import (
+    ContextShare,
     ForwardBatch,
     ForwardMode,
     compute_extend_positions,

@@ -25,9 +25,10 @@ from sglang.srt.layers.attention.attention_registry import (
 )
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.attention_kind import FULL_ATTENTION, AttentionKind
+from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.radix_attention import FULL_ATTENTION, AttentionKind, RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.layers.triton_ops.arguments import RoundedRows
 from sglang.srt.mem_cache.device import pool_registry
@@ -82,7 +83,7 @@ class UniformBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -100,7 +101,7 @@ class UniformBackend(AttentionBackend):
         )
 
     def forward_decode(
-        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+        self, q: torch.Tensor, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         lens = forward_batch.seq_lens_cpu
         return torch.cat(
@@ -108,7 +109,7 @@ class UniformBackend(AttentionBackend):
         )
 
     def _mean(
-        self, batch: ForwardBatch, layer: RadixAttention, request: int, length: int
+        self, batch: ForwardBatch, layer: AttentionLayer, request: int, length: int
     ) -> torch.Tensor:
         assert batch.pools is not None
         pool = batch.pools[PoolName.INDEXER]

@@ -19,8 +19,7 @@ import torch
 
 from sglang.srt.hardware_backend.npu.runtime import load_torch_npu
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
-from sglang.srt.layers.forward_batch_info import ForwardBatch, Segment
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch, Segment
 
 _PAGE_TOKENS: Final = range(16, 513, 16)
 """Pages that the operator reads."""
@@ -82,7 +81,7 @@ class AscendAttnBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -103,7 +102,7 @@ class AscendAttnBackend(AttentionBackend):
         return torch.cat(outs).flatten(1)
 
     def forward_decode(
-        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+        self, q: torch.Tensor, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         k, v = (
             buffer.view(-1, self._page_size, buffer.shape[1] * buffer.shape[2])

@@ -19,13 +19,7 @@ from sglang.srt.layers.attention.dsa_backend import DSATorchNativeBackend
 from sglang.srt.layers.attention.mla_backend import MLATorchNativeBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.window_backend import WindowTorchBackend
-from sglang.srt.layers.radix_attention import (
-    DSA,
-    FULL_ATTENTION,
-    MLA,
-    SLIDING_WINDOW,
-    AttentionKind,
-)
+from sglang.srt.layers.attention_kind import DSA, FULL_ATTENTION, MLA, SLIDING_WINDOW, AttentionKind
 from sglang.srt.mem_cache.device.fp8_rows import FP8
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec

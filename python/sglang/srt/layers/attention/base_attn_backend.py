@@ -11,8 +11,7 @@ import torch
 
 from sglang.srt.configs.mla_config import MLAConfig
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
-from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
+from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch, IndexQuery
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
 
@@ -123,7 +122,7 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -135,7 +134,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward_decode(
-        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+        self, q: torch.Tensor, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """Attend from one token of each request, `q` `[bs, num_heads, head_dim]`, to its
         context."""
@@ -144,7 +143,7 @@ class AttentionBackend(ABC):
         self,
         q: torch.Tensor,
         gates: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor | None:
         """`forward_decode`, multiplied by the sigmoid of `gates`, which have the shape of `q`.
@@ -156,7 +155,7 @@ class AttentionBackend(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         rows: torch.Tensor | None = None,

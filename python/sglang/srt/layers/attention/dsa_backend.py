@@ -35,9 +35,8 @@ from sglang.srt.layers.attention.slot_plan import (
     Slots,
     longest_run,
 )
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch, IndexQuery
 from sglang.srt.layers.mla.latent_attention import LatentAttention
-from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
 from sglang.srt.mem_cache.device.fp8_rows import pack, read_rows
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.device.row_buffers import gather_rows
@@ -119,7 +118,7 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         rows: torch.Tensor | None = None,

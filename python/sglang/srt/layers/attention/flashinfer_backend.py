@@ -19,8 +19,7 @@ import torch
 from sglang.srt.constants import MIB
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
-from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch
 from sglang.srt.layers.triton_ops.attention.page_indices import page_indices
 
 logger = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ class FlashInferAttnBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -130,7 +129,7 @@ class FlashInferAttnBackend(AttentionBackend):
         return out if rows is None else out.index_select(0, rows)
 
     def forward_decode(
-        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+        self, q: torch.Tensor, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         assert layer.scaling == self._scaling
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -223,7 +222,7 @@ class FlashInferAttnBackend(AttentionBackend):
         return wrapper
 
     def _paged_pool(
-        self, layer: RadixAttention, batch: ForwardBatch
+        self, layer: AttentionLayer, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's keys and values, each `[pages, page_size, num_kv_heads, head_dim]`."""
         k, v = batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)

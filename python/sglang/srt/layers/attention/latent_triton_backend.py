@@ -26,9 +26,14 @@ from sglang.srt.layers.attention.dense_attention import (
 )
 from sglang.srt.layers.attention.dsa_backend import Pools
 from sglang.srt.layers.attention.mla_backend import as_latent, as_stored
-from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, Segment
+from sglang.srt.layers.forward_batch_info import (
+    AttentionLayer,
+    ForwardBatch,
+    ForwardMode,
+    IndexQuery,
+    Segment,
+)
 from sglang.srt.layers.mla.latent_attention import LatentAttention
-from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
 from sglang.srt.layers.triton_ops.attention.indexer_scores import index_scores, slots_of_one
 from sglang.srt.layers.triton_ops.attention.indexer_topk import choose_slots
 from sglang.srt.layers.triton_ops.attention.latent_rows import (
@@ -194,7 +199,7 @@ class LatentTritonBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         rows: torch.Tensor | None = None,
@@ -210,7 +215,7 @@ class LatentTritonBackend(AttentionBackend):
     def forward_decode(
         self,
         q: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         index: IndexQuery | None = None,
     ) -> torch.Tensor:
@@ -230,7 +235,7 @@ class LatentTritonBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
         index: IndexQuery | None = None,

@@ -29,9 +29,8 @@ from sglang.srt.layers.attention.partial_attention import (
 )
 from sglang.srt.layers.attention.slot_plan import VIEW_BYTES, DecodePlan, ExtendSegment
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend, decode_by_plan
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch
 from sglang.srt.layers.mla.latent_attention import LatentAttention
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.device.fp8_rows import read_rows
 from sglang.srt.mem_cache.device.row_buffers import gather_rows
 
@@ -60,7 +59,7 @@ class MLATorchNativeBackend(TorchNativeAttnBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -76,14 +75,14 @@ class MLATorchNativeBackend(TorchNativeAttnBackend):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def forward_decode(
-        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+        self, q: torch.Tensor, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         assert self._decode_plan is not None
         pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
         return decode_rows(self._decode_plan, q, pool, as_latent(layer))
 
 
-def as_latent(layer: RadixAttention) -> LatentAttention:
+def as_latent(layer: AttentionLayer) -> LatentAttention:
     """The layer, which must be one of latent attention."""
     assert isinstance(layer, LatentAttention), layer.kind
     return layer

@@ -36,8 +36,7 @@ from sglang.srt.layers.attention.slot_plan import (
     plan_decode,
     plan_extend,
 )
-from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
 
@@ -85,7 +84,7 @@ class TorchNativeAttnBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -111,7 +110,7 @@ class TorchNativeAttnBackend(AttentionBackend):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def forward_decode(
-        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+        self, q: torch.Tensor, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         assert self._decode_plan is not None
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
@@ -165,7 +164,7 @@ def _attend_prefix(
     q: torch.Tensor,
     pool: tuple[torch.Tensor, torch.Tensor],
     segment: ExtendSegment,
-    layer: RadixAttention,
+    layer: AttentionLayer,
 ) -> Partial | None:
     """Attend from `[num_new, num_heads, head_dim]` queries to their prefix; None: no prefix.
 

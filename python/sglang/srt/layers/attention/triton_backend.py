@@ -19,8 +19,7 @@ from sglang.srt.layers.attention.dense_attention import (
     dense_attention,
     plan_dense,
 )
-from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch, ForwardMode
 from sglang.srt.layers.triton_ops.attention.decode_attention import decode_attention, make_arrivals
 from sglang.srt.layers.triton_ops.attention.extend_attention import (
     ExtendWork,
@@ -125,7 +124,7 @@ class TritonAttnBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -148,7 +147,7 @@ class TritonAttnBackend(AttentionBackend):
         return out
 
     def forward_decode(
-        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+        self, q: torch.Tensor, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         return self._decode(q, None, layer, forward_batch)
 
@@ -156,7 +155,7 @@ class TritonAttnBackend(AttentionBackend):
         self,
         q: torch.Tensor,
         gates: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
         return self._decode(q, gates, layer, forward_batch)
@@ -165,7 +164,7 @@ class TritonAttnBackend(AttentionBackend):
         self,
         q: torch.Tensor,
         gates: torch.Tensor | None,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)

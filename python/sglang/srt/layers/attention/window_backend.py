@@ -16,9 +16,14 @@ import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.partial_attention import attend, heads_first
-from sglang.srt.layers.forward_batch_info import ForwardBatch, Segment, StateBatch
+from sglang.srt.layers.forward_batch_info import (
+    AttentionLayer,
+    ForwardBatch,
+    IndexQuery,
+    Segment,
+    StateBatch,
+)
 from sglang.srt.layers.linear_attention.extend_plan import upload
-from sglang.srt.layers.radix_attention import IndexQuery, RadixAttention
 from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
@@ -160,7 +165,7 @@ class WindowTorchBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         rows: torch.Tensor | None = None,
@@ -185,7 +190,7 @@ class WindowTorchBackend(AttentionBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: RadixAttention,
+        layer: AttentionLayer,
         forward_batch: ForwardBatch,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -223,7 +228,7 @@ class WindowTorchBackend(AttentionBackend):
         return torch.cat(outs).flatten(1)
 
     def forward_decode(
-        self, q: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+        self, q: torch.Tensor, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         rings, states = self._rings_of(layer, forward_batch)
         mask = self._decode_mask
@@ -243,7 +248,7 @@ class WindowTorchBackend(AttentionBackend):
         return part.out.reshape(q.shape[0], -1)
 
     def _rings_of(
-        self, layer: RadixAttention, forward_batch: ForwardBatch
+        self, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> tuple[_Rings, StateBatch]:
         """The layer's rings, and the step's slots of them."""
         assert forward_batch.pools is not None, "the runner sets it before the model runs"

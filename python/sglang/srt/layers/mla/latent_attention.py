@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
+from sglang.srt.layers.attention_kind import MLA, AttentionKind
+from sglang.srt.layers.forward_batch_info import IndexQuery
 from sglang.srt.layers.layer_weight import (
     kept_format,
     new_weight,
@@ -27,7 +29,7 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
-from sglang.srt.layers.radix_attention import MLA, AttentionKind, IndexQuery, RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.layers.triton_ops.arguments import Weight
 

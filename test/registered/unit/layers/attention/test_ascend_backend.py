@@ -31,8 +31,8 @@ from sglang.srt.layers.attention.attention_registry import (
 )
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention_kind import FULL_ATTENTION
 from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.layers.radix_attention import FULL_ATTENTION
 from sglang.srt.mem_cache.device.state_spec import KVSpec
 from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
 

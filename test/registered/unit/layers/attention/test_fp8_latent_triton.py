@@ -23,8 +23,7 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16
 from rigs.models.latent_driver import latent_driver  # noqa: E402
 from sglang.srt.layers.attention import dense_attention, dsa_backend  # noqa: E402
 from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
-from sglang.srt.layers.forward_batch_info import ForwardBatch  # noqa: E402
-from sglang.srt.layers.radix_attention import IndexQuery  # noqa: E402
+from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery  # noqa: E402
 from sglang.srt.layers.triton_ops.attention import indexer_scores  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.indexer_scores import index_scores  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.latent_rows import latent_attention  # noqa: E402

@@ -7,7 +7,7 @@ import torch
 
 from sglang.srt.layers.attention import dsa_backend
 from sglang.srt.layers.attention.dsa_backend import choose_tokens, index_scores
-from sglang.srt.layers.radix_attention import IndexQuery
+from sglang.srt.layers.forward_batch_info import IndexQuery
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

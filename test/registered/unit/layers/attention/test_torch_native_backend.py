@@ -25,8 +25,9 @@ from sglang.srt.layers.attention.partial_attention import (
     merge_two,
 )
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention_kind import DSA
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.layers.radix_attention import DSA, RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.state_spec import KVSpec

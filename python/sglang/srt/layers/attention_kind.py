@@ -1,0 +1,21 @@
+"""The kinds of attention; `attention/attention_registry.py` has their backends."""
+
+from __future__ import annotations
+
+from typing import Final, NewType
+
+AttentionKind = NewType("AttentionKind", str)
+"""What an attention layer computes and caches; decides which backends can run it."""
+
+FULL_ATTENTION: Final = AttentionKind("full")
+"""Every token sees all tokens up to itself; keys and values are kept per head."""
+
+MLA: Final = AttentionKind("mla")
+"""Like `FULL_ATTENTION`, but all heads share one latent row per token."""
+
+DSA: Final = AttentionKind("dsa")
+"""Like `MLA`, but a token sees only the tokens that an indexer chooses."""
+
+SLIDING_WINDOW: Final = AttentionKind("sliding_window")
+"""Like `FULL_ATTENTION`, but a token sees only the last tokens; their keys and values are a state
+of the whole prefix."""
