@@ -354,7 +354,7 @@ def front_server(**args: Any) -> Iterator[FrontServer]:
                 metrics,
                 server_args.disaggregation_mode,
                 server_args.max_queued_requests,
-                prefill_hosts(server_args),
+                prefill_hosts(server_args, server_args.host),
                 make_tracer(server_args, None if metrics is None else metrics.registry),
             ),
             chat_template=ChatTemplate(engine.tokenizer, server_args.chat_template),

@@ -12,16 +12,17 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.cli import Mistake, check_choices, flag_name, lines_of, refuse_ignored
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode, check_disaggregation
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.arg_groups.disaggregation_checks import check_disaggregation
 from sglang.srt.arg_groups.extra_config import FLAG, check_extra_config_keys
 from sglang.srt.arg_groups.observability import check_observability
 from sglang.srt.arg_groups.remote_weights import check_remote_weights, offers_weights
+from sglang.srt.arg_groups.server_flags import ServerFlags
 from sglang.srt.arg_groups.speculative import check_speculative
 from sglang.srt.constants import DEFAULT_HIERARCHICAL_PAGE_SIZE, DEFAULT_PAGE_SIZE
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
 
 if TYPE_CHECKING:
-    from sglang.srt.arg_groups.server_args import ServerArgs
     from sglang.srt.hardware_backend.device_kinds import DeviceKind
 
 
@@ -29,7 +30,7 @@ _LONGEST_SESSION_S = 86400.0
 """Longest `--keep-session-seconds`, a day: hints are for agents that come back soon."""
 
 
-def check_device(args: ServerArgs, kind: DeviceKind) -> Iterator[str]:
+def check_device(args: ServerFlags, kind: DeviceKind) -> Iterator[str]:
     """Refuse settings that this kind of device does not support, or that have no effect there."""
     if args.kv_cache_dtype not in kind.kv_cache_dtypes:
         yield (
@@ -44,7 +45,7 @@ def check_device(args: ServerArgs, kind: DeviceKind) -> Iterator[str]:
         )
 
 
-def without_effect(args: ServerArgs) -> Iterator[str]:
+def without_effect(args: ServerFlags) -> Iterator[str]:
     """The flags of `args` that have no effect beside the others, and never one on answers. On
     `auto` those of every device are left out."""
     kind = DEVICE_KINDS.get(args.device)
@@ -60,13 +61,13 @@ def without_effect(args: ServerArgs) -> Iterator[str]:
         yield from (flag_name(field) for _ in refuse_ignored(args, field, ""))
 
 
-def check_numbers(args: ServerArgs) -> Iterator[Mistake]:
+def check_numbers(args: ServerFlags) -> Iterator[Mistake]:
     for field, is_right, expected in _ranges(args):
         if not is_right:
             yield field, f"{flag_name(field)} {getattr(args, field)}: must be {expected}"
 
 
-def _ranges(args: ServerArgs) -> Iterator[tuple[str, bool, str]]:
+def _ranges(args: ServerFlags) -> Iterator[tuple[str, bool, str]]:
     """Fields, whether the value of each is in its range, and the range in words."""
     for field in ("context_length", "max_total_tokens"):
         value = getattr(args, field)
@@ -125,14 +126,14 @@ def _ranges(args: ServerArgs) -> Iterator[tuple[str, bool, str]]:
     yield "chunked_prefill_size", chunk is None or chunk == -1 or chunk >= 1, "-1 or at least 1"
 
 
-def check_not_empty(args: ServerArgs) -> Iterator[Mistake]:
+def check_not_empty(args: ServerFlags) -> Iterator[Mistake]:
     """Refuse empty text, which usually comes from an unset shell variable."""
     for field in dataclasses.fields(args):
         if getattr(args, field.name) == "":
             yield field.name, f"{flag_name(field.name)} is empty; give it a value or leave it out"
 
 
-def cache_and_page_size(args: ServerArgs) -> tuple[bool, int]:
+def cache_and_page_size(args: ServerFlags) -> tuple[bool, int]:
     """True if the cache is hierarchical, and the tokens of a page. A storage backend implies the
     hierarchical cache."""
     hierarchical = args.enable_hierarchical_cache or args.hicache_storage_backend is not None
@@ -140,7 +141,7 @@ def cache_and_page_size(args: ServerArgs) -> tuple[bool, int]:
     return hierarchical, default if args.page_size is None else args.page_size
 
 
-def check_pages(args: ServerArgs, page_size: int) -> Iterator[str]:
+def check_pages(args: ServerFlags, page_size: int) -> Iterator[str]:
     """Refuse sizes that do not match the page size. A chunk of -1 means whole prompts.
 
     Prompts are cut between pages. If a pass could not compute one page, a prompt would wait for
@@ -165,7 +166,7 @@ def check_pages(args: ServerArgs, page_size: int) -> Iterator[str]:
         )
 
 
-def check_parallelism(args: ServerArgs) -> Iterator[str]:
+def check_parallelism(args: ServerFlags) -> Iterator[str]:
     """Refuse numbers of ranks and machines that do not fit each other: a line for each mistake,
     with the flag and the remedy."""
     if args.dp_size != 1:
@@ -207,11 +208,11 @@ def check_parallelism(args: ServerArgs) -> Iterator[str]:
             yield str(error)
 
 
-def ranks_per_node(args: ServerArgs) -> int:
+def ranks_per_node(args: ServerFlags) -> int:
     return args.tp_size // args.nnodes
 
 
-def meeting_address(args: ServerArgs) -> tuple[str, int]:
+def meeting_address(args: ServerFlags) -> tuple[str, int]:
     """Host and port where the ranks meet; port 0: a free one. Raises ValueError if
     `--dist-init-addr` is not HOST:PORT."""
     if args.dist_init_addr is None:
@@ -225,7 +226,7 @@ def meeting_address(args: ServerArgs) -> tuple[str, int]:
     return host, int(port)
 
 
-def mistakes_of(args: ServerArgs, malformed: Sequence[str] = ()) -> list[str]:
+def mistakes_of(args: ServerFlags, malformed: Sequence[str] = ()) -> list[str]:
     """A line for each mistake, with the flag and the remedy. The fields `malformed` have their
     defaults, because their flags could not be read."""
     wrong: dict[str, str] = {}
@@ -234,31 +235,30 @@ def mistakes_of(args: ServerArgs, malformed: Sequence[str] = ()) -> list[str]:
             wrong.setdefault(field, line)
     # The other fields are checked against each other too, with stand-ins for the wrong ones.
     others = dataclasses.replace(args, **{name: _stand_in(args, name) for name in wrong})
-    checks = (
-        _check_config,
-        _check_tls,
-        check_remote_weights,
-        check_parallelism,
-        check_disaggregation,
-        check_observability,
-        check_speculative,
-        _check_cache,
-    )
-    lines = [line for check in checks for line in lines_of(check, others)]
+    lines = [
+        *lines_of(_check_config, others),
+        *lines_of(_check_tls, others),
+        *lines_of(check_remote_weights, others, others.host, others.port),
+        *lines_of(check_parallelism, others),
+        *lines_of(check_disaggregation, others),
+        *lines_of(check_observability, others),
+        *lines_of(check_speculative, others, others.attention_backend),
+        *lines_of(_check_cache, others),
+    ]
     if others.device != "auto":
         lines += check_device(others, device_kind(others.device))
     flags = [flag_name(field) for field in (*wrong, *malformed)]
     return [*wrong.values(), *(line for line in lines if not any(f in line for f in flags))]
 
 
-def _stand_in(args: ServerArgs, name: str) -> Any:
+def _stand_in(args: ServerFlags, name: str) -> Any:
     """A value in place of a wrong one: the default, or a choice if the default is None."""
     field = next(one for one in dataclasses.fields(args) if one.name == name)
     choices = field.metadata["choices"]
     return choices[0] if field.default is None and choices else field.default
 
 
-def _check_config(args: ServerArgs) -> Iterator[str]:
+def _check_config(args: ServerFlags) -> Iterator[str]:
     if args.config is not None:
         yield (
             "--config is read on the command line of `sglang serve` and its tools alone: give the "
@@ -266,7 +266,7 @@ def _check_config(args: ServerArgs) -> Iterator[str]:
         )
 
 
-def _check_tls(args: ServerArgs) -> Iterator[str]:
+def _check_tls(args: ServerFlags) -> Iterator[str]:
     """Refuse halves of a certificate's settings, and features that would need https of a peer."""
     if (args.ssl_certfile is None) != (args.ssl_keyfile is None):
         there, missing = "--ssl-certfile", "--ssl-keyfile"
@@ -282,7 +282,7 @@ def _check_tls(args: ServerArgs) -> Iterator[str]:
         )
 
 
-def _check_events(args: ServerArgs) -> Iterator[str]:
+def _check_events(args: ServerFlags) -> Iterator[str]:
     try:
         config = args.kv_events()
     except ValueError as error:
@@ -295,7 +295,7 @@ def _check_events(args: ServerArgs) -> Iterator[str]:
         )
 
 
-def _check_cache(args: ServerArgs) -> Iterator[str]:
+def _check_cache(args: ServerFlags) -> Iterator[str]:
     """Refuse settings of the cache that have no effect or contradict each other."""
     hierarchical, page_size = cache_and_page_size(args)
     yield from _check_events(args)

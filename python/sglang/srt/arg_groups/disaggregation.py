@@ -1,4 +1,4 @@
-"""The flags of prefill and decode on different servers, and the flags that do not go with them.
+"""The flags of prefill and decode on different servers.
 
 `PrefillHosts` are the prefill servers that clients may send a decode server to. It resolves no
 name.
@@ -13,16 +13,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from sglang.srt.arg_groups.api_keys import resolve_key
-from sglang.srt.arg_groups.cli import flag, flag_name, refuse_ignored
+from sglang.srt.arg_groups.cli import flag
 from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT
 from sglang.srt.environ import EnvField, Envs, envs
-from sglang.srt.utils.network import canonical_host, is_loopback, own_addresses
-
-if TYPE_CHECKING:
-    from sglang.srt.arg_groups.server_args import ServerArgs
+from sglang.srt.utils.network import canonical_host, own_addresses
 
 PREFILL_HOSTS_FLAG: Final = "--disaggregation-prefill-hosts"
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
@@ -177,32 +174,18 @@ class DisaggregationArgs:
 
 FAKE_BOOTSTRAP_HOST: Final = "2.2.2.2"
 """Bootstrap host of a room that this server has to itself."""
-OFFLOAD_FLAG: Final = "--disaggregation-decode-enable-offload-kvcache"
-_RADIX: Final = "disaggregation_decode_enable_radix_cache"
-_ALLOW_NO_SECRET: Final = "--disaggregation-allow-no-secret"
-_OFFLOAD: Final = "disaggregation_decode_enable_offload_kvcache"
 BOOTSTRAP_PORT_FLAG: Final = "--disaggregation-bootstrap-port"
 SECRET_FLAG: Final = "--disaggregation-secret-file"
-MIN_SECRET_CHARS: Final = 16
-_PEER_FIELDS: Final = (
-    "disaggregation_ib_device",
-    "disaggregation_secret_file",
-    "disaggregation_allow_no_secret",
-    "disaggregation_bootstrap_port",
-    "disaggregation_prefill_hosts",
-    "disaggregation_enable_kv_checksum",
-)
-"""Fields that matter only where servers talk to each other."""
 
 
-def moves_pages(args: ServerArgs) -> bool:
+def moves_pages(args: DisaggregationArgs) -> bool:
     """True if pages move between this server and others."""
     backend = args.disaggregation_transfer_backend
     is_whole = args.disaggregation_mode == DisaggregationMode.NULL
     return not is_whole and backend != TransferBackend.FAKE
 
 
-def _variables(args: ServerArgs) -> Iterator[tuple[str, EnvField[Any], Any]]:
+def _variables(args: DisaggregationArgs) -> Iterator[tuple[str, EnvField[Any], Any]]:
     """Flags that stand for an environment variable: the flag, the variable and its value."""
     if args.disaggregation_transfer_backend == TransferBackend.MOONCAKE_TCP:
         given = f"--disaggregation-transfer-backend {TransferBackend.MOONCAKE_TCP}"
@@ -212,7 +195,7 @@ def _variables(args: ServerArgs) -> Iterator[tuple[str, EnvField[Any], Any]]:
 
 
 @contextlib.contextmanager
-def variables_of(args: ServerArgs) -> Iterator[None]:
+def variables_of(args: DisaggregationArgs) -> Iterator[None]:
     """Inside the block, environment variables have the values that flags stand for, for this
     process and for children that it starts."""
     with contextlib.ExitStack() as stack:
@@ -221,102 +204,22 @@ def variables_of(args: ServerArgs) -> Iterator[None]:
         yield
 
 
-def overruled_variables(args: ServerArgs) -> Iterator[str]:
+def overruled_variables(args: DisaggregationArgs) -> Iterator[str]:
     """A line for each environment variable whose value a flag replaces by another one."""
     for given, variable, value in _variables(args):
         if variable.is_set() and variable.get() != value:
             yield f"{variable.name}={variable.get()} has no effect: {given} makes it {value}"
 
 
-def read_secret(args: ServerArgs) -> str | None:
+def read_secret(args: DisaggregationArgs) -> str | None:
     """The deployment's secret, from the file or the environment. Raises as `resolve_key`."""
     name, variable = SECRET_FLAG.removesuffix("-file"), envs.SGLANG_DISAGGREGATION_SECRET
     return resolve_key(None, args.disaggregation_secret_file, name, variable)
 
 
-def check_disaggregation(args: ServerArgs) -> Iterator[str]:
-    """Refuse flags without effect, and combinations that prefill and decode servers do not
-    support: a line for each, with the flag and the remedy."""
-    mode, port = args.disaggregation_mode, args.disaggregation_bootstrap_port
-    where = f"with --disaggregation-mode {mode}"
-    if mode == DisaggregationMode.NULL:
-        for field in (
-            "disaggregation_transfer_backend",
-            "disaggregation_ib_device",
-            "disaggregation_secret_file",
-            "disaggregation_allow_no_secret",
-            "disaggregation_enable_kv_checksum",
-            "disaggregation_bootstrap_port",
-        ):
-            yield from refuse_ignored(args, field, where)
-    if mode != DisaggregationMode.DECODE:
-        yield from refuse_ignored(args, "disaggregation_prefill_hosts", where)
-        yield from refuse_ignored(args, _RADIX, where)
-        yield from refuse_ignored(args, _OFFLOAD, where)
-    if mode == DisaggregationMode.PREFILL and port == args.port:
-        yield (
-            f"{BOOTSTRAP_PORT_FLAG} {port} is --port too: requests and decode servers come to "
-            "different ports; change one of them"
-        )
-    if mode == DisaggregationMode.NULL:
-        return
-    if not moves_pages(args):
-        where += f" --disaggregation-transfer-backend {TransferBackend.FAKE}"
-        for field in _PEER_FIELDS:
-            yield from refuse_ignored(args, field, where)
-    else:
-        yield from _check_secret(args)
-    if mode == DisaggregationMode.DECODE:
-        yield from _check_caches_of_decode(args, where)
-    if mode == DisaggregationMode.DECODE and args.attn_cp_size > 1:
-        yield (
-            f"{flag_name('attn_cp_size')} {args.attn_cp_size} has no use {where}, which computes "
-            "no prompts: use it on the prefill servers"
-        )
-    if args.nnodes > 1:
-        yield (
-            f"{flag_name('nnodes')} {args.nnodes} does not work {where} yet: start a server on "
-            "each machine, and name all of them to the router"
-        )
-    prefill_hosts(args)
-
-
-def _check_secret(args: ServerArgs) -> Iterator[str]:
-    secret, allows_none = args.disaggregation_secret, args.disaggregation_allow_no_secret
-    if secret is not None:
-        if len(secret) < MIN_SECRET_CHARS:
-            yield (
-                f"{SECRET_FLAG}: the secret has fewer than {MIN_SECRET_CHARS} characters; make one "
-                "with: openssl rand -hex 32"
-            )
-        if allows_none:
-            yield f"{_ALLOW_NO_SECRET} contradicts the secret; drop one of them"
-    # A name may resolve to any address.
-    elif not allows_none and not is_loopback(args.host):
-        yield (
-            f"--host {args.host} with --disaggregation-mode {args.disaggregation_mode} needs a "
-            f"secret, the same on all servers of the deployment: give {SECRET_FLAG} or "
-            f"SGLANG_DISAGGREGATION_SECRET, or {_ALLOW_NO_SECRET} if only these servers can reach "
-            "each other"
-        )
-
-
-def prefill_hosts(args: ServerArgs) -> PrefillHosts | None:
-    """The prefill servers that requests may name; None: this server contacts none. Raises as
-    `PrefillHosts.parse`."""
+def prefill_hosts(args: DisaggregationArgs, own_host: str) -> PrefillHosts | None:
+    """The prefill servers that requests may name; None: this server contacts none. Parameters and
+    errors: see `PrefillHosts.parse`."""
     if args.disaggregation_mode != DisaggregationMode.DECODE or not moves_pages(args):
         return None
-    return PrefillHosts.parse(args.disaggregation_prefill_hosts, args.host)
-
-
-def _check_caches_of_decode(args: ServerArgs, where: str) -> Iterator[str]:
-    if args.disaggregation_decode_enable_radix_cache and args.disable_radix_cache:
-        yield f"{flag_name(_RADIX)} contradicts --disable-radix-cache; drop one of them"
-    if args.disaggregation_decode_enable_offload_kvcache:
-        if args.hicache_storage_backend is None:
-            yield f"{OFFLOAD_FLAG} needs --hicache-storage-backend, which it writes to"
-    elif args.enable_hierarchical_cache or args.hicache_storage_backend:
-        yield (
-            f"the hierarchical cache has no effect {where} except to write to L3, because prompts "
-            f"come from prefill servers: use it on those, or give {OFFLOAD_FLAG} too"
-        )
+    return PrefillHosts.parse(args.disaggregation_prefill_hosts, own_host)

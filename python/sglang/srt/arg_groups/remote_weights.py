@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from sglang.srt.arg_groups.cli import flag_name
-
-if TYPE_CHECKING:
-    from sglang.srt.arg_groups.server_args import ServerArgs
+from sglang.srt.arg_groups.cli import flag, flag_name
 
 REMOTE_INSTANCE: Final = "remote_instance"
 """The value of `--load-format`."""
@@ -20,18 +18,42 @@ _SEED_IP: Final = f"{_PREFIX}seed_instance_ip"
 _SEED_PORT: Final = f"{_PREFIX}seed_instance_service_port"
 
 
-def reads_weights(args: ServerArgs) -> bool:
+@dataclasses.dataclass(kw_only=True)
+class RemoteWeightsArgs:
+    """Fields of `ServerArgs`."""
+
+    load_format: str = flag(
+        "auto",
+        "Format of the weights; dummy makes random weights, pt reads pickled files, "
+        "remote_instance reads them from a running server.",
+        choices=("auto", "safetensors", "dummy", "pt", REMOTE_INSTANCE),
+    )
+    remote_instance_weight_loader_seed_instance_ip: str | None = flag(
+        None, "Host of the server whose weights remote_instance reads."
+    )
+    remote_instance_weight_loader_seed_instance_service_port: int | None = flag(
+        None, "Port of that server's HTTP."
+    )
+    remote_instance_weight_loader_backend: str = flag(
+        "transfer_engine", "How remote_instance reads them.", choices=("transfer_engine",)
+    )
+    remote_instance_weight_loader_start_seed_via_transfer_engine: bool = flag(
+        False, "Let other servers read the weights, through Mooncake's Transfer Engine."
+    )
+
+
+def reads_weights(args: RemoteWeightsArgs) -> bool:
     """True if the server reads its weights from another one."""
     return args.load_format == REMOTE_INSTANCE
 
 
-def offers_weights(args: ServerArgs) -> bool:
+def offers_weights(args: RemoteWeightsArgs) -> bool:
     """True if other servers may read its weights. A server that has read its weights from another
     one offers them too."""
     return reads_weights(args) or args.remote_instance_weight_loader_start_seed_via_transfer_engine
 
 
-def seed_host_port(args: ServerArgs) -> tuple[str, int]:
+def seed_host_port(args: RemoteWeightsArgs) -> tuple[str, int]:
     """Host and port of the seed's HTTP server; the arguments have passed `check_remote_weights`."""
     host = args.remote_instance_weight_loader_seed_instance_ip
     port = args.remote_instance_weight_loader_seed_instance_service_port
@@ -39,8 +61,9 @@ def seed_host_port(args: ServerArgs) -> tuple[str, int]:
     return host, port
 
 
-def check_remote_weights(args: ServerArgs) -> Iterator[str]:
-    """Refuse flags that contradict each other: a line for each, with the remedy."""
+def check_remote_weights(args: RemoteWeightsArgs, host: str, port: int) -> Iterator[str]:
+    """Refuse flags that contradict each other: a line for each, with the remedy. `host` and
+    `port`: the server's own."""
     for field in (_SEED_IP, _SEED_PORT):
         value = getattr(args, field)
         if reads_weights(args) and value is None:
@@ -53,8 +76,8 @@ def check_remote_weights(args: ServerArgs) -> Iterator[str]:
                 f"{flag_name(field)} {value} has no effect without --load-format {REMOTE_INSTANCE}"
             )
     seed = getattr(args, _SEED_IP), getattr(args, _SEED_PORT)
-    if reads_weights(args) and seed == (args.host, args.port):
+    if reads_weights(args) and seed == (host, port):
         yield (
-            f"{flag_name(_SEED_IP)} {args.host} and {flag_name(_SEED_PORT)} {args.port} are this "
+            f"{flag_name(_SEED_IP)} {host} and {flag_name(_SEED_PORT)} {port} are this "
             "server's own address: name another server"
         )

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from sglang.srt.arg_groups.cli import flag
-
-if TYPE_CHECKING:
-    from sglang.srt.arg_groups.server_args import ServerArgs
 
 ALGORITHMS: Final = ("NEXTN", "EAGLE")
 """Two names of one algorithm: the checkpoint's own layer drafts."""
@@ -45,7 +42,7 @@ def num_draft_tokens(args: SpeculativeArgs) -> int:
     return (args.speculative_num_steps or _DEFAULT_STEPS) + 1
 
 
-def check_speculative(args: ServerArgs) -> Iterator[str]:
+def check_speculative(args: SpeculativeArgs, attention_backend: str | None) -> Iterator[str]:
     """Refuse settings that contradict each other: a line for each, with the remedy."""
     settings = {
         "--speculative-num-steps": args.speculative_num_steps,
@@ -69,7 +66,7 @@ def check_speculative(args: ServerArgs) -> Iterator[str]:
             f"--speculative-num-draft-tokens {asked} must be one more than "
             f"--speculative-num-steps: give {needed}, or leave it out"
         )
-    if args.attention_backend == "ascend":
+    if attention_backend == "ascend":
         yield (
             "--speculative-algorithm with --attention-backend ascend: it reads whole pages, and "
             "the draft layer's contexts begin inside one: use torch_native"

@@ -139,7 +139,7 @@ class EngineFront:
                 max_input_len=int(details["max_req_input_len"]),
                 max_queued_requests=args.max_queued_requests,
                 disaggregation_mode=args.disaggregation_mode,
-                prefill_hosts=prefill_hosts(args),
+                prefill_hosts=prefill_hosts(args, args.host),
                 draws_rooms=args.disaggregation_transfer_backend == TransferBackend.FAKE,
             ),
             metrics=metrics,

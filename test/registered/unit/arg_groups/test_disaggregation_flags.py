@@ -70,7 +70,7 @@ def test_a_decode_server_may_write_to_l3() -> None:
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
     args = prepare(MODE, mode, BACKEND, "fake", "--host", "0.0.0.0")
-    assert prefill_hosts(args) is None
+    assert prefill_hosts(args, args.host) is None
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.attention_kind import FULL_ATTENTION, AttentionKind
 from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.layers.triton_ops.arguments import RoundedRows
 from sglang.srt.mem_cache.device import pool_registry

@@ -1,0 +1,114 @@
+"""Checks of the flags of prefill and decode on different servers: the flags that do not go with
+them, or have no effect there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from sglang.srt.arg_groups.cli import flag_name, refuse_ignored
+from sglang.srt.arg_groups.disaggregation import (
+    BOOTSTRAP_PORT_FLAG,
+    SECRET_FLAG,
+    DisaggregationMode,
+    TransferBackend,
+    moves_pages,
+    prefill_hosts,
+)
+from sglang.srt.arg_groups.server_flags import ServerFlags
+from sglang.srt.utils.network import is_loopback
+
+MIN_SECRET_CHARS: Final = 16
+OFFLOAD_FLAG: Final = "--disaggregation-decode-enable-offload-kvcache"
+_RADIX: Final = "disaggregation_decode_enable_radix_cache"
+_OFFLOAD: Final = "disaggregation_decode_enable_offload_kvcache"
+_ALLOW_NO_SECRET: Final = "--disaggregation-allow-no-secret"
+_PEER_FIELDS: Final = (
+    "disaggregation_ib_device",
+    "disaggregation_secret_file",
+    "disaggregation_allow_no_secret",
+    "disaggregation_bootstrap_port",
+    "disaggregation_prefill_hosts",
+    "disaggregation_enable_kv_checksum",
+)
+"""Fields that matter only where servers talk to each other."""
+
+
+def check_disaggregation(args: ServerFlags) -> Iterator[str]:
+    """Refuse flags without effect, and combinations that prefill and decode servers do not
+    support: a line for each, with the flag and the remedy."""
+    mode, port = args.disaggregation_mode, args.disaggregation_bootstrap_port
+    where = f"with --disaggregation-mode {mode}"
+    if mode == DisaggregationMode.NULL:
+        for field in (
+            "disaggregation_transfer_backend",
+            "disaggregation_ib_device",
+            "disaggregation_secret_file",
+            "disaggregation_allow_no_secret",
+            "disaggregation_enable_kv_checksum",
+            "disaggregation_bootstrap_port",
+        ):
+            yield from refuse_ignored(args, field, where)
+    if mode != DisaggregationMode.DECODE:
+        yield from refuse_ignored(args, "disaggregation_prefill_hosts", where)
+        yield from refuse_ignored(args, _RADIX, where)
+        yield from refuse_ignored(args, _OFFLOAD, where)
+    if mode == DisaggregationMode.PREFILL and port == args.port:
+        yield (
+            f"{BOOTSTRAP_PORT_FLAG} {port} is --port too: requests and decode servers come to "
+            "different ports; change one of them"
+        )
+    if mode == DisaggregationMode.NULL:
+        return
+    if not moves_pages(args):
+        where += f" --disaggregation-transfer-backend {TransferBackend.FAKE}"
+        for field in _PEER_FIELDS:
+            yield from refuse_ignored(args, field, where)
+    else:
+        yield from _check_secret(args)
+    if mode == DisaggregationMode.DECODE:
+        yield from _check_caches_of_decode(args, where)
+    if mode == DisaggregationMode.DECODE and args.attn_cp_size > 1:
+        yield (
+            f"{flag_name('attn_cp_size')} {args.attn_cp_size} has no use {where}, which computes "
+            "no prompts: use it on the prefill servers"
+        )
+    if args.nnodes > 1:
+        yield (
+            f"{flag_name('nnodes')} {args.nnodes} does not work {where} yet: start a server on "
+            "each machine, and name all of them to the router"
+        )
+    prefill_hosts(args, args.host)
+
+
+def _check_secret(args: ServerFlags) -> Iterator[str]:
+    secret, allows_none = args.disaggregation_secret, args.disaggregation_allow_no_secret
+    if secret is not None:
+        if len(secret) < MIN_SECRET_CHARS:
+            yield (
+                f"{SECRET_FLAG}: the secret has fewer than {MIN_SECRET_CHARS} characters; make one "
+                "with: openssl rand -hex 32"
+            )
+        if allows_none:
+            yield f"{_ALLOW_NO_SECRET} contradicts the secret; drop one of them"
+    # A name may resolve to any address.
+    elif not allows_none and not is_loopback(args.host):
+        yield (
+            f"--host {args.host} with --disaggregation-mode {args.disaggregation_mode} needs a "
+            f"secret, the same on all servers of the deployment: give {SECRET_FLAG} or "
+            f"SGLANG_DISAGGREGATION_SECRET, or {_ALLOW_NO_SECRET} if only these servers can reach "
+            "each other"
+        )
+
+
+def _check_caches_of_decode(args: ServerFlags, where: str) -> Iterator[str]:
+    if args.disaggregation_decode_enable_radix_cache and args.disable_radix_cache:
+        yield f"{flag_name(_RADIX)} contradicts --disable-radix-cache; drop one of them"
+    if args.disaggregation_decode_enable_offload_kvcache:
+        if args.hicache_storage_backend is None:
+            yield f"{OFFLOAD_FLAG} needs --hicache-storage-backend, which it writes to"
+    elif args.enable_hierarchical_cache or args.hicache_storage_backend:
+        yield (
+            f"the hierarchical cache has no effect {where} except to write to L3, because prompts "
+            f"come from prefill servers: use it on those, or give {OFFLOAD_FLAG} too"
+        )
