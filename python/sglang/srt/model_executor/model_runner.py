@@ -157,14 +157,13 @@ class ModelRunner:
         if config.page_size < 1:
             raise ValueError(f"page_size={config.page_size} must be at least 1")
         self._runtime = device_runtime(config.device)
-        self._device_kind = self._runtime.kind
         self.config = config
         self.init_torch_distributed()
         on_joined()
         self.init_shared_mooncake_transfer_engine()
         self.model_config = config.model_config
         self.kv_cache_dtype = resolve_kv_dtype(
-            config.kv_cache_dtype, config.model_config.dtype, self._device_kind
+            config.kv_cache_dtype, config.model_config.dtype, self._runtime.kind
         )
         self._graphs: list[CudaGraphRunner | ExtendGraphRunner] = []
         load_config = LoadConfig(
@@ -215,7 +214,7 @@ class ModelRunner:
         self._runtime.prepare()
         mark_device_set(device)
         rendezvous = config.rendezvous
-        backend = self._device_kind.process_group
+        backend = self._runtime.kind.process_group
         if rendezvous is not None or backend != "gloo":
             # A single rank needs no gloo. It would listen, and keep a file open for each connection
             # of a stranger, even a closed one.
@@ -224,7 +223,7 @@ class ModelRunner:
         self.cp_group: TensorGroup = config.cp_group or SingleTensorGroup()
         if rendezvous is not None:
             initialize_model_parallel(rendezvous.size, config.attn_cp_size)
-            if self._device_kind.has_symmetric_memory and config.gpu_id is not None:
+            if self._runtime.kind.has_symmetric_memory and config.gpu_id is not None:
                 own = torch.device(config.device, config.gpu_id)
                 get_attention_tp_group().open_symmetric_memory(own)
             self.tp_group = config.tp_group or get_attention_tp_group()
@@ -340,7 +339,7 @@ class ModelRunner:
         self.req_to_token_pool = self._make_row_pool(max_running_requests)
         self.token_to_kv_pool = kv_pool(self.pools)
         self.token_to_kv_pool_allocator = make_allocator(self.token_to_kv_pool)
-        if not self._device_kind.warms_up:
+        if not self._runtime.kind.warms_up:
             return
         self._warm_up(longest_pass)
         if not self._captures_graphs:
@@ -378,7 +377,7 @@ class ModelRunner:
 
     @property
     def _captures_graphs(self) -> bool:
-        return self._device_kind.captures_graphs and not self.config.disable_cuda_graph
+        return self._runtime.kind.captures_graphs and not self.config.disable_cuda_graph
 
     @property
     def num_logits(self) -> int:
