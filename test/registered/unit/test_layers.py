@@ -1,8 +1,8 @@
 """The layers of docs/structures.md: a file imports its own layer or a lower one, in no cycle.
 
 The map below is the whole rule. Every import statement counts, those inside functions too; what
-stands under `if TYPE_CHECKING:` counts between folders alone. A file that the map does not place
-fails: who adds it decides where it belongs.
+stands under `if TYPE_CHECKING:` counts for circles alone. A file that the map does not place fails:
+who adds it decides where it belongs.
 """
 
 from __future__ import annotations
@@ -86,6 +86,20 @@ ABOVE: Final = OUTSIDE + 1
 TYPE_CIRCLES: Final[tuple[frozenset[str], ...]] = ()
 """Folders that import each other if imports for types alone count. A circle may leave this list or
 lose a folder; none may join it."""
+
+FILE_TYPE_CIRCLES: Final = (
+    frozenset(
+        {
+            "sglang.srt.disaggregation.common.metadata_reader",
+            "sglang.srt.disaggregation.common.transfer_context",
+        }
+    ),
+    frozenset(
+        f"sglang.srt.disaggregation.mooncake.{name}"
+        for name in ("conn", "packed_read", "prefill_peer", "receiver", "shard_receiver")
+    ),
+)
+"""The same for files."""
 
 MAX_FILES: Final = 20
 MAX_LINES: Final = 499
@@ -238,10 +252,8 @@ def find_folder_cycle(modules: Mapping[str, ast.Module]) -> list[str]:
     return []
 
 
-def find_type_circles(modules: Mapping[str, ast.Module]) -> set[frozenset[str]]:
-    """The largest sets of folders that all import each other, directly or not, if imports for
-    types count."""
-    graph = folder_graph(modules, for_types=True)
+def find_circles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
+    """The largest sets of names that all import each other, directly or not."""
     reach: dict[str, set[str]] = {}
     for start in graph:
         found, stack = set[str](), [start]
@@ -251,10 +263,21 @@ def find_type_circles(modules: Mapping[str, ast.Module]) -> set[frozenset[str]]:
             stack.extend(new)
         reach[start] = found
     circles = {
-        frozenset(other for other in reach[folder] if folder in reach.get(other, ()))
-        for folder in graph
+        frozenset(other for other in reach[name] if name in reach.get(other, ())) for name in graph
     }
     return circles - {frozenset()}
+
+
+def find_type_circles(modules: Mapping[str, ast.Module]) -> set[frozenset[str]]:
+    """The circles of folders if imports for types count."""
+    return find_circles(folder_graph(modules, for_types=True))
+
+
+def find_file_type_circles(modules: Mapping[str, ast.Module]) -> set[frozenset[str]]:
+    """The circles of files if imports for types count."""
+    return find_circles(
+        {module: imports_of(module, modules, for_types=True) - {module} for module in modules}
+    )
 
 
 def test_there_is_no_cycle_between_folders(modules: dict[str, ast.Module]) -> None:
@@ -265,11 +288,23 @@ def test_there_is_no_cycle_between_folders(modules: dict[str, ast.Module]) -> No
 def test_imports_for_types_close_no_other_circle_than_the_known(
     modules: dict[str, ast.Module],
 ) -> None:
-    circles = find_type_circles(modules)
-    new = [sorted(one) for one in circles if not any(one <= known for known in TYPE_CIRCLES)]
-    assert not new, f"these folders import each other for types: {new}"
-    ended = [sorted(known) for known in TYPE_CIRCLES if known not in circles]
-    assert not ended, f"these circles have ended or shrunk, shorten TYPE_CIRCLES: {ended}"
+    check_circles(find_type_circles(modules), TYPE_CIRCLES, "TYPE_CIRCLES")
+
+
+def test_files_import_each_other_for_types_in_no_other_circle_than_the_known(
+    modules: dict[str, ast.Module],
+) -> None:
+    check_circles(find_file_type_circles(modules), FILE_TYPE_CIRCLES, "FILE_TYPE_CIRCLES")
+
+
+def check_circles(
+    circles: set[frozenset[str]], known: tuple[frozenset[str], ...], name: str
+) -> None:
+    """Assert that `circles` are those `known`, the value of the constant `name`."""
+    new = [sorted(one) for one in circles if not any(one <= old for old in known)]
+    assert not new, f"these import each other for types: {new}"
+    ended = [sorted(old) for old in known if old not in circles]
+    assert not ended, f"these circles have ended or shrunk, shorten {name}: {ended}"
 
 
 def test_a_folder_has_about_twenty_files_at_most() -> None:
@@ -305,6 +340,27 @@ def test_a_circle_of_types_is_found() -> None:
     sources = tree(utils__a=typed, layers__norm="import sglang.srt.utils.b", utils__b="")
     assert not find_folder_cycle(sources)
     assert find_type_circles(sources) == {frozenset({"layers", "utils"})}
+
+
+def test_a_circle_of_files_for_types_is_found() -> None:
+    typed = "if TYPE_CHECKING:\n    from sglang.srt.utils.b import B"
+    sources = tree(
+        utils__a=typed, utils__b="def f():\n    import sglang.srt.utils.a", utils__c=typed
+    )
+    assert not find_cycle(sources)
+    assert find_file_type_circles(sources) == {
+        frozenset({"sglang.srt.utils.a", "sglang.srt.utils.b"})
+    }
+
+
+@pytest.mark.parametrize("circles", [{frozenset("ab"), frozenset("cd")}, set[frozenset[str]]()])
+def test_a_circle_may_neither_join_the_known_nor_stay_there_when_it_has_ended(
+    circles: set[frozenset[str]],
+) -> None:
+    known = (frozenset("ab"),)
+    check_circles(set(known), known, "KNOWN")
+    with pytest.raises(AssertionError):
+        check_circles(circles, known, "KNOWN")
 
 
 def tree(**sources: str) -> dict[str, ast.Module]:
