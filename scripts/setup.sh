@@ -18,7 +18,7 @@ cuda_index=https://download.pytorch.org/whl/cu130
 pypi=https://pypi.org/simple
 quiet_s=15 # Longest time without output.
 is_current() { [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ -x .venv/bin/python ]; }
-is_current && exit 0
+[ -z "${PYTHON:-}" ] && is_current && exit 0
 
 said=0 # When `say` said something.
 say() {
@@ -30,6 +30,52 @@ die() {
     exit 1
 }
 
+# The second number of the first version that works, and of the first after it that does not.
+read -r first end < <(sed -n 's/^requires-python = ">=3\.\([0-9]*\),<3\.\([0-9]*\)"$/\1 \2/p' pyproject.toml)
+versions="Python 3.$first to 3.$((end - 1))"
+# The version of an interpreter, and whose it is: a virtual environment has that of its base.
+about() {
+    "$1" -c 'import os, sys
+print("%d.%d" % sys.version_info[:2], os.path.realpath(getattr(sys, "base_prefix", "")))'
+}
+is_supported() { # Takes what `about` says.
+    local minor
+    [[ $1 == 3.* ]] || return 1
+    minor=${1#3.}
+    ((${minor%% *} >= first && ${minor%% *} < end))
+}
+
+# Sets `python`, `identity` (what `about` says of it). `PYTHON` is used or refused; without it, an
+# environment keeps its interpreter, and another gets the first that fits.
+choose_python() {
+    local candidate made
+    if [ -n "${PYTHON:-}" ]; then
+        identity=$(about "$PYTHON" 2>/dev/null) ||
+            die "PYTHON=$PYTHON does not run: $(about "$PYTHON" 2>&1 | tail -n 1)"
+        is_supported "$identity" || die "PYTHON=$PYTHON is Python ${identity%% *}; needs $versions"
+        python=$PYTHON
+    fi
+    if [ -L .venv/bin/python ] || [ -e .venv/bin/python ]; then
+        made=$(about .venv/bin/python 2>/dev/null) ||
+            die ".venv/bin/python does not run; make .venv again: rm -r .venv, then the same command"
+        is_supported "$made" ||
+            die ".venv has Python ${made%% *}; needs $versions: rm -r .venv, then the same command"
+        [ "$made" = "${identity:-$made}" ] ||
+            die ".venv has Python $made, PYTHON=$PYTHON is $identity:" \
+                "rm -r .venv, then the same command; or leave PYTHON out to keep .venv"
+        python=${python:-.venv/bin/python} identity=$made
+        return
+    fi
+    [ -z "${python:-}" ] || return 0
+    for candidate in $(seq -f python3.%g "$first" $((end - 1))) python3; do
+        if identity=$(about "$candidate" 2>/dev/null) && is_supported "$identity"; then
+            python=$candidate
+            return
+        fi
+    done
+    die "found no $versions; name one with PYTHON=/path/to/python3.$first"
+}
+
 # `make serve` and `make test` may start together: one sets up, the other waits.
 mkdir -p .venv
 exec 9>.venv/setup.lock
@@ -37,20 +83,8 @@ flock --nonblock 9 || {
     say "another set-up of this checkout runs; waiting for it ($log has what it does)"
     until flock --timeout "$quiet_s" 9; do say "... waiting"; done
 }
+choose_python
 is_current && exit 0
-
-find_python() {
-    local candidate
-    for candidate in "${PYTHON:-}" python3.11 python3.12 python3; do
-        if [ -n "$candidate" ] && "$candidate" -c \
-            'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
-            echo "$candidate"
-            return
-        fi
-    done
-    die "needs Python 3.11 or 3.12; name one with PYTHON=/path/to/python3.11"
-}
-python=$(find_python)
 
 packages_there() { find .venv/lib -maxdepth 3 -name '*.dist-info' 2>/dev/null | wc -l; }
 
@@ -110,9 +144,15 @@ loads libcurl.so.4 || packages+=(libcurl4)
 loads libibverbs.so.1 || packages+=(libibverbs1 ibverbs-providers)
 loads libnuma.so.1 || packages+=(libnuma1)
 case $extra in efa*) loads libfabric.so.1 || packages+=(libfabric1) ;; esac
-"$python" -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
+has_pip() { .venv/bin/python -m pip --version >/dev/null 2>&1; }
+if ! has_pip && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+    # Debian's interpreters have these modules in a package.
+    [[ $identity == *" /usr" ]] ||
+        die "$python lacks the modules venv and ensurepip; name another with PYTHON=/path/to/python3.$first"
+    packages+=("python${identity%% *}-venv")
+fi
 
-say "installing into .venv with $("$python" --version); minutes the first time, all of it in $log"
+say "installing into .venv with Python $identity; minutes the first time, all of it in $log"
 : >"$log"
 if [ ${#packages[@]} -gt 0 ]; then
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
@@ -124,7 +164,7 @@ if [ ${#packages[@]} -gt 0 ]; then
     run "apt-get install ${packages[*]}" \
         apt-get install -y -q --no-install-recommends "${packages[@]}"
 fi
-.venv/bin/python -m pip --version >/dev/null 2>&1 || run "making .venv" "$python" -m venv .venv
+has_pip || run "making .venv" "$python" -m venv .venv
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 pip=(.venv/bin/python -m pip install --progress-bar off --no-compile)
 # pip would compile with one core, after the downloads. What cannot be compiled is not imported.

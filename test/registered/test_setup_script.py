@@ -46,12 +46,21 @@ def checkout(tmp_path: Path) -> Path:
     python.write_text(
         f"""#!/bin/bash
         case "$*" in
-            "-m venv .venv") mkdir -p .venv/bin {SITE}; cp "$0" .venv/bin/python ;;
+            "-m venv .venv")
+                mkdir -p .venv/bin {SITE}
+                cp "$0" .venv/bin/python
+                [ ! -e "$0.identity" ] || cp "$0.identity" .venv/bin/python.identity
+                ;;
             "-m pip --version") [ -e .venv/bin/python ] ;;
             "-m pip install"*) echo "$*" >>{tmp_path}/pip.calls; bash {tmp_path}/pip.sh ;;
             "-m pip uninstall"*) echo "$*" >>{tmp_path}/pip.calls ;;
             *torch.version.cuda*) [ -e {tmp_path}/torch-has-cuda ] ;;
-            *mooncake.store* | *ctypes* | *ensurepip*) ;;
+            *ensurepip*) [ ! -e {tmp_path}/no-ensurepip ] ;;
+            *base_prefix*)
+                [ "${{0##*/}}" != broken ] || {{ echo "no libpython" >&2; exit 127; }}
+                cat "$0.identity" 2>/dev/null || exec {sys.executable} "$@"
+                ;;
+            *mooncake.store* | *ctypes*) ;;
             *) exec {sys.executable} "$@" ;;
         esac
         """
@@ -60,19 +69,21 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(checkout: Path) -> subprocess.Popen[str]:
+def start(checkout: Path, python: str | None = "python") -> subprocess.Popen[str]:
+    """Run the script. `python`: an interpreter in the checkout; None: the script chooses."""
+    named = {"PYTHON": str(checkout / python)} if python else {}
     return subprocess.Popen(
         ["bash", "scripts/setup.sh"],
         cwd=checkout,
-        env={"PATH": os.defpath, "PYTHON": str(checkout / "python"), "HOME": str(checkout)},
+        env={"PATH": f"{checkout / 'bin'}:{os.defpath}", "HOME": str(checkout), **named},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
-    process = start(checkout)
+def set_up(checkout: Path, python: str | None = "python") -> subprocess.CompletedProcess[str]:
+    process = start(checkout, python)
     out, err = process.communicate(timeout=60)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -149,6 +160,107 @@ def test_a_failure_is_reported_and_not_recorded_as_done(checkout: Path) -> None:
     assert "ERROR: no space left" in done.stdout
     assert "failed" in done.stderr and done.stderr.splitlines()[-1] == "why"
     assert not (checkout / ".venv" / "setup.stamp").exists()
+
+
+def interpreter(checkout: Path, name: str, identity: str) -> str:
+    """A copy of the fake interpreter: a version and a prefix. Its path in the checkout."""
+    (checkout / name).parent.mkdir(exist_ok=True)
+    shutil.copy(checkout / "python", checkout / name)
+    (checkout / f"{name}.identity").write_text(f"{identity}\n")
+    (checkout / "pip.sh").write_text("true\n")
+    return name
+
+
+def refused(checkout: Path, python: str | None) -> str:
+    """What a set-up says that is refused. It has called no pip and left the environment alone."""
+    before = sorted((checkout / ".venv").rglob("*"))
+    calls = checkout / "pip.calls"
+    called = calls.read_text() if calls.exists() else ""
+    done = set_up(checkout, python)
+    assert done.returncode == 1 and done.stdout == ""
+    assert (calls.read_text() if calls.exists() else "") == called
+    left = {*(checkout / ".venv").rglob("*")} - {*before, checkout / ".venv" / "setup.lock"}
+    assert not left
+    return done.stderr
+
+
+def test_a_python_that_is_named_and_cannot_be_used_is_refused(checkout: Path) -> None:
+    """Although another that fits is there."""
+    interpreter(checkout, "bin/python3.11", "3.11 /opt/a")
+    absent = refused(checkout, "absent")
+    assert re.fullmatch(
+        rf"setup: PYTHON={checkout}/absent does not run: .*No such file.*\n", absent
+    )
+    broken = refused(checkout, interpreter(checkout, "broken", "3.11 /opt/b"))
+    assert broken == f"setup: PYTHON={checkout}/broken does not run: no libpython\n"
+    for version in ("2.7", "3.10", "3.14", "4.0"):
+        said = refused(checkout, interpreter(checkout, "other", f"{version} /opt/c"))
+        assert said == (
+            f"setup: PYTHON={checkout}/other is Python {version}; needs Python 3.11 to 3.13\n"
+        )
+
+
+def test_the_named_python_makes_the_environment(checkout: Path) -> None:
+    interpreter(checkout, "bin/python3.11", "3.11 /opt/a")
+    done = set_up(checkout, interpreter(checkout, "mine", "3.13 /opt/b"))
+    assert done.returncode == 0, done.stderr
+    assert "installing into .venv with Python 3.13 /opt/b" in done.stdout
+    assert (checkout / ".venv/bin/python.identity").read_text() == "3.13 /opt/b\n"
+
+
+def test_an_environment_of_another_python_is_refused_by_name(checkout: Path) -> None:
+    """Also one that is up to date. The Python that made it, and none, are accepted."""
+    mine = interpreter(checkout, "mine", "3.12 /opt/a")
+    assert set_up(checkout, mine).returncode == 0
+    for other in ("3.13 /opt/a", "3.12 /opt/b"):
+        said = refused(checkout, interpreter(checkout, "other", other))
+        assert said == (
+            f"setup: .venv has Python 3.12 /opt/a, PYTHON={checkout}/other is {other}: "
+            "rm -r .venv, then the same command; or leave PYTHON out to keep .venv\n"
+        )
+    for same in (mine, None):
+        done = set_up(checkout, same)
+        assert (done.returncode, done.stdout) == (0, "")
+    # Not with the first Python that fits, which the script would choose for a new environment.
+    interpreter(checkout, "bin/python3.11", "3.11 /opt/c")
+    (checkout / ".venv" / "setup.stamp").unlink()
+    done = set_up(checkout, None)
+    assert "installing into .venv with Python 3.12 /opt/a" in done.stdout
+    assert done.returncode == 0
+
+
+def test_an_environment_that_cannot_be_used_is_refused(checkout: Path) -> None:
+    (checkout / ".venv/bin").mkdir(parents=True)
+    venv_python = checkout / ".venv/bin/python"
+    venv_python.symlink_to(checkout / "removed")
+    assert "/python does not run; make .venv again: rm -r .venv" in refused(checkout, None)
+    venv_python.unlink()
+    interpreter(checkout, ".venv/bin/python", "3.10 /opt/a")
+    assert ".venv has Python 3.10; needs Python 3.11 to 3.13: rm -r" in refused(checkout, "python")
+
+
+def test_without_a_name_the_first_python_that_fits_is_taken(checkout: Path) -> None:
+    interpreter(checkout, "bin/python3.11", "3.10 /opt/a")
+    for name in ("python3.12", "python3.13", "python3"):
+        interpreter(checkout, f"bin/{name}", "3.14 /opt/b")
+    assert refused(checkout, None).startswith("setup: found no Python 3.11 to 3.13; name one")
+    interpreter(checkout, "bin/python3.13", "3.13 /opt/c")
+    assert "with Python 3.13 /opt/c;" in set_up(checkout, None).stdout
+
+
+def test_missing_modules_of_a_python(checkout: Path) -> None:
+    """Debian has them in a package of each version; others are refused."""
+    (checkout / "no-ensurepip").touch()
+    said = refused(checkout, interpreter(checkout, "mine", "3.13 /opt/a"))
+    assert f"{checkout}/mine lacks the modules venv and ensurepip; name another" in said
+    for name in ("apt-get", "id"):
+        script = checkout / "bin" / name
+        script.parent.mkdir(exist_ok=True)
+        script.write_text("#!/bin/bash\necho 1000\n")
+        script.chmod(0o755)
+    done = set_up(checkout, interpreter(checkout, "debians", "3.13 /usr"))
+    assert done.returncode == 1
+    assert "(Debian: sudo apt-get install -y python3.13-venv)" in done.stderr
 
 
 def pip_calls(checkout: Path) -> list[str]:
