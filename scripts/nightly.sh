@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Runs tests that take too long for every change: soaks, long runs of random tests, large packages.
+# Runs tests that take too long for every change: soaks, long runs of random tests, large packages,
+# and the suites with other versions of Python and packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 # A consumer of KV events; apart, since servers would use its uvloop.
 [ -d .venv/indexer ] || .venv/bin/python -m pip install --progress-bar off --target .venv/indexer \
     ai-dynamo-runtime==1.6.1
-exec .venv/bin/python test/run_suite.py --hw cpu --nightly --continue-on-error \
-    --timeout-per-file 3600 --suite nightly-test-cpu
+status=0
+.venv/bin/python test/run_suite.py --hw cpu --nightly --continue-on-error \
+    --timeout-per-file 3600 --suite nightly-test-cpu || status=$?
+scripts/versions.sh || status=$?
+exit $status

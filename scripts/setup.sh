@@ -51,7 +51,7 @@ choose_python() {
     local candidate made
     if [ -n "${PYTHON:-}" ]; then
         identity=$(about "$PYTHON" 2>/dev/null) ||
-            die "PYTHON=$PYTHON does not run: $(about "$PYTHON" 2>&1 | tail -n 1)"
+            die "PYTHON=$PYTHON does not run: $(about "$PYTHON" 2>&1 | head -n 1)"
         is_supported "$identity" || die "PYTHON=$PYTHON is Python ${identity%% *}; needs $versions"
         python=$PYTHON
     fi

@@ -200,7 +200,8 @@ class ServerFlags(
     attention_backend: str | None = flag(
         None,
         "Attention kernels; absent: torch_native on a CPU, triton on a GPU. flashinfer needs the "
-        "package flashinfer-python; flashmla, for sparse attention (DSA), sglang-kernel.",
+        "package flashinfer-python; flashmla, for sparse attention (DSA), "
+        "sglang-kernel or sgl-flash-mla.",
         choices=("torch_native", "triton", "flashinfer", "flashmla", "ascend"),
     )
     disable_overlap_schedule: bool = flag(

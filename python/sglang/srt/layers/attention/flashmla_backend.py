@@ -1,22 +1,19 @@
 """Sparse latent attention (DSA) on CUDA: FlashMLA's kernel reads the chosen rows of long prefills.
 
-The kernel is in the package `sglang-kernel`, whose release must fit the installed torch. All else
-is `LatentTritonBackend`.
+All else is `LatentTritonBackend`.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
+from sglang.srt.layers.attention.flashmla_library import SparsePrefill, load_kernel
 from sglang.srt.layers.attention.latent_triton_backend import LatentTritonBackend, SlotLists
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 
-PACKAGE: Final = "sgl_kernel"
 RANK, ROPE = 512, 64
 """The only rows that the kernel reads, in elements of bf16: latent vector, rotated part."""
 _HEADS: Final = 64
@@ -29,30 +26,6 @@ MASKED_CONTEXT: Final = 5120
 """Tokens before this position attend under a mask; see `latent_triton_backend.MASKED_CONTEXT`."""
 
 
-def load_kernel() -> None:
-    """Load the kernel's library: `torch.ops.sgl_kernel.sparse_prefill_fwd`.
-
-    Raises:
-        ValueError: The package is not installed, or does not fit the installed torch.
-    """
-    spec = importlib.util.find_spec(PACKAGE)
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    found = [path for folder in folders for path in sorted(Path(folder).glob("flashmla_ops*.so"))]
-    if not found:
-        raise ValueError(
-            "attention backend 'flashmla' needs the package sglang-kernel: pip install its release "
-            f"for torch {torch.__version__}, or use triton"
-        )
-    try:
-        torch.ops.load_library(found[0])  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise ValueError(
-            f"attention backend 'flashmla': {found[0]} does not fit torch {torch.__version__} "
-            f"({error.__cause__ or error}): install the release of sglang-kernel for it, or use "
-            "triton"
-        ) from error
-
-
 class FlashMLABackend(LatentTritonBackend):
     """`LatentTritonBackend`, but a long prefill's chosen rows are read by FlashMLA.
 
@@ -62,7 +35,7 @@ class FlashMLABackend(LatentTritonBackend):
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__(config, MASKED_CONTEXT)
-        load_kernel()
+        self._kernel = load_kernel()
 
     def warm_up(self) -> None:
         """Raises:
@@ -73,7 +46,7 @@ class FlashMLABackend(LatentTritonBackend):
         query = torch.zeros((_FEWEST_TOKENS, _HEADS, RANK + ROPE), dtype=dtype, device=device)
         chosen = torch.zeros((len(query), _CHOSEN), dtype=torch.int32, device=device)
         try:
-            sparse_attention(query, query[:1, :1], chosen, 1.0)
+            sparse_attention(self._kernel, query, query[:1, :1], chosen, 1.0)
         except RuntimeError as error:
             raise ValueError(
                 f"attention backend 'flashmla' does not run on {device!r} ({error}): use triton"
@@ -97,15 +70,21 @@ class FlashMLABackend(LatentTritonBackend):
         query[:, :heads, RANK:] = q[..., nope:]
         if heads < query.shape[1]:
             query[:, heads:] = 0
-        return sparse_attention(query, pool, chosen, layer.scaling)[:, :heads]
+        found = sparse_attention(self._kernel, query, pool, chosen, layer.scaling)
+        return found[:, :heads]
 
 
 def sparse_attention(
-    query: torch.Tensor, pool: torch.Tensor, chosen: torch.Tensor, scaling: float
+    kernel: SparsePrefill,
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    chosen: torch.Tensor,
+    scaling: float,
 ) -> torch.Tensor:
     """Attend from tokens to chosen rows by FlashMLA's kernel. Tensors are contiguous.
 
     Args:
+        kernel: As `load_kernel` returns it.
         query: bf16 `[num_tokens, num_heads, 576]`: absorbed, then rotated; a multiple of 64 heads.
         pool: bf16 `[slots, 1, 576]`.
         chosen: int32 `[num_tokens, topk]`; `topk` is a multiple of 128.
@@ -114,8 +93,6 @@ def sparse_attention(
     Returns:
         bf16 `[num_tokens, num_heads, 512]`.
     """
-    out: torch.Tensor
-    out, *_ = torch.ops.sgl_kernel.sparse_prefill_fwd(
-        query, pool, chosen.unsqueeze(1), scaling, RANK
-    )
+    # The last two, sinks and lengths, have defaults in one of the libraries alone.
+    out, *_ = kernel(query, pool, chosen.unsqueeze(1), scaling, RANK, None, None)
     return out

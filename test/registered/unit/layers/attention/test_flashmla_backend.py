@@ -3,7 +3,6 @@ against transformers. Without a GPU the backend calls the definition."""
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ DEVICE: Final = triton_device()
 ON_GPU: Final = DEVICE == "cuda"
 
 from rigs.models.latent_driver import latent_driver  # noqa: E402
-from sglang.srt.layers.attention import flashmla_backend  # noqa: E402
+from sglang.srt.layers.attention import flashmla_backend, flashmla_library  # noqa: E402
 from sglang.srt.layers.attention import latent_triton_backend as backend  # noqa: E402
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig  # noqa: E402
 from sglang.srt.layers.attention.flashmla_backend import (  # noqa: E402
@@ -31,9 +30,11 @@ from sglang.srt.layers.attention.flashmla_backend import (  # noqa: E402
     sparse_attention,
 )
 
-IS_INSTALLED: Final = importlib.util.find_spec(flashmla_backend.PACKAGE) is not None
+IS_INSTALLED: Final = any(
+    importlib.util.find_spec(library.package) for library in flashmla_library.LIBRARIES
+)
 needs_kernel = pytest.mark.skipif(
-    not (ON_GPU and IS_INSTALLED), reason="needs a GPU and the package sglang-kernel"
+    not (ON_GPU and IS_INSTALLED), reason="needs a GPU and sglang-kernel or sgl-flash-mla"
 )
 SIZES: Final[dict[str, Any]] = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "index_topk": 128,
@@ -43,10 +44,16 @@ SIZES: Final[dict[str, Any]] = {
 
 
 def defined(
-    q: torch.Tensor, pool: torch.Tensor, chosen: torch.Tensor, scaling: float, rank: int
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    chosen: torch.Tensor,
+    scaling: float,
+    rank: int,
+    *none: None,
 ) -> list[torch.Tensor]:
     """What the kernel computes, token by token."""
     assert q.shape[1] % 64 == 0 and q.shape[2] == pool.shape[2] == 576 and rank == 512
+    assert none == (None, None)
     assert chosen.shape[1] == 1 and chosen.shape[2] % 128 == 0 and chosen.dtype == torch.int32
     found = []
     for one, slots in zip(q, chosen[:, 0].long(), strict=True):
@@ -57,19 +64,19 @@ def defined(
 
 
 class Kernel:
-    """In the place of `torch.ops.sgl_kernel`: counts its calls, and on a GPU compares the kernel
-    with the definition."""
+    """In the kernel's place: counts its calls, and on a GPU compares the kernel with the
+    definition."""
 
-    def __init__(self) -> None:
+    def __init__(self, real: flashmla_library.SparsePrefill | None) -> None:
         self.tokens: list[int] = []
-        self._real = torch.ops.sgl_kernel
+        self._real = real
 
-    def sparse_prefill_fwd(self, q: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    def __call__(self, q: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
         self.tokens.append(len(q))
         want = defined(q, *rest)
-        if not ON_GPU:
+        if self._real is None:
             return want
-        found: list[torch.Tensor] = self._real.sparse_prefill_fwd(q, *rest)
+        found = list(self._real(q, *rest))
         torch.testing.assert_close(found[0], want[0], rtol=2e-2, atol=2e-2)
         return found
 
@@ -77,7 +84,7 @@ class Kernel:
 @needs_kernel
 @pytest.mark.parametrize(("heads", "topk"), [(128, 2048), (64, 256), (64, 128)])
 def test_the_kernel_equals_the_definition(heads: int, topk: int) -> None:
-    flashmla_backend.load_kernel()
+    kernel = flashmla_library.load_kernel()
     generator = torch.Generator().manual_seed(1)
 
     def values(*shape: int) -> torch.Tensor:
@@ -85,12 +92,12 @@ def test_the_kernel_equals_the_definition(heads: int, topk: int) -> None:
 
     query, pool = values(70, heads, 576), values(4000, 1, 576)
     chosen = torch.randint(0, 4000, (70, topk), generator=generator).int().to(DEVICE)
-    (want,) = defined(query, pool, chosen.unsqueeze(1), 0.07, 512)
-    got = sparse_attention(query, pool, chosen, 0.07)
+    (want,) = defined(query, pool, chosen.unsqueeze(1), 0.07, 512, None, None)
+    got = sparse_attention(kernel, query, pool, chosen, 0.07)
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.skipif(ON_GPU and not IS_INSTALLED, reason="needs the package sglang-kernel")
+@pytest.mark.skipif(ON_GPU and not IS_INSTALLED, reason="needs sglang-kernel or sgl-flash-mla")
 def test_logits_of_long_prefills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks before and after the first token that chooses, and one of few tokens; beside
     another request, and decode steps."""
@@ -100,16 +107,16 @@ def test_logits_of_long_prefills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(flashmla_backend, "MASKED_CONTEXT", 70)
     monkeypatch.setattr(flashmla_backend, "_FEWEST_TOKENS", 16)
     long, short = prompt(240, 1), prompt(150, 2)
+    kernel = Kernel(flashmla_library.load_kernel() if ON_GPU else None)
+    monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: kernel)
     if ON_GPU:
         driver = StepDriver(
             str(tmp_path), page_size=16, device=DEVICE, dtype="bfloat16", disable_cuda_graph=True,
             attention_backend="flashmla",
         )  # fmt: skip
     else:
-        monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: None)
         driver = latent_driver(tmp_path, DEVICE, backend=FlashMLABackend)
-    kernel = Kernel()
-    monkeypatch.setattr(torch.ops, "sgl_kernel", kernel)
+    kernel.tokens.clear()
     found = logits(driver, long, short)
     # Calls of the first layer. In the second only each request's last token attends. Tokens before
     # 140 attend under a mask, since the model has few heads. The chunk of 10 is too small. In the
@@ -133,30 +140,14 @@ def logits(driver: StepDriver, long: list[int], short: list[int]) -> torch.Tenso
     return torch.cat(found).float().cpu()
 
 
-def test_a_missing_or_unfit_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs the package sglang-kernel"):
-        flashmla_backend.load_kernel()
-    (tmp_path / "flashmla_ops.abi3.so").write_bytes(b"of another release")
-    found = importlib.machinery.ModuleSpec(flashmla_backend.PACKAGE, None, is_package=True)
-    found.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-    with pytest.raises(ValueError, match=r"flashmla_ops\.abi3\.so does not fit torch"):
-        flashmla_backend.load_kernel()
-
-
 def test_a_gpu_that_does_not_run_the_kernel_is_named_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("Only SM90a and SM100f are supported")
 
-    monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: None)
+    monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: refuse)
     monkeypatch.setattr(backend, "warm_up_projected", lambda *_: None)
-    kernels = SimpleNamespace(sparse_prefill_fwd=refuse)
-    monkeypatch.setattr(torch.ops, "sgl_kernel", kernels)
     mla = SimpleNamespace(qk_head_dim=192, v_head_dim=128)
     config = AttentionConfig(
         num_heads=6, specs={}, page_size=16, dtype=torch.bfloat16, device="cpu",
