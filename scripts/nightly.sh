@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Runs tests that take too long for every change: soaks, long runs of random tests, large packages,
-# and the suites with other versions of Python and packages.
+# Runs tests that take too long for every change: soaks, random runs, large packages, versions.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the suites of `make test` with other Pythons and packages than set-up installs, each time in
-# an environment of its own below .venv/versions:
+# Runs the suites of `make test` with other versions of Python, torch and transformers.
+# Each combination has an environment of its own below .venv/versions:
 #   scripts/versions.sh [oldest|newest]     (without a name: one after the other)
 # The Pythons have to be there. docs/deploy.md says what ran.
 set -euo pipefail
