@@ -45,8 +45,9 @@ _RELEASES: Final = {
     (2, 14): "sglang-kernel==0.4.10",
     (2, 15): "sgl-flash-mla==1.0.0",
 }
-"""Requirement with the kernel by release of torch, from the packages' metadata. sglang-kernel 0.4.10
-is for torch 2.14.1 alone, sgl-flash-mla for torch 2.14.1 and later. Later ones take the last."""
+"""Requirement with the kernel by release of torch, from the packages' metadata. sglang-kernel
+0.4.10 is for torch 2.14.1 alone, sgl-flash-mla for torch 2.14.1 and later. Later releases of torch
+take the last."""
 
 
 def fitting_release(torch_version: str) -> str | None:
