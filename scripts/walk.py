@@ -3,17 +3,17 @@
 
     .venv/bin/python scripts/walk.py [--ways match page-out ...] [--list]
 
-For each way one line: functions, the files that they are in, and returns to a file that was left
-before. `--list` prints the functions too. Only the first entry into each function of
-`sglang.srt` counts, on all threads, in the order in which they happen; module bodies,
-comprehensions and lambdas do not. Threads interleave: each way is walked several times, and the
-walk with the fewest returns counts.
+For each way two lines: functions, the files that they are in, and returns to a file that was left
+before. `--list` prints the functions of the shortest walk too. Only the first entry into each
+function of `sglang.srt` counts, on all threads, in the order in which they happen; module bodies,
+comprehensions and lambdas do not. Threads interleave: each way is walked five times, after one walk
+that warms up. The lines are the least and the median of these five, by returns.
 
-The ways of pages, states and rooms are counted twice. `in all` is everything that the engine enters
-meanwhile, with the ticks, the model and the answers of the request. The main count leaves out what
-an engine alone, without L2 and L3, enters for the same prompt: computed, found in L1, and in idle
-ticks. What is left is what the lower tiers or the other server add. The ticks of the tiers stay in
-it, and so does what the tiers do for a prompt that is not moved.
+`in all` is everything that the engine enters meanwhile, with the ticks, the model and the answers
+of the request. The main count leaves out what an engine alone, without L2 and L3, enters for the
+same prompt: computed, found in L1, and in idle ticks. What is left is what the lower tiers or the
+other server add. The ticks of the tiers stay in it, and so does what the tiers do for a prompt that
+is not moved. `disaggregation` is the part of `in all` in that folder.
 
 The model is small and random, the device is the CPU, L3 is a real Mooncake Store. The ways:
 
@@ -25,7 +25,10 @@ The model is small and random, the device is the CPU, L3 is a real Mooncake Stor
     state-out  As page-out, of a hybrid model: a recurrent state goes with the pages.
     state-in   As page-in, likewise.
     room       A request reaches its first token on a decode server. Begins in its first tick, ends
-               when the token is among the tick's outputs.
+               when the token is among the tick's outputs. The prefill server's ticks and threads do
+               not count.
+    pair       As room, with the prefill server: begins in its first tick, and all threads of both
+               servers count.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -62,6 +65,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 
 _ROOT: Final = f"{Path(sglang.srt.__file__).parent}{os.sep}"
+_PD: Final = f"{_ROOT}disaggregation{os.sep}"
 _OF_PREFILL: Final = ("disagg-rooms", "disagg-pack")
 """Threads of the prefill server, which is in the same process."""
 _WALKS: Final = 5
@@ -89,17 +93,39 @@ class Trail:
         self._seen: set[CodeType] = set()
         self._begin: CodeType | None = None
         self._end: CodeType | None = None
+        self._muted: int | None = None
+        """The thread that is not recorded."""
+        self._omits: tuple[str, ...] = ()
         self.records = False
 
-    def install(self) -> None:
-        """Watch this thread, and all that are started from now on."""
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Watch this thread, and all that are started meanwhile."""
         threading.setprofile(self._see)
         sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            self.stop()
+            sys.setprofile(None)
+            threading.setprofile(None)
 
-    def start(self, begin: Callable[..., Any] | None = None, end: Any = None) -> None:
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Record other threads alone."""
+        self._muted = threading.get_ident()
+        yield
+        self._muted = None
+
+    def start(
+        self,
+        begin: Callable[..., Any] | None = None,
+        end: Any = None,
+        omits: tuple[str, ...] = (),
+    ) -> None:
         """Forget all, and record from the next call of `begin` (None: from now on) until `end`
-        returns (None: until `stop`)."""
-        self.entries, self._seen = [], set()
+        returns (None: until `stop`), except in threads whose names begin with one of `omits`."""
+        self.entries, self._seen, self._omits = [], set(), omits
         self._begin = None if begin is None else begin.__code__
         self._end = None if end is None else end.__code__
         self.records = begin is None
@@ -110,6 +136,8 @@ class Trail:
 
     def _see(self, frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
+        if threading.get_ident() == self._muted:
+            return
         if event == "return" and self.records and code is self._end:
             self.stop()
         if event != "call":
@@ -120,7 +148,7 @@ class Trail:
             return
         if not code.co_filename.startswith(_ROOT):
             return
-        if threading.current_thread().name.startswith(_OF_PREFILL):
+        if self._omits and threading.current_thread().name.startswith(self._omits):
             return
         self._seen.add(code)
         self.entries.append(code)
@@ -145,7 +173,12 @@ class Walk:
     counts: Counts
     in_all: Counts
     """With the functions that an engine alone, without L2 and L3, enters too."""
+    in_pd: Counts
+    """In `disaggregation/` alone."""
     lines: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.counts}; in all {self.in_all}; disaggregation {self.in_pd}"
 
 
 class Walker:
@@ -156,13 +189,13 @@ class Walker:
         self._stack = stack
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="walk-")))
         self._rigs: dict[str, SchedulerRig] = {}
-        self._pair: PdRig | None = None
+        self._pd_rig: PdRig | None = None
         self._seeds = itertools.count(1)
         self._known: dict[str, set[CodeType]] = {}
         """What an engine alone, without L2 and L3, enters by family; see `_learn`."""
 
-    def walk(self, way: str) -> Walk:
-        """The walk with the fewest returns; the first one only warms up."""
+    def walk(self, way: str) -> list[Walk]:
+        """Five walks, the one with the fewest returns first. One before them warms up."""
         walks = []
         known = self._learn(_FAMILIES[way]) if way in _FAMILIES else set[CodeType]()
         for _ in range(_WALKS + 1):
@@ -170,9 +203,10 @@ class Walker:
             self._trail.stop()
             entries = self._trail.entries
             own = [code for code in entries if code not in known]
+            in_pd = [code for code in entries if code.co_filename.startswith(_PD)]
             lines = [f"{one.co_filename.removeprefix(_ROOT)}  {one.co_qualname}" for one in own]
-            walks.append(Walk(count(own), count(entries), lines))
-        return min(walks[1:], key=lambda walk: (walk.counts.returns, walk.counts.functions))
+            walks.append(Walk(count(own), count(entries), count(in_pd), lines))
+        return sorted(walks[1:], key=lambda walk: (walk.in_all.returns, walk.in_all.functions))
 
     def _learn(self, family: str) -> set[CodeType]:
         """The functions that an engine alone, without L2 and L3, enters for a prompt that is
@@ -226,19 +260,31 @@ class Walker:
         self._page_in("qwen3_next")
 
     def _room(self) -> None:
-        pair = self._pd()
-        seed = next(self._seeds)
-        message = pair.request(f"room {seed}", prompt(seed, _LENGTH), greedy(2))
+        pair, trail = self._pd(), self._trail
+        message = self._message_to_both(pair)
         pair.prefill.step(message)
-        self._trail.start(end=OutputCollector.on_tokens)
+        trail.start(end=OutputCollector.on_tokens, omits=_OF_PREFILL)
         pair.decode.step(message)
         while message.rid not in pair.decode.results:
-            has_begun, self._trail.records = self._trail.records, False
-            pair.prefill.step()
-            self._trail.records = has_begun
+            with trail.muted():
+                pair.prefill.step()
             pair.decode.step()
-        self._trail.stop()
+        trail.stop()
         pair.run()
+
+    def _pair(self) -> None:
+        pair, trail = self._pd(), self._trail
+        message = self._message_to_both(pair)
+        trail.start()
+        pair.step([message], [message])
+        while message.rid not in pair.decode.results:
+            pair.step()
+        trail.stop()
+        pair.run()
+
+    def _message_to_both(self, pair: PdRig) -> TokenizedGenerateReqInput:
+        seed = next(self._seeds)
+        return pair.request(f"room {seed}", prompt(seed, _LENGTH), greedy(2))
 
     def _request(
         self, rig: SchedulerRig, ids: list[int], words: int = 1
@@ -273,13 +319,13 @@ class Walker:
 
     def _pd(self) -> PdRig:
         """A prefill and a decode scheduler that Mooncake's Transfer Engine joins over TCP."""
-        if self._pair is None:
+        if self._pd_rig is None:
             with envs.MOONCAKE_PROTOCOL.override("tcp"):
                 engine = MooncakeTransferEngine(LOOPBACK)
             self._stack.callback(engine.close)
             pair = PdRig(self._model("qwen3"), engine, page_size=_PAGE, pool_tokens=2048)
-            self._pair = self._stack.enter_context(pair)
-        return self._pair
+            self._pd_rig = self._stack.enter_context(pair)
+        return self._pd_rig
 
 
 _FAMILIES: Final = {
@@ -288,9 +334,10 @@ _FAMILIES: Final = {
     "state-out": "qwen3_next",
     "state-in": "qwen3_next",
     "room": "qwen3",
+    "pair": "qwen3",
 }
 """The ways that are counted twice, with the family of the model."""
-WAYS: Final = ("match", "page-out", "page-in", "state-out", "state-in", "room")
+WAYS: Final = ("match", "page-out", "page-in", "state-out", "state-in", "room", "pair")
 
 
 def main() -> int:
@@ -301,15 +348,14 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the functions too")
     args = parser.parse_args()
     trail = Trail()
-    trail.install()
-    with contextlib.ExitStack() as stack:
+    with trail.installed(), contextlib.ExitStack() as stack:
         walker = Walker(trail, stack)
         for way in args.ways:
-            walk = walker.walk(way)
-            in_all = f"; in all {walk.in_all}" if way in _FAMILIES else ""
-            print(f"{way:<10} {walk.counts}{in_all}", flush=True)
+            walks = walker.walk(way)
+            least, median = walks[0], walks[len(walks) // 2]
+            print(f"{way:<10} least  {least}\n{'':<10} median {median}", flush=True)
             if args.list:
-                print(*(f"    {line}" for line in walk.lines), sep="\n")
+                print(*(f"    {line}" for line in least.lines), sep="\n")
     return 0
 
 

@@ -1,0 +1,39 @@
+"""How much of the engine a request enters on its way between a prefill and a decode server."""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=15, suite="base-a-test-cpu")
+
+WALK: Final = Path(__file__).resolve().parents[4] / "scripts" / "walk.py"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    """The shortest of five walks to the first token, over both servers."""
+    names = runpy.run_path(str(WALK))
+    trail = names["Trail"]()
+    with trail.installed(), contextlib.ExitStack() as stack:
+        return names["Walker"](trail, stack).walk("pair")[0]
+
+
+def assert_at_most(counts: Any, functions: int, files: int, returns: int) -> None:
+    found = counts.functions, counts.files, counts.returns
+    most = functions, files, returns
+    assert all(a <= b for a, b in zip(found, most, strict=True)), f"{found} is above {most}"
+
+
+def test_a_request_enters_few_functions_until_its_first_token(pair: Any) -> None:
+    assert_at_most(pair.in_all, 535, 87, 290)
+
+
+def test_prefill_and_decode_enter_few_functions_of_their_own(pair: Any) -> None:
+    assert_at_most(pair.in_pd, 152, 19, 68)
