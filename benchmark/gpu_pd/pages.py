@@ -34,11 +34,9 @@ from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import MIB
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
-from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging, rounds
@@ -48,6 +46,8 @@ from sglang.srt.disaggregation.common.transfer_context import (
     RankPlace,
     TransferContext,
 )
+from sglang.srt.disaggregation.control.control_client import Timeouts
+from sglang.srt.disaggregation.control.protocol import KVLayout
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -65,7 +65,7 @@ TOKEN: Final = FirstToken(token_id=1, prompt_len=1, prompt_digest="")
 ALWAYS: Final = LinkCosts(block_s=1.0, bytes_per_s=1e12, packing_s=0.0, unit_s=0.0)
 """Costs with which packing always pays."""
 CHOSEN: Final = LINKS["nvlink_intra"]
-TIMEOUTS: Final = Timeouts(bootstrap=60, waiting=60, silence=60)
+TIMEOUTS: Final = Timeouts(unknown_room=60, waiting=60, silence=60)
 
 
 class Case(NamedTuple):

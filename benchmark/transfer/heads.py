@@ -22,8 +22,8 @@ from benchmark.command import Command
 from benchmark.report import Report
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry, ShardSlice
-from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.staging import Staging, rounds
+from sglang.srt.disaggregation.control.protocol import KVLayout
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )

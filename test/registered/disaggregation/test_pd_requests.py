@@ -17,7 +17,7 @@ from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.constants import BUILTIN_MODEL_NAME
 from sglang.srt.disaggregation.base.bootstrap_route import find
-from sglang.srt.disaggregation.control.control_link import DeploymentSecret
+from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -17,7 +17,7 @@ from rigs.models.letters import Letters
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import RIG_DEVICE, Collected, SchedulerRig, greedy, prompt
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.disaggregation.common import control_connection
+from sglang.srt.disaggregation.control import control_client
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
@@ -484,7 +484,7 @@ def test_control_messages_that_are_lost_doubled_and_late(
             return ()
         return (0.0, rng.random() * 0.05) if kind < 2 else (rng.random() * 0.005,)
 
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.1)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.1)
     pair = make_pair(engine, models["qwen3"])
     with pair, ControlProxy(pair.prefill.endpoint, fate) as proxy:
         pair.endpoint = proxy.endpoint

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Final
 from urllib.parse import urlsplit
 
-from sglang.srt.disaggregation.control.control_link import as_frame
+from sglang.srt.disaggregation.control.frames import as_frame
 
 Fate = Callable[[bytes, bool], Sequence[float]]
 """Gives the delays in seconds after which copies of a message arrive; empty: it is lost. Arguments:

@@ -8,8 +8,12 @@ from typing import Any, cast
 import msgspec
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferError
+from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.protocol import (
+from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
+from sglang.srt.disaggregation.common.room_server import RoomServer
+from sglang.srt.disaggregation.control.control_client import ControlLink
+from sglang.srt.disaggregation.control.protocol import (
     Answer,
     Answered,
     Asked,
@@ -18,9 +22,6 @@ from sglang.srt.disaggregation.common.protocol import (
     Question,
     RoomStatus,
 )
-from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
-from sglang.srt.disaggregation.common.room_server import RoomServer
-from sglang.srt.disaggregation.control.control_link import ControlLink, DeploymentSecret
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVSender
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.utils.network import wait_until

@@ -16,15 +16,15 @@ from rigs.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import BootstrapAddr, KVPoll
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
-from sglang.srt.disaggregation.common.protocol import RowsLayout
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import Staging
 from sglang.srt.disaggregation.common.transfer_context import LinkCosts, RankPlace, TransferContext
+from sglang.srt.disaggregation.control.control_client import Timeouts
+from sglang.srt.disaggregation.control.protocol import RowsLayout
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver, PrefillServers
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
@@ -32,8 +32,8 @@ from sglang.srt.utils.network import wait_until
 
 PAGE, PAGES, ROOM = 2, 16, 5
 TOKEN = FirstToken(token_id=7, prompt_len=9, prompt_digest="d")
-LONG_TIMEOUTS = Timeouts(bootstrap=60, waiting=60, silence=30)
-SHORT_TIMEOUTS = Timeouts(bootstrap=0.3, waiting=0.3, silence=0.4)
+LONG_TIMEOUTS = Timeouts(unknown_room=60, waiting=60, silence=30)
+SHORT_TIMEOUTS = Timeouts(unknown_room=0.3, waiting=0.3, silence=0.4)
 
 
 def until(is_so: Callable[[], bool]) -> None:

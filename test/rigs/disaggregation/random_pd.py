@@ -52,7 +52,7 @@ from rigs.schedulers.scheduler_rig import Collected
 from rigs.schedulers.step_watchdog import Watchdog
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
-from sglang.srt.disaggregation.common import control_connection
+from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
@@ -157,7 +157,7 @@ def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def short_repeats() -> Iterator[None]:
     """Shorten timeouts to seconds, and repeat questions soon."""
-    repeat = control_connection.REPEAT_S
+    repeat = control_client.REPEAT_S
     with (
         envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.override(_LOST_S),
         envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0),
@@ -165,11 +165,11 @@ def short_repeats() -> Iterator[None]:
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
         envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(_SILENT_S),
     ):
-        control_connection.REPEAT_S = 0.03  # type: ignore[misc]
+        control_client.REPEAT_S = 0.03  # type: ignore[misc]
         try:
             yield
         finally:
-            control_connection.REPEAT_S = repeat  # type: ignore[misc]
+            control_client.REPEAT_S = repeat  # type: ignore[misc]
 
 
 class RandomPd:

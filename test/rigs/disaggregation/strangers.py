@@ -24,8 +24,8 @@ from typing import Any, Final
 import httpx
 import msgspec
 
-from sglang.srt.disaggregation.common.protocol import Asked, Hello, Poll, Question
-from sglang.srt.disaggregation.control.control_link import MAX_QUESTION_BYTES, as_frame
+from sglang.srt.disaggregation.control.frames import MAX_QUESTION_BYTES, as_frame
+from sglang.srt.disaggregation.control.protocol import Asked, Hello, Poll, Question
 from sglang.srt.utils.process import raise_file_limit
 
 HOST: Final = "127.0.0.1"

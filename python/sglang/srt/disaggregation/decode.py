@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.base.conn import (
 )
 from sglang.srt.disaggregation.base.first_token import fake_metadata, mismatch_of
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
-from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
+from sglang.srt.disaggregation.control.protocol import MAX_POLLED_ROOMS
 from sglang.srt.disaggregation.prefill import room_taken, transfer_lost
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank

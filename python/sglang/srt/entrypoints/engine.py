@@ -21,8 +21,8 @@ from sglang.srt.arg_groups.disaggregation import (
 from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.configs.generation_config import SamplingDefaults, sampling_defaults
 from sglang.srt.disaggregation.base.bootstrap_route import Route
+from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
-from sglang.srt.disaggregation.control.control_link import DeploymentSecret
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.http.server_context import ServerContext

@@ -11,7 +11,7 @@ from rigs.disaggregation.decode_rig import PAGE, SILENT_S, WAIT_S, DecodeRig
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.disaggregation import decode
-from sglang.srt.disaggregation.common.protocol import MAX_POLLED_ROOMS
+from sglang.srt.disaggregation.control.protocol import MAX_POLLED_ROOMS
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -15,8 +15,8 @@ from rigs.drafts.guesses import recorded
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.rank_rigs import RankRigs
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES
+from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
@@ -49,7 +49,7 @@ ARGS: Final[dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def short_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.05)
 
 
 @pytest.fixture

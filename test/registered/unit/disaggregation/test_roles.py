@@ -21,8 +21,8 @@ from rigs.schedulers.scheduler_rig import greedy, prompt
 from rigs.servers.scarce_threads import no_threads
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.disaggregation.common import control_connection
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.mooncake.shard_receiver import STEPS
 from sglang.srt.disaggregation.roles import role_of
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
@@ -41,7 +41,7 @@ PROMPTS = [prompt(seed, length, 1000) for seed, length in enumerate(LENGTHS)]
 
 @pytest.fixture(autouse=True)
 def short_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.05)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from sglang.srt.constants import KIB
-from sglang.srt.disaggregation.control.control_link import NONCE_BYTES, SOURCES, DeploymentSecret
+from sglang.srt.disaggregation.base.deployment_secret import NONCE_BYTES, SOURCES, DeploymentSecret
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.error_answers import error_text
 from sglang.srt.utils.network import base_url

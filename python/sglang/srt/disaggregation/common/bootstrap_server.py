@@ -32,7 +32,7 @@ from sglang.srt.disaggregation.base.bootstrap_route import (
     Route,
 )
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
-from sglang.srt.disaggregation.control.control_link import NONCE_BYTES, SOURCES, DeploymentSecret
+from sglang.srt.disaggregation.base.deployment_secret import NONCE_BYTES, SOURCES, DeploymentSecret
 from sglang.srt.utils.bad_messages import BadMessages
 from sglang.srt.utils.bounded_listener import Listener, OpenConnections, most_connections
 from sglang.srt.utils.network import listening_sockets

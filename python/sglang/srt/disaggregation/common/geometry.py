@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from sglang.srt.constants import MIB
-from sglang.srt.disaggregation.common.protocol import (
+from sglang.srt.disaggregation.control.protocol import (
     VERSION,
     KVLayout,
     PoolBuffer,
@@ -138,7 +138,10 @@ class PoolGeometry:
     def incompatibility(self, layout: KVLayout) -> str | None:
         """Reason why `layout` cannot be read into these pools; None: its heads fit."""
         if layout.version != VERSION:
-            return f"it speaks version {layout.version} of the protocol, this server {VERSION}"
+            return (
+                f"it speaks version {layout.version} of the protocol, this server {VERSION}: start "
+                "both servers with the same release"
+            )
         if layout.digest == self.digest:
             theirs, own = (
                 sum(len(p.buffers) for p in pools) for pools in (layout.pools, self.pools)

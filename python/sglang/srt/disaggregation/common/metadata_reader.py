@@ -25,8 +25,8 @@ import xxhash
 
 from sglang.srt.disaggregation.base.conn import AuxBuffers
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.control_connection import POLL_S, RoomFailed, take_within
-from sglang.srt.disaggregation.common.protocol import KVLayout
+from sglang.srt.disaggregation.control.control_client import POLL_S, RoomFailed, take_within
+from sglang.srt.disaggregation.control.protocol import KVLayout
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     Transfer,

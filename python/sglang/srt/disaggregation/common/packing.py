@@ -16,8 +16,8 @@ from typing import Final
 
 import torch
 
-from sglang.srt.disaggregation.common.protocol import Pack, Packed
 from sglang.srt.disaggregation.common.staging import Piece, Staging, StagingBuffer, rounds
+from sglang.srt.disaggregation.control.protocol import Pack, Packed
 
 logger = logging.getLogger(__name__)
 

@@ -20,16 +20,16 @@ from typing import Final
 import msgspec
 
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.packing import Packer
-from sglang.srt.disaggregation.common.protocol import (
+from sglang.srt.disaggregation.control.control_listener import ControlListener, ControlPeer
+from sglang.srt.disaggregation.control.protocol import (
     ASKED_DECODER,
     MAX_POLLED_ROOMS,
     MAX_REASON_CHARS,
     Answer,
     Answered,
-    BootstrapPoll,
-    BootstrapStatus,
     GiveUp,
     Hello,
     KVLayout,
@@ -39,14 +39,12 @@ from sglang.srt.disaggregation.common.protocol import (
     Question,
     Received,
     Released,
+    RoomsPoll,
+    RoomsStatus,
     RoomStatus,
     Waitable,
-    has_changes,
 )
-from sglang.srt.disaggregation.control.control_link import DeploymentSecret
-from sglang.srt.disaggregation.control.control_listener import ControlListener, ControlPeer
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
-from sglang.srt.utils.network import listening_sockets
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,6 @@ meanwhile, however many there are."""
 _POLL_S: Final = 0.1
 """Seconds within which a question is answered that has waited for `LONG_POLL_S`."""
 _SILENT_LOOK_S: Final = 0.5
-_BACKLOG: Final = 1024
 _MAX_UNWANTED: Final = 65_536
 """Most rooms that are remembered as given up before their requests came."""
 _LAST_LOOK_S: Final = 0.2
@@ -146,7 +143,6 @@ class RoomServer:
         self._unwanted_s = unwanted_s
         self._silent_s = silent_s
         self._unknown_s = unknown_s
-        self._secret = secret
         self._packer = packer
         self._clock = clock
         self._rooms: dict[int, Room] = {}
@@ -158,13 +154,12 @@ class RoomServer:
         """The last question of each decode server that has no answer yet: its number, itself, and
         the time until which it waits."""
         self.lock = threading.Lock()
-        # The route has one port. Clients try all addresses of a name.
-        self._socket, *others = listening_sockets(host, 0, _BACKLOG)
-        for other in others:
-            other.close()
-        self.port = int(self._socket.getsockname()[1])
-        self._loop = asyncio.new_event_loop()
         self._wakes = asyncio.Event()
+        self._listener = ControlListener(
+            host, secret=secret, silent_s=silent_s, on_frames=self._wakes.set
+        )
+        self.port = self._listener.port
+        self._loop = asyncio.new_event_loop()
         self._has_changes = False
         self._last_failure = -math.inf
         self._silent_look_at = -math.inf
@@ -247,12 +242,8 @@ class RoomServer:
             self._defect = error
 
     async def _answer_all(self) -> None:
-        listener = ControlListener(
-            [self._socket],
-            secret=self._secret,
-            silent_s=self._silent_s,
-            on_frames=self._wakes.set,
-        )
+        listener = self._listener
+        listener.start()
         last_look = 0.0
         while not self._closing or (
             listener.peers and self._loop.time() < self._last_failure + _LAST_LOOK_S
@@ -281,14 +272,14 @@ class RoomServer:
             return
         question = asked.question
         answer = self._answer(question)
-        if isinstance(answer, BootstrapStatus):
+        if isinstance(answer, RoomsStatus):
             has_named_a_room = bool(answer.known or answer.ended)
         else:
             has_named_a_room = getattr(question, "room", None) in self._rooms
         if has_named_a_room:
             sender.keep()  # Rooms cannot be guessed.
         if isinstance(question, Waitable) and getattr(question, "may_wait", True):
-            if not has_changes(answer, question):
+            if not _has_changes(answer, question):
                 number, _, until = self._waiting.get(sender, (None, None, 0.0))
                 if number != asked.number:  # A repeated one has waited since it first came.
                     until = self._clock() + LONG_POLL_S
@@ -302,7 +293,7 @@ class RoomServer:
             return self._layout
         now = self._clock()
         with self.lock:
-            if isinstance(question, BootstrapPoll):
+            if isinstance(question, RoomsPoll):
                 rooms = (*question.rooms, *question.known)
                 if len(rooms) >= MAX_POLLED_ROOMS:
                     self._named_all = now
@@ -363,20 +354,20 @@ class RoomServer:
                 self._fail_silent(now)
             for sender, (number, question, until) in self._waiting.items():
                 answer = self._state_of(question, now)
-                if now >= until or has_changes(answer, question):
+                if now >= until or _has_changes(answer, question):
                     answers.append((sender, number, answer))
         for sender, number, answer in answers:
             del self._waiting[sender]
             self._reply(sender, number, answer)
 
-    def _state_of(self, question: Waitable, now: float) -> BootstrapStatus | RoomStatus | Packed:
-        if isinstance(question, BootstrapPoll):
-            return self._bootstrap_status_of(question)
+    def _state_of(self, question: Waitable, now: float) -> RoomsStatus | RoomStatus | Packed:
+        if isinstance(question, RoomsPoll):
+            return self._rooms_status_of(question)
         if isinstance(question, Pack):
             return self._packed_of(question, now)
         return self._status_of(question, now)
 
-    def _bootstrap_status_of(self, question: BootstrapPoll) -> BootstrapStatus:
+    def _rooms_status_of(self, question: RoomsPoll) -> RoomsStatus:
         there = {
             number: one
             for number in (*question.rooms, *question.known)
@@ -384,7 +375,7 @@ class RoomServer:
         }
         ended = {number: one.failure for number, one in there.items() if one.failure is not None}
         known = [room for room in question.rooms if room in there and room not in ended]
-        return BootstrapStatus(question.serial, known, ended)
+        return RoomsStatus(question.serial, known, ended)
 
     def _packed_of(self, ask: Pack, now: float) -> Packed:
         """Answer to a packing question. Notes that the reader is alive."""
@@ -437,3 +428,20 @@ class RoomServer:
         # An answer that is lost will be asked for again.
         message = Answered(number, self.instance_id, answer)
         sender.send(msgspec.msgpack.encode(message))
+
+
+def _has_changes(answer: Answer, question: Waitable) -> bool:
+    """True if the answer has anything that the asker does not know yet."""
+    assert isinstance(answer, RoomsStatus | RoomStatus | Packed), "an answer to such a question"
+    if isinstance(answer, RoomsStatus):
+        assert isinstance(question, RoomsPoll)
+        return bool(answer.known or answer.ended or question.declined)
+    if answer.failure is not None:
+        return True
+    if isinstance(answer, Packed):
+        assert isinstance(question, Pack)
+        return answer.first + len(answer.places) > max(question.known, question.done)
+    assert isinstance(question, Poll)
+    return bool(answer.pages) or (
+        not question.has_token and (answer.first_token is not None or answer.row is not None)
+    )

@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from sglang.srt.disaggregation.control.control_link import parse_endpoint
+from sglang.srt.disaggregation.control.control_client import accepts_connections
 from sglang.srt.distributed.device_communicators.transfer_types import Block, Transfer, TransferOp
 from sglang.srt.utils.background_call import BackgroundCall
-from sglang.srt.utils.network import can_connect
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class Sessions:
 
     def __init__(self, engine: Engine, runs: Callable[[str], bool] | None = None) -> None:
         self._engine = engine
-        self._runs = runs or _accepts
+        self._runs = runs or accepts_connections
         self._known: dict[str, _Session] = {}
         """Sessions by id, the most recently used last."""
         self._lock = threading.Lock()
@@ -138,9 +137,3 @@ class Sessions:
     def _forget(self, session_id: str) -> None:
         del self._known[session_id]
         self._engine.forget_peer(session_id)
-
-
-def _accepts(endpoint: str) -> bool:
-    """True if connections to an endpoint are accepted. One may be lost on a busy host."""
-    address = parse_endpoint(endpoint)
-    return any(can_connect(*address) for _ in range(2))

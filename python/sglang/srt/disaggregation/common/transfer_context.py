@@ -8,13 +8,13 @@ from typing import Final, TypeAlias
 
 from sglang.srt.constants import MIB
 from sglang.srt.disaggregation.base.bootstrap_route import Route
-from sglang.srt.disaggregation.common.control_connection import Timeouts, incompatible
+from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.sessions import Engine, Sessions
 from sglang.srt.disaggregation.common.staging import Staging
-from sglang.srt.disaggregation.control.control_link import DeploymentSecret
+from sglang.srt.disaggregation.control.control_client import Timeouts, incompatible
 
 MAX_SOURCES: Final = 64
 """Most ranks that one rank reads from. Each costs a thread and a connection for each prompt."""

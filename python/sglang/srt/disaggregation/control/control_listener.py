@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
 
 from sglang.srt.constants import KIB
-from sglang.srt.disaggregation.control.control_link import (
+from sglang.srt.disaggregation.base.deployment_secret import NONCE_BYTES, SOURCES, DeploymentSecret
+from sglang.srt.disaggregation.control.frames import (
     MAX_PROOF_BYTES,
     MAX_QUESTION_BYTES,
-    NONCE_BYTES,
     OF_CLIENT,
     OF_SERVER,
     PROOF_DECODER,
-    SOURCES,
     VERSION,
-    DeploymentSecret,
     FrameBuffer,
     FrameTooLong,
     Greeting,
@@ -32,22 +29,24 @@ from sglang.srt.disaggregation.control.control_link import (
 )
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.bounded_listener import Listener, OpenConnections, most_connections
+from sglang.srt.utils.network import listening_sockets
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 16_384
 """Most connections, if half of the files that the process may open are enough."""
-MAX_STRANGERS: Final = 1024
+MAX_UNKEPT: Final = 1024
 """Most connections that are not kept; a further one takes the place of the longest silent one."""
 FRAMES_A_SECOND: Final = 256
 """Most frames of a kept connection that are taken in a second."""
 FRAMES_AT_ONCE: Final = 512
 """Frames that it may send at once after a while, as readers of packed pages do."""
-STRANGERS_FRAMES_A_SECOND: Final = 64
-STRANGERS_FRAMES_AT_ONCE: Final = 32
+UNKEPT_FRAMES_A_SECOND: Final = 64
+UNKEPT_FRAMES_AT_ONCE: Final = 32
 """The same of a connection that is not kept. A decode server sends one or two a second until its
 room is there."""
 _READ_BYTES: Final = 16 * KIB
+_BACKLOG: Final = 1024
 _SWEEP_S: Final = 1.0
 _LINGER_POLL_S: Final = 0.01
 
@@ -63,7 +62,7 @@ class ControlPeer(asyncio.BufferedProtocol):
     def __init__(self, listener: ControlListener) -> None:
         self._listener = listener
         self.loop = asyncio.get_running_loop()
-        self.heard = listener.num_sweeps
+        self.last_sweep = listener.num_sweeps
         """The listener's sweeps when its last frame was taken, or it connected."""
         self._is_open = listener.secret is None
         """True if its frames are messages: it has proved the secret."""
@@ -82,16 +81,16 @@ class ControlPeer(asyncio.BufferedProtocol):
     def keep(self) -> None:
         """Keep the connection until it is silent, however many others come."""
         self._is_kept = True
-        self._listener.strangers.remove_idle(self)
+        self._listener.unkept.remove_idle(self)
 
     def take(self) -> bytes | None:
         """Take the message that was announced; None: the client is gone."""
         message, self._message = self._message, None
         if self.transport.is_closing():
             return None
-        self.heard = self._listener.num_sweeps
+        self.last_sweep = self._listener.num_sweeps
         if not self._is_kept:
-            self._listener.strangers.add_idle(self)
+            self._listener.unkept.add_idle(self)
         self._look()
         return message
 
@@ -100,12 +99,12 @@ class ControlPeer(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
         self._listener.peers.add(self)
-        self._listener.strangers.add_idle(self)
+        self._listener.unkept.add_idle(self)
         self.send(msgspec.msgpack.encode(Greeting(VERSION, self._nonce, not self._is_open)))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._listener.peers.discard(self)
-        self._listener.strangers.remove_idle(self)
+        self._listener.unkept.remove_idle(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._listener.scratch
@@ -134,7 +133,7 @@ class ControlPeer(asyncio.BufferedProtocol):
 
     def _announce(self) -> None:
         now = self.loop.time()
-        rate, at_once = STRANGERS_FRAMES_A_SECOND, STRANGERS_FRAMES_AT_ONCE
+        rate, at_once = UNKEPT_FRAMES_A_SECOND, UNKEPT_FRAMES_AT_ONCE
         if self._is_kept:
             rate, at_once = FRAMES_A_SECOND, FRAMES_AT_ONCE
         self._due = max(self._due + 1 / rate, now - (at_once - 1) / rate)
@@ -169,16 +168,18 @@ class ControlPeer(asyncio.BufferedProtocol):
 
 
 class ControlListener:
-    """Accepts connections, and collects their frames until `close`. Event loop thread only.
+    """Accepts connections from `start` on, and collects their frames until `close`. Any thread
+    makes it; then it is for the event loop's thread only.
 
     Args:
-        sockets: Listening sockets, which it closes at its end.
+        host: Address to listen on, at a free port.
         secret: The secret that clients have to prove; None: all who connect may ask.
         silent_s: Seconds after which a connection without a whole frame is closed.
         on_frames: Called when there are frames to take.
 
     Attributes:
-        strangers: Those that are not kept.
+        port: The port that it listens on.
+        unkept: Connections that are not kept.
         bad: Counts connections that were refused.
         num_sweeps: Looks for silent connections so far.
         scratch: Memory for the bytes of the next read of any connection.
@@ -186,15 +187,21 @@ class ControlListener:
 
     def __init__(
         self,
-        sockets: Sequence[socket.socket],
+        host: str,
         *,
         secret: DeploymentSecret | None,
         silent_s: float,
         on_frames: Callable[[], None],
     ) -> None:
+        """Raises ValueError if the host is not an address of this machine."""
+        # The route has one port. Clients try all addresses of a name.
+        self._socket, *others = listening_sockets(host, 0, _BACKLOG)
+        for other in others:
+            other.close()
+        self.port = int(self._socket.getsockname()[1])
         self.secret = secret
         self.peers: set[ControlPeer] = set()
-        self.strangers = OpenConnections(MAX_STRANGERS)
+        self.unkept = OpenConnections(MAX_UNKEPT)
         self.bad = BadMessages(logger, "control connection")
         self.num_sweeps = 0
         self.scratch = memoryview(bytearray(_READ_BYTES))
@@ -202,12 +209,14 @@ class ControlListener:
         self._on_frames = on_frames
         self._ready: deque[ControlPeer] = deque()
         """Connections with a frame, each once."""
+
+    def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._listener = Listener(
-            sockets,
+            [self._socket],
             lambda: ControlPeer(self),
             count=lambda: len(self.peers),
-            connections=self.strangers,
+            connections=self.unkept,
             most=min(MAX_CONNECTIONS, most_connections() // 2),
         )
         self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)
@@ -248,6 +257,6 @@ class ControlListener:
         self.num_sweeps += 1
         since = self.num_sweeps - 1 - self._silent_s / _SWEEP_S
         for peer in self.peers:
-            if peer.heard <= since or peer.transport.is_closing():
+            if peer.last_sweep <= since or peer.transport.is_closing():
                 peer.transport.abort()
         self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)

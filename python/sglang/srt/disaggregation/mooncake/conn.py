@@ -27,13 +27,12 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferError,
     ServerSettings,
 )
+from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
-from sglang.srt.disaggregation.common.control_connection import Timeouts, seconds, silence_s
 from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader, host_identity
 from sglang.srt.disaggregation.common.packing import Packer
-from sglang.srt.disaggregation.common.protocol import RowsLayout
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.common.sessions import Engine, Sessions
@@ -46,7 +45,8 @@ from sglang.srt.disaggregation.common.transfer_context import (
     RankPlace,
     TransferContext,
 )
-from sglang.srt.disaggregation.control.control_link import DeploymentSecret
+from sglang.srt.disaggregation.control.control_client import Timeouts, seconds, silence_s
+from sglang.srt.disaggregation.control.protocol import RowsLayout
 from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver as MooncakeKVReceiver
 from sglang.srt.disaggregation.mooncake.receiver import PrefillServers
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (

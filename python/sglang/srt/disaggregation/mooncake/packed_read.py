@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import torch
 
-from sglang.srt.disaggregation.common.control_connection import (
+from sglang.srt.disaggregation.common.geometry import CutBuffer, WholeBuffer
+from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds, unit_bytes_of
+from sglang.srt.disaggregation.control.control_client import (
     POLL_S,
-    ControlConnection,
+    ControlClient,
     RoomFailed,
 )
-from sglang.srt.disaggregation.common.geometry import CutBuffer, WholeBuffer
-from sglang.srt.disaggregation.common.protocol import Pack, Packed
-from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds, unit_bytes_of
+from sglang.srt.disaggregation.control.protocol import Pack, Packed
 from sglang.srt.distributed.device_communicators.transfer_types import Block, Transfer
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class PackedRead:
         buffers: Sequence[WholeBuffer | CutBuffer],
         own: Sequence[int],
         *,
-        connection: ControlConnection,
+        connection: ControlClient,
         shard: ShardReceiver,
     ) -> None:
         self._first = first

@@ -8,10 +8,8 @@ them about all rooms at once, over one connection. It ends when there is nothing
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -22,24 +20,25 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route, WrongSecret
-from sglang.srt.disaggregation.common.control_connection import (
+from sglang.srt.disaggregation.common.transfer_context import TransferContext
+from sglang.srt.disaggregation.control.control_client import (
     POLL_S,
-    ControlConnection,
+    ControlClient,
     NotAnswered,
     Replaced,
     RoomFailed,
+    Waker,
     incompatible,
 )
-from sglang.srt.disaggregation.common.protocol import (
+from sglang.srt.disaggregation.control.protocol import (
     MAX_DECLINED,
     MAX_POLLED_ROOMS,
     MAX_REASON_CHARS,
-    BootstrapPoll,
-    BootstrapStatus,
     Hello,
     KVLayout,
+    RoomsPoll,
+    RoomsStatus,
 )
-from sglang.srt.disaggregation.common.transfer_context import TransferContext
 from sglang.srt.utils.background_call import CallThreads
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.network import base_url
@@ -88,9 +87,7 @@ class PrefillPeer:
         self._lock = threading.Lock()
         """Guards all of the above, not the receivers themselves."""
         self._log = RateLimitedLogger(logger)
-        self._wakes, self._waker = socket.socketpair()
-        self._wakes.setblocking(False)
-        self._waker.setblocking(False)
+        self._waker = Waker()
         # Of the thread alone:
         self._routes: tuple[Route, ...] = ()
         """The ranks to read from; (): they have to be looked up."""
@@ -138,14 +135,14 @@ class PrefillPeer:
                 self._closes_at = time.monotonic() + CLOSE_S
             self._receivers.clear()
             if not self.has_thread:
-                self._close_sockets()
-        self._wake()
+                self._waker.close()
+        self._waker.wake()
 
     def _wake_or_start(self) -> None:
         with self._lock:
             is_new, self.has_thread = not self.has_thread, True
         if not is_new:
-            self._wake()
+            self._waker.wake()
             return
         try:
             self._threads.submit(self._run)
@@ -153,14 +150,6 @@ class PrefillPeer:
             self._fail_all(f"no thread for the prefill server at {self._where}: {error}")
             with self._lock:
                 self.has_thread = False
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # It has enough to wake up for, or has ended.
-            self._waker.send(b"\0")
-
-    def _close_sockets(self) -> None:
-        self._wakes.close()
-        self._waker.close()
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -195,7 +184,7 @@ class PrefillPeer:
             if self._is_over() or not (self._receivers or self._declined):
                 self.has_thread = False
                 if self._closes_at is not None:
-                    self._close_sockets()
+                    self._waker.close()
             return self.has_thread
 
     def _poll_rooms(self) -> None:
@@ -210,12 +199,12 @@ class PrefillPeer:
         if not self._routes:
             self._routes = self._find()
         first = self._routes[0]
-        connection = ControlConnection(
+        connection = ControlClient(
             first.endpoint,
             context.secret,
             context.timeouts,
             first.instance_id,
-            waker=self._wakes,
+            waker=self._waker,
         )
         try:
             why = context.geometry.incompatibility(self._greet(connection))
@@ -234,7 +223,7 @@ class PrefillPeer:
         self._looked_up = time.monotonic()
         return self._context.find_rank(self._host, self._port, rank)
 
-    def _greet(self, connection: ControlConnection) -> KVLayout:
+    def _greet(self, connection: ControlClient) -> KVLayout:
         self._asked = time.monotonic()
         connection.begin(Hello())
         while (layout := connection.keep_alive(Hello(), KVLayout, POLL_S)) is None:
@@ -245,7 +234,7 @@ class PrefillPeer:
         self._heard, self._silence = time.monotonic(), ""
         return layout
 
-    def _poll_until_idle(self, connection: ControlConnection, refusal: str | None) -> bool:
+    def _poll_until_idle(self, connection: ControlClient, refusal: str | None) -> bool:
         """Ask until nothing is left to ask, then wait for more. False: there was nothing to ask for
         `IDLE_S`, or the thread has to end.
 
@@ -260,7 +249,7 @@ class PrefillPeer:
             self._asked = time.monotonic()
             connection.begin(question)
         while question is not None:
-            answer = connection.keep_alive(question, BootstrapStatus, POLL_S)
+            answer = connection.keep_alive(question, RoomsStatus, POLL_S)
             if answer is not None:
                 self._heard, self._silence = time.monotonic(), ""
                 self._take(answer)
@@ -286,7 +275,7 @@ class PrefillPeer:
     def _is_over(self) -> bool:
         return self._closes_at is not None and time.monotonic() >= self._closes_at
 
-    def _question(self, before: BootstrapPoll | None) -> BootstrapPoll | None:
+    def _question(self, before: RoomsPoll | None) -> RoomsPoll | None:
         """The question to ask now: `before` if it is the same, None if there is nothing to ask."""
         if self._is_over():
             return None
@@ -297,7 +286,7 @@ class PrefillPeer:
         known = [one for one in receivers if one.sources][:MAX_POLLED_ROOMS]
         if not (unknown or known or declined):
             return None
-        question = BootstrapPoll(
+        question = RoomsPoll(
             self._serial,
             [one.bootstrap_room for one in unknown],
             [one.bootstrap_room for one in known],
@@ -313,7 +302,7 @@ class PrefillPeer:
             one.serial = self._serial
         return msgspec.structs.replace(question, serial=self._serial)
 
-    def _take(self, answer: BootstrapStatus) -> None:
+    def _take(self, answer: RoomsStatus) -> None:
         with self._lock:
             receivers = list(self._receivers.values())
             self._declined = {
@@ -369,7 +358,7 @@ class PrefillPeer:
             receivers = list(self._receivers.values())
         for one in receivers:
             since = one.unknown_since
-            if not one.sources and since is not None and now - since >= timeouts.bootstrap:
+            if not one.sources and since is not None and now - since >= timeouts.unknown_room:
                 self._fail(one, "the prefill server does not know the request in time")
 
     def _drop_declined(self, declined: Mapping[int, _Declined], why: str) -> None:

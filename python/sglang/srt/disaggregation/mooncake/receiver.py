@@ -18,11 +18,11 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferError,
     KVTransferMetric,
 )
-from sglang.srt.disaggregation.common.control_connection import RoomFailed, incompatible
 from sglang.srt.disaggregation.common.geometry import IncompatibleLayouts, ShardSlice
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
-from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.transfer_context import TransferContext
+from sglang.srt.disaggregation.control.control_client import RoomFailed, incompatible
+from sglang.srt.disaggregation.control.protocol import KVLayout
 from sglang.srt.disaggregation.mooncake.prefill_peer import CLOSE_S, PrefillPeer
 from sglang.srt.disaggregation.mooncake.shard_receiver import STEPS, OwnSlots, ShardReceiver
 from sglang.srt.utils.background_call import CallThreads

@@ -24,16 +24,18 @@ import msgspec
 
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.control_connection import (
+from sglang.srt.disaggregation.common.geometry import ShardSlice
+from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, RowRead
+from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds
+from sglang.srt.disaggregation.common.transfer_context import LinkCosts, RankPlace, TransferContext
+from sglang.srt.disaggregation.control.control_client import (
     POLL_S,
-    ControlConnection,
+    ControlClient,
     RoomFailed,
     incompatible,
     take_within,
 )
-from sglang.srt.disaggregation.common.geometry import ShardSlice
-from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, RowRead
-from sglang.srt.disaggregation.common.protocol import (
+from sglang.srt.disaggregation.control.protocol import (
     GiveUp,
     Hello,
     KVLayout,
@@ -43,8 +45,6 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomStatus,
 )
-from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds
-from sglang.srt.disaggregation.common.transfer_context import LinkCosts, RankPlace, TransferContext
 from sglang.srt.disaggregation.mooncake.packed_read import PackedRead
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
@@ -128,7 +128,7 @@ class ShardReceiver:
         self._part, self._num_parts = readers.index(context.place.rank), len(readers)
         """Index of this rank among the reader's ranks that ask the prefill rank, and their
         number."""
-        self._connection: ControlConnection
+        self._connection: ControlClient
         self._slice: ShardSlice
         self._layout: KVLayout
         self._keeps_session = False
@@ -146,7 +146,7 @@ class ShardReceiver:
         never lets go of the pages."""
         context, route = self._context, self._route
         try:
-            self._connection = ControlConnection(
+            self._connection = ControlClient(
                 route.endpoint,
                 context.secret,
                 context.timeouts,
@@ -251,7 +251,7 @@ class ShardReceiver:
         timeouts = self._context.timeouts
         is_known = False
         wants_inline = not self._context.metadata.reads(self._layout, self.where)
-        deadline = time.monotonic() + timeouts.bootstrap
+        deadline = time.monotonic() + timeouts.unknown_room
         while True:
             question = self._poll(have, wants_inline=wants_inline)
             status = self._connection.ask(question, RoomStatus)
@@ -259,7 +259,8 @@ class ShardReceiver:
             coming = have + len(status.pages)
             if len(status.checksums) not in (0, len(status.pages)):
                 raise RoomFailed("the prefill server answered with checksums of other pages")
-            if coming > total or (status.is_complete and coming < total):
+            is_complete = status.first_token is not None or status.row is not None
+            if coming > total or (is_complete and coming < total):
                 raise RoomFailed(
                     f"the prefill server computed a prompt of {first_page + coming} pages, "
                     f"this server expects {first_page + total}: both need the same tokenizer "

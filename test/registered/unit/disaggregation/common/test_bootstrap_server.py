@@ -21,6 +21,7 @@ from sglang.srt.disaggregation.base.bootstrap_route import (
     WrongSecret,
     find,
 )
+from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.common import bootstrap_server
 from sglang.srt.disaggregation.common.bootstrap_server import (
     MAX_CONNECTIONS,
@@ -28,7 +29,6 @@ from sglang.srt.disaggregation.common.bootstrap_server import (
     REQUEST_TIMEOUT_S,
     CommonKVBootstrapServer,
 )
-from sglang.srt.disaggregation.control.control_link import DeploymentSecret
 from sglang.srt.utils.network import get_free_port, is_port_available
 from sglang.test.ci.ci_register import register_cpu_ci
 

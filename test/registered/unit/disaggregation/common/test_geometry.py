@@ -19,9 +19,9 @@ from sglang.srt.disaggregation.common.geometry import (
     PoolGeometry,
     ShardSlice,
 )
-from sglang.srt.disaggregation.common.protocol import KVLayout
 from sglang.srt.disaggregation.common.staging import rounds
 from sglang.srt.disaggregation.common.transfer_context import RankPlace
+from sglang.srt.disaggregation.control.protocol import KVLayout
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
@@ -174,7 +174,10 @@ def test_a_further_pool_is_named() -> None:
 def test_other_protocols_and_lists_are_refused() -> None:
     here = geometry_of(make_pool())
     why = here.incompatibility(layout_of(here, version=1))
-    assert why == "it speaks version 1 of the protocol, this server 6"
+    assert why == (
+        "it speaks version 1 of the protocol, this server 7: start both servers with the same "
+        "release"
+    )
     # A digest that fits and a list that does not.
     why = here.incompatibility(layout_of(here, pools=[]))
     assert why == "its pages differ: it has 0 buffers, this server 4"

@@ -12,9 +12,9 @@ import torch
 
 from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt, Scene, until
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES, MetadataReader
-from sglang.srt.disaggregation.common.protocol import RowsLayout
+from sglang.srt.disaggregation.control.control_client import Timeouts
+from sglang.srt.disaggregation.control.protocol import RowsLayout
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
@@ -128,7 +128,7 @@ def test_a_prompt_waits_for_a_row_to_read_into(scene: RowScene) -> None:
 def test_no_row_to_read_into_in_time(scene: RowScene) -> None:
     taken = scene.own.alloc()
     scene.complete()
-    timeouts = Timeouts(bootstrap=60, waiting=0.3, silence=30)
+    timeouts = Timeouts(unknown_room=60, waiting=0.3, silence=30)
     failure = scene.failure(scene.begin([9], timeouts=timeouts))
     assert failure == "no row for metadata was free in 0.3 s" == scene.given_up()
     assert taken == 0

@@ -11,7 +11,6 @@ import torch
 
 from rigs.disaggregation.pd_rig import LocalMover
 from sglang.srt.disaggregation.common.packing import WINDOW, Packer
-from sglang.srt.disaggregation.common.protocol import Pack, Packed
 from sglang.srt.disaggregation.common.staging import (
     NUM_BUFFERS,
     Piece,
@@ -19,6 +18,7 @@ from sglang.srt.disaggregation.common.staging import (
     StagingBuffer,
     rounds,
 )
+from sglang.srt.disaggregation.control.protocol import Pack, Packed
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

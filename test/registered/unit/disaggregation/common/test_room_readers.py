@@ -19,7 +19,8 @@ from rigs.disaggregation.desk_rig import (
 )
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import room_server
-from sglang.srt.disaggregation.common.protocol import (
+from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
+from sglang.srt.disaggregation.control.protocol import (
     GiveUp,
     Hello,
     Poll,
@@ -27,7 +28,6 @@ from sglang.srt.disaggregation.common.protocol import (
     Released,
     RoomStatus,
 )
-from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -22,18 +22,19 @@ from rigs.disaggregation.desk_rig import (
     until,
 )
 from rigs.running_clock import RunningClock
-from sglang.srt.disaggregation.common.control_connection import (
-    ControlConnection,
+from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
+from sglang.srt.disaggregation.control.control_client import (
+    ControlClient,
     RoomFailed,
     Timeouts,
 )
-from sglang.srt.disaggregation.common.protocol import (
+from sglang.srt.disaggregation.control.control_listener import UNKEPT_FRAMES_A_SECOND
+from sglang.srt.disaggregation.control.protocol import (
     MAX_POLLED_ROOMS,
     Answer,
     Answered,
     Asked,
-    BootstrapPoll,
-    BootstrapStatus,
     GiveUp,
     Hello,
     KVLayout,
@@ -41,11 +42,10 @@ from sglang.srt.disaggregation.common.protocol import (
     Question,
     Received,
     Released,
+    RoomsPoll,
+    RoomsStatus,
     RoomStatus,
 )
-from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
-from sglang.srt.disaggregation.control.control_link import DeploymentSecret
-from sglang.srt.disaggregation.control.control_listener import STRANGERS_FRAMES_A_SECOND
 from sglang.srt.utils.network import can_connect
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -129,12 +129,12 @@ def test_each_asker_gets_its_own_answer(
 
 
 def test_a_question_about_rooms_claims_none(prefill: PrefillRooms, asker: Asker) -> None:
-    number = asker.send(BootstrapPoll(1, [1, 2, 3]))
+    number = asker.send(RoomsPoll(1, [1, 2, 3]))
     prefill.open(2)
-    assert asker.hear() == Answered(number, "instance", BootstrapStatus(1, [2]))
+    assert asker.hear() == Answered(number, "instance", RoomsStatus(1, [2]))
     prefill.open(3)
     prefill.end(3, "out of memory")
-    assert asker.ask(BootstrapPoll(2, [1, 3], [2])) == BootstrapStatus(2, [], {3: "out of memory"})
+    assert asker.ask(RoomsPoll(2, [1, 3], [2])) == RoomsStatus(2, [], {3: "out of memory"})
     assert not prefill.take_claimed()
     assert asker.look(2) == RoomStatus(2, True)
     assert prefill.take_claimed() == [2]
@@ -144,15 +144,15 @@ def test_the_end_of_known_rooms_is_reported(
     prefill: PrefillRooms, asker: Asker, clock: Clock
 ) -> None:
     prefill.open(1)
-    number = asker.send(BootstrapPoll(1, [], [1]))
+    number = asker.send(RoomsPoll(1, [], [1]))
     assert asker.look(5) == RoomStatus(5, False)
     assert asker.hears_nothing()
     prefill.end(1, "aborted")
-    assert asker.hear() == Answered(number, "instance", BootstrapStatus(1, [], {1: "aborted"}))
-    asker.send(BootstrapPoll(2, [7], []))
+    assert asker.hear() == Answered(number, "instance", RoomsStatus(1, [], {1: "aborted"}))
+    asker.send(RoomsPoll(2, [7], []))
     asker.look(5)
     clock.now += LONG_POLL_S
-    assert asker.hear().answer == BootstrapStatus(2), "there are no news"
+    assert asker.hear().answer == RoomsStatus(2), "there are no news"
 
 
 def test_rooms_that_no_decode_server_names_are_reported(
@@ -162,8 +162,8 @@ def test_rooms_that_no_decode_server_names_are_reported(
         prefill.open(room)
     asker.look(4)  # It is asked for.
     clock.now += SILENT_S
-    assert asker.ask(BootstrapPoll(1, [1])) == BootstrapStatus(1, [1])
-    asker.send(BootstrapPoll(2, [], [1]))
+    assert asker.ask(RoomsPoll(1, [1])) == RoomsStatus(1, [1])
+    asker.send(RoomsPoll(2, [], [1]))
     asker.look(4)  # The question has come.
     assert prefill.unheard_of([1, 2, 3, 4], SILENT_S) == {}
     clock.now += 1
@@ -179,7 +179,7 @@ def test_no_room_counts_as_unknown_while_a_decode_server_cannot_name_more(
 ) -> None:
     prefill.open(1)
     clock.now += SILENT_S + 1
-    asker.send(BootstrapPoll(1, list(range(10, 10 + MAX_POLLED_ROOMS))))
+    asker.send(RoomsPoll(1, list(range(10, 10 + MAX_POLLED_ROOMS))))
     asker.look(3)  # The question has come.
     assert prefill.unheard_of([1], SILENT_S) == {}
     prefill.open(2)
@@ -191,18 +191,18 @@ def test_rooms_are_declined_once_and_that_is_confirmed(prefill: PrefillRooms, as
     prefill.open(1)
     declined = {1: "aborted", 2: "the queue is full"}
     for serial in (1, 2):
-        answer = asker.ask(BootstrapPoll(serial, [9], [], declined))
-        assert answer == BootstrapStatus(serial, [], {}), "at once"
+        answer = asker.ask(RoomsPoll(serial, [9], [], declined))
+        assert answer == RoomsStatus(serial, [], {}), "at once"
     prefill.open(2)
     gave_up = "the decode server gave it up: "
     assert prefill.take_given_up() == {1: gave_up + declined[1], 2: gave_up + declined[2]}
-    assert asker.ask(BootstrapPoll(3, [1])) == BootstrapStatus(3, [], {1: gave_up + declined[1]})
+    assert asker.ask(RoomsPoll(3, [1])) == RoomsStatus(3, [], {1: gave_up + declined[1]})
 
 
 def test_a_room_that_is_being_read_cannot_be_declined(prefill: PrefillRooms, asker: Asker) -> None:
     fill(prefill, 1)
     asker.look(1)
-    asker.ask(BootstrapPoll(1, [], [], {1: "not mine"}))
+    asker.ask(RoomsPoll(1, [], [], {1: "not mine"}))
     assert prefill.take_given_up() == {}
     assert asker.look(1).failure is None
 
@@ -338,7 +338,7 @@ questions = st.one_of(
     st.builds(Hello, st.integers(-1, 2)),
     st.builds(Poll, rooms, readers, rooms, st.booleans(), st.just(False)),
     st.builds(
-        BootstrapPoll,
+        RoomsPoll,
         rooms,
         st.lists(rooms, max_size=3),
         st.lists(rooms, max_size=3),
@@ -393,7 +393,7 @@ def test_who_names_a_room_is_no_stranger(
     with RunningClock() as clock:
         for _ in range(400):
             asker.look(1)
-        assert clock() < 400 / STRANGERS_FRAMES_A_SECOND / 2
+        assert clock() < 400 / UNKEPT_FRAMES_A_SECOND / 2
 
 
 def test_a_flood_holds_up_no_waiting_question(
@@ -414,11 +414,11 @@ def test_a_server_with_a_secret_answers_who_has_it() -> None:
     prefill = PrefillRooms(LAYOUT, "127.0.0.1", unwanted_s=1, silent_s=60, secret=secret)
     asker = Asker(prefill.port, secret)
     assert asker.ask(Hello()) == LAYOUT
-    timeouts = Timeouts(bootstrap=10, waiting=10, silence=10)
+    timeouts = Timeouts(unknown_room=10, waiting=10, silence=10)
     for other in (None, DeploymentSecret("the secret of another deployment")):
         endpoint = f"tcp://127.0.0.1:{prefill.port}"
         why = f"^the prefill server at {endpoint} refuses this server, which has .* secret: give"
-        connection = ControlConnection(endpoint, other, timeouts, LAYOUT.instance_id)
+        connection = ControlClient(endpoint, other, timeouts, LAYOUT.instance_id)
         with pytest.raises(RoomFailed, match=why):
             connection.ask(Hello(), KVLayout)
         connection.drop()

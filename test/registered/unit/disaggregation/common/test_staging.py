@@ -17,10 +17,8 @@ from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt
 from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common import staging
-from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import CutBuffer, IncompatibleLayouts, PoolGeometry
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
-from sglang.srt.disaggregation.common.protocol import PoolBuffer
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.disaggregation.common.staging import (
@@ -31,6 +29,8 @@ from sglang.srt.disaggregation.common.staging import (
     unit_bytes_of,
 )
 from sglang.srt.disaggregation.common.transfer_context import RankPlace, TransferContext
+from sglang.srt.disaggregation.control.control_client import Timeouts
+from sglang.srt.disaggregation.control.protocol import PoolBuffer
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
@@ -323,7 +323,7 @@ def test_a_buffer_is_lost_as_long_as_something_may_be_read_into_it(
     until(lambda: isinstance(first.outcome, str))
     assert not first.has_ended
     scene.mover.hold = False
-    hasty = Timeouts(bootstrap=60, waiting=0.3, silence=30)
+    hasty = Timeouts(unknown_room=60, waiting=0.3, silence=30)
     scene.fill(6)
     second = scene.begin([1, 2], 6, timeouts=hasty)
     until(lambda: second.has_ended)

@@ -18,33 +18,32 @@ import msgspec
 import pytest
 
 from rigs.running_clock import RunningClock
-from sglang.srt.disaggregation.control import control_link, control_listener
-from sglang.srt.disaggregation.control.control_link import (
+from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.control import control_client, control_listener
+from sglang.srt.disaggregation.control.control_client import ControlLink, HandshakeFailed
+from sglang.srt.disaggregation.control.control_listener import (
+    FRAMES_A_SECOND,
+    FRAMES_AT_ONCE,
+    MAX_UNKEPT,
+    UNKEPT_FRAMES_A_SECOND,
+    UNKEPT_FRAMES_AT_ONCE,
+    ControlListener,
+    ControlPeer,
+)
+from sglang.srt.disaggregation.control.frames import (
     MAX_PROOF_BYTES,
     MAX_QUESTION_BYTES,
     OF_CLIENT,
     OF_SERVER,
-    ControlLink,
-    DeploymentSecret,
     FrameBuffer,
     FrameTooLong,
     Greeting,
-    HandshakeFailed,
     Proof,
     Refused,
     Welcome,
     as_frame,
 )
-from sglang.srt.disaggregation.control.control_listener import (
-    FRAMES_A_SECOND,
-    FRAMES_AT_ONCE,
-    MAX_STRANGERS,
-    STRANGERS_FRAMES_A_SECOND,
-    STRANGERS_FRAMES_AT_ONCE,
-    ControlListener,
-    ControlPeer,
-)
-from sglang.srt.utils.network import listening_sockets, wait_until
+from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -61,17 +60,16 @@ class Echo:
     """A server that answers each message with itself. A thread."""
 
     def __init__(self, secret: DeploymentSecret | None = None, silent_s: float = SILENT_S) -> None:
-        self.secret = secret
-        self.silent_s = silent_s
         self.taken: list[bytes] = []
         self.keeps = False
         """True if connections are kept once they have sent anything."""
         self.is_paused = False
         """True if no frame is taken."""
-        (self.socket,) = listening_sockets("127.0.0.1", 0, 512)
-        self.port = int(self.socket.getsockname()[1])
+        self.listener = ControlListener(
+            "127.0.0.1", secret=secret, silent_s=silent_s, on_frames=lambda: None
+        )
+        self.port = self.listener.port
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
-        self.listener: ControlListener
         self._loop = asyncio.new_event_loop()
         self._ending = asyncio.Event()
         self._started = threading.Event()
@@ -89,12 +87,7 @@ class Echo:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        self.listener = ControlListener(
-            [self.socket],
-            secret=self.secret,
-            silent_s=self.silent_s,
-            on_frames=lambda: None,
-        )
+        self.listener.start()
         self._started.set()
         while not self._ending.is_set():
             if not self.is_paused:
@@ -315,7 +308,7 @@ def test_a_link_connects_anew(new_echo: Callable[..., Echo], link_to: LinkTo) ->
 
 
 def test_nothing_blocks_while_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_link, "LINGER_S", 0.1)
+    monkeypatch.setattr(control_client, "LINGER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         link = ControlLink(f"tcp://127.0.0.1:{silent.getsockname()[1]}", SECRET)
         with RunningClock() as clock:
@@ -376,9 +369,9 @@ def test_a_stranger_is_taken_from_even_less(echo: Echo) -> None:
         began = time.monotonic()
         sock = connect(stack, echo.port)
         sock.sendall(as_frame(b"x") * 1000)
-        assert wait_until(lambda: len(echo.taken) > 2 * STRANGERS_FRAMES_AT_ONCE, 10)
+        assert wait_until(lambda: len(echo.taken) > 2 * UNKEPT_FRAMES_AT_ONCE, 10)
         taken, took = len(echo.taken), time.monotonic() - began
-        assert taken <= STRANGERS_FRAMES_AT_ONCE + STRANGERS_FRAMES_A_SECOND * took
+        assert taken <= UNKEPT_FRAMES_AT_ONCE + UNKEPT_FRAMES_A_SECOND * took
 
 
 def test_a_message_without_an_end_is_not_kept(echo: Echo) -> None:
@@ -409,7 +402,7 @@ def test_before_the_proof_hardly_anything_is_read(new_echo: Callable[..., Echo])
 def test_idle_connections_make_room(
     echo: Echo, link_to: LinkTo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    echo.listener.strangers._max_idle = 20
+    echo.listener.unkept._max_idle = 20
     echo.keeps = True
     kept = link_to(echo)
     kept.send(b"keep me")
@@ -426,7 +419,7 @@ def test_idle_connections_make_room(
         kept.send(b"still here")
         assert kept.receive(10) == b"still here"
     assert wait_until(lambda: open_files() <= before + 3, 10)
-    assert MAX_STRANGERS >= 1000
+    assert MAX_UNKEPT >= 1000
 
 
 def test_silent_connections_end(

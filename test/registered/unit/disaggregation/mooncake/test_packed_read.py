@@ -11,10 +11,12 @@ import pytest
 from rigs.disaggregation.control_proxy import ControlProxy
 from rigs.disaggregation.desk_rig import Asker
 from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, PAGES, ROOM, TOKEN, Scene, until
-from sglang.srt.disaggregation.common import control_connection
-from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.packing import WINDOW
-from sglang.srt.disaggregation.common.protocol import (
+from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, StagingBuffer
+from sglang.srt.disaggregation.common.transfer_context import LinkCosts
+from sglang.srt.disaggregation.control import control_client
+from sglang.srt.disaggregation.control.control_client import Timeouts
+from sglang.srt.disaggregation.control.protocol import (
     Answered,
     Asked,
     Pack,
@@ -22,8 +24,6 @@ from sglang.srt.disaggregation.common.protocol import (
     Poll,
     Received,
 )
-from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, StagingBuffer
-from sglang.srt.disaggregation.common.transfer_context import LinkCosts
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -151,7 +151,7 @@ def test_messages_that_are_lost_doubled_and_late(
             return ()
         return (0.0, rng.random() * 0.05) if kind < 0.3 else (rng.random() * 0.005,)
 
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.03)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.03)
     places = rng.sample(range(1, PAGES + 1), PAGES)
     with ControlProxy(scene.endpoint, fate) as proxy:
         scene.endpoint = proxy.endpoint
@@ -245,7 +245,7 @@ def test_a_room_that_ends_gives_its_units_back_at_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though they may still be read. Memory of the reader is kept until nothing is."""
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.02)
     begun(scene)
     scene.prefill.end(ROOM, "out of memory")
     until(lambda: len(scene.units._free) == scene.units._num_made)
@@ -309,7 +309,7 @@ def test_units_that_never_come(scene: Scene, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(StagingBuffer, "pack", once)
     fill(scene)
-    timeouts = Timeouts(bootstrap=60, waiting=0.2, silence=30)
+    timeouts = Timeouts(unknown_room=60, waiting=0.2, silence=30)
     why = scene.failure(scene.begin(OWN, timeouts=timeouts))
     assert why == "the prefill server has not packed more pages in time"
 
@@ -326,7 +326,7 @@ def test_the_reader_is_heard_of_while_units_are_read(
                 heard.append(question)
         return (0.0,)
 
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.02)
     with ControlProxy(scene.endpoint, listen) as proxy:
         scene.endpoint = proxy.endpoint
         begun(scene)

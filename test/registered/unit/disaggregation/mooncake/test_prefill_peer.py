@@ -22,9 +22,9 @@ from rigs.disaggregation.prompt_scene import ROOM, Server, until
 from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, WrongSecret, find
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common import control_connection
-from sglang.srt.disaggregation.common.control_connection import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.control import control_client
+from sglang.srt.disaggregation.control.control_client import Timeouts
 from sglang.srt.disaggregation.mooncake import prefill_peer
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.utils.network import wait_until
@@ -32,14 +32,14 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
-SHORT_TIMEOUTS = Timeouts(bootstrap=60, waiting=60, silence=0.6)
+SHORT_TIMEOUTS = Timeouts(unknown_room=60, waiting=60, silence=0.6)
 SILENT = "the prefill server at {} has not answered for 0.6 s"
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """It is not looked up again because the machine stood still for some seconds."""
-    monkeypatch.setattr(control_connection, "REPEAT_S", 60)
+    monkeypatch.setattr(control_client, "REPEAT_S", 60)
     one = Server()
     yield one
     one.close()
@@ -48,7 +48,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """It is missed after 0.6 seconds."""
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.05)
     one = Server(SHORT_TIMEOUTS)
     yield one
     one.close()
@@ -104,7 +104,7 @@ def test_a_known_room_is_watched_until_there_are_slots(server: Server) -> None:
 
 def test_a_room_that_the_prefill_server_never_gets(server: Server) -> None:
     server.close()
-    server = Server(Timeouts(bootstrap=0.3, waiting=60, silence=30))
+    server = Server(Timeouts(unknown_room=0.3, waiting=60, silence=30))
     try:
         server.prefill.open(6)
         known, unknown = server.ask(6), server.ask()
@@ -377,7 +377,7 @@ def test_another_instance_at_the_old_address_is_noticed(hasty: Server) -> None:
 def test_messages_may_be_lost_doubled_and_late(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.05)
     rng = random.Random(3)
 
     def fate(message: bytes, is_question: bool) -> tuple[float, ...]:

@@ -15,13 +15,13 @@ from rigs.disaggregation.pd_rig import one_rank
 from rigs.disaggregation.prompt_scene import Scene, Server, receiver_of, until
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common import control_connection
-from sglang.srt.disaggregation.common.control_connection import (
-    ControlConnection,
+from sglang.srt.disaggregation.common.transfer_context import RankPlace
+from sglang.srt.disaggregation.control import control_client
+from sglang.srt.disaggregation.control.control_client import (
+    ControlClient,
     NotAnswered,
     Timeouts,
 )
-from sglang.srt.disaggregation.common.transfer_context import RankPlace
 from sglang.srt.disaggregation.mooncake import receiver as receiver_module
 from sglang.srt.disaggregation.mooncake.receiver import TOO_MANY, PrefillServers
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -78,17 +78,17 @@ def test_a_server_that_is_silent_and_not_found_either_is_said_not_to_be_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where this machine stands still until the connection's own limit is over."""
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
-    keep_alive, began = ControlConnection.keep_alive, time.monotonic()
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.05)
+    keep_alive, began = ControlClient.keep_alive, time.monotonic()
 
-    def stand_still(connection: ControlConnection, *args: Any) -> Any:
+    def stand_still(connection: ControlClient, *args: Any) -> Any:
         if len(server.look_ups) < 2:
             return keep_alive(connection, *args)
         until(lambda: time.monotonic() > began + 0.7)
         raise NotAnswered("it has not answered")
 
-    monkeypatch.setattr(ControlConnection, "keep_alive", stand_still)
-    server = Server(Timeouts(bootstrap=60, waiting=60, silence=0.6))
+    monkeypatch.setattr(ControlClient, "keep_alive", stand_still)
+    server = Server(Timeouts(unknown_room=60, waiting=60, silence=0.6))
     with contextlib.closing(server):
         server.route = one_rank("tcp://127.0.0.1:9")
         asked = server.ask()

@@ -13,10 +13,10 @@ import pytest
 
 from rigs.disaggregation.control_proxy import ControlProxy, Fate
 from rigs.disaggregation.prompt_scene import ROOM, SHORT_TIMEOUTS, TOKEN, Scene, until
-from sglang.srt.disaggregation.common import control_connection
-from sglang.srt.disaggregation.common.control_connection import Timeouts
-from sglang.srt.disaggregation.common.protocol import Asked, Poll, Question
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
+from sglang.srt.disaggregation.control import control_client
+from sglang.srt.disaggregation.control.control_client import Timeouts
+from sglang.srt.disaggregation.control.protocol import Asked, Poll, Question
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -67,7 +67,7 @@ def test_a_prompt_that_is_there_needs_the_token_alone(scene: Scene) -> None:
 
 
 def test_the_request_may_reach_the_prefill_server_later(scene: Scene) -> None:
-    prompt = scene.begin([9], timeouts=Timeouts(bootstrap=60, waiting=0.1, silence=30))
+    prompt = scene.begin([9], timeouts=Timeouts(unknown_room=60, waiting=0.1, silence=30))
     until(lambda: bool(scene.prefill._waiting))
     scene.prefill.open(ROOM)
     scene.prefill.add_pages(ROOM, [4])
@@ -108,7 +108,7 @@ def delayed_by_turns() -> Fate:
 def test_messages_may_be_lost_doubled_and_late(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, fate: Fate
 ) -> None:
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.05)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.05)
     with ControlProxy(scene.endpoint, fate) as proxy:
         scene.endpoint = proxy.endpoint
         prompt = scene.begin([9, 2, 3])
@@ -142,7 +142,7 @@ def test_silence_in_the_middle(scene: Scene) -> None:
     is_silent = threading.Event()
     with ControlProxy(scene.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)) as proxy:
         scene.endpoint = proxy.endpoint
-        timeouts = Timeouts(bootstrap=60, waiting=60, silence=0.4)
+        timeouts = Timeouts(unknown_room=60, waiting=60, silence=0.4)
         prompt = scene.begin([9, 2], timeouts=timeouts)
         scene.prefill.open(ROOM)
         scene.prefill.add_pages(ROOM, [4])
@@ -155,7 +155,7 @@ def test_silence_in_the_middle(scene: Scene) -> None:
 def test_a_silence_shorter_than_the_timeout_changes_nothing(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.02)
     is_silent = threading.Event()
     with ControlProxy(scene.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)) as proxy:
         scene.endpoint = proxy.endpoint
@@ -178,7 +178,7 @@ def test_silence_while_a_read_hangs_fails_the_prompt_and_keeps_its_pages(scene: 
     scene.mover.hold = True
     with ControlProxy(scene.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)) as proxy:
         scene.endpoint = proxy.endpoint
-        prompt = scene.begin([9], timeouts=Timeouts(bootstrap=60, waiting=60, silence=0.4))
+        prompt = scene.begin([9], timeouts=Timeouts(unknown_room=60, waiting=60, silence=0.4))
         scene.prefill.open(ROOM)
         scene.prefill.add_pages(ROOM, [4])
         until(lambda: len(scene.mover.begun) == 1)
@@ -201,11 +201,11 @@ def test_a_long_read_is_no_silence_on_either_side(
             heard.append(msgspec.msgpack.decode(message, type=Asked).question)
         return (0.0,)
 
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.02)
     scene.mover.hold = True
     with ControlProxy(scene.endpoint, listen) as proxy:
         scene.endpoint = proxy.endpoint
-        prompt = scene.begin([9], timeouts=Timeouts(bootstrap=60, waiting=60, silence=0.5))
+        prompt = scene.begin([9], timeouts=Timeouts(unknown_room=60, waiting=60, silence=0.5))
         scene.prefill.open(ROOM)
         scene.prefill.add_pages(ROOM, [4])
         scene.prefill.complete(ROOM, TOKEN)
@@ -224,13 +224,13 @@ def test_a_long_read_is_no_silence_on_either_side(
 
 
 def test_a_room_that_the_prefill_server_never_gets(scene: Scene) -> None:
-    timeouts = Timeouts(bootstrap=0.2, waiting=60, silence=30)
+    timeouts = Timeouts(unknown_room=0.2, waiting=60, silence=30)
     why = scene.failure(scene.begin([9], timeouts=timeouts))
     assert why == "the prefill server does not know the request in time"
 
 
 def test_pages_that_never_come(scene: Scene) -> None:
-    timeouts = Timeouts(bootstrap=60, waiting=0.2, silence=30)
+    timeouts = Timeouts(unknown_room=60, waiting=0.2, silence=30)
     scene.prefill.open(ROOM)
     scene.prefill.add_pages(ROOM, [4])
     why = scene.failure(scene.begin([9, 2], timeouts=timeouts))
@@ -241,7 +241,7 @@ def test_pages_that_never_come(scene: Scene) -> None:
 def test_once_it_is_known_the_other_bound_counts(scene: Scene) -> None:
     scene.prefill.open(ROOM)
     began = time.monotonic()
-    prompt = scene.begin([9], timeouts=Timeouts(bootstrap=0.2, waiting=60, silence=30))
+    prompt = scene.begin([9], timeouts=Timeouts(unknown_room=0.2, waiting=60, silence=30))
     # The second answer without pages comes after half a second.
     until(lambda: time.monotonic() > began + 0.2 + 2 * LONG_POLL_S)
     assert prompt.outcome is None
@@ -289,7 +289,7 @@ def test_an_abort_while_pages_are_read(scene: Scene) -> None:
 def test_an_end_at_the_prefill_server_ends_a_read_that_hangs(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.02)
     scene.mover.hold = True
     scene.prefill.open(ROOM)
     scene.prefill.add_pages(ROOM, [4])

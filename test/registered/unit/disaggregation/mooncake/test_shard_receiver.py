@@ -13,8 +13,16 @@ import pytest
 
 from rigs.disaggregation.pd_rig import LocalMover
 from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
-from sglang.srt.disaggregation.common import control_connection
-from sglang.srt.disaggregation.common.protocol import (
+from sglang.srt.disaggregation.base.deployment_secret import NONCE_BYTES
+from sglang.srt.disaggregation.control import control_client
+from sglang.srt.disaggregation.control.frames import (
+    MAX_QUESTION_BYTES,
+    VERSION,
+    FrameBuffer,
+    Greeting,
+    as_frame,
+)
+from sglang.srt.disaggregation.control.protocol import (
     Answer,
     Answered,
     Asked,
@@ -26,14 +34,6 @@ from sglang.srt.disaggregation.common.protocol import (
     Received,
     Released,
     RoomStatus,
-)
-from sglang.srt.disaggregation.control.control_link import (
-    MAX_QUESTION_BYTES,
-    NONCE_BYTES,
-    VERSION,
-    FrameBuffer,
-    Greeting,
-    as_frame,
 )
 from sglang.srt.disaggregation.mooncake.shard_receiver import STEPS
 from sglang.srt.distributed.device_communicators.transfer_types import (
@@ -255,7 +255,7 @@ def test_bytes_that_are_no_answer_are_passed_over(scene: Scene, raw: bytes) -> N
 def test_answers_of_another_kind_are_not_taken(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_connection, "REPEAT_S", 0.02)
+    monkeypatch.setattr(control_client, "REPEAT_S", 0.02)
     odd = RoomStatus(ROOM, True)
     with OddPrefill(lambda asked: [Answered(asked.number, "instance", odd)]) as prefill:
         scene.endpoint = prefill.endpoint

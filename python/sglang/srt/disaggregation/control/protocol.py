@@ -13,10 +13,10 @@ import msgspec
 from sglang.srt.disaggregation.base.bootstrap_route import MAX_RANK
 from sglang.srt.disaggregation.base.first_token import FirstToken
 
-VERSION: Final = 6
+VERSION: Final = 7
 """Version of the messages and of their meaning."""
 MAX_POLLED_ROOMS: Final = 1024
-"""Most rooms of each kind in a `BootstrapPoll`."""
+"""Most rooms of each kind in a `RoomsPoll`."""
 MAX_DECLINED: Final = 32
 MAX_REASON_CHARS: Final = 500
 Reader: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
@@ -87,7 +87,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     version: int = VERSION
 
 
-class BootstrapPoll(msgspec.Struct, frozen=True, tag=True):
+class RoomsPoll(msgspec.Struct, frozen=True, tag=True):
     """Asks which of some rooms the prefill server has, and declines others. It claims no room: the
     decode server has no slots for them yet. The answer may wait until something changes."""
 
@@ -157,7 +157,7 @@ class GiveUp(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class BootstrapStatus(msgspec.Struct, frozen=True, tag=True):
+class RoomsStatus(msgspec.Struct, frozen=True, tag=True):
     """Status of rooms without a reader."""
 
     serial: int
@@ -184,10 +184,6 @@ class RoomStatus(msgspec.Struct, frozen=True, tag=True):
     state_checksums: Checksums = []
     """Checksums of the recurrent state, if the model has one; set once all pages are there."""
 
-    @property
-    def is_complete(self) -> bool:
-        return self.first_token is not None or self.row is not None
-
 
 class Packed(msgspec.Struct, frozen=True, tag=True):
     room: int
@@ -207,10 +203,10 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     """True if its pages were held until now, so that the data read from them is right."""
 
 
-Waitable = BootstrapPoll | Poll | Pack
+Waitable = RoomsPoll | Poll | Pack
 """Questions whose answer may wait until something changes."""
-Question = Hello | BootstrapPoll | Poll | Pack | Received | GiveUp
-Answer = KVLayout | BootstrapStatus | RoomStatus | Packed | Released
+Question = Hello | RoomsPoll | Poll | Pack | Received | GiveUp
+Answer = KVLayout | RoomsStatus | RoomStatus | Packed | Released
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
@@ -226,18 +222,3 @@ class Answered(msgspec.Struct, frozen=True, array_like=True):
 
 ASKED_DECODER: Final = msgspec.msgpack.Decoder(Asked)
 ANSWERED_DECODER: Final = msgspec.msgpack.Decoder(Answered)
-
-
-def has_changes(answer: Answer, question: Waitable) -> bool:
-    """True if the answer has anything that the asker does not know yet."""
-    assert isinstance(answer, BootstrapStatus | RoomStatus | Packed), "an answer to such a question"
-    if isinstance(answer, BootstrapStatus):
-        assert isinstance(question, BootstrapPoll)
-        return bool(answer.known or answer.ended or question.declined)
-    if answer.failure is not None:
-        return True
-    if isinstance(answer, Packed):
-        assert isinstance(question, Pack)
-        return answer.first + len(answer.places) > max(question.known, question.done)
-    assert isinstance(question, Poll)
-    return bool(answer.pages) or (answer.is_complete and not question.has_token)

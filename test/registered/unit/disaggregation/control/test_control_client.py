@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 
 from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.desk_rig import LAYOUT, Clock, PrefillRooms, until
-from sglang.srt.disaggregation.common import control_connection
-from sglang.srt.disaggregation.common.control_connection import (
+from rigs.disaggregation.desk_rig import LAYOUT, SILENT_S, UNWANTED_S, Clock, PrefillRooms, until
+from sglang.srt.disaggregation.control import control_client
+from sglang.srt.disaggregation.control.control_client import (
     POLL_S,
-    ControlConnection,
+    ControlClient,
     NotAnswered,
     Timeouts,
 )
-from sglang.srt.disaggregation.common.protocol import Hello, KVLayout
+from sglang.srt.disaggregation.control.protocol import Hello, KVLayout
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -29,8 +29,15 @@ SILENCE = 4.0
 def own_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The decode server's clock."""
     clock = Clock()
-    monkeypatch.setattr(control_connection, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(control_client, "time", SimpleNamespace(monotonic=clock))
     return clock
+
+
+@pytest.fixture
+def prefill() -> Iterator[PrefillRooms]:
+    prefill = PrefillRooms(LAYOUT, "127.0.0.1", unwanted_s=UNWANTED_S, silent_s=SILENT_S)
+    yield prefill
+    prefill.close()
 
 
 @pytest.fixture
@@ -40,17 +47,17 @@ def proxy(prefill: PrefillRooms) -> Iterator[ControlProxy]:
 
 
 @pytest.fixture
-def connection(proxy: ControlProxy, own_clock: Clock) -> Iterator[ControlConnection]:
+def connection(proxy: ControlProxy, own_clock: Clock) -> Iterator[ControlClient]:
     """It has asked and got its answer."""
-    timeouts = Timeouts(bootstrap=60, waiting=60, silence=SILENCE)
-    connection = ControlConnection(proxy.endpoint, None, timeouts, LAYOUT.instance_id)
+    timeouts = Timeouts(unknown_room=60, waiting=60, silence=SILENCE)
+    connection = ControlClient(proxy.endpoint, None, timeouts, LAYOUT.instance_id)
     assert connection.ask(Hello(), KVLayout) == LAYOUT
     yield connection
     connection.drop()
 
 
 def test_an_answer_counts_however_late_it_is_looked_at(
-    connection: ControlConnection, own_clock: Clock
+    connection: ControlClient, own_clock: Clock
 ) -> None:
     connection.begin(Hello())
     assert connection._socket is not None
@@ -60,7 +67,7 @@ def test_an_answer_counts_however_late_it_is_looked_at(
 
 
 def test_what_was_not_answered_is_asked_again_before_the_server_counts_as_silent(
-    connection: ControlConnection, own_clock: Clock, proxy: ControlProxy
+    connection: ControlClient, own_clock: Clock, proxy: ControlProxy
 ) -> None:
     proxy.fate = lambda *_: ()
     connection.begin(Hello())
@@ -71,7 +78,7 @@ def test_what_was_not_answered_is_asked_again_before_the_server_counts_as_silent
 
 
 def test_a_server_that_does_not_answer_then_either_counts_as_silent(
-    connection: ControlConnection, own_clock: Clock, proxy: ControlProxy
+    connection: ControlClient, own_clock: Clock, proxy: ControlProxy
 ) -> None:
     proxy.fate = lambda *_: ()
     connection.begin(Hello())

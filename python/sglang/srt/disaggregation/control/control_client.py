@@ -1,0 +1,464 @@
+"""The decode server's end of control connections: a client that asks, repeats, and times out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from sglang.srt.constants import KIB
+from sglang.srt.disaggregation.base.deployment_secret import (
+    NONCE_BYTES,
+    SOURCES,
+    DeploymentSecret,
+)
+from sglang.srt.disaggregation.control.frames import (
+    MAX_ANSWER_BYTES,
+    OF_CLIENT,
+    OF_SERVER,
+    OPENING_DECODER,
+    FrameBuffer,
+    FrameTooLong,
+    Greeting,
+    Proof,
+    Refused,
+    as_frame,
+)
+from sglang.srt.disaggregation.control.protocol import (
+    ANSWERED_DECODER,
+    Answer,
+    Asked,
+    KVLayout,
+    Packed,
+    Question,
+    Released,
+    RoomsStatus,
+    RoomStatus,
+)
+from sglang.srt.environ import EnvField, envs
+from sglang.srt.utils.bad_messages import MALFORMED
+from sglang.srt.utils.network import can_connect
+
+logger = logging.getLogger(__name__)
+
+REPEAT_S: Final = 1.0
+"""Seconds without an answer after which a question is repeated; fewer if `silence` is short."""
+POLL_S: Final = 0.1
+"""Seconds within which an abort is noticed."""
+LINGER_S: Final = 1.0
+"""Most seconds for which `ControlLink.close` waits until the last message can be sent."""
+_RETRY_S: Final = 0.1
+"""Seconds from the end of a connection to the next attempt."""
+_READ_BYTES: Final = 64 * KIB
+_SAME: Final = f"give both servers the same {SOURCES}"
+_T = TypeVar("_T")
+_A = TypeVar("_A", KVLayout, RoomsStatus, RoomStatus, Packed, Released)
+
+
+class RoomFailed(RuntimeError):
+    """The prompt cannot be received; the message names the failed step and the reason."""
+
+
+class NotAnswered(RoomFailed):
+    """The prefill server has not answered in time."""
+
+
+class Replaced(RoomFailed):
+    """Another instance answers at the prefill server's address."""
+
+
+def take_within(
+    timeout: float, take: Callable[[float], _T | None], heartbeat: Callable[[], None], what: str
+) -> _T:
+    """The first thing that `take` gives within `timeout` seconds. Calls `heartbeat` meanwhile.
+    Raises RoomFailed if there is none."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if (taken := take(POLL_S)) is not None:
+            return taken
+        heartbeat()
+    raise RoomFailed(f"no {what} was free in {timeout:g} s")
+
+
+def incompatible(where: str, refusal: str) -> RoomFailed:
+    """The error for servers of a pair that do not fit each other."""
+    return RoomFailed(f"the prefill server at {where} cannot serve this one: {refusal}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Time limits of a room, in seconds."""
+
+    unknown_room: float
+    """Time until the prefill server knows the room, from its first answer that it does not."""
+    waiting: float
+    """Time until the next pages, once the prefill server knows the room."""
+    silence: float
+    """Time until any answer of the prefill server."""
+
+    @classmethod
+    def from_environment(cls) -> Timeouts:
+        """The time limits of this process. Raises ValueError if one is not positive."""
+        return cls(
+            unknown_room=seconds(envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT),
+            waiting=seconds(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT),
+            silence=silence_s(),
+        )
+
+    @property
+    def repeat(self) -> float:
+        """Seconds for an answer before a question is repeated."""
+        return min(REPEAT_S, self.silence / 4)
+
+
+def seconds(field: EnvField[int]) -> int:
+    """The value of a time limit in the environment. Raises ValueError if the value is not
+    positive."""
+    value = field.get()
+    if value < 1:
+        raise ValueError(f"environment variable {field.name}={value}: it must be at least 1")
+    return value
+
+
+def silence_s() -> int:
+    """Seconds without a message after which the other server counts as gone."""
+    interval = seconds(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL)
+    return interval * seconds(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE)
+
+
+class HandshakeFailed(RuntimeError):
+    """The server refuses this client, or does not prove the secret. The message is one line that
+    follows the server's name, and has the remedy."""
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of `tcp://HOST:PORT`. Raises ValueError if it is no such address."""
+    parts = urlsplit(endpoint)
+    if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+        raise ValueError(f"{endpoint[:256]!r} is not of the form tcp://HOST:PORT")
+    return parts.hostname, parts.port
+
+
+def accepts_connections(endpoint: str) -> bool:
+    """True if connections to an endpoint are accepted. One may be lost on a busy host."""
+    address = parse_endpoint(endpoint)
+    return any(can_connect(*address) for _ in range(2))
+
+
+class Waker:
+    """Ends the wait of a client in another thread, now or the next one. Any thread."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """The file that is readable when it was woken."""
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # It has enough to wake up for, or is closed.
+            self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+
+
+class ControlLink:
+    """A connection to a server, made anew whenever it breaks. For one thread.
+
+    A message may get lost on the way; its sender repeats it.
+
+    Args:
+        secret: The secret that both ends prove; None: neither has one.
+        waker: Ends `receive`.
+    """
+
+    def __init__(
+        self, endpoint: str, secret: DeploymentSecret | None, waker: Waker | None = None
+    ) -> None:
+        """Raises ValueError if the endpoint is no such address."""
+        self._address = parse_endpoint(endpoint)
+        self._secret = secret
+        self._waker = waker
+        self._num_attempts = 0
+        self._socket: socket.socket | None = None
+        self._retry_at = 0.0
+        self._unsent: bytes | None = None
+        self._connect()
+
+    def send(self, message: bytes) -> None:
+        """Send `message`, now or when the connection is open; another one takes its place then.
+        Does not block."""
+        if self._is_open:
+            self._write(message)
+        else:
+            self._unsent = message
+
+    def receive(self, timeout: float) -> bytes | None:
+        """The next message, after at most `timeout` seconds; None: none has come, or the waker was
+        woken. Raises HandshakeFailed if the secrets differ, or no such server is there."""
+        end = time.monotonic() + timeout
+        while (message := self._take()) is None:
+            left = end - time.monotonic()
+            if not self._wait(max(left, 0.0)):
+                return None
+            if left <= 0.0:
+                return self._take()
+        return message
+
+    def close(self) -> None:
+        """Close the connection, after at most `LINGER_S` if its last message waits for it."""
+        end = time.monotonic() + LINGER_S
+        with contextlib.suppress(HandshakeFailed):
+            while self._unsent is not None and (left := end - time.monotonic()) > 0:
+                self.receive(left)
+        self._break()
+
+    def drop(self) -> None:
+        self._unsent = None
+        self._break()
+
+    def _connect(self) -> None:
+        self._held = FrameBuffer(MAX_ANSWER_BYTES)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._greeting: Greeting | None = None
+        self._is_connected = self._is_open = self._is_greeted = False
+        try:
+            found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = found[self._num_attempts % len(found)]
+            self._num_attempts += 1
+            self._socket = socket.socket(family, kind, protocol)
+            self._socket.setblocking(False)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._socket.connect_ex(address) not in (0, errno.EINPROGRESS):
+                self._break()
+        except OSError:
+            self._break()
+
+    def _break(self) -> None:
+        self._retry_at = time.monotonic() + _RETRY_S
+        self._is_open = False
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _wait(self, timeout: float) -> bool:
+        """Wait until anything happens, for at most `timeout` seconds; False: nothing has, or the
+        waker was readable."""
+        poll = select.poll()
+        if self._waker is not None:
+            poll.register(self._waker, select.POLLIN)
+        pause = max(self._retry_at - time.monotonic(), 0.0)
+        if self._socket is None:
+            ready = dict(poll.poll(min(pause, timeout) * 1000))
+        else:
+            poll.register(self._socket, select.POLLIN if self._is_connected else select.POLLOUT)
+            ready = dict(poll.poll(timeout * 1000))
+        if self._waker is not None and self._waker.fileno() in ready:
+            self._waker.clear()
+            return False
+        if self._socket is None:
+            if pause <= timeout:
+                self._connect()
+            return pause <= timeout
+        if not ready:
+            return False
+        if self._is_connected:
+            self._read()
+        elif self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._break()
+        else:
+            self._is_connected = True
+            if self._secret is None:
+                self._open()
+        return True
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        try:
+            part = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        if part:
+            self._held.add(part)
+        else:
+            self._break()
+
+    def _open(self) -> None:
+        """Messages may be sent from now on. Send the one that waits."""
+        self._is_open = True
+        message, self._unsent = self._unsent, None
+        if message is not None:
+            self._write(message)
+
+    def _write(self, message: bytes) -> None:
+        assert self._socket is not None
+        frame = as_frame(message)
+        try:
+            sent = self._socket.send(frame)
+        except BlockingIOError:
+            return  # The server does not read. The message is repeated.
+        except OSError:
+            sent = 0
+        if sent < len(frame):
+            self._break()
+
+    def _take(self) -> bytes | None:
+        try:
+            while (message := self._held.take()) is not None:
+                if self._is_greeted:
+                    return message
+                self._shake_hands(message)
+        except (FrameTooLong, *MALFORMED) as error:
+            raise self._handshake_failed(
+                f"is none that this release understands ({error}): start both servers with the "
+                "same release"
+            ) from error
+        return None
+
+    def _handshake_failed(self, why: str) -> HandshakeFailed:
+        self._unsent = None  # It would never be sent.
+        self._break()
+        return HandshakeFailed(why)
+
+    def _shake_hands(self, message: bytes) -> None:
+        """Take the next step of the handshake. Raises HandshakeFailed."""
+        step = OPENING_DECODER.decode(message)
+        if isinstance(step, Refused):
+            raise self._handshake_failed(f"refuses this server, which {step.reason}")
+        if isinstance(step, Greeting):
+            self._greeting = step
+            if self._secret is None:
+                self._is_greeted = not step.wants_proof  # Else a refusal follows.
+            elif step.wants_proof:
+                mac = self._secret.proof(OF_CLIENT, step.nonce, self._nonce)
+                self._write(msgspec.msgpack.encode(Proof(self._nonce, mac)))
+            else:
+                raise self._handshake_failed(f"has no secret, and this server has one: {_SAME}")
+            return
+        nonce = b"" if self._greeting is None else self._greeting.nonce
+        if self._secret is None or not self._secret.is_proof(
+            step.mac, OF_SERVER, nonce, self._nonce
+        ):
+            raise self._handshake_failed(f"does not prove the secret of this server: {_SAME}")
+        self._is_greeted = True
+        self._open()
+
+
+class ControlClient(ControlLink):
+    """Questions to one prefill server, one at a time, over a link of its own.
+
+    Args:
+        instance_id: The instance that has to answer.
+        why_cancelled: Reason why the answers are not wanted any more, or None.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        secret: DeploymentSecret | None,
+        timeouts: Timeouts,
+        instance_id: str,
+        *,
+        waker: Waker | None = None,
+        why_cancelled: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Raises RoomFailed if the endpoint is no such address."""
+        self._endpoint = endpoint
+        self._timeouts = timeouts
+        self._why_cancelled = why_cancelled
+        self._number = 0
+        self._heard = time.monotonic()
+        """Time of the prefill server's last answer, or of the first question."""
+        self._sent = 0.0
+        self._overdue: float | None = None
+        """Time at which the limit for an answer was first seen to be over; None: it is not."""
+        self._instance_id = instance_id
+        try:
+            super().__init__(endpoint, secret, waker)
+        except ValueError as error:
+            raise RoomFailed(f"the prefill server has a wrong endpoint: {error}") from None
+
+    def ask(self, question: Question, kind: type[_A]) -> _A:
+        """Ask, and repeat the question until there is an answer of type `kind`. Raises RoomFailed
+        if there is no answer in time, another instance answers, or the room was cancelled."""
+        self.begin(question)
+        while (answer := self.keep_alive(question, kind, POLL_S)) is None:
+            pass
+        return answer
+
+    def begin(self, question: Question) -> None:
+        """Ask, without waiting. All questions until the next `begin` are one question with growing
+        progress of the asker: an answer to any of them counts."""
+        self._number += 1
+        self._note_heard()
+        self.advance(question)
+
+    def advance(self, question: Question) -> None:
+        """Send the last question with the asker's new progress, at once."""
+        self.send(msgspec.msgpack.encode(Asked(self._number, question)))
+        self._sent = time.monotonic()
+
+    def keep_alive(self, question: Question, kind: type[_A], timeout: float = 0.0) -> _A | None:
+        """Repeat the question if it is due, and wait at most `timeout` seconds for an answer to it
+        or to an earlier one. Raises RoomFailed like `ask`; its time limit begins with the last
+        answer. An answer that is there counts, however late it is looked at: this server may have
+        stood still."""
+        if (why := self._why_cancelled()) is not None:
+            raise RoomFailed(why)
+        now = time.monotonic()
+        if now >= self._heard + self._timeouts.silence:
+            if self._overdue is None:
+                self._overdue = now
+            elif now >= self._overdue + POLL_S:
+                raise NotAnswered(
+                    f"the prefill server at {self._endpoint} has not answered for "
+                    f"{self._timeouts.silence:g} s"
+                )
+        if now >= self._sent + self._timeouts.repeat:
+            self.advance(question)
+        answer = self.receive_answer(timeout)
+        return answer if isinstance(answer, kind) else None
+
+    def receive_answer(self, timeout: float) -> Answer | None:
+        """The answer to the last question, after at most `timeout` seconds; None: none has come.
+        Raises RoomFailed if another instance answers, or the server refuses this client."""
+        try:
+            raw = self.receive(timeout)
+        except HandshakeFailed as error:
+            raise RoomFailed(f"the prefill server at {self._endpoint} {error}") from None
+        if raw is None:
+            return None
+        try:
+            message = ANSWERED_DECODER.decode(raw)
+        except MALFORMED as error:
+            logger.warning("a bad message of the prefill server at %s: %s", self._endpoint, error)
+            return None
+        if self._instance_id != message.instance_id:
+            raise Replaced("the prefill server was replaced by another instance")
+        self._note_heard()
+        return message.answer if message.number == self._number else None
+
+    def _note_heard(self) -> None:
+        self._heard = time.monotonic()
+        self._overdue = None
