@@ -4,7 +4,7 @@ Two processes with a pool of Qwen3-8B's shape each, pages of 64 tokens. The seco
 the first as a decode server does: questions, reads, copies. `run` is one run of pages on both
 sides, `scattered` pages in random order on both. `direct` reads from pool to pool, `packed` lets
 the first process pack pages into units of `--unit-mib`, and `chosen` is what servers do
-(`transfer_context.py`). Bytes are compared afterwards. The time is from the first question about
+(`staging.py`). Bytes are compared afterwards. The time is from the first question about
 pages until all have arrived; `prompt` includes the other questions. `copies` are those of one unit
 between a pool and its buffer. Target: 0.80 of the peer copy in the same run.
 
@@ -28,25 +28,19 @@ import torch
 from benchmark.command import Command
 from benchmark.report import Report
 from rigs.disaggregation.desk_rig import PrefillRooms
-from rigs.disaggregation.prompt_scene import Prompt
+from rigs.disaggregation.prompt_scene import Context, Prompt
 from rigs.schedulers.rank_processes import run_ranks
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import MIB
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.base.timeouts import Timeouts
+from sglang.srt.disaggregation.common.geometry import PoolGeometry, RankPlace
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.sessions import Sessions
-from sglang.srt.disaggregation.common.staging import Staging, rounds
-from sglang.srt.disaggregation.common.transfer_context import (
-    LINKS,
-    LinkCosts,
-    RankPlace,
-    TransferContext,
-)
-from sglang.srt.disaggregation.control.control_client import Timeouts
+from sglang.srt.disaggregation.common.staging import LINKS, LinkCosts, Staging, rounds
 from sglang.srt.disaggregation.control.protocol import KVLayout
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
@@ -212,7 +206,7 @@ def read(side: Side, case: Case, endpoint: str, layout: KVLayout, limit: float) 
     route = Route(
         rank=0, endpoint=endpoint, instance_id=layout.instance_id, num_ranks=1, attn_tp_size=1
     )
-    context = TransferContext(
+    context = Context(
         place=RankPlace(),
         geometry=side.geometry,
         engine=side.engine,

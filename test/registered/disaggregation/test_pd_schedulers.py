@@ -164,7 +164,7 @@ def test_every_kind_of_model_says_the_same_cold_and_cached(
         assert last.cached_tokens_details == again.last.cached_tokens_details, "prefill's count"
         assert pair.decode.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
         assert pair.prefill.scheduler.state.counters.decode_steps == 0
-        staging = pair.decode.manager.prefill_servers.context.staging
+        staging = pair.decode.prefill_servers.rank.reads.staging
         assert bool(staging._num_made) == (unit_bytes is not None), "pages came as units"
 
 

@@ -210,6 +210,16 @@ def test_there_is_no_import_cycle(modules: dict[str, ast.Module]) -> None:
     assert not cycle, " -> ".join(cycle)
 
 
+def test_files_of_prefill_and_decode_do_not_know_each_other_mutually(
+    modules: dict[str, ast.Module],
+) -> None:
+    """Also if imports for types count."""
+    files = [name for name in modules if name.startswith("sglang.srt.disaggregation.")]
+    assert len(files) > 20
+    graph = {name: imports_of(name, modules, for_types=True) & set(files) for name in files}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
 def test_the_controller_knows_no_manager_no_tree_and_no_tier(
     modules: dict[str, ast.Module],
 ) -> None:

@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.control.protocol import (
     Question,
     RoomStatus,
 )
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVSender
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVPrefillManager, MooncakeKVSender
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.utils.network import wait_until
 
@@ -48,7 +48,7 @@ class _NoChecksums:
     def draw_pages(self, pages: Sequence[int]) -> list[list[bytes]]:
         return []
 
-    def draw_state(self, slot: int | None) -> list[bytes]:
+    def draw_state(self, slot: int) -> list[bytes]:
         return []
 
 
@@ -77,7 +77,7 @@ class PrefillRooms(RoomServer):
         self._was_given_up: set[int] = set()
         super().__init__(*args, **fields)
         checksums = RoomChecksums(pools) if pools else _NoChecksums()
-        self._manager = cast(MooncakeKVManager, _Manager(self, checksums))
+        self._manager = cast(MooncakeKVPrefillManager, _Manager(self, checksums))
 
     def open(self, room: int) -> None:
         self._was_claimed.discard(room)

@@ -20,7 +20,7 @@ from rigs.schedulers.scheduler_rig import SchedulerRig
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.bootstrap_route import Route
-from sglang.srt.disaggregation.common.transfer_context import UNIT_BYTES
+from sglang.srt.disaggregation.common.staging import UNIT_BYTES
 from sglang.srt.disaggregation.roles import MakeRole, role_of
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool

@@ -22,9 +22,16 @@ from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
 from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.common.sessions import Engine
-from sglang.srt.disaggregation.common.transfer_context import UNIT_BYTES, FindRank, LinkCosts
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.common.staging import UNIT_BYTES, LinkCosts
+from sglang.srt.disaggregation.mooncake.conn import (
+    MooncakeKVDecodeManager,
+    MooncakeKVManager,
+    MooncakeKVPrefillManager,
+)
+from sglang.srt.disaggregation.mooncake.prefill_server import FindRank
+from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.roles import MakeRole, role_of
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -79,7 +86,9 @@ def make_manager(
         dtype=torch.float32,
         aux_buffers=MetadataBuffers.beside(pools[0].device, hidden_bytes),
     )
-    return MooncakeKVManager(
+    reads = mode == DisaggregationMode.DECODE
+    kind = MooncakeKVDecodeManager if reads else MooncakeKVPrefillManager
+    return kind(
         args,
         mode,
         RigSettings(host),
@@ -134,8 +143,8 @@ class LocalMover:
         assert op is TransferOp.READ
         transfer = Transfer(blocks, on_settled=lambda: None)
         transfer.begin(0, len(blocks) - 1, None)
-        self.begun.append(transfer)
         self._peers[id(transfer)] = peer
+        self.begun.append(transfer)  # Last: `release` may run in another thread.
         if not self.hold:
             self.finish(transfer)
         return transfer
@@ -274,6 +283,18 @@ class RoleRig(SchedulerRig):
             return role_of(mode, self.manager, group)
 
         super().__init__(model_path, make_role=make_role, **args)
+
+    @property
+    def rooms(self) -> RoomServer:
+        """Rooms of a prefill server."""
+        assert isinstance(self.manager, MooncakeKVPrefillManager)
+        return self.manager.rooms
+
+    @property
+    def prefill_servers(self) -> PrefillServers:
+        """Prefill servers that a decode server knows."""
+        assert isinstance(self.manager, MooncakeKVDecodeManager)
+        return self.manager.prefill_servers
 
     @property
     def endpoint(self) -> str:

@@ -16,17 +16,18 @@ from rigs.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import BootstrapAddr, KVPoll
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.common.geometry import PoolGeometry
+from sglang.srt.disaggregation.base.timeouts import Timeouts
+from sglang.srt.disaggregation.common.geometry import PoolGeometry, RankPlace
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
-from sglang.srt.disaggregation.common.sessions import Sessions
-from sglang.srt.disaggregation.common.staging import Staging
-from sglang.srt.disaggregation.common.transfer_context import LinkCosts, RankPlace, TransferContext
-from sglang.srt.disaggregation.control.control_client import Timeouts
+from sglang.srt.disaggregation.common.sessions import Engine, Sessions
+from sglang.srt.disaggregation.common.staging import LinkCosts, Staging
 from sglang.srt.disaggregation.control.protocol import RowsLayout
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
-from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver, PrefillServers
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVDecodeManager, MooncakeKVReceiver
+from sglang.srt.disaggregation.mooncake.prefill_server import DecodeRank, FindRank
+from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
+from sglang.srt.disaggregation.mooncake.shard_read import SharedReads
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.utils.network import wait_until
 
@@ -57,6 +58,39 @@ class Place:
         return torch.stack([buffer[span, 0].clone() for buffer in buffers])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+    """State that all prompts of a decode rank share."""
+
+    place: RankPlace
+    geometry: PoolGeometry
+    engine: Engine
+    staging: Staging
+    checksums: RoomChecksums
+    metadata: MetadataReader
+    sessions: Sessions
+    find_rank: FindRank
+    timeouts: Timeouts
+    link: LinkCosts | None = None
+
+    def rank(self) -> DecodeRank:
+        reads = SharedReads(
+            engine=self.engine,
+            staging=self.staging,
+            checksums=self.checksums,
+            metadata=self.metadata,
+            sessions=self.sessions,
+            timeouts=self.timeouts,
+            link=self.link,
+        )
+        return DecodeRank(
+            place=self.place, geometry=self.geometry, reads=reads, find_rank=self.find_rank
+        )
+
+    def servers(self) -> PrefillServers:
+        return PrefillServers(self.rank(), "decode server")
+
+
 class Prompt(MooncakeKVReceiver):
     """A receiver that knows its prefill server's ranks, and may fail by injection.
 
@@ -69,16 +103,17 @@ class Prompt(MooncakeKVReceiver):
 
     def __init__(
         self,
-        context: TransferContext,
+        context: Context,
         sources: Sequence[Route],
         room: int,
         reader: str,
         fails_at: str | None = None,
     ) -> None:
-        servers = PrefillServers(context, "decode server")
+        servers = context.servers()
         servers.new_reader = lambda: (reader, fails_at)  # type: ignore[method-assign]
-        super().__init__(cast(MooncakeKVManager, _Servers(servers)), ("host", 1), room)
-        self.sources = sources
+        super().__init__(cast(MooncakeKVDecodeManager, _Servers(servers)), ("host", 1), room)
+        self._server = servers.find(("host", 1))
+        self.on_known(sources)
 
     @property
     def outcome(self) -> FirstToken | str | None:
@@ -141,9 +176,9 @@ class Scene:
             return Staging(self.mover, cpu)
         return Staging(self.mover, cpu, num_bytes=self.unit_bytes)
 
-    def context(self, timeouts: Timeouts = LONG_TIMEOUTS, **fields: Any) -> TransferContext:
+    def context(self, timeouts: Timeouts = LONG_TIMEOUTS, **fields: Any) -> Context:
         """What the receivers of the rank share; `fields` replaces some."""
-        context = TransferContext(
+        context = Context(
             place=RankPlace(),
             geometry=self.here.geometry,
             engine=self.mover,
@@ -221,7 +256,7 @@ class Scene:
 
 def receiver_of(servers: PrefillServers, address: BootstrapAddr, room: int) -> MooncakeKVReceiver:
     """A receiver of a rank that has these prefill servers."""
-    return MooncakeKVReceiver(cast(MooncakeKVManager, _Servers(servers)), address, room)
+    return MooncakeKVReceiver(cast(MooncakeKVDecodeManager, _Servers(servers)), address, room)
 
 
 class Server:
@@ -235,9 +270,7 @@ class Server:
         """Ranks that were looked up."""
         self.why: Exception | None = None
         """Error of look-ups."""
-        self.servers = PrefillServers(
-            self.scene.context(timeouts, find_rank=self._find), "decode server"
-        )
+        self.servers = self.scene.context(timeouts, find_rank=self._find).servers()
         peer = self.servers.find(("host", 1))
         assert peer is not None
         self.peer = peer

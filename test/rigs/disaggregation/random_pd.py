@@ -403,7 +403,7 @@ class RandomPd:
         prefill, decode = _prefill_role(pair), _decode_role(pair)
         assert not prefill._rooms, "rooms without an end"
         assert not (decode._owners or decode._waiting or decode._transferring or decode._lingering)
-        assert all(room.has_ended for room in pair.prefill.manager.rooms._rooms.values())
+        assert all(room.has_ended for room in pair.prefill.rooms._rooms.values())
         self._mover.begun.clear()
         if self.rng.random() < 0.5:
             for rig in pair.rigs:

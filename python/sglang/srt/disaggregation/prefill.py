@@ -19,7 +19,6 @@ from sglang.srt.observability.engine_metrics import DisaggregationMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.cache_report import CacheReport
     from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.requests.req import Req
@@ -38,14 +37,6 @@ def room_taken(room: int) -> FinishReason:
     """The end of a request whose room another request has."""
     message = f"bootstrap_room {room} belongs to another request: draw one for each request"
     return FinishReason(type="abort", message=message, status_code=400)
-
-
-def _shared_report(req: Req) -> CacheReport | None:
-    """The cache report of `req` for its decode server, if asked for; times are this machine's."""
-    report = req.report.cache
-    if report is None or not req.spec.return_cache_report:
-        return None
-    return msgspec.structs.replace(report, spans=None)
 
 
 def transfer_lost(why: str) -> FinishReason:
@@ -192,6 +183,10 @@ class PrefillRole(Role):
         prefill_seconds = report.stages.prefill
         assert prefill_seconds is not None, "its prompt is computed"
         first_step = report.stage_began - prefill_seconds
+        cache_report = None
+        if report.cache is not None and spec.return_cache_report:
+            # Times are this machine's.
+            cache_report = msgspec.structs.replace(report.cache, spans=None)
         rows = self._state.pools.req_to_token_pool
         first_token = FirstToken(
             token_id=outputs[0] if outputs else None,
@@ -203,7 +198,7 @@ class PrefillRole(Role):
                 progress.output_top_logprobs[0] if progress.output_top_logprobs else None
             ),
             cached=report.cached_tokens_details,
-            cache_report=_shared_report(req),
+            cache_report=cache_report,
             queue_seconds=0.0 if room.asked is None else max(0.0, first_step - room.asked),
             prefill_seconds=prefill_seconds,
             state_slot=rows.state_of(req.slots.row),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
 from sglang.srt.disaggregation.base.conn import BaseKVManager
-from sglang.srt.disaggregation.control.control_client import seconds, silence_s
+from sglang.srt.disaggregation.base.timeouts import seconds, silence_s
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.disaggregation.utils import KVClassType, get_kv_class

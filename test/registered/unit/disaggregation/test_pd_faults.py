@@ -158,6 +158,12 @@ def test_a_refused_request_does_not_end_anothers_room(pair: PdRig) -> None:
     assert len(pair.decode.results["a"].output_ids) == 8
 
 
+def test_prompts_one_after_another_share_a_connection(pair: PdRig) -> None:
+    for number in range(5):
+        pair.run(pair.request(f"a{number}", IDS))
+    assert len(pair.prefill.rooms._listener.peers) == 2, "one asks about rooms, one about prompts"
+
+
 def test_a_flood_of_refused_requests_leaves_nothing_behind() -> None:
     """Prefill refuses three of four. The others get their words, and no room stays."""
     with make_pair(prefill={"pool_tokens": 64}, decode={"pool_tokens": 256}) as pair:
@@ -180,7 +186,7 @@ def test_a_flood_of_refused_requests_leaves_nothing_behind() -> None:
         pair.assert_clean()
         role = pair.prefill.scheduler._role
         assert isinstance(role, PrefillRole)
-        rooms = pair.prefill.manager.rooms
+        rooms = pair.prefill.rooms
         assert len(rooms._rooms) == len(good) + len(bad)
         # They are remembered for a minute, since the last answer may have been lost.
         pair.prefill.now += REMEMBER_S + 1

@@ -252,7 +252,7 @@ def test_rows_say_how_far_they_can_be_read(stays: bool, host: str) -> None:
     mover = LocalMover()
     mover.stays_on_host = stays
     with make_pair(mover) as pair:
-        rows = pair.prefill.manager.rooms._layout.rows
+        rows = pair.prefill.rooms._layout.rows
         assert rows is not None
         assert (rows.num_rows, rows.row_bytes, rows.host) == (NUM_ROWS, ROW_BYTES, host)
         run_all(pair, "here")

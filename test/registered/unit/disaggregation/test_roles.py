@@ -23,7 +23,7 @@ from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.control import control_client
-from sglang.srt.disaggregation.mooncake.shard_receiver import STEPS
+from sglang.srt.disaggregation.mooncake.shard_read import STEPS
 from sglang.srt.disaggregation.roles import role_of
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.distributed.rank_group import SingleRank
@@ -297,7 +297,7 @@ def test_what_prefill_refuses_does_not_wait_at_decode(mover: LocalMover) -> None
 def test_a_prefill_server_that_shuts_down_says_so(pair: PdRig) -> None:
     """A server that asks learns of it, even if the request has only just come."""
     pair.decode.step(pair.request("a", PROMPTS[6], room=2))
-    rooms = pair.prefill.manager.rooms
+    rooms = pair.prefill.rooms
     assert wait_until(lambda: bool(rooms._waiting), 10, interval=0.001)
     pair.prefill.step(pair.request("a", PROMPTS[6], room=2), ShutdownReq(timeout=0.0))
     while not pair.prefill.scheduler.is_stopped:

@@ -41,6 +41,36 @@ class IncompatibleLayouts(ValueError):
     """The ranks of a prefill server lack something that this rank needs; the message names it."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """A rank of a server. Plain numbers.
+
+    Both servers split the attention heads evenly, in the order of their ranks. A decode rank reads
+    from each prefill rank whose range of heads overlaps its own. It polls all of them, even if
+    several have the same bytes: each prefill rank has to know its readers, and when all have read.
+
+    Attributes:
+        num_ranks: Ranks of the server; a multiple of `attn_tp_size`.
+        attn_tp_size: Number of ranks over which heads are split; see `RankGroup`.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    attn_tp_size: int = 1
+
+    def partners(self, other: RankPlace) -> list[int]:
+        """The ranks of the server of `other` that have heads in common with this rank, for any
+        number of heads."""
+        share, size = self.rank % self.attn_tp_size, self.attn_tp_size
+        shares = [rank % other.attn_tp_size for rank in range(other.num_ranks)]
+        return [
+            rank
+            for rank, there in enumerate(shares)
+            if share * other.attn_tp_size < (there + 1) * size
+            and there * size < (share + 1) * other.attn_tp_size
+        ]
+
+
 @dataclass(frozen=True)
 class PoolGeometry:
     """The pages and states of all pools of a server's rank.

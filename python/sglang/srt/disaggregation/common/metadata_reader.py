@@ -18,14 +18,16 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 import xxhash
 
 from sglang.srt.disaggregation.base.conn import AuxBuffers
 from sglang.srt.disaggregation.base.first_token import FirstToken
-from sglang.srt.disaggregation.control.control_client import POLL_S, RoomFailed, take_within
+from sglang.srt.disaggregation.common.sessions import Engine
+from sglang.srt.disaggregation.common.staging import take_within
+from sglang.srt.disaggregation.control.control_client import POLL_S, RoomFailed
 from sglang.srt.disaggregation.control.protocol import KVLayout
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
@@ -33,9 +35,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferError,
     TransferOp,
 )
-
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.common.transfer_context import TransferContext
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +120,9 @@ class MetadataReader:
         self._lock = threading.Lock()
 
     def reads(self, layout: KVLayout, where: str) -> bool:
-        """True if the rows of the server at `where` can be read, as far as is known."""
-        if self.rows is None:
-            return False
+        """True if the rows of the server at `where` can be read, as far as is known. This rank has
+        rows."""
+        assert self.rows is not None, "first tokens may be read"
         if layout.instance_id in self._inline:
             return False
         theirs = layout.rows
@@ -155,16 +154,19 @@ class RowRead:
     """The read of a prompt's row into a row of this rank, which it owns until it has settled. Used
     by the prompt's thread.
 
+    Args:
+        timeout: Seconds to wait for a free row, and seconds for the read.
+
     Attributes:
         num_bytes: Bytes read so far.
     """
 
-    def __init__(self, context: TransferContext) -> None:
+    def __init__(self, reader: MetadataReader, engine: Engine, timeout: float) -> None:
         self.num_bytes = 0
-        self._context = context
-        self._rows = context.metadata.rows
-        self._timeout = context.timeouts.waiting
-        """Seconds to wait for a free row, and seconds for the read."""
+        self._reader = reader
+        self._engine = engine
+        self._rows = reader.rows
+        self._timeout = timeout
         self._index: int | None = None
         self._transfer: Transfer | None = None
 
@@ -195,7 +197,7 @@ class RowRead:
         block = Block(rows.address(index), theirs.address + row * size, size)
         why = self._move(layout.session_id, block, heartbeat)
         if why is not None:
-            self._context.metadata.read_no_more(layout, where, why)
+            self._reader.read_no_more(layout, where, why)
             self.settle()
             return None
         self.num_bytes = size
@@ -206,7 +208,7 @@ class RowRead:
     def _move(self, session_id: str, block: Block, heartbeat: Callable[[], None]) -> str | None:
         """Read one block; return the reason of a failure, or None."""
         try:
-            transfer = self._context.engine.begin(
+            transfer = self._engine.begin(
                 session_id, TransferOp.READ, [block], timeout=self._timeout
             )
         except TransferError as error:

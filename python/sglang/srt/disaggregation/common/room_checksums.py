@@ -62,10 +62,8 @@ class RoomChecksums:
             drawn = [self._drawn_pages.takes_next() for _ in pages]
         return self._digests_of(self._pools, pages, drawn)
 
-    def draw_state(self, slot: int | None) -> list[bytes]:
-        """The checksums of a state in all pools of states, as `draw_pages`; None: there is none."""
-        if slot is None:
-            return []
+    def draw_state(self, slot: int) -> list[bytes]:
+        """The checksums of a state in all pools of states, as `draw_pages`."""
         with self._lock:
             drawn = [self._drawn_states.takes_next()]
         return self._digests_of(self._state_pools, [slot], drawn)[0]
@@ -84,11 +82,9 @@ class RoomChecksums:
         return _compare(self._pools, names, found, expected)
 
     def compare_state(
-        self, names: Collection[str], slot: int | None, expected: Sequence[bytes]
+        self, names: Collection[str], slot: int, expected: Sequence[bytes]
     ) -> Comparison:
         """As `compare_pages`, of a state."""
-        if slot is None:
-            return Comparison()
         found = self._digests_of(self._state_pools, [slot], [bool(expected)])
         return _compare(self._state_pools, names, found, [expected])
 

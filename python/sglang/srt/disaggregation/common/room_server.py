@@ -37,7 +37,6 @@ from sglang.srt.disaggregation.control.protocol import (
     Packed,
     Poll,
     Question,
-    Received,
     Released,
     RoomsPoll,
     RoomsStatus,
@@ -258,7 +257,7 @@ class RoomServer:
                 self._has_changes = False
                 last_look = self._loop.time()
                 self._answer_waiting()
-            if listener.has_frames:
+            if listener.ready:
                 await asyncio.sleep(TURN_S)
                 self._wakes.set()
         self._answer_waiting()
@@ -313,7 +312,8 @@ class RoomServer:
             if one.failure is None and one.is_complete and question.part in one.reading:
                 del one.reading[question.part]
                 one.received.add(question.part)
-                self._note_read(question, len(one.pages))
+                if self._packer is not None:
+                    self._packer.note_read(one.number, question.part, len(one.pages))
             return Released(question.room, was_held=question.part in one.received)
 
     def _on_give_up(self, question: GiveUp, one: Room | None, now: float) -> None:
@@ -404,7 +404,8 @@ class RoomServer:
             return RoomStatus(ask.room, is_known=True, failure=failure)
         if ask.part in one.reading:
             one.reading[ask.part] = now
-            self._note_read(ask, ask.have_pages)
+            if self._packer is not None:
+                self._packer.note_read(one.number, ask.part, ask.have_pages)
         if one.failure is not None:
             return RoomStatus(ask.room, is_known=True, failure=one.failure)
         first = max(ask.have_pages, 0)
@@ -419,10 +420,6 @@ class RoomServer:
             first_token=one.metadata if is_inline else None,
             row=None if is_inline else one.row,
         )
-
-    def _note_read(self, question: Poll | Received, have_pages: int) -> None:
-        if self._packer is not None:
-            self._packer.note_read(question.room, question.part, have_pages)
 
     def _reply(self, sender: ControlPeer, number: int, answer: Answer) -> None:
         # An answer that is lost will be asked for again.

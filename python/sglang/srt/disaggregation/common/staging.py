@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
 from sglang.srt.constants import MIB
 from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, CutBuffer, WholeBuffer
 from sglang.srt.disaggregation.common.sessions import Engine
+from sglang.srt.disaggregation.control.control_client import POLL_S, RoomFailed
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
@@ -29,8 +31,50 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS: Final = 4
 """Most buffers of a rank; prompts that need one more wait."""
+UNIT_BYTES: Final = 128 * MIB
+"""Bytes of a unit of packed pages, which is read at once. Its read takes longer than the messages
+about it, and a prompt of thousands of tokens has several units, whose reads overlap."""
+_T = TypeVar("_T")
 _ALIGNMENT: Final = 8
 """Alignment of pieces in a buffer, in bytes: they begin at whole words."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCosts:
+    """A link on which packing may pay.
+
+    Attributes:
+        block_s: Seconds of overhead per block that is read from pool to pool.
+        bytes_per_s: Bandwidth of one large block, in bytes per second.
+        packing_s: Seconds until the first unit is packed and its reader knows it, plus seconds
+            after the last is read.
+        unit_s: Seconds of overhead per unit.
+    """
+
+    block_s: float
+    bytes_per_s: float
+    packing_s: float
+    unit_s: float
+
+    def direct_s(self, num_blocks: int, num_bytes: int) -> float:
+        return num_blocks * self.block_s + num_bytes / self.bytes_per_s
+
+    def packed_s(self, num_bytes: int, unit_bytes: int) -> float:
+        num_units = -(-num_bytes // unit_bytes)
+        return self.packing_s + num_units * self.unit_s + num_bytes / self.bytes_per_s
+
+    def packing_pays(self, num_blocks: int, num_bytes: int, unit_bytes: int) -> bool:
+        return self.packed_s(num_bytes, unit_bytes) < self.direct_s(num_blocks, num_bytes)
+
+
+LINKS: Final[Mapping[str, LinkCosts]] = {
+    # Two H200s (benchmark/results/2026-11-23-gpu-pd.md): 9,216 blocks of 128 KB in 46 to 58 ms, 72
+    # of 16 MB in 4 ms, while a peer copy has 394 GB/s. Packed in units of 64 to 256 MiB, 1.2 GB
+    # take 7.6 to 10.4 ms and 4.8 GB take 18 to 34 ms: this line fits all six within 15%.
+    "nvlink_intra": LinkCosts(block_s=5e-6, bytes_per_s=390e9, packing_s=2.5e-3, unit_s=0.3e-3),
+}
+"""Costs by protocol. Over other protocols blocks are queued, and pages are read from pool to
+pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,3 +255,16 @@ class Staging:
             self.num_bytes // MIB,
         )
         return StagingBuffer(memory, self)
+
+
+def take_within(
+    timeout: float, take: Callable[[float], _T | None], heartbeat: Callable[[], None], what: str
+) -> _T:
+    """The first thing that `take` gives within `timeout` seconds. Calls `heartbeat` meanwhile.
+    Raises RoomFailed if there is none."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if (taken := take(POLL_S)) is not None:
+            return taken
+        heartbeat()
+    raise RoomFailed(f"no {what} was free in {timeout:g} s")

@@ -8,9 +8,9 @@ import logging
 import secrets
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.base.deployment_secret import (
     SOURCES,
     DeploymentSecret,
 )
+from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.control.frames import (
     MAX_ANSWER_BYTES,
     OF_CLIENT,
@@ -45,7 +46,6 @@ from sglang.srt.disaggregation.control.protocol import (
     RoomsStatus,
     RoomStatus,
 )
-from sglang.srt.environ import EnvField, envs
 from sglang.srt.utils.bad_messages import MALFORMED
 from sglang.srt.utils.network import can_connect
 
@@ -55,13 +55,14 @@ REPEAT_S: Final = 1.0
 """Seconds without an answer after which a question is repeated; fewer if `silence` is short."""
 POLL_S: Final = 0.1
 """Seconds within which an abort is noticed."""
+MAX_SPARE: Final = 16
+"""Most open connections of a prefill server that wait for the next prompt."""
 LINGER_S: Final = 1.0
 """Most seconds for which `ControlLink.close` waits until the last message can be sent."""
 _RETRY_S: Final = 0.1
 """Seconds from the end of a connection to the next attempt."""
 _READ_BYTES: Final = 64 * KIB
 _SAME: Final = f"give both servers the same {SOURCES}"
-_T = TypeVar("_T")
 _A = TypeVar("_A", KVLayout, RoomsStatus, RoomStatus, Packed, Released)
 
 
@@ -77,63 +78,14 @@ class Replaced(RoomFailed):
     """Another instance answers at the prefill server's address."""
 
 
-def take_within(
-    timeout: float, take: Callable[[float], _T | None], heartbeat: Callable[[], None], what: str
-) -> _T:
-    """The first thing that `take` gives within `timeout` seconds. Calls `heartbeat` meanwhile.
-    Raises RoomFailed if there is none."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if (taken := take(POLL_S)) is not None:
-            return taken
-        heartbeat()
-    raise RoomFailed(f"no {what} was free in {timeout:g} s")
-
-
 def incompatible(where: str, refusal: str) -> RoomFailed:
     """The error for servers of a pair that do not fit each other."""
     return RoomFailed(f"the prefill server at {where} cannot serve this one: {refusal}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """Time limits of a room, in seconds."""
-
-    unknown_room: float
-    """Time until the prefill server knows the room, from its first answer that it does not."""
-    waiting: float
-    """Time until the next pages, once the prefill server knows the room."""
-    silence: float
-    """Time until any answer of the prefill server."""
-
-    @classmethod
-    def from_environment(cls) -> Timeouts:
-        """The time limits of this process. Raises ValueError if one is not positive."""
-        return cls(
-            unknown_room=seconds(envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT),
-            waiting=seconds(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT),
-            silence=silence_s(),
-        )
-
-    @property
-    def repeat(self) -> float:
-        """Seconds for an answer before a question is repeated."""
-        return min(REPEAT_S, self.silence / 4)
-
-
-def seconds(field: EnvField[int]) -> int:
-    """The value of a time limit in the environment. Raises ValueError if the value is not
-    positive."""
-    value = field.get()
-    if value < 1:
-        raise ValueError(f"environment variable {field.name}={value}: it must be at least 1")
-    return value
-
-
-def silence_s() -> int:
-    """Seconds without a message after which the other server counts as gone."""
-    interval = seconds(envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL)
-    return interval * seconds(envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE)
+def repeat_s(timeouts: Timeouts) -> float:
+    """Seconds for an answer before a question is repeated."""
+    return min(REPEAT_S, timeouts.silence / 4)
 
 
 class HandshakeFailed(RuntimeError):
@@ -159,13 +111,10 @@ class Waker:
     """Ends the wait of a client in another thread, now or the next one. Any thread."""
 
     def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
+        self.reader, self._writer = socket.socketpair()
+        """Readable when it was woken."""
+        self.reader.setblocking(False)
         self._writer.setblocking(False)
-
-    def fileno(self) -> int:
-        """The file that is readable when it was woken."""
-        return self._reader.fileno()
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # It has enough to wake up for, or is closed.
@@ -173,11 +122,11 @@ class Waker:
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._reader.recv(4096):
+            while self.reader.recv(4096):
                 pass
 
     def close(self) -> None:
-        self._reader.close()
+        self.reader.close()
         self._writer.close()
 
 
@@ -224,9 +173,10 @@ class ControlLink:
                 return self._take()
         return message
 
-    def close(self) -> None:
-        """Close the connection, after at most `LINGER_S` if its last message waits for it."""
-        end = time.monotonic() + LINGER_S
+    def close(self, until: float | None = None) -> None:
+        """Close the connection. Its last message may wait for it until a time by
+        `time.monotonic`, or `LINGER_S` from now."""
+        end = time.monotonic() + LINGER_S if until is None else until
         with contextlib.suppress(HandshakeFailed):
             while self._unsent is not None and (left := end - time.monotonic()) > 0:
                 self.receive(left)
@@ -265,14 +215,14 @@ class ControlLink:
         waker was readable."""
         poll = select.poll()
         if self._waker is not None:
-            poll.register(self._waker, select.POLLIN)
+            poll.register(self._waker.reader, select.POLLIN)
         pause = max(self._retry_at - time.monotonic(), 0.0)
         if self._socket is None:
             ready = dict(poll.poll(min(pause, timeout) * 1000))
         else:
             poll.register(self._socket, select.POLLIN if self._is_connected else select.POLLOUT)
             ready = dict(poll.poll(timeout * 1000))
-        if self._waker is not None and self._waker.fileno() in ready:
+        if self._waker is not None and self._waker.reader.fileno() in ready:
             self._waker.clear()
             return False
         if self._socket is None:
@@ -366,38 +316,53 @@ class ControlLink:
 
 
 class ControlClient(ControlLink):
-    """Questions to one prefill server, one at a time, over a link of its own.
+    """Questions to one prefill rank, one at a time, over a link of its own.
 
     Args:
         instance_id: The instance that has to answer.
         why_cancelled: Reason why the answers are not wanted any more, or None.
+
+    Attributes:
+        layout: Layout of the instance, once a user of the client has asked for it, and can read it.
     """
 
     def __init__(
         self,
         endpoint: str,
+        instance_id: str,
         secret: DeploymentSecret | None,
         timeouts: Timeouts,
-        instance_id: str,
         *,
         waker: Waker | None = None,
         why_cancelled: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Raises RoomFailed if the endpoint is no such address."""
-        self._endpoint = endpoint
+        self.layout: KVLayout | None = None
+        self.endpoint = endpoint
         self._timeouts = timeouts
         self._why_cancelled = why_cancelled
+        self._repeat_s = repeat_s(timeouts)
         self._number = 0
         self._heard = time.monotonic()
         """Time of the prefill server's last answer, or of the first question."""
         self._sent = 0.0
         self._overdue: float | None = None
         """Time at which the limit for an answer was first seen to be over; None: it is not."""
-        self._instance_id = instance_id
+        self.instance_id = instance_id
         try:
             super().__init__(endpoint, secret, waker)
         except ValueError as error:
             raise RoomFailed(f"the prefill server has a wrong endpoint: {error}") from None
+
+    def resume(self, why_cancelled: Callable[[], str | None]) -> bool:
+        """Begin to ask for another prompt. False: the connection is closed, or will be soon."""
+        self._why_cancelled = why_cancelled
+        if time.monotonic() >= self._heard + self._timeouts.silence / 2:
+            return False  # The server closes those that are silent for long.
+        with contextlib.suppress(HandshakeFailed):
+            while self.receive(0.0) is not None:
+                pass  # A late answer to the last prompt.
+        return self._is_open
 
     def ask(self, question: Question, kind: type[_A]) -> _A:
         """Ask, and repeat the question until there is an answer of type `kind`. Raises RoomFailed
@@ -411,7 +376,7 @@ class ControlClient(ControlLink):
         """Ask, without waiting. All questions until the next `begin` are one question with growing
         progress of the asker: an answer to any of them counts."""
         self._number += 1
-        self._note_heard()
+        self._heard, self._overdue = time.monotonic(), None
         self.advance(question)
 
     def advance(self, question: Question) -> None:
@@ -432,10 +397,10 @@ class ControlClient(ControlLink):
                 self._overdue = now
             elif now >= self._overdue + POLL_S:
                 raise NotAnswered(
-                    f"the prefill server at {self._endpoint} has not answered for "
+                    f"the prefill server at {self.endpoint} has not answered for "
                     f"{self._timeouts.silence:g} s"
                 )
-        if now >= self._sent + self._timeouts.repeat:
+        if now >= self._sent + self._repeat_s:
             self.advance(question)
         answer = self.receive_answer(timeout)
         return answer if isinstance(answer, kind) else None
@@ -446,19 +411,70 @@ class ControlClient(ControlLink):
         try:
             raw = self.receive(timeout)
         except HandshakeFailed as error:
-            raise RoomFailed(f"the prefill server at {self._endpoint} {error}") from None
+            raise RoomFailed(f"the prefill server at {self.endpoint} {error}") from None
         if raw is None:
             return None
         try:
             message = ANSWERED_DECODER.decode(raw)
         except MALFORMED as error:
-            logger.warning("a bad message of the prefill server at %s: %s", self._endpoint, error)
+            logger.warning("a bad message of the prefill server at %s: %s", self.endpoint, error)
             return None
-        if self._instance_id != message.instance_id:
+        if self.instance_id != message.instance_id:
             raise Replaced("the prefill server was replaced by another instance")
-        self._note_heard()
+        self._heard, self._overdue = time.monotonic(), None
         return message.answer if message.number == self._number else None
 
-    def _note_heard(self) -> None:
-        self._heard = time.monotonic()
-        self._overdue = None
+
+class ClientPool:
+    """Clients of a prefill server's ranks, each lent to one prompt. Any thread.
+
+    The open ones that no prompt uses wait for the next prompt, at most `MAX_SPARE`.
+    """
+
+    def __init__(self, secret: DeploymentSecret | None, timeouts: Timeouts) -> None:
+        self._secret = secret
+        self._timeouts = timeouts
+        self._spare: list[ControlClient] = []
+        """The one that waits for longest comes first: those that wait for too long are closed."""
+        self._is_open = False
+        self._lock = threading.Lock()
+
+    def lend(
+        self, endpoint: str, instance_id: str, why_cancelled: Callable[[], str | None]
+    ) -> ControlClient:
+        """A client for the caller alone until it closes it, or gives it back. Raises RoomFailed if
+        the endpoint is no address. See `ControlClient`."""
+        peer = endpoint, instance_id
+        while True:
+            with self._lock:
+                fit = [one for one in self._spare if (one.endpoint, one.instance_id) == peer]
+                if not fit:
+                    break
+                self._spare.remove(fit[0])
+            if fit[0].resume(why_cancelled):
+                return fit[0]
+            fit[0].drop()
+        return ControlClient(
+            endpoint, instance_id, self._secret, self._timeouts, why_cancelled=why_cancelled
+        )
+
+    def give_back(self, client: ControlClient) -> None:
+        """Keep a client for the next prompt. All its questions are answered."""
+        with self._lock:
+            keeps = self._is_open and len(self._spare) < MAX_SPARE
+            if keeps:
+                self._spare.append(client)
+        if not keeps:
+            client.drop()
+
+    def open(self) -> None:
+        """Keep clients from now on."""
+        self._is_open = True
+
+    def close(self) -> None:
+        """Keep none from now on."""
+        with self._lock:
+            self._is_open = False
+            spare, self._spare = self._spare, []
+        for client in spare:
+            client.drop()

@@ -181,6 +181,7 @@ class ControlListener:
         port: The port that it listens on.
         unkept: Connections that are not kept.
         bad: Counts connections that were refused.
+        ready: Connections with a frame, each once.
         num_sweeps: Looks for silent connections so far.
         scratch: Memory for the bytes of the next read of any connection.
     """
@@ -207,8 +208,7 @@ class ControlListener:
         self.scratch = memoryview(bytearray(_READ_BYTES))
         self._silent_s = silent_s
         self._on_frames = on_frames
-        self._ready: deque[ControlPeer] = deque()
-        """Connections with a frame, each once."""
+        self.ready: deque[ControlPeer] = deque()
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -221,14 +221,10 @@ class ControlListener:
         )
         self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)
 
-    @property
-    def has_frames(self) -> bool:
-        return bool(self._ready)
-
     def take(self, most: int) -> Iterator[tuple[ControlPeer, bytes]]:
         """Take at most `most` frames, one of each connection, the longest waiting first."""
-        for _ in range(min(most, len(self._ready))):
-            peer = self._ready.popleft()
+        for _ in range(min(most, len(self.ready))):
+            peer = self.ready.popleft()
             message = peer.take()
             if message is not None:
                 yield peer, message
@@ -246,7 +242,7 @@ class ControlListener:
             peer.transport.abort()
 
     def announce(self, peer: ControlPeer) -> None:
-        self._ready.append(peer)
+        self.ready.append(peer)
         self._on_frames()
 
     def _sweep(self) -> None:

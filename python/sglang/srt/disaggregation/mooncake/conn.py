@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 import uuid
+from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -20,35 +23,48 @@ from sglang.srt.disaggregation.base.bootstrap_route import ROUTE_DECODER, Route,
 from sglang.srt.disaggregation.base.conn import (
     AuxBuffers,
     BaseKVManager,
+    BaseKVReceiver,
     BaseKVSender,
     BootstrapAddr,
     KVArgs,
     KVPoll,
     KVTransferError,
+    KVTransferMetric,
     ServerSettings,
 )
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.base.first_token import FirstToken
+from sglang.srt.disaggregation.base.timeouts import Timeouts, seconds, silence_s
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
-from sglang.srt.disaggregation.common.geometry import STAGING_BYTES, PoolGeometry
-from sglang.srt.disaggregation.common.metadata_reader import MetadataReader, host_identity
+from sglang.srt.disaggregation.common.geometry import (
+    STAGING_BYTES,
+    PoolGeometry,
+    RankPlace,
+)
+from sglang.srt.disaggregation.common.metadata_reader import (
+    CONTROL,
+    TRANSPORT,
+    MetadataReader,
+    host_identity,
+)
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.common.sessions import Engine, Sessions
-from sglang.srt.disaggregation.common.staging import Staging, register_new
-from sglang.srt.disaggregation.common.transfer_context import (
+from sglang.srt.disaggregation.common.staging import (
     LINKS,
     UNIT_BYTES,
-    FindRank,
     LinkCosts,
-    RankPlace,
-    TransferContext,
+    Staging,
+    register_new,
 )
-from sglang.srt.disaggregation.control.control_client import Timeouts, seconds, silence_s
 from sglang.srt.disaggregation.control.protocol import RowsLayout
-from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver as MooncakeKVReceiver
-from sglang.srt.disaggregation.mooncake.receiver import PrefillServers
+from sglang.srt.disaggregation.mooncake.prefill_server import DecodeRank, FindRank, PrefillServer
+from sglang.srt.disaggregation.mooncake.prefill_servers import TOO_MANY, PrefillServers, PromptRead
+from sglang.srt.disaggregation.mooncake.shard_read import (
+    OwnSlots,
+    SharedReads,
+)
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
 )
@@ -70,10 +86,8 @@ MooncakeKVBootstrapServer = CommonKVBootstrapServer
 
 
 class MooncakeKVManager(BaseKVManager):
-    """A rank's end of the transport: registered memory, and the threads that talk to other servers.
-
-    Threads: a prefill server has the threads of `RoomServer` and `Packer`, a decode server those
-    of `PrefillServers` and `MooncakeKVReceiver`.
+    """A rank's end of the transport: registered memory, and the choice how metadata travels. Made
+    for a role, it is a `MooncakeKVPrefillManager` or a `MooncakeKVDecodeManager`.
 
     Args:
         disaggregation_mode: What the server computes of its requests; not `NULL`.
@@ -87,8 +101,6 @@ class MooncakeKVManager(BaseKVManager):
 
     Attributes:
         checksums: Hashes pages of this rank.
-        rooms: Answers decode servers; only on a prefill server.
-        prefill_servers: The servers to read from; only on a decode server.
 
     Raises:
         ValueError: On any rank, the host is not an address of the machine, or a time limit in the
@@ -96,8 +108,11 @@ class MooncakeKVManager(BaseKVManager):
         RuntimeError: The transport refuses the memory.
     """
 
-    rooms: RoomServer
-    prefill_servers: PrefillServers
+    def __new__(
+        cls, args: KVArgs, disaggregation_mode: DisaggregationMode, *_: Any, **__: Any
+    ) -> MooncakeKVManager:
+        reads = disaggregation_mode == DisaggregationMode.DECODE
+        return super().__new__(MooncakeKVDecodeManager if reads else MooncakeKVPrefillManager)
 
     def __init__(
         self,
@@ -122,35 +137,16 @@ class MooncakeKVManager(BaseKVManager):
         self._secret = DeploymentSecret.of(server_args.disaggregation_secret)
         self.checksums = RoomChecksums(args.pools, envs.SGLANG_HICACHE_CHECKED_SHARE.get())
         self._geometry = PoolGeometry.of(args.pools, args.weights_identity, args.dtype)
-        packs = link is not None
-        self._reads = reads = disaggregation_mode == DisaggregationMode.DECODE
         self.register_buffer_to_engine()
+        packs = link is not None
         staging = Staging(engine, args.pools[0].device, unit_bytes if packs else STAGING_BYTES)
-        if prepares_staging and (packs or reads):
+        if prepares_staging and (packs or disaggregation_mode == DisaggregationMode.DECODE):
             staging.prepare()
-        if not reads:
-            packer = Packer(self._geometry.page_rows(), staging) if packs else None
-            self.rooms = self._listen(packer)
-            return
-        context = TransferContext(
-            place=self._place,
-            geometry=self._geometry,
-            engine=engine,
-            staging=staging,
-            checksums=self.checksums,
-            metadata=MetadataReader(args.aux_buffers, host_identity()),
-            sessions=Sessions(engine),
-            find_rank=find_rank or functools.partial(find, timeout=_FIND_S, secret=self._secret),
-            timeouts=Timeouts.from_environment(),
-            secret=self._secret,
-            link=link,
-        )
-        failure_prob = envs.SGLANG_TEST_DISAGG_FAILURE_PROB.get()
-        if failure_prob:
-            logger.warning("%.0f%% of the requests fail, for tests", 100 * failure_prob)
-        drawn = uuid.uuid4().hex.encode() if args.ranks.rank == 0 else None
-        instance_id = args.ranks.broadcast(drawn).decode()
-        self.prefill_servers = PrefillServers(context, instance_id, failure_prob)
+        self._start(staging, link, find_rank)
+
+    @abstractmethod
+    def _start(self, staging: Staging, link: LinkCosts | None, find_rank: FindRank | None) -> None:
+        """Start the role's threads. A collective."""
 
     def register_buffer_to_engine(self) -> None:
         """Register pools and rows of metadata. Raises RuntimeError if the transport refuses the
@@ -174,6 +170,39 @@ class MooncakeKVManager(BaseKVManager):
                 "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK to keep it beside the pages"
             ) from error
         logger.info("metadata is in rows in memory of %s, and is read as pages are", rows.device)
+
+    def send_aux(self, sender: MooncakeKVSender, metadata: FirstToken) -> bool:
+        """Let a request's metadata be read: from a row, where there are rows and it fits into one,
+        else inline, in the message that says that all pages are there. `metadata_device` has the
+        reasons; a decode server that cannot read rows gets it inline too. False: all rows are in
+        use, so that it was not sent."""
+        rows, row = self._args.aux_buffers, None
+        if rows is not None:
+            if (row := rows.alloc()) is None:
+                return False
+            if not rows.set_buf(row, sender.bootstrap_room, metadata):
+                rows.free(row)
+                row = None
+        sender.complete(metadata, row)
+        return True
+
+    def free_aux(self, row: int) -> None:
+        assert self._args.aux_buffers is not None, "it had one"
+        self._args.aux_buffers.free(row)
+
+
+class MooncakeKVPrefillManager(MooncakeKVManager):
+    """A rank of a prefill server. It has the threads of `RoomServer` and `Packer`.
+
+    Attributes:
+        rooms: Answers decode servers.
+    """
+
+    rooms: RoomServer
+
+    def _start(self, staging: Staging, link: LinkCosts | None, find_rank: FindRank | None) -> None:
+        packer = None if link is None else Packer(self._geometry.page_rows(), staging)
+        self.rooms = self._listen(packer)
 
     def _listen(self, packer: Packer | None) -> RoomServer:
         ranks, rows = self._args.ranks, self._args.aux_buffers
@@ -210,8 +239,6 @@ class MooncakeKVManager(BaseKVManager):
         return RowsLayout(address, row_bytes, num_bytes // row_bytes, host)
 
     def register_to_bootstrap(self) -> list[Route]:
-        if self._reads:
-            return []
         address = address_for_peers(self._host)
         bracketed = f"[{address}]" if ":" in address else address
         route = Route(
@@ -227,37 +254,55 @@ class MooncakeKVManager(BaseKVManager):
         texts = gather_texts(self._args.ranks, msgspec.json.encode(route).decode(), _ROUTE_BYTES)
         return [ROUTE_DECODER.decode(text) for text in texts]
 
-    def send_aux(self, sender: MooncakeKVSender, metadata: FirstToken) -> bool:
-        """Let a request's metadata be read: from a row, where there are rows and it fits into one,
-        else inline, in the message that says that all pages are there. `metadata_device` has the
-        reasons; a decode server that cannot read rows gets it inline too. False: all rows are in
-        use, so that it was not sent."""
-        rows, row = self._args.aux_buffers, None
-        if rows is not None:
-            if (row := rows.alloc()) is None:
-                return False
-            if not rows.set_buf(row, sender.bootstrap_room, metadata):
-                rows.free(row)
-                row = None
-        sender.complete(metadata, row)
-        return True
+    def close(self) -> None:
+        self.rooms.close()
 
-    def free_aux(self, row: int) -> None:
-        assert self._args.aux_buffers is not None, "it had one"
-        self._args.aux_buffers.free(row)
+
+class MooncakeKVDecodeManager(MooncakeKVManager):
+    """A rank of a decode server. It has the threads of `PrefillServers` and `MooncakeKVReceiver`.
+
+    Attributes:
+        prefill_servers: The servers to read from.
+    """
+
+    prefill_servers: PrefillServers
+
+    def _start(self, staging: Staging, link: LinkCosts | None, find_rank: FindRank | None) -> None:
+        reads = SharedReads(
+            engine=self._engine,
+            staging=staging,
+            checksums=self.checksums,
+            metadata=MetadataReader(self._args.aux_buffers, host_identity()),
+            sessions=Sessions(self._engine),
+            timeouts=Timeouts.from_environment(),
+            link=link,
+        )
+        rank = DecodeRank(
+            place=self._place,
+            geometry=self._geometry,
+            reads=reads,
+            find_rank=find_rank or functools.partial(find, timeout=_FIND_S, secret=self._secret),
+            secret=self._secret,
+        )
+        failure_prob = envs.SGLANG_TEST_DISAGG_FAILURE_PROB.get()
+        if failure_prob:
+            logger.warning("%.0f%% of the requests fail, for tests", 100 * failure_prob)
+        ranks = self._args.ranks
+        drawn = uuid.uuid4().hex.encode() if ranks.rank == 0 else None
+        self.prefill_servers = PrefillServers(rank, ranks.broadcast(drawn).decode(), failure_prob)
+
+    def register_to_bootstrap(self) -> list[Route]:
+        return []
 
     def close(self) -> None:
-        if self._reads:
-            self.prefill_servers.close()
-        else:
-            self.rooms.close()
+        self.prefill_servers.close()
 
 
 class MooncakeKVSender(BaseKVSender):
     """A request's room. If no row of metadata is free, a computed request waits for one."""
 
     def __init__(
-        self, mgr: MooncakeKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
+        self, mgr: MooncakeKVPrefillManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._mgr = mgr
@@ -285,7 +330,8 @@ class MooncakeKVSender(BaseKVSender):
         Args:
             row: Row that has the metadata until the room ends; None: it is sent inline.
         """
-        state_checksums = self._mgr.checksums.draw_state(metadata.state_slot)
+        state = metadata.state_slot
+        state_checksums = [] if state is None else self._mgr.checksums.draw_state(state)
         with self._rooms.lock:
             room = self._room
             room.state_checksums = state_checksums
@@ -311,3 +357,125 @@ class MooncakeKVSender(BaseKVSender):
 
     def clear(self) -> None:
         self._rooms.forget_room(self._room)
+
+
+class MooncakeKVReceiver(BaseKVReceiver):
+    """Receives one prompt on one rank.
+
+    A `PrefillServer` first asks whether the prefill server has the request. Then the thread
+    `disagg-prompt` reads the prompt. The scheduler's thread calls the methods of `BaseKVReceiver`;
+    any thread may call `on_known` and `fail`.
+
+    Attributes:
+        has_returned: Set when no thread reads, or will.
+    """
+
+    def __init__(
+        self, mgr: MooncakeKVDecodeManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
+    ) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        self.has_returned = threading.Event()
+        self._servers = mgr.prefill_servers
+        self._address = bootstrap_addr
+        self._server: PrefillServer | None = None
+        self._sources: Sequence[Route] = ()
+        """Ranks to read from, once the prefill server has the request."""
+        self._failure: str | None = None
+        self._read: PromptRead | None = None
+        self._lock = threading.Lock()
+
+    def init(self) -> None:
+        self._server = self._servers.find(self._address)
+        if self._server is None:
+            self.fail(TOO_MANY)
+        else:
+            self._server.ask(self)
+
+    def on_known(self, sources: Sequence[Route]) -> None:
+        """See `RoomAsker`."""
+        self._sources = sources
+
+    def fail(self, why: str) -> None:
+        """Note that the prompt will not come; the first reason counts."""
+        with self._lock:
+            if self.metadata is None and self._failure is None:
+                self._failure = why
+
+    def send_metadata(
+        self,
+        kv_indices: Sequence[int],
+        *,
+        state_indices: Sequence[int] = (),
+        decode_prefix_len: int = 0,
+    ) -> None:
+        server, servers = self._server, self._servers
+        assert server is not None, "the prefill server has the request"
+        server.leave(self)
+        own = OwnSlots(
+            pages=kv_indices,
+            first_page=decode_prefix_len // servers.rank.geometry.pools[0].page_size,
+            state=next(iter(state_indices), None),
+        )
+        reader, fails_at = servers.new_reader()
+        self._read = read = PromptRead(
+            room=self.bootstrap_room,
+            own=own,
+            reader=reader,
+            fails_at=fails_at,
+            rank=servers.rank,
+            server=server,
+            sources=self._sources,
+            failure=lambda: self._failure,
+            on_failure=self.fail,
+        )
+        try:
+            servers.reading.submit(lambda: self._run(read))
+        except RuntimeError as error:
+            self.fail(f"no thread for the prompt: {error}")
+            self.has_returned.set()
+
+    def poll(self) -> KVPoll:
+        if self.metadata is not None:
+            return KVPoll.Success
+        if self._failure is not None:
+            return KVPoll.Failed
+        if self._read is not None:
+            return KVPoll.Transferring
+        return KVPoll.WaitingForInput if self._sources else KVPoll.Bootstrapping
+
+    def failure_exception(self) -> NoReturn:
+        raise KVTransferError(self._failure or "")
+
+    @property
+    def has_ended(self) -> bool:
+        if self._read is None:
+            return True
+        return self.has_returned.is_set() and all(one.has_ended for one in self._read.shards)
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        """Amounts read so far, and the seconds of the slowest shard."""
+        shards = () if self._read is None else self._read.shards
+        return KVTransferMetric(
+            max((shard.seconds for shard in shards), default=0.0),
+            sum(shard.num_bytes for shard in shards),
+            {way: sum(one.metadata_bytes[way] for one in shards) for way in (CONTROL, TRANSPORT)},
+            sum((one.checked for one in shards), Counter()),
+        )
+
+    def abort(self, reason: str) -> None:
+        if self._read is not None:
+            self.fail(reason)
+            return
+        if self._server is not None:
+            self._server.leave(self)
+        self._servers.decline(self._address, self.bootstrap_room, reason)
+
+    def _run(self, read: PromptRead) -> None:
+        """The prompt's thread. Never raises."""
+        metadata = read.run()
+        with self._lock:
+            if self._failure is None:
+                self.metadata = metadata
+        self.has_returned.set()
+        if self.metadata is None:
+            read.rank.reads.sessions.probe()

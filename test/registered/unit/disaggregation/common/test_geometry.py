@@ -17,10 +17,10 @@ from rigs.caches.marks_pool import MarksPool, page_marks, prefix_marks
 from sglang.srt.disaggregation.common.geometry import (
     IncompatibleLayouts,
     PoolGeometry,
+    RankPlace,
     ShardSlice,
 )
 from sglang.srt.disaggregation.common.staging import rounds
-from sglang.srt.disaggregation.common.transfer_context import RankPlace
 from sglang.srt.disaggregation.control.protocol import KVLayout
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang.srt.constants import KIB, MIB
-from sglang.srt.disaggregation.common.transfer_context import LINKS, UNIT_BYTES, LinkCosts
+from sglang.srt.disaggregation.common.staging import LINKS, UNIT_BYTES, LinkCosts
 from sglang.srt.distributed.device_communicators.mooncake_protocol import SUPPORTED_PROTOCOLS
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -12,8 +12,8 @@ import torch
 
 from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt, Scene, until
 from sglang.srt.disaggregation.base.first_token import FirstToken
+from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES, MetadataReader
-from sglang.srt.disaggregation.control.control_client import Timeouts
 from sglang.srt.disaggregation.control.protocol import RowsLayout
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.transfer_types import (

@@ -23,12 +23,9 @@ from rigs.disaggregation.desk_rig import (
 )
 from rigs.running_clock import RunningClock
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
-from sglang.srt.disaggregation.control.control_client import (
-    ControlClient,
-    RoomFailed,
-    Timeouts,
-)
+from sglang.srt.disaggregation.control.control_client import ControlClient, RoomFailed
 from sglang.srt.disaggregation.control.control_listener import UNKEPT_FRAMES_A_SECOND
 from sglang.srt.disaggregation.control.protocol import (
     MAX_POLLED_ROOMS,
@@ -418,7 +415,7 @@ def test_a_server_with_a_secret_answers_who_has_it() -> None:
     for other in (None, DeploymentSecret("the secret of another deployment")):
         endpoint = f"tcp://127.0.0.1:{prefill.port}"
         why = f"^the prefill server at {endpoint} refuses this server, which has .* secret: give"
-        connection = ControlClient(endpoint, other, timeouts, LAYOUT.instance_id)
+        connection = ControlClient(endpoint, LAYOUT.instance_id, other, timeouts)
         with pytest.raises(RoomFailed, match=why):
             connection.ask(Hello(), KVLayout)
         connection.drop()

@@ -13,11 +13,17 @@ import torch
 
 from rigs.disaggregation.desk_rig import PrefillRooms
 from rigs.disaggregation.pd_rig import LocalMover
-from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt
+from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Context, Prompt
 from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.bootstrap_route import Route
+from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common import staging
-from sglang.srt.disaggregation.common.geometry import CutBuffer, IncompatibleLayouts, PoolGeometry
+from sglang.srt.disaggregation.common.geometry import (
+    CutBuffer,
+    IncompatibleLayouts,
+    PoolGeometry,
+    RankPlace,
+)
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.sessions import Sessions
@@ -28,8 +34,6 @@ from sglang.srt.disaggregation.common.staging import (
     rounds,
     unit_bytes_of,
 )
-from sglang.srt.disaggregation.common.transfer_context import RankPlace, TransferContext
-from sglang.srt.disaggregation.control.control_client import Timeouts
 from sglang.srt.disaggregation.control.protocol import PoolBuffer
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
@@ -189,7 +193,7 @@ class Scene:
             )
             self.prefills.append(PrefillRooms(layout, "127.0.0.1", unwanted_s=300, silent_s=300))
         geometry = PoolGeometry.of([self.own], "w", torch.float32)
-        self.context = TransferContext(
+        self.context = Context(
             place=RankPlace(),
             geometry=geometry,
             engine=self.mover,

@@ -10,12 +10,14 @@ import pytest
 
 from rigs.disaggregation.control_proxy import ControlProxy
 from rigs.disaggregation.desk_rig import LAYOUT, SILENT_S, UNWANTED_S, Clock, PrefillRooms, until
+from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.control.control_client import (
     POLL_S,
+    ClientPool,
     ControlClient,
     NotAnswered,
-    Timeouts,
+    RoomFailed,
 )
 from sglang.srt.disaggregation.control.protocol import Hello, KVLayout
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -50,7 +52,7 @@ def proxy(prefill: PrefillRooms) -> Iterator[ControlProxy]:
 def connection(proxy: ControlProxy, own_clock: Clock) -> Iterator[ControlClient]:
     """It has asked and got its answer."""
     timeouts = Timeouts(unknown_room=60, waiting=60, silence=SILENCE)
-    connection = ControlClient(proxy.endpoint, None, timeouts, LAYOUT.instance_id)
+    connection = ControlClient(proxy.endpoint, LAYOUT.instance_id, None, timeouts)
     assert connection.ask(Hello(), KVLayout) == LAYOUT
     yield connection
     connection.drop()
@@ -88,6 +90,114 @@ def test_a_server_that_does_not_answer_then_either_counts_as_silent(
     own_clock.now += POLL_S
     with pytest.raises(NotAnswered, match="has not answered for 4 s"):
         connection.keep_alive(Hello(), KVLayout)
+
+
+# ---- clients that wait for the next prompt ------------------------------------------------------
+
+
+def never() -> str | None:
+    return None
+
+
+@pytest.fixture
+def pool(own_clock: Clock) -> Iterator[ClientPool]:
+    pool = ClientPool(None, Timeouts(unknown_room=60, waiting=60, silence=SILENCE))
+    pool.open()
+    yield pool
+    pool.close()
+
+
+def lend(pool: ClientPool, endpoint: str, instance_id: str = LAYOUT.instance_id) -> ControlClient:
+    client = pool.lend(endpoint, instance_id, never)
+    assert client.ask(Hello(), KVLayout) == LAYOUT
+    return client
+
+
+def test_the_next_prompt_gets_the_connection_of_the_last(
+    pool: ClientPool, prefill: PrefillRooms, proxy: ControlProxy
+) -> None:
+    first, second = lend(pool, proxy.endpoint), lend(pool, proxy.endpoint)
+    assert first is not second, "no other prompt uses it meanwhile"
+    pool.give_back(first)
+    again = pool.lend(proxy.endpoint, LAYOUT.instance_id, lambda: "aborted")
+    assert again is first
+    with pytest.raises(RoomFailed, match="aborted"):
+        again.ask(Hello(), KVLayout)
+    second.drop()
+    again.drop()
+
+
+def test_a_late_answer_to_the_last_prompt_is_passed_over(
+    pool: ClientPool, proxy: ControlProxy
+) -> None:
+    first = lend(pool, proxy.endpoint)
+    first.begin(Hello())
+    assert first._socket is not None
+    select.select([first._socket], [], [])
+    pool.give_back(first)
+    again = pool.lend(proxy.endpoint, LAYOUT.instance_id, never)
+    assert again is first
+    again.begin(Hello())
+    number = again._number
+    assert again.keep_alive(Hello(), KVLayout, 10.0) == LAYOUT
+    assert again._number == number
+    again.drop()
+
+
+def test_a_connection_of_another_instance_or_address_is_not_lent(
+    pool: ClientPool, prefill: PrefillRooms, proxy: ControlProxy
+) -> None:
+    first = lend(pool, proxy.endpoint)
+    pool.give_back(first)
+    others = [
+        pool.lend(proxy.endpoint, "another", never),
+        pool.lend(f"tcp://127.0.0.1:{prefill.port}", LAYOUT.instance_id, never),
+    ]
+    assert first not in others
+    for one in others:
+        one.drop()
+
+
+def test_a_connection_that_the_server_has_closed_is_not_lent(
+    pool: ClientPool, prefill: PrefillRooms
+) -> None:
+    endpoint = f"tcp://127.0.0.1:{prefill.port}"
+    first = lend(pool, endpoint)
+    pool.give_back(first)
+    assert first._socket is not None
+    readable = first._socket
+    prefill.close()
+    select.select([readable], [], [])
+    other = pool.lend(endpoint, LAYOUT.instance_id, never)
+    assert other is not first
+    other.drop()
+
+
+def test_a_connection_that_was_silent_for_long_is_not_lent(
+    pool: ClientPool, proxy: ControlProxy, own_clock: Clock
+) -> None:
+    """The server may be about to close it: its first question would get lost."""
+    first = lend(pool, proxy.endpoint)
+    pool.give_back(first)
+    own_clock.now += SILENCE / 2
+    other = lend(pool, proxy.endpoint)
+    assert other is not first
+    other.drop()
+
+
+def test_spare_connections_are_bounded_and_end_with_the_pool(
+    pool: ClientPool, proxy: ControlProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_client, "MAX_SPARE", 2)
+    clients = [lend(pool, proxy.endpoint) for _ in range(3)]
+    for one in clients:
+        pool.give_back(one)
+    assert [one._is_open for one in clients] == [True, True, False]
+    pool.close()
+    assert not any(one._is_open for one in clients)
+    late = lend(pool, proxy.endpoint)
+    pool.give_back(late)
+    assert not late._is_open, "nobody would close it"
 
 
 if __name__ == "__main__":

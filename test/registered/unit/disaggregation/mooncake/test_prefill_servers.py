@@ -15,15 +15,12 @@ from rigs.disaggregation.pd_rig import one_rank
 from rigs.disaggregation.prompt_scene import Scene, Server, receiver_of, until
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.transfer_context import RankPlace
+from sglang.srt.disaggregation.base.timeouts import Timeouts
+from sglang.srt.disaggregation.common.geometry import RankPlace
 from sglang.srt.disaggregation.control import control_client
-from sglang.srt.disaggregation.control.control_client import (
-    ControlClient,
-    NotAnswered,
-    Timeouts,
-)
-from sglang.srt.disaggregation.mooncake import receiver as receiver_module
-from sglang.srt.disaggregation.mooncake.receiver import TOO_MANY, PrefillServers
+from sglang.srt.disaggregation.control.control_client import ControlClient, NotAnswered
+from sglang.srt.disaggregation.mooncake import prefill_servers
+from sglang.srt.disaggregation.mooncake.prefill_servers import TOO_MANY
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -39,14 +36,14 @@ def scene() -> Iterator[Scene]:
 def test_servers_that_are_asked_are_bounded_and_idle_ones_make_room(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(receiver_module, "MAX_PEERS", 2)
+    monkeypatch.setattr(prefill_servers, "MAX_SERVERS", 2)
     ended = threading.Event()
 
     def hang(host: str, port: int, rank: int) -> Route:
         ended.wait(30)
         raise BootstrapError("it is gone")
 
-    servers = PrefillServers(scene.context(find_rank=hang), "decode server")
+    servers = scene.context(find_rank=hang).servers()
     try:
         assert servers.find(("idle", 1)) is not None
         asked = [receiver_of(servers, (host, 1), 5) for host in ("a", "b", "c", "a")]
@@ -65,7 +62,7 @@ def test_servers_that_are_asked_are_bounded_and_idle_ones_make_room(
 
 @pytest.mark.parametrize(("rank", "tells"), [(0, True), (1, False)])
 def test_one_rank_declines_for_all(scene: Scene, rank: int, tells: bool) -> None:
-    servers = PrefillServers(scene.context(place=RankPlace(rank, 2, 2)), "decode server")
+    servers = scene.context(place=RankPlace(rank, 2, 2)).servers()
     try:
         servers.decline(("host", 1), 5, "aborted")
         peer = servers.find(("host", 1))

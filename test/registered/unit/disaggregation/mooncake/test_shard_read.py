@@ -35,7 +35,7 @@ from sglang.srt.disaggregation.control.protocol import (
     Released,
     RoomStatus,
 )
-from sglang.srt.disaggregation.mooncake.shard_receiver import STEPS
+from sglang.srt.disaggregation.mooncake.shard_read import STEPS
 from sglang.srt.distributed.device_communicators.transfer_types import (
     BlockOutcome,
     PeerUnreachable,

@@ -1,4 +1,4 @@
-"""Receives a shard of a prompt: the part that one decode rank reads from one prefill rank.
+"""Reads a shard of a prompt: the part that one decode rank reads from one prefill rank.
 
 The decode server polls the room while it reads: a prefill server keeps pages only for readers that
 poll, and a missing answer fails the request before the transport gives up.
@@ -12,32 +12,43 @@ packed   units into which the prefill server copies pages first; see `PackedRead
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
-from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.first_token import FirstToken
+from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.geometry import ShardSlice
-from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT, RowRead
-from sglang.srt.disaggregation.common.staging import StagingBuffer, rounds
-from sglang.srt.disaggregation.common.transfer_context import LinkCosts, RankPlace, TransferContext
+from sglang.srt.disaggregation.common.metadata_reader import (
+    CONTROL,
+    TRANSPORT,
+    MetadataReader,
+    RowRead,
+)
+from sglang.srt.disaggregation.common.packing import PackedRead
+from sglang.srt.disaggregation.common.room_checksums import Comparison, RoomChecksums
+from sglang.srt.disaggregation.common.sessions import Engine, Sessions
+from sglang.srt.disaggregation.common.staging import (
+    LinkCosts,
+    Staging,
+    StagingBuffer,
+    rounds,
+    take_within,
+)
 from sglang.srt.disaggregation.control.control_client import (
+    LINGER_S,
     POLL_S,
     ControlClient,
     RoomFailed,
-    incompatible,
-    take_within,
 )
 from sglang.srt.disaggregation.control.protocol import (
+    MAX_REASON_CHARS,
     GiveUp,
-    Hello,
     KVLayout,
     Pack,
     Poll,
@@ -45,16 +56,12 @@ from sglang.srt.disaggregation.control.protocol import (
     Released,
     RoomStatus,
 )
-from sglang.srt.disaggregation.mooncake.packed_read import PackedRead
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     Transfer,
     TransferError,
     TransferOp,
 )
-
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -77,18 +84,59 @@ class OwnSlots:
     state: int | None = None
 
 
-class ShardReceiver:
-    """Receives the shard of one prefill rank. One thread calls `run`; any thread may read the
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedReads:
+    """State that all reads of a decode rank share. Any thread.
+
+    Attributes:
+        staging: Buffers for pages of ranks with other heads, and for packed pages.
+        sessions: Sessions of all prefill servers; a session is kept while it may be read from.
+        link: Costs that decide whether pages are packed; None: they are never packed.
+    """
+
+    engine: Engine
+    staging: Staging
+    checksums: RoomChecksums
+    metadata: MetadataReader
+    sessions: Sessions
+    timeouts: Timeouts
+    link: LinkCosts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A part of a prompt, and its reader. Plain values.
+
+    Attributes:
+        reader: See `Reader`.
+        where: Name of the prefill server, for errors.
+        part: Index of this rank among the reader's ranks that ask the prefill rank.
+        num_parts: Number of these.
+        layout: Memory of the prefill rank.
+        piece: The part of its pages that this rank reads.
+    """
+
+    room: int
+    reader: str
+    where: str
+    part: int
+    num_parts: int
+    layout: KVLayout
+    piece: ShardSlice
+    own: OwnSlots
+
+
+class ShardRead:
+    """Reads the shard of one prefill rank. One thread calls `run`; any thread may read the
     attributes.
 
     Args:
-        receiver: The prompt. Its failure ends the shard, and a failure of the shard fails it, maybe
-            long before `has_ended`.
-        reader: See `Reader`.
+        client: Asks the prefill rank; its room is cancelled once the prompt has failed. It is
+            closed if the shard fails.
+        on_failure: Fails the prompt with this reason, maybe long before `has_ended`.
         fails_at: Step of `STEPS` that fails, for tests.
 
     Attributes:
-        where: Name of the prefill server, for errors.
         metadata: The metadata, set before `has_ended` if the whole shard was received.
         metadata_bytes: Bytes of the received first token, by the way that it came.
         num_bytes: Bytes of pages and states read so far.
@@ -100,38 +148,25 @@ class ShardReceiver:
 
     def __init__(
         self,
-        receiver: MooncakeKVReceiver,
-        context: TransferContext,
-        route: Route,
-        reader: str,
-        own: OwnSlots,
+        shard: Shard,
+        shared: SharedReads,
+        client: ControlClient,
+        on_failure: Callable[[str], None],
         fails_at: str | None = None,
     ) -> None:
-        host, port = receiver.bootstrap_addr
-        self.where = f"{host}:{port}"
         self.metadata: FirstToken | None = None
         self.metadata_bytes = {CONTROL: 0, TRANSPORT: 0}
         self.num_bytes = 0
         self.seconds = 0.0
+        self.checked: Counter[str] = Counter()
         self.has_ended = False
-        self.timeout = context.timeouts.waiting
-        self.staging = context.staging
-        self._receiver = receiver
-        self._context = context
-        self._route = route
-        self._room = receiver.bootstrap_room
-        self._reader = reader
-        self._own = own
+        self.timeout = shared.timeouts.waiting
+        self.staging = shared.staging
+        self.client = client
+        self._shard = shard
+        self._shared = shared
+        self._on_failure = on_failure
         self._fails_at = fails_at
-        rank = RankPlace(route.rank, route.num_ranks, route.attn_tp_size)
-        readers = rank.partners(context.place)
-        self._part, self._num_parts = readers.index(context.place.rank), len(readers)
-        """Index of this rank among the reader's ranks that ask the prefill rank, and their
-        number."""
-        self._connection: ControlClient
-        self._slice: ShardSlice
-        self._layout: KVLayout
-        self._keeps_session = False
         self._num_packings = 0
         self._in_flight: list[Transfer] = []
         self._buffers: list[StagingBuffer] = []
@@ -139,37 +174,33 @@ class ShardReceiver:
         self._theirs: list[int] = []
         self._checksums: list[list[bytes]] = []
         self._state_checksums: list[bytes] = []
-        self.checked: Counter[str] = Counter()
 
     def run(self) -> None:
-        """Receive the shard. Never raises. `has_ended` is true afterwards, unless the transport
-        never lets go of the pages."""
-        context, route = self._context, self._route
+        """Read the shard. Never raises. `has_ended` is true afterwards, unless the transport never
+        lets go of the pages."""
+        layout, sessions = self._shard.layout, self._shared.sessions
+        has_session = False
         try:
-            self._connection = ControlClient(
-                route.endpoint,
-                context.secret,
-                context.timeouts,
-                route.instance_id,
-                why_cancelled=lambda: self._receiver.failure,
-            )
-            with contextlib.closing(self._connection) as connection:
-                try:
-                    self.metadata = self._read_shard()
-                except Exception as error:
-                    for transfer in self._in_flight:
-                        transfer.abandon()
-                    connection.begin(GiveUp(self._room, self._reader, str(error)[:500]))
-                    raise
+            sessions.enter(layout.session_id, layout.instance_id, self.client.endpoint)
+            has_session = True
+            self.metadata = self._read_shard()
         except RoomFailed as error:
-            self._receiver.fail(str(error))
+            self._fail(str(error), error)
         except Exception as error:
             logger.exception("a prompt could not be received")
-            self._receiver.fail(f"receiving the prompt failed: {type(error).__name__}: {error}")
-        self._settle()
+            self._fail(f"receiving the prompt failed: {type(error).__name__}: {error}", error)
+        if self._settle() and has_session:
+            sessions.leave(layout.session_id)
 
-    def _settle(self) -> None:
-        """Wait until all reads have ended, and give back what was taken for them."""
+    def _fail(self, why: str, error: Exception) -> None:
+        self._on_failure(why)
+        for transfer in self._in_flight:
+            transfer.abandon()
+        give_up([self.client], self._shard.room, self._shard.reader, str(error))
+
+    def _settle(self) -> bool:
+        """Wait until all reads have ended, and give back what was taken for them. False: the
+        transport never lets go of something."""
         have_settled = [transfer.wait() for transfer in self._in_flight]
         has_settled = all(have_settled)
         if has_settled:
@@ -179,50 +210,42 @@ class ShardReceiver:
         else:
             logger.error(
                 "room %d: its pages are lost, since the transport does not let go of them",
-                self._room,
+                self._shard.room,
             )
         if self._row_read is not None:
             has_settled = self._row_read.settle() and has_settled
-        if self._keeps_session and has_settled:
-            self._context.sessions.leave(self._layout.session_id)
+        return has_settled
 
     # -- the conversation ------------------------------------------------------------------------
 
     def _read_shard(self) -> FirstToken:
-        context, connection, own = self._context, self._connection, self._own
+        shard, own = self._shard, self._shard.own
         self._fail_at("asking")
-        layout = connection.ask(Hello(), KVLayout)
-        refusal = context.geometry.incompatibility(layout)
-        if refusal is not None:
-            raise incompatible(self.where, refusal)
-        self._slice = self._receiver.slice_for(self, layout)
-        context.sessions.enter(layout.session_id, layout.instance_id, self._route.endpoint)
-        self._layout, self._keeps_session = layout, True
         first_token = self._read_pages()
         theirs = first_token.state_slot
         if (theirs is None) != (own.state is None):
             raise RoomFailed("the prefill server has not sent the slot of the recurrent state")
         if theirs is not None and own.state is not None:
             # It is ready with the first token.
-            self._read_blocks(self._slice.state_blocks(theirs, own.state), len(own.pages))
+            self._read_blocks(shard.piece.state_blocks(theirs, own.state), len(own.pages))
         self._verify(theirs)
         self._fail_at("confirming")
-        received = Received(self._room, self._reader, self._part)
-        if not connection.ask(received, Released).was_held:
+        received = Received(shard.room, shard.reader, shard.part)
+        if not self.client.ask(received, Released).was_held:
             raise RoomFailed("the prefill server let go of the pages while they were read")
         return first_token
 
     def _verify(self, their_state: int | None) -> None:
         """Compare what was read with its checksums; read once more what differs. Raises
         RoomFailed if it differs again."""
-        own, check, names = self._own, self._context.checksums, self._slice.whole_pools
+        own, check, names = self._shard.own, self._shared.checksums, self._shard.piece.whole_pools
         chosen, has_state = list(range(len(own.pages))), their_state is not None
         for attempt in ("first", "second"):
             mine = [own.pages[at] for at in chosen]
             pages = check.compare_pages(names, mine, [self._checksums[at] for at in chosen])
-            state = check.compare_state(
-                names, own.state if has_state else None, self._state_checksums
-            )
+            state = Comparison()
+            if has_state and own.state is not None:
+                state = check.compare_state(names, own.state, self._state_checksums)
             self.checked += pages.outcomes + state.outcomes
             if not pages.damaged and not state.damaged:
                 return
@@ -230,14 +253,16 @@ class ShardReceiver:
                 f"{len(pages.damaged)} pages and {len(state.damaged)} states of pools "
                 f"{', '.join(sorted(pages.pools | state.pools))} differ from their checksums"
             )
-            logger.error("room %d from %s, %s read: %s", self._room, self.where, attempt, what)
+            logger.error(
+                "room %d from %s, %s read: %s", self._shard.room, self._shard.where, attempt, what
+            )
             if attempt == "second":
                 raise RoomFailed(f"reading from the prefill server failed: {what}")
             chosen, has_state = [chosen[at] for at in pages.damaged], bool(state.damaged)
             again = [own.pages[at] for at in chosen]
-            blocks = self._slice.page_blocks([self._theirs[at] for at in chosen], again)
+            blocks = self._shard.piece.page_blocks([self._theirs[at] for at in chosen], again)
             if has_state and their_state is not None and own.state is not None:
-                blocks += self._slice.state_blocks(their_state, own.state)
+                blocks += self._shard.piece.state_blocks(their_state, own.state)
             self._read_blocks(blocks, len(own.pages))
 
     def _fail_at(self, step: str) -> None:
@@ -246,15 +271,16 @@ class ShardReceiver:
 
     def _read_pages(self) -> FirstToken:
         """Read pages as they are computed; return the metadata, which comes after the last."""
-        first_page = self._own.first_page
-        have, total = 0, len(self._own.pages)
-        timeouts = self._context.timeouts
+        first_page = self._shard.own.first_page
+        have, total = 0, len(self._shard.own.pages)
+        timeouts = self._shared.timeouts
         is_known = False
-        wants_inline = not self._context.metadata.reads(self._layout, self.where)
+        layout, where, metadata = self._shard.layout, self._shard.where, self._shared.metadata
+        wants_inline = metadata.rows is None or not metadata.reads(layout, where)
         deadline = time.monotonic() + timeouts.unknown_room
         while True:
             question = self._poll(have, wants_inline=wants_inline)
-            status = self._connection.ask(question, RoomStatus)
+            status = self.client.ask(question, RoomStatus)
             _check(status)
             coming = have + len(status.pages)
             if len(status.checksums) not in (0, len(status.pages)):
@@ -278,13 +304,13 @@ class ShardReceiver:
                 self._checksums += status.checksums or [[]] * len(status.pages)
             self._state_checksums = status.state_checksums
             if status.row is not None and not wants_inline:
-                self._row_read = row = RowRead(self._context)
-                metadata = row.run(
-                    self._layout, status.row, self.where, self._room, lambda: self._heartbeat(total)
+                self._row_read = row = RowRead(metadata, self._shared.engine, self.timeout)
+                first_token = row.run(
+                    layout, status.row, where, self._shard.room, lambda: self._heartbeat(total)
                 )
                 self.metadata_bytes[TRANSPORT] += row.num_bytes
-                if metadata is not None:
-                    return metadata
+                if first_token is not None:
+                    return first_token
                 wants_inline = True
                 continue
             if status.first_token is not None:
@@ -304,17 +330,17 @@ class ShardReceiver:
         Args:
             have: Pages that are there, or are being read.
         """
-        _check(self._connection.keep_alive(self._poll(have, may_wait=False), RoomStatus))
+        _check(self.client.keep_alive(self._poll(have, may_wait=False), RoomStatus))
 
     def _poll(self, have: int, *, may_wait: bool = True, wants_inline: bool = False) -> Poll:
         return Poll(
-            self._room,
-            self._reader,
-            self._own.first_page + have,
+            self._shard.room,
+            self._shard.reader,
+            self._shard.own.first_page + have,
             has_token=not may_wait,
             may_wait=may_wait,
-            part=self._part,
-            num_parts=self._num_parts,
+            part=self._shard.part,
+            num_parts=self._shard.num_parts,
             wants_inline=wants_inline,
         )
 
@@ -323,12 +349,12 @@ class ShardReceiver:
     def _read(self, theirs: Sequence[int], have: int) -> None:
         """Read pages `theirs`, which follow the first `have` pages. Raises RoomFailed."""
         coming = have + len(theirs)
-        own = self._own.pages[have:coming]
-        link = self._context.link
+        own = self._shard.own.pages[have:coming]
+        link = self._shared.link
         if link is not None and self._read_packed(link, theirs, own, have):
             return
-        self._read_blocks(self._slice.page_blocks(theirs, own), coming)
-        if self._slice.cuts:
+        self._read_blocks(self._shard.piece.page_blocks(theirs, own), coming)
+        if self._shard.piece.cuts:
             self._read_staged(theirs, own, coming)
 
     def _read_blocks(self, blocks: Sequence[Block], coming: int) -> None:
@@ -342,7 +368,7 @@ class ShardReceiver:
             self.seconds += time.monotonic() - started
 
     def _read_staged(self, theirs: Sequence[int], own: Sequence[int], coming: int) -> None:
-        cuts, what = self._slice.cuts, "memory for pages of ranks with other heads"
+        cuts, what = self._shard.piece.cuts, "memory for pages of ranks with other heads"
         buffer = take_within(self.timeout, self.take, lambda: self._heartbeat(coming), what)
         index = self.staging.index(own)
         sizes = [cut.page_bytes for cut in cuts]
@@ -361,21 +387,21 @@ class ShardReceiver:
     ) -> bool:
         """Read pages packed by the prefill server. False: packing does not pay, or there is no
         memory for it soon; no page was read."""
-        buffers = self._slice.buffers
-        unit_bytes = min(self._layout.unit_bytes, self.staging.num_bytes)
+        buffers = self._shard.piece.buffers
+        unit_bytes = min(self._shard.layout.unit_bytes, self.staging.num_bytes)
         if not buffers or max(one.page_bytes for one in buffers) > unit_bytes:
             return False
-        num_blocks = self._slice.num_blocks(theirs, own)
-        num_bytes = self._slice.page_bytes * len(own)
+        num_blocks = self._shard.piece.num_blocks(theirs, own)
+        num_bytes = self._shard.piece.page_bytes * len(own)
         if not link.packing_pays(num_blocks, num_bytes, unit_bytes):
             return False
         first = Pack(
-            self._room,
-            self._reader,
-            self._part,
+            self._shard.room,
+            self._shard.reader,
+            self._shard.part,
             self._num_packings,
             [buffer.address for buffer in buffers],
-            self._own.first_page + have,
+            self._shard.own.first_page + have,
             len(own),
             unit_bytes,
         )
@@ -383,7 +409,7 @@ class ShardReceiver:
         started = time.monotonic()
         # Wait at most as long as a read without packing takes: waiting in vain doubles the time.
         timeout = link.direct_s(num_blocks, num_bytes)
-        packed = PackedRead(first, buffers, own, connection=self._connection, shard=self)
+        packed = PackedRead(first, buffers, own, client=self.client, reads=self)
         is_read = packed.run(timeout)
         self.seconds += time.monotonic() - started
         return is_read
@@ -393,8 +419,8 @@ class ShardReceiver:
     def begin(self, blocks: Sequence[Block]) -> Transfer:
         """Begin a read. Raises RoomFailed."""
         try:
-            transfer = self._context.engine.begin(
-                self._layout.session_id, TransferOp.READ, blocks, timeout=self.timeout
+            transfer = self._shared.engine.begin(
+                self._shard.layout.session_id, TransferOp.READ, blocks, timeout=self.timeout
             )
         except TransferError as error:
             raise RoomFailed(f"reading from the prefill server failed: {error}") from error
@@ -442,3 +468,12 @@ class ShardReceiver:
 def _check(status: RoomStatus | None) -> None:
     if status is not None and status.failure is not None:
         raise RoomFailed(f"the prefill server ended the request: {status.failure}")
+
+
+def give_up(clients: Sequence[ControlClient], room: int, reader: str, why: str) -> None:
+    """Tell prefill ranks that the prompt is not wanted any more, and close the connections."""
+    for client in clients:
+        client.begin(GiveUp(room, reader, why[:MAX_REASON_CHARS]))
+    until = time.monotonic() + LINGER_S
+    for client in clients:
+        client.close(until)

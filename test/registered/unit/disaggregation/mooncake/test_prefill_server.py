@@ -22,10 +22,10 @@ from rigs.disaggregation.prompt_scene import ROOM, Server, until
 from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, WrongSecret, find
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.control import control_client
-from sglang.srt.disaggregation.control.control_client import Timeouts
-from sglang.srt.disaggregation.mooncake import prefill_peer
+from sglang.srt.disaggregation.mooncake import prefill_server
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -58,6 +58,10 @@ def is_known(receiver: MooncakeKVReceiver) -> bool:
     return receiver.poll() == KVPoll.WaitingForInput
 
 
+def is_unknown(server: Server, room: int) -> bool:
+    return server.peer._rooms[room].unknown_since is not None
+
+
 def has_failed(receiver: MooncakeKVReceiver) -> bool:
     return receiver.poll() == KVPoll.Failed
 
@@ -72,11 +76,11 @@ def failure(receiver: MooncakeKVReceiver) -> str:
 
 def test_a_room_is_known_when_its_request_is_there_and_is_not_claimed(server: Server) -> None:
     receiver, other = server.ask(), server.ask(6)
-    until(lambda: other.unknown_since is not None)
+    until(lambda: is_unknown(server, 6))
     assert not is_known(receiver)
     server.prefill.open(ROOM)
     until(lambda: is_known(receiver))
-    assert list(receiver.sources) == [server.route]
+    assert list(receiver._sources) == [server.route]
     assert not is_known(other)
     assert not server.prefill.take_claimed(), "it would be computed without slots here"
     server.prefill.open(6)
@@ -126,8 +130,8 @@ def test_many_rooms_need_one_thread_and_one_connection(server: Server) -> None:
 def test_questions_keep_a_pace_whatever_is_asked(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_peer, "PACE_S", 0.1)
-    monkeypatch.setattr(prefill_peer, "BURST_S", 0.0)
+    monkeypatch.setattr(prefill_server, "PACE_S", 0.1)
+    monkeypatch.setattr(prefill_server, "BURST_S", 0.0)
     began = time.monotonic()
     for room in range(6):
         server.prefill.open(room)
@@ -137,7 +141,7 @@ def test_questions_keep_a_pace_whatever_is_asked(
 
 def test_the_last_request_of_a_room_counts(server: Server) -> None:
     first = server.ask()
-    until(lambda: first.unknown_since is not None)
+    until(lambda: is_unknown(server, ROOM))
     server.peer.leave(first)
     second = server.ask()
     server.prefill.open(ROOM)
@@ -197,14 +201,14 @@ def test_rooms_that_wait_to_be_declined_are_bounded(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(prefill_peer, "_MAX_DECLINED_WAITING", 3)
+    monkeypatch.setattr(prefill_server, "_MAX_DECLINED_WAITING", 3)
     with no_threads("disagg-peer"):
         server.peer.decline(0, "no thread")
     for room in range(5):
         server.prefill.open(room)
     with server.peer._lock:  # Its thread tells nothing meanwhile.
         server.peer._declined = {
-            n: prefill_peer._Declined("early", time.monotonic()) for n in (1, 2, 3)
+            n: prefill_server._Declined("early", time.monotonic()) for n in (1, 2, 3)
         }
     server.peer.decline(4, "late")
     assert given_up(server.prefill, {2, 3, 4}).keys() == {2, 3, 4}
@@ -285,7 +289,7 @@ def test_all_ranks_to_read_from_are_looked_up_once(server: Server) -> None:
     server.prefill.open(6)
     receivers = [server.ask(), server.ask(6)]
     until(lambda: all(is_known(one) for one in receivers))
-    assert [one.rank for one in receivers[0].sources] == [0, 1, 2]
+    assert [one.rank for one in receivers[0]._sources] == [0, 1, 2]
     assert server.look_ups == [0, 1, 2]
 
 
@@ -358,10 +362,10 @@ def test_a_replaced_server_fails_what_the_old_one_knew(hasty: Server) -> None:
     hasty.prefill.open(6)
     assert failure(known) in (
         "the prefill server was replaced by another instance",
-        SILENT.format(known.sources and known.sources[0].endpoint),
+        SILENT.format(known._sources and known._sources[0].endpoint),
     )
     until(lambda: is_known(young))
-    assert young.sources[0].instance_id == "another"
+    assert young._sources[0].instance_id == "another"
 
 
 def test_another_instance_at_the_old_address_is_noticed(hasty: Server) -> None:
@@ -414,7 +418,7 @@ def test_a_system_without_threads_fails_the_receiver(server: Server) -> None:
 def test_the_thread_ends_when_nothing_is_asked_for_a_while(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_peer, "IDLE_S", 0.05)
+    monkeypatch.setattr(prefill_server, "IDLE_S", 0.05)
     server.prefill.open(ROOM)
     receiver = server.ask()
     until(lambda: is_known(receiver))
@@ -464,10 +468,10 @@ def test_a_slow_bootstrap_server_costs_a_thread_or_two_whatever_is_asked(
     with dripping() as (port, peers):
         monkeypatch.setattr(
             hasty.peer,
-            "_context",
+            "_rank",
             hasty.scene.context(
                 SHORT_TIMEOUTS, find_rank=lambda *_: find("127.0.0.1", port, 0, 0.2)
-            ),
+            ).rank(),
         )
         receivers = [hasty.ask(room) for room in range(100)]
         while not all(has_failed(one) for one in receivers):

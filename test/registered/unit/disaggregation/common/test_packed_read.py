@@ -11,11 +11,10 @@ import pytest
 from rigs.disaggregation.control_proxy import ControlProxy
 from rigs.disaggregation.desk_rig import Asker
 from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, PAGES, ROOM, TOKEN, Scene, until
+from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.packing import WINDOW
-from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, StagingBuffer
-from sglang.srt.disaggregation.common.transfer_context import LinkCosts
+from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, LinkCosts, StagingBuffer
 from sglang.srt.disaggregation.control import control_client
-from sglang.srt.disaggregation.control.control_client import Timeouts
 from sglang.srt.disaggregation.control.protocol import (
     Answered,
     Asked,

@@ -1,4 +1,4 @@
-"""Polls a prefill server about rooms whose requests have no slots on this decode server yet.
+"""A prefill server, asked about rooms whose requests have no slots on this decode server yet.
 
 A request gets slots once its prefill server has confirmed that it has the room. A prefill server
 that is stuck or away, and a room that no server knows, therefore hold no slots. One thread for each
@@ -12,23 +12,26 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route, WrongSecret
-from sglang.srt.disaggregation.common.transfer_context import TransferContext
+from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.common.geometry import PoolGeometry, RankPlace
 from sglang.srt.disaggregation.control.control_client import (
     POLL_S,
+    ClientPool,
     ControlClient,
     NotAnswered,
     Replaced,
     RoomFailed,
     Waker,
     incompatible,
+    repeat_s,
 )
 from sglang.srt.disaggregation.control.protocol import (
     MAX_DECLINED,
@@ -39,15 +42,18 @@ from sglang.srt.disaggregation.control.protocol import (
     RoomsPoll,
     RoomsStatus,
 )
+from sglang.srt.disaggregation.mooncake.shard_read import SharedReads
 from sglang.srt.utils.background_call import CallThreads
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.network import base_url
 
-if TYPE_CHECKING:
-    from sglang.srt.disaggregation.mooncake.receiver import MooncakeKVReceiver
-
 logger = logging.getLogger(__name__)
 
+MAX_SOURCES: Final = 64
+"""Most ranks that one rank reads from. Each costs a thread and a connection for each prompt."""
+FindRank: TypeAlias = Callable[[str, int, int], Route]
+"""Finds the route of a rank of a prefill server; arguments: host and port of its bootstrap server,
+rank. Asks once and may take time; raises BootstrapError."""
 IDLE_S: Final = 10.0
 """Seconds without a room after which the connection is closed; the default of the prefill server is
 the same."""
@@ -61,6 +67,69 @@ _MAX_DECLINED_WAITING: Final = 4096
 """Most rooms that wait to be declined; the oldest beyond that are forgotten."""
 
 
+class RoomAsker(Protocol):
+    """A request that waits until its prefill server has its room. It hears one of both, in the
+    thread that asks."""
+
+    bootstrap_room: int
+
+    def on_known(self, sources: tuple[Route, ...]) -> None:
+        """The prefill server has the room.
+
+        Args:
+            sources: Its ranks to read from.
+        """
+
+    def fail(self, why: str) -> None:
+        """The prompt will not come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRank:
+    """A decode rank as it asks prefill servers, and reads from them. Any thread.
+
+    Attributes:
+        place: Place of this rank among those of the decode server.
+        geometry: Pools of this rank.
+    """
+
+    place: RankPlace
+    geometry: PoolGeometry
+    reads: SharedReads
+    find_rank: FindRank
+    secret: DeploymentSecret | None = None
+
+    def sources_of(self, route: Route, where: str) -> list[int]:
+        """The ranks of a prefill server that this rank reads from. Raises RoomFailed if this model
+        cannot have such ranks, or they are too many."""
+        num_ranks, attn_tp_size = route.num_ranks, route.attn_tp_size
+        why = self.geometry.why_no_split(attn_tp_size)
+        if num_ranks % attn_tp_size:
+            why = f"its {num_ranks} ranks are no multiple of the {attn_tp_size} that split heads"
+        if why is None:
+            sources = self.place.partners(RankPlace(0, num_ranks, attn_tp_size))
+            if len(sources) <= MAX_SOURCES:
+                return sources
+            why = (
+                f"this rank would read from {len(sources)} of its ranks; the limit is {MAX_SOURCES}"
+            )
+        raise incompatible(where, why)
+
+
+@dataclass(slots=True, eq=False)
+class _AskedRoom:
+    """Written by the thread alone."""
+
+    asker: RoomAsker
+    since: float
+    """Time at which asking began, by `time.monotonic`."""
+    serial: int | None = None
+    """First question with the room; None: there was none."""
+    is_known: bool = False
+    unknown_since: float | None = None
+    """Time of the first answer that the room is not known; None: there was none."""
+
+
 @dataclass(slots=True)
 class _Declined:
     reason: str
@@ -69,23 +138,25 @@ class _Declined:
     """First question that said so; None: there was none."""
 
 
-class PrefillPeer:
-    """One prefill server. The scheduler's thread calls, except for `_run` and what it calls."""
+class PrefillServer:
+    """One prefill server, with all that is known of rooms without slots. The scheduler's thread
+    calls, except for `_run` and what it calls."""
 
-    def __init__(
-        self, host: str, port: int, context: TransferContext, threads: CallThreads
-    ) -> None:
+    def __init__(self, host: str, port: int, rank: DecodeRank, threads: CallThreads) -> None:
         self._host, self._port = host, port
-        self._where = base_url(host, port).removeprefix("http://")
-        self._context = context
+        self.where = base_url(host, port).removeprefix("http://")
+        self._rank = rank
         self._threads = threads
-        self._receivers: dict[int, MooncakeKVReceiver] = {}
+        self._rooms: dict[int, _AskedRoom] = {}
         self._declined: dict[int, _Declined] = {}
         self.has_thread = False
         self._closes_at: float | None = None
         """Time at which the thread ends at the latest; None: it is not closing."""
         self._lock = threading.Lock()
-        """Guards all of the above, not the receivers themselves."""
+        """Guards all of the above, not the rooms themselves."""
+        self._repeat_s = repeat_s(rank.reads.timeouts)
+        self.clients = ClientPool(rank.secret, rank.reads.timeouts)
+        """For prompts; kept open while there is a thread."""
         self._log = RateLimitedLogger(logger)
         self._waker = Waker()
         # Of the thread alone:
@@ -106,19 +177,20 @@ class PrefillPeer:
     @property
     def is_idle(self) -> bool:
         with self._lock:
-            return not (self._receivers or self._declined)
+            return not (self._rooms or self._declined)
 
-    def ask(self, receiver: MooncakeKVReceiver) -> None:
-        """Begin to ask about a room. `receiver` gets its sources, or fails."""
+    def ask(self, asker: RoomAsker) -> None:
+        """Begin to ask about a room."""
         with self._lock:
-            self._receivers[receiver.bootstrap_room] = receiver
+            self._rooms[asker.bootstrap_room] = _AskedRoom(asker, time.monotonic())
         self._wake_or_start()
 
-    def leave(self, receiver: MooncakeKVReceiver) -> None:
+    def leave(self, asker: RoomAsker) -> None:
         """Ask no more about a room. Idempotent."""
         with self._lock:
-            if self._receivers.get(receiver.bootstrap_room) is receiver:
-                del self._receivers[receiver.bootstrap_room]
+            one = self._rooms.get(asker.bootstrap_room)
+            if one is not None and one.asker is asker:
+                del self._rooms[asker.bootstrap_room]
 
     def decline(self, room: int, reason: str) -> None:
         with self._lock:
@@ -133,7 +205,7 @@ class PrefillPeer:
         with self._lock:
             if self._closes_at is None:
                 self._closes_at = time.monotonic() + CLOSE_S
-            self._receivers.clear()
+            self._rooms.clear()
             if not self.has_thread:
                 self._waker.close()
         self._waker.wake()
@@ -147,7 +219,7 @@ class PrefillPeer:
         try:
             self._threads.submit(self._run)
         except RuntimeError as error:
-            self._fail_all(f"no thread for the prefill server at {self._where}: {error}")
+            self._fail_all(f"no thread for the prefill server at {self.where}: {error}")
             with self._lock:
                 self.has_thread = False
 
@@ -155,6 +227,7 @@ class PrefillPeer:
 
     def _run(self) -> None:
         """Ask as long as there is anything to ask. Never raises."""
+        self.clients.open()
         while self._has_work():
             try:
                 self._poll_rooms()
@@ -165,7 +238,7 @@ class PrefillPeer:
                 self._routes, self._silence = (), _not_found(error)
             except Replaced as error:
                 self._routes, self._silence = (), str(error)
-                self._fail_receivers(str(error), only_known=True)
+                self._fail_rooms(str(error), only_known=True)
             except NotAnswered as error:
                 # The bootstrap server may have said more.
                 self._routes, self._silence = (), self._silence or str(error)
@@ -173,16 +246,17 @@ class PrefillPeer:
                 self._routes = ()
                 self._fail_all(str(error))
             except Exception as error:
-                logger.exception("the prefill server at %s could not be asked", self._where)
+                logger.exception("the prefill server at %s could not be asked", self.where)
                 self._fail_all(f"asking the prefill server failed: {type(error).__name__}: {error}")
             self._fail_overdue()
-            self._context.sessions.probe()
+            self._rank.reads.sessions.probe()
             self._pause()
 
     def _has_work(self) -> bool:
         with self._lock:
-            if self._is_over() or not (self._receivers or self._declined):
+            if self._is_over() or not (self._rooms or self._declined):
                 self.has_thread = False
+                self.clients.close()
                 if self._closes_at is not None:
                     self._waker.close()
             return self.has_thread
@@ -195,38 +269,37 @@ class PrefillPeer:
             BootstrapError: It is not found.
             RoomFailed: It does not answer, or its answer is wrong.
         """
-        context = self._context
         if not self._routes:
             self._routes = self._find()
         first = self._routes[0]
-        connection = ControlClient(
+        client = ControlClient(
             first.endpoint,
-            context.secret,
-            context.timeouts,
             first.instance_id,
+            self._rank.secret,
+            self._rank.reads.timeouts,
             waker=self._waker,
         )
         try:
-            why = context.geometry.incompatibility(self._greet(connection))
-            refusal = None if why is None else str(incompatible(self._where, why))
-            while self._poll_until_idle(connection, refusal):
+            why = self._rank.geometry.incompatibility(self._greet(client))
+            refusal = None if why is None else str(incompatible(self.where, why))
+            while self._poll_until_idle(client, refusal):
                 pass
         finally:
-            connection.drop()
+            client.drop()
 
     def _find(self) -> tuple[Route, ...]:
         first = self._look_up(0)
-        sources = self._context.sources_of(first, self._where)
+        sources = self._rank.sources_of(first, self.where)
         return tuple(self._look_up(rank) if rank else first for rank in sources)
 
     def _look_up(self, rank: int) -> Route:
         self._looked_up = time.monotonic()
-        return self._context.find_rank(self._host, self._port, rank)
+        return self._rank.find_rank(self._host, self._port, rank)
 
-    def _greet(self, connection: ControlClient) -> KVLayout:
+    def _greet(self, client: ControlClient) -> KVLayout:
         self._asked = time.monotonic()
-        connection.begin(Hello())
-        while (layout := connection.keep_alive(Hello(), KVLayout, POLL_S)) is None:
+        client.begin(Hello())
+        while (layout := client.keep_alive(Hello(), KVLayout, POLL_S)) is None:
             if self._is_over():
                 raise NotAnswered("this server is shutting down")
             self._fail_overdue()
@@ -234,7 +307,7 @@ class PrefillPeer:
         self._heard, self._silence = time.monotonic(), ""
         return layout
 
-    def _poll_until_idle(self, connection: ControlClient, refusal: str | None) -> bool:
+    def _poll_until_idle(self, client: ControlClient, refusal: str | None) -> bool:
         """Ask until nothing is left to ask, then wait for more. False: there was nothing to ask for
         `IDLE_S`, or the thread has to end.
 
@@ -243,18 +316,18 @@ class PrefillPeer:
                 rooms are not wanted.
         """
         if refusal is not None:
-            self._fail_receivers(refusal)
+            self._fail_rooms(refusal)
         question = self._question(None)
         if question is not None:
             self._asked = time.monotonic()
-            connection.begin(question)
+            client.begin(question)
         while question is not None:
-            answer = connection.keep_alive(question, RoomsStatus, POLL_S)
+            answer = client.keep_alive(question, RoomsStatus, POLL_S)
             if answer is not None:
                 self._heard, self._silence = time.monotonic(), ""
                 self._take(answer)
             if refusal is not None:
-                self._fail_receivers(refusal)
+                self._fail_rooms(refusal)
             self._fail_overdue()
             self._check_instance()
             if (following := self._question(question)) is not question or answer is not None:
@@ -263,13 +336,13 @@ class PrefillPeer:
                 time.sleep(max(0.0, self._due - now))
                 following = self._question(following)
                 if following is not None:
-                    connection.advance(following)
+                    client.advance(following)
             question = following
         until = time.monotonic() + IDLE_S
         while self.is_idle:
             if self._closes_at is not None or time.monotonic() >= until:
                 return False
-            connection.receive_answer(until - time.monotonic())
+            client.receive_answer(until - time.monotonic())
         return not self._is_over()
 
     def _is_over(self) -> bool:
@@ -280,20 +353,20 @@ class PrefillPeer:
         if self._is_over():
             return None
         with self._lock:
-            receivers = list(self._receivers.values())
+            rooms = list(self._rooms.items())
             declined = dict(islice(self._declined.items(), MAX_DECLINED))
-        unknown = [one for one in receivers if not one.sources][:MAX_POLLED_ROOMS]
-        known = [one for one in receivers if one.sources][:MAX_POLLED_ROOMS]
+        unknown = dict([(room, one) for room, one in rooms if not one.is_known][:MAX_POLLED_ROOMS])
+        known = [room for room, one in rooms if one.is_known][:MAX_POLLED_ROOMS]
         if not (unknown or known or declined):
             return None
         question = RoomsPoll(
             self._serial,
-            [one.bootstrap_room for one in unknown],
-            [one.bootstrap_room for one in known],
+            list(unknown),
+            known,
             {room: one.reason for room, one in declined.items()},
         )
         # A request may have the room of an earlier one.
-        asked: list[MooncakeKVReceiver | _Declined] = [*unknown, *declined.values()]
+        asked: list[_AskedRoom | _Declined] = [*unknown.values(), *declined.values()]
         new = [one for one in asked if one.serial is None]
         if question == before and not new:
             return before
@@ -304,61 +377,61 @@ class PrefillPeer:
 
     def _take(self, answer: RoomsStatus) -> None:
         with self._lock:
-            receivers = list(self._receivers.values())
+            rooms = list(self._rooms.items())
             self._declined = {
                 room: one
                 for room, one in self._declined.items()
                 if one.serial is None or one.serial > answer.serial
             }
         known = set(answer.known)
-        for receiver in receivers:
-            if receiver.serial is None or receiver.serial > answer.serial:
+        for room, one in rooms:
+            if one.serial is None or one.serial > answer.serial:
                 continue  # The answer is about an earlier request of its room.
-            room = receiver.bootstrap_room
             if (why := answer.ended.get(room)) is not None:
-                self._fail(receiver, f"the prefill server ended the request: {why}")
+                self._fail(one, f"the prefill server ended the request: {why}")
             elif room in known:
-                receiver.sources = self._routes
+                one.is_known = True
+                one.asker.on_known(self._routes)
             else:
-                receiver.unknown_since = receiver.unknown_since or self._heard
+                one.unknown_since = one.unknown_since or self._heard
 
     # -- failures --------------------------------------------------------------------------------
 
-    def _fail(self, receiver: MooncakeKVReceiver, why: str) -> None:
-        receiver.fail(why)
-        self.leave(receiver)
+    def _fail(self, one: _AskedRoom, why: str) -> None:
+        one.asker.fail(why)
+        self.leave(one.asker)
 
-    def _fail_receivers(self, why: str, *, only_known: bool = False) -> None:
+    def _fail_rooms(self, why: str, *, only_known: bool = False) -> None:
         with self._lock:
-            receivers = [one for one in self._receivers.values() if one.sources or not only_known]
-        for receiver in receivers:
-            self._fail(receiver, why)
+            rooms = [one for one in self._rooms.values() if one.is_known or not only_known]
+        for one in rooms:
+            self._fail(one, why)
 
     def _fail_all(self, why: str, until: float = math.inf) -> None:
         """Fail the rooms that are asked about or declined since `until` or longer."""
         with self._lock:
-            receivers = [one for one in self._receivers.values() if one.since <= until]
+            rooms = [one for one in self._rooms.values() if one.since <= until]
             declined = {room: one for room, one in self._declined.items() if one.since <= until}
-        for receiver in receivers:
-            self._fail(receiver, why)
+        for one in rooms:
+            self._fail(one, why)
         self._drop_declined(declined, why)
 
     def _fail_overdue(self) -> None:
         """Fail the rooms whose time is over: nothing was heard, or the prefill server does not know
         them."""
-        now, timeouts = time.monotonic(), self._context.timeouts
+        now, timeouts = time.monotonic(), self._rank.reads.timeouts
         latest = now - timeouts.silence
         if self._heard <= latest:
-            endpoint = self._routes[0].endpoint if self._routes else self._where
+            endpoint = self._routes[0].endpoint if self._routes else self.where
             silence = (
                 f"the prefill server at {endpoint} has not answered for {timeouts.silence:g} s"
             )
             self._fail_all(self._silence or silence, latest)
         with self._lock:
-            receivers = list(self._receivers.values())
-        for one in receivers:
+            rooms = list(self._rooms.values())
+        for one in rooms:
             since = one.unknown_since
-            if not one.sources and since is not None and now - since >= timeouts.unknown_room:
+            if not one.is_known and since is not None and now - since >= timeouts.unknown_room:
                 self._fail(one, "the prefill server does not know the request in time")
 
     def _drop_declined(self, declined: Mapping[int, _Declined], why: str) -> None:
@@ -372,14 +445,14 @@ class PrefillPeer:
             "dropped",
             "%d rooms of the prefill server at %s could not be declined: %s",
             len(declined),
-            self._where,
+            self.where,
             why,
         )
 
     def _check_instance(self) -> None:
         """If the prefill server is silent, look up whether another instance has replaced it. Raises
         Replaced if one has."""
-        now, repeat = time.monotonic(), self._context.timeouts.repeat
+        now, repeat = time.monotonic(), self._repeat_s
         if now - max(self._heard, self._asked, self._looked_up) < 2 * repeat:
             return
         first = self._routes[0]
@@ -393,7 +466,7 @@ class PrefillPeer:
             raise Replaced("the prefill server was replaced by another instance")
 
     def _pause(self) -> None:
-        end = time.monotonic() + self._context.timeouts.repeat
+        end = time.monotonic() + self._repeat_s
         while time.monotonic() < end and self._closes_at is None and not self.is_idle:
             time.sleep(min(POLL_S, max(0.0, end - time.monotonic())))
 

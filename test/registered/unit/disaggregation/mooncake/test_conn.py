@@ -13,9 +13,9 @@ import pytest
 
 from rigs.disaggregation.control_proxy import ControlProxy, Fate
 from rigs.disaggregation.prompt_scene import ROOM, SHORT_TIMEOUTS, TOKEN, Scene, until
+from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.srt.disaggregation.control import control_client
-from sglang.srt.disaggregation.control.control_client import Timeouts
 from sglang.srt.disaggregation.control.protocol import Asked, Poll, Question
 from sglang.test.ci.ci_register import register_cpu_ci
 
