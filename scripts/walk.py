@@ -56,13 +56,13 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     MooncakeTransferEngine,
 )
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import FlushCacheReqInput, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler.results import OutputCollector
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l2.host_flows import HostLoad
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+from sglang.srt.messages.io_struct import FlushCacheReqInput, TokenizedGenerateReqInput
 
 _ROOT: Final = f"{Path(sglang.srt.__file__).parent}{os.sep}"
 _PD: Final = f"{_ROOT}disaggregation{os.sep}"

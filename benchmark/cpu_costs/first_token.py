@@ -34,7 +34,7 @@ import zmq
 from benchmark.command import Command
 from benchmark.prompts import random_prompt
 from benchmark.report import Report
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     SCHEDULER_DECODER,
     BatchStrOutput,
     FinishReason,
@@ -42,7 +42,7 @@ from sglang.srt.managers.messages.io_struct import (
     TextOutput,
     encode,
 )
-from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
+from sglang.srt.messages.ipc import IpcAddresses, make_ipc_directory
 from sglang.srt.utils.network import get_free_port
 
 _COLD_WORDS: Final = 8 << 20

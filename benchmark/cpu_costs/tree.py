@@ -24,14 +24,10 @@ from sglang.srt.mem_cache.allocator import (
     PagedTokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
-    CacheInitParams,
-    EvictParams,
-    InsertParams,
-    MatchPrefixParams,
-)
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 
 _GROUP = 8

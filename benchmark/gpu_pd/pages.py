@@ -33,7 +33,6 @@ from rigs.schedulers.rank_processes import run_ranks
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import MIB
 from sglang.srt.disaggregation.base.bootstrap_route import Route
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry, RankPlace
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
@@ -50,6 +49,7 @@ from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.messages.first_token import FirstToken
 
 PAGE: Final = 64
 REPEATS: Final = 7

@@ -22,16 +22,16 @@ from benchmark.report import Report
 from benchmark.timing import median_ratio
 from rigs.models.qwen3_8b import dummy_model
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.managers.messages.io_struct import BatchTokenIDOutput, Tick
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.control import InputHandler
 from sglang.srt.managers.scheduler.launched_step import StepResult
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
-from sglang.srt.managers.scheduler.process.build import build_scheduler
 from sglang.srt.managers.scheduler.results import ResultProcessor
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.messages.io_struct import BatchTokenIDOutput, Tick
+from sglang.srt.process.build import build_scheduler
 from sglang.srt.server_args import ServerArgs
 
 CONCURRENT, INPUT, OUTPUT, REQUESTS = 32, 2048, 128, 96

@@ -21,10 +21,10 @@ from benchmark.gpu_server.requests import greedy_requests
 from benchmark.report import Report
 from rigs.models.qwen3_8b import KV_BYTES, dummy_model
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.managers.messages.io_struct import Tick
-from sglang.srt.managers.scheduler.process.build import build_scheduler
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
+from sglang.srt.messages.io_struct import Tick
+from sglang.srt.process.build import build_scheduler
 from sglang.srt.server_args import ServerArgs
 
 LENGTHS: Final = {8192: 7, 32768: 3}

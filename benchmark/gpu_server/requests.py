@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmark.prompts import random_prompt
 from benchmark.servers import VOCABULARY
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 

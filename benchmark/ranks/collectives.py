@@ -30,22 +30,22 @@ from sglang.srt.distributed.parallel_state import (
     get_world_group,
 )
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
-from sglang.srt.managers.messages.io_struct import (
-    Tick,
-    TokenizedGenerateReqInput,
-    decode_tick,
-    encode,
-)
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.replicated_state import CacheState
 from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Progress, TickSync, to_vector
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
+from sglang.srt.messages.io_struct import (
+    Tick,
+    TokenizedGenerateReqInput,
+    decode_tick,
+    encode,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 WARM_UP: Final = 50
 PROMPTS: Final = {"an empty tick": 0, "a prompt of 1,024": 1024, "a prompt of 32,768": 32768}
-PRELOAD: Final = ("sglang.srt.mem_cache.tree.tick_sync", "sglang.srt.managers.messages.io_struct")
+PRELOAD: Final = ("sglang.srt.mem_cache.tree.tick_sync", "sglang.srt.messages.io_struct")
 _TURN: Final = 25
 """Rounds of one way in a row, before the next way."""
 

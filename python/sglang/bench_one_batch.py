@@ -43,14 +43,14 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
-from sglang.srt.managers.scheduler.process.build import (
+from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.pool_sizing import size_kv_pool
+from sglang.srt.process.build import (
     memory_beside,
     on_this_machine,
     runner_config,
 )
-from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
-from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.pool_sizing import size_kv_pool
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.logging_utils import configure_logger

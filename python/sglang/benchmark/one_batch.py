@@ -19,7 +19,6 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler.batch import (
     BatchPools,
     DecodeBatch,
@@ -30,6 +29,7 @@ from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 _GROUPS: Final = 9

@@ -19,8 +19,8 @@ from rigs.schedulers import checkable_model
 from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.managers.messages.io_struct import AbortReq, Bootstrap, TokenizedGenerateReqInput
 from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import AbortReq, Bootstrap, TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=15, suite="base-b-test-cpu")

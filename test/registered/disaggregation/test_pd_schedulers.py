@@ -23,7 +23,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     CachedTokensDetails,
     FlushCacheReqInput,
     TokenizedGenerateReqInput,

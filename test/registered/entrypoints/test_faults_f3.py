@@ -16,7 +16,7 @@ import zmq
 
 from rigs.servers.keyed_server import USER_KEY, KeyedServer
 from rigs.stores.handshake_bombs import ELSEWHERE, tcp_listeners, throw_bombs
-from sglang.srt.managers.messages.io_struct import ControlReqOutput, encode
+from sglang.srt.messages.io_struct import ControlReqOutput, encode
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

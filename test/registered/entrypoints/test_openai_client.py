@@ -14,7 +14,7 @@ import pytest
 from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 from sglang.srt.entrypoints.http.body import Refused, marks_of
 from sglang.srt.entrypoints.openai.protocol import ChatBody
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-b-test-cpu")

@@ -17,8 +17,8 @@ from sglang.srt.constrained.constraint import Reasoning
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.openai.chat_prompt import tool_use
 from sglang.srt.entrypoints.openai.protocol import ChatBody, Tool
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

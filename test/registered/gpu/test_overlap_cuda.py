@@ -17,8 +17,8 @@ from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.attention import latent_triton_backend
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.triton_ops.attention import indexer_scores
-from sglang.srt.managers.messages.io_struct import Tick
 from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.messages.io_struct import Tick
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")

@@ -17,11 +17,11 @@ import torch
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import EngineServer
 from sglang.serve_pd import count_gpus
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_reader import BadRow
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.mooncake_protocol import wheel_protocols
 from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.srt.messages.first_token import FirstToken
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cuda_ci
 

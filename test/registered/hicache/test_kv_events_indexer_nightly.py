@@ -24,7 +24,7 @@ from sglang.srt.arg_groups.kv_events_config import KVEventsConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.kv_events import ZmqEventPublisher
 from sglang.srt.environ import child_environment
-from sglang.srt.managers.messages.cache_key import combine_extra_key
+from sglang.srt.messages.cache_key import combine_extra_key
 from sglang.srt.utils.network import get_free_port, get_free_ports, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -18,7 +18,8 @@ import zmq
 
 from sglang.srt.hardware_backend.cuda.runtime import CudaRuntime
 from sglang.srt.hardware_backend.device_runtime import detect_device
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import (
     DETOKENIZER_DECODER,
     SERVER_DECODER,
     BatchTokenIDOutput,
@@ -30,10 +31,9 @@ from sglang.srt.managers.messages.io_struct import (
     encode,
     frame_of,
 )
-from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory, receive_ready
-from sglang.srt.managers.scheduler.process.build import on_this_machine
-from sglang.srt.managers.scheduler.process.run import run_scheduler_process
-from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.ipc import IpcAddresses, make_ipc_directory, receive_ready
+from sglang.srt.process.build import on_this_machine
+from sglang.srt.process.run import run_scheduler_process
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -21,18 +21,18 @@ import torch
 
 from sglang.benchmark.workload import TokenMaker, TraceRequest, TraceScale
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, make_allocator
-from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.device.pool_registry import ModelPools
-from sglang.srt.mem_cache.device.state_pool import MambaPool
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
-    CacheInitParams,
+from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
     InsertParams,
     MatchPrefixParams,
 )
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
+from sglang.srt.mem_cache.device.state_pool import MambaPool
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray
 
 NO_ANSWER: TokenArray = np.empty(0, np.uint32)

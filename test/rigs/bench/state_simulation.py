@@ -15,15 +15,15 @@ from typing import Final
 import torch
 
 from rigs.bench.cache_simulation import Arrangement, CacheSizes, SimulatedCache
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler.policy import ceil_to_page
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.snapshots import Snapshots
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.device.memory_pool import HybridReqToTokenPool, ReqToTokenPool
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tree.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 MIN_STATES: Final = 3

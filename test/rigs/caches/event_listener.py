@@ -12,9 +12,9 @@ from sglang.srt.disaggregation.kv_events import (
     BlockStored,
     KVCacheEvent,
 )
-from sglang.srt.managers.messages.cache_key import combine_extra_key
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.mem_cache.utils import hash_str_to_int64
+from sglang.srt.messages.cache_key import combine_extra_key
 
 
 class Listener:

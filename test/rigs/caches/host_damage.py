@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 
 

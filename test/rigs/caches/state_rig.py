@@ -15,15 +15,15 @@ import torch
 
 from rigs.caches.cache_rig import RIG_DEVICE, CacheRig, Reused, RigRequest, expected_kv
 from sglang.srt.hardware_backend.device_runtime import on_device
-from sglang.srt.mem_cache.device.pool_registry import ModelPools
-from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
+from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
     MatchPrefixParams,
     MatchResult,
 )
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
+from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.state_component import StateComponent
 from sglang.srt.mem_cache.tree.tree_node import TreeNode

@@ -15,15 +15,15 @@ from rigs.caches.event_listener import TierListeners, block_of, blocks_on_disk
 from rigs.caches.state_rig import StateRequest
 from rigs.caches.stepped_rig import SteppedRig, SteppedStateRig
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
-from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
-from sglang.srt.mem_cache.l3.attached_store import AttachedStore
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
+from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
     MatchPrefixParams,
 )
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName
+from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
+from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 
 EVICTION = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")

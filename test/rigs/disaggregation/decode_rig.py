@@ -18,15 +18,15 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferError,
     KVTransferMetric,
 )
-from sglang.srt.disaggregation.base.first_token import FirstToken, prompt_digest
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.roles import MakeRole
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.first_token import FirstToken, prompt_digest
+from sglang.srt.messages.io_struct import (
     Bootstrap,
     FinishReason,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PAGE = 4

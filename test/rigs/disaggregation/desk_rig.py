@@ -9,7 +9,6 @@ import msgspec
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferError
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.control.control_client import ControlLink
@@ -24,6 +23,7 @@ from sglang.srt.disaggregation.control.protocol import (
 )
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVPrefillManager, MooncakeKVSender
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.messages.first_token import FirstToken
 from sglang.srt.utils.network import wait_until
 
 LAYOUT = KVLayout(2, "instance", "session", "layout", {"page size": "4"}, [])

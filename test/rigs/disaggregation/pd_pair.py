@@ -11,7 +11,7 @@ from typing import Any, Final, Generic, Self, TypeVar
 from rigs.schedulers.rank_rigs import RankRigs
 from rigs.schedulers.scheduler_rig import Collected, SchedulerRig
 from sglang.embedded_mooncake import LOOPBACK
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     Bootstrap,
     TokenizedGenerateReqInput,
     ToScheduler,

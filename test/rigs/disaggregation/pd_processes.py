@@ -28,7 +28,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import FinishReason, ToScheduler
+from sglang.srt.messages.io_struct import FinishReason, ToScheduler
 
 _TIMEOUT_S: Final = 60.0
 _UNASKED: Final = "sglang:num_prefill_bootstrap_queue_reqs"

@@ -24,12 +24,12 @@ from rigs.schedulers.scheduler_rig import greedy, prompt
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import (
     Bootstrap,
     FlushCacheReqInput,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.mem_cache.tree.radix_key import token_array
 
 PAGE: Final = 16
 _LENGTH: Final = 20 * PAGE

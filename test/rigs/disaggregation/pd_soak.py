@@ -28,13 +28,13 @@ from rigs.disaggregation.pd_processes import Ended, RoleProcess
 from rigs.schedulers import checkable_model
 from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import (
     CLIENT_ABORT_STATUS,
     AbortReq,
     Bootstrap,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.mem_cache.tree.radix_key import token_array
 
 SILENT_S: Final = 2
 ENV: Final = {

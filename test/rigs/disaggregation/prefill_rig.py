@@ -15,10 +15,10 @@ from sglang.srt.disaggregation.base.conn import (
     KVPoll,
     KVTransferError,
 )
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.disaggregation.roles import MakeRole
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.first_token import FirstToken
+from sglang.srt.messages.io_struct import (
     Bootstrap,
     FinishReason,
     TokenizedGenerateReqInput,

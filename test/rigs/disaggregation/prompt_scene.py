@@ -15,7 +15,6 @@ from rigs.disaggregation.desk_rig import PrefillRooms, failure
 from rigs.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import BootstrapAddr, KVPoll
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry, RankPlace
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
@@ -29,6 +28,7 @@ from sglang.srt.disaggregation.mooncake.prefill_server import DecodeRank, FindRa
 from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.mooncake.shard_read import SharedReads
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
+from sglang.srt.messages.first_token import FirstToken
 from sglang.srt.utils.network import wait_until
 
 PAGE, PAGES, ROOM = 2, 16, 5

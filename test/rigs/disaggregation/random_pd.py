@@ -57,7 +57,7 @@ from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     AbortReq,
     Bootstrap,
     ToScheduler,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy
-from sglang.srt.managers.messages.io_struct import TopLogprobs
+from sglang.srt.messages.io_struct import TopLogprobs
 
 TOLERANCES: Final = {"auto": 2e-3, "fp8_e4m3": 0.05}
 """Most difference of a log probability, by `kv_cache_dtype`. Sums in another order round a number

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from rigs.caches.event_listener import Listener, blocks_on_disk
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.radix_key import hash_str_to_int64
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 

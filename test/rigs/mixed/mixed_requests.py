@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rigs.schedulers.scheduler_rig import greedy
-from sglang.srt.managers.messages.cache_key import combine_extra_key
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.cache_key import combine_extra_key
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 
 VOCAB: Final = 160
 _MOST_KNOWN: Final = 24

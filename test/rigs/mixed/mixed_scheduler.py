@@ -42,16 +42,16 @@ from rigs.schedulers.random_setup import impatient, speculation
 from rigs.schedulers.scheduler_rig import Collected, SchedulerRig
 from rigs.schedulers.step_watchdog import log_kept
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.l3 import store_calls
+from sglang.srt.messages.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
     FlushCacheReqInput,
     PauseGenerationReqInput,
     ToScheduler,
 )
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.l3 import store_calls
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 
 _MODULE: Final = "rigs.mixed.mixed_scheduler"
 STEPS_PER_SEED: Final = 200

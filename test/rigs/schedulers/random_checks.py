@@ -9,7 +9,7 @@ from rigs.stores.object_store import IN_PLACE, ObjectStore
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
 
 
 def assert_words(sent: Sent, got: Collected) -> None:

@@ -35,15 +35,15 @@ from rigs.schedulers.random_seeds import print_counts
 from rigs.schedulers.random_setup import Setup
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.tree.replicated_state import CacheState, explain_difference
+from sglang.srt.messages.io_struct import (
     ControlReqOutput,
     RequestOutput,
     ToScheduler,
     decode_tick,
     encode,
 )
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tree.replicated_state import CacheState, explain_difference
 
 _MODULE: Final = "rigs.schedulers.random_ranks"
 SIZES: Final = ((2, 1), (2, 2), (4, 2), (4, 4), (3, 1), (1, 1), (4, 1))

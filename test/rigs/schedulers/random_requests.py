@@ -13,9 +13,9 @@ from rigs.schedulers import checkable_model
 from rigs.schedulers.checkable_model import VOCAB_SIZE
 from rigs.schedulers.scheduler_rig import greedy
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler.policy import BatchLimits
 from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 
 _MOST_CONVERSATIONS: Final = 20
 _KEYS: Final = (None, None, None, None, "a", "b")

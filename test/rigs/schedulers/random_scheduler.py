@@ -39,7 +39,9 @@ from rigs.schedulers.scheduler_rig import Collected
 from rigs.schedulers.step_watchdog import Watchdog, log_kept
 from rigs.stores.object_store import FILE, MOODS, ObjectFolder, ObjectStore
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
+from sglang.srt.messages.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
     ClearHiCacheReqInput,
@@ -53,8 +55,6 @@ from sglang.srt.managers.messages.io_struct import (
     ShutdownReq,
     ToScheduler,
 )
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
 
 _MODULE: Final = "rigs.schedulers.random_scheduler"
 STEPS_PER_SEED: Final = 500

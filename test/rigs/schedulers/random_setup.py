@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.l3 import (
     storage_writes,
     store_calls,
 )
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.speculative import verify_graphs
 
 _EVICTION: Final = ("lru", "lfu", "fifo", "priority", "slru")

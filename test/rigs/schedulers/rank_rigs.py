@@ -11,14 +11,14 @@ from rigs.schedulers.rank_threads import RankThreads
 from rigs.schedulers.scheduler_rig import MAX_STEPS, Collected, SchedulerRig
 from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.distributed.rank_group import RankGroup
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.messages.io_struct import (
     BatchTokenIDOutput,
     TokenizedGenerateReqInput,
     ToScheduler,
     decode_tick,
     encode,
 )
-from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 _MOST_DELAY_S = 0.0005

@@ -22,7 +22,16 @@ from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.scheduler.launched_step import TpModelWorker
+from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerResources
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.device.pool_registry import ModelPools
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
+from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import (
     AbortReq,
     ControlReqOutput,
     FinishReason,
@@ -31,18 +40,9 @@ from sglang.srt.managers.messages.io_struct import (
     TopLogprobs,
     ToScheduler,
 )
-from sglang.srt.managers.scheduler.launched_step import TpModelWorker
-from sglang.srt.managers.scheduler.process.build import init_pools
-from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerResources
-from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.device.pool_registry import ModelPools
-from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
-from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
-from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
-from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 from sglang.srt.observability.engine_metrics import SchedulerMetrics
+from sglang.srt.process.build import init_pools
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.portable_tokenizer import DecodingTokenizer

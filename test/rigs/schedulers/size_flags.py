@@ -9,7 +9,7 @@ from typing import Any, Final
 from hypothesis import strategies as st
 
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.managers.messages.io_struct import ToScheduler
+from sglang.srt.messages.io_struct import ToScheduler
 
 _NEVER_ENDING: Final = 10**6
 """Tokens of an output that only a full pool or context ends."""

@@ -30,8 +30,12 @@ from sglang.srt.managers.detokenizer.detokenizer_manager import (
     open_sockets,
     serve,
 )
-from sglang.srt.managers.messages.cache_report import CacheCut, CacheReport, Tier
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder
+from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
+from sglang.srt.managers.tokenizer.request_limits import RequestLimits
+from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.cache_report import CacheCut, CacheReport, Tier
+from sglang.srt.messages.io_struct import (
     ABORTED_BY_CLIENT,
     SCHEDULER_DECODER,
     AbortReq,
@@ -49,11 +53,7 @@ from sglang.srt.managers.messages.io_struct import (
     TokenizedGenerateReqInput,
     encode,
 )
-from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
-from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder
-from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
-from sglang.srt.managers.tokenizer.request_limits import RequestLimits
-from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.ipc import IpcAddresses, make_ipc_directory
 from sglang.srt.observability.engine_metrics import ServerMetrics
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import base_url, get_free_port, wait_until

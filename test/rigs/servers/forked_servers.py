@@ -36,8 +36,8 @@ from sglang.srt.distributed.rendezvous import Rendezvous
 from sglang.srt.entrypoints import engine_processes, http_server
 from sglang.srt.environ import envs
 from sglang.srt.managers.detokenizer import detokenizer_manager
-from sglang.srt.managers.scheduler.process import run
 from sglang.srt.models import registry
+from sglang.srt.process import run
 from sglang.test.test_utils import RunningServer, await_health, new_log_path, server_flags, tail_of
 
 PRELOADED: Final = (

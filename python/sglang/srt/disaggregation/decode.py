@@ -16,25 +16,25 @@ from sglang.srt.disaggregation.base.conn import (
     KVPoller,
     KVTransferError,
 )
-from sglang.srt.disaggregation.base.first_token import fake_metadata, mismatch_of
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
 from sglang.srt.disaggregation.control.protocol import MAX_POLLED_ROOMS
 from sglang.srt.disaggregation.prefill import room_taken, transfer_lost
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
-from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.policy import AddOutcome, ceil_to_page
 from sglang.srt.managers.scheduler.role import Role, TransferUpdate
-from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.messages.first_token import fake_metadata, mismatch_of
+from sglang.srt.messages.io_struct import FinishReason
 from sglang.srt.observability.engine_metrics import DisaggregationMetrics, TransferMetrics
 from sglang.srt.utils.fair_share import is_within_share
 from sglang.srt.utils.network import canonical_host
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler.prefill import PrefillScheduler
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.state import SchedulerState
+    from sglang.srt.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
 
 logger = logging.getLogger(__name__)
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVSender, KVPoll
-from sglang.srt.disaggregation.base.first_token import FirstToken, prompt_digest, sampling_digest
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
-from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.role import Role, TransferUpdate
+from sglang.srt.messages.first_token import FirstToken, prompt_digest, sampling_digest
+from sglang.srt.messages.io_struct import FinishReason
 from sglang.srt.observability.engine_metrics import DisaggregationMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
     from sglang.srt.managers.scheduler.batch import PrefillWork
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.state import SchedulerState
+    from sglang.srt.messages.io_struct import Bootstrap, TokenizedGenerateReqInput
 
 logger = logging.getLogger(__name__)
 

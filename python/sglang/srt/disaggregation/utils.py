@@ -23,7 +23,6 @@ from sglang.srt.disaggregation.base.conn import (
     KVPoller,
     KVTransferError,
 )
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_reader import (
     HEAD_BYTES,
     ROW_BYTES,
@@ -44,6 +43,7 @@ from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged, gather_b
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import CUDA, device_kind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.messages.first_token import FirstToken
 
 NUM_ROWS: Final = 512
 """Rows of a rank, 2 MiB together without hidden states. Requests that need one more wait."""

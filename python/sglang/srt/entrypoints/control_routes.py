@@ -21,16 +21,16 @@ from sglang.srt.entrypoints.http.body import (
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request, checked
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.entrypoints.http.sse import json_response
-from sglang.srt.managers.messages.cache_key import combine_extra_key
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.tokenizer.request_limits import check_session
+from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT
+from sglang.srt.messages.cache_key import combine_extra_key
+from sglang.srt.messages.io_struct import (
     ControlReq,
     ControlReqOutput,
     SessionReqInput,
     StartProfileReqInput,
     StopProfileReqInput,
 )
-from sglang.srt.managers.tokenizer.request_limits import check_session
-from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 MOST_STEPS: Final = 500

@@ -31,12 +31,12 @@ from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
 from sglang.srt.entrypoints.native_routes import stream_answers, whole_answers
 from sglang.srt.entrypoints.openai.parser_choice import with_parsers
 from sglang.srt.entrypoints.start_checks import check_start
-from sglang.srt.managers.messages.io_struct import FlushCacheReqInput, GetInternalStateReq
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable, GenerateRequest
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.io_struct import FlushCacheReqInput, GetInternalStateReq
 from sglang.srt.observability.engine_metrics import ServerMetrics, model_label
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer

@@ -25,7 +25,7 @@ from sglang.srt.distributed.rendezvous import Rendezvous, open_rendezvous
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.ipc import (
+from sglang.srt.messages.ipc import (
     LOST_A_RANK,
     IpcAddresses,
     make_ipc_directory,
@@ -251,7 +251,7 @@ def _run_scheduler(
 ) -> None:
     set_title(name)
     # Imported only in the child, so that the parent can start it before it imports torch itself.
-    from sglang.srt.managers.scheduler.process.run import run_scheduler_process
+    from sglang.srt.process.run import run_scheduler_process
 
     run_scheduler_process(server_args, ipc, rendezvous, pipe)
 

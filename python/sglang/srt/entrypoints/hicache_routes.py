@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.entrypoints.http.sse import json_response
-from sglang.srt.managers.messages.io_struct import GetCacheViewReq
+from sglang.srt.messages.io_struct import GetCacheViewReq
 from sglang.srt.utils.auth import AuthLevel, auth_level, refused_with
 
 _PAGE: Final = Path(__file__).with_name("hicache_page.html").read_text(encoding="utf-8")

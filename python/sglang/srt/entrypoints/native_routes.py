@@ -25,11 +25,11 @@ from sglang.srt.entrypoints.http.sse import (
     unless_client_leaves,
 )
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
-from sglang.srt.managers.messages.io_struct import FlushCacheReqInput, TopLogprobs
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.io_struct import FlushCacheReqInput, TopLogprobs
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 FREE_ENTRIES: Final = 1024

@@ -20,7 +20,15 @@ from sglang.srt.entrypoints.http.body import read_json
 from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, bad_request, checked
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.tokenizer.generate_request import (
+    EngineUnavailable,
+    GenerateRequest,
+    RequestFailed,
+)
+from sglang.srt.managers.tokenizer.server_channel import STORAGE_TIMEOUT
+from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import (
     AttachHiCacheStorageReqInput,
     ClearHiCacheReqInput,
     ControlReq,
@@ -30,14 +38,6 @@ from sglang.srt.managers.messages.io_struct import (
     GetMetricsReq,
     GetWeightSeedReq,
 )
-from sglang.srt.managers.tokenizer.generate_request import (
-    EngineUnavailable,
-    GenerateRequest,
-    RequestFailed,
-)
-from sglang.srt.managers.tokenizer.server_channel import STORAGE_TIMEOUT
-from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
-from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.auth import AuthLevel, auth_level

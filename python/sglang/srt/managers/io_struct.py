@@ -1,6 +1,6 @@
 """Re-exports the messages between the processes at SGLang's path."""
 
-from sglang.srt.managers.messages.io_struct import AbortReq as AbortReq
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import AbortReq as AbortReq
+from sglang.srt.messages.io_struct import (
     TokenizedGenerateReqInput as TokenizedGenerateReqInput,
 )

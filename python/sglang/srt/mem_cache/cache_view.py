@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.tier_use import busiest_prefixes
 from sglang.srt.utils.metrics import counts_by_label
 

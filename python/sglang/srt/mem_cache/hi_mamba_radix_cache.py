@@ -5,10 +5,10 @@ Its flows are the same as for other models; states move with the pages. See `doc
 
 from __future__ import annotations
 
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheArgs
 from sglang.srt.mem_cache.mamba_radix_cache import check_has_states
-from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
 
 
 class HiMambaRadixCache(HiRadixCache):

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from sglang.srt.managers.messages.cache_report import CacheReport
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, Lookup, Workload
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheArgs, make_controller
@@ -25,22 +26,17 @@ from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.l3.storage_prefetch import StoragePrefetch
 from sglang.srt.mem_cache.l3.storage_reads import LookUpRetries
 from sglang.srt.mem_cache.l3.store_connection import StoreConnection, demands_on_host_pools
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
-    CacheInitParams,
-    InitLoadBackParams,
-    Lookup,
-    Workload,
-)
+from sglang.srt.mem_cache.radix_cache import RadixCache, make_tree
 from sglang.srt.mem_cache.tree.hicache_metrics import QUEUES, HiCacheMetrics
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.srt.mem_cache.tree.pool_tier import PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache, make_tree
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
 from sglang.srt.mem_cache.tree.replicated_state import CacheState, ReplicatedState
 from sglang.srt.mem_cache.tree.tick_sync import Progress, TickSync
 from sglang.srt.mem_cache.tree.tier_use import HostUse, host_use
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
+from sglang.srt.messages.cache_report import CacheReport
 from sglang.srt.utils.parts import Parts
 
 

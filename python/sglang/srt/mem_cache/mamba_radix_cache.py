@@ -5,8 +5,8 @@ Tree, component and tiers are the same as for other models: see `tree/state_comp
 
 from __future__ import annotations
 
-from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache, mamba_pool_of
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, mamba_pool_of
 
 
 class MambaRadixCache(RadixCache):

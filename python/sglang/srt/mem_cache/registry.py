@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheArgs
 from sglang.srt.mem_cache.mamba_radix_cache import MambaRadixCache
-from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache, mamba_pool_of
+from sglang.srt.mem_cache.radix_cache import RadixCache, mamba_pool_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.mooncake.utils import (
+from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
     init_mooncake_custom_mem_pool as maybe_init_custom_mem_pool,
 )
-from sglang.srt.mem_cache.tree.evict_policy import get_eviction_strategy
+from sglang.srt.mem_cache.evict_policy import get_eviction_strategy
 from sglang.srt.mem_cache.tree.radix_key import (
     PageHash,
     RadixKey,

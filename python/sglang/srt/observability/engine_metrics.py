@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from prometheus_client import CollectorRegistry
 
-from sglang.srt.managers.messages.io_struct import Tier, Verifications
+from sglang.srt.messages.io_struct import Tier, Verifications
 from sglang.srt.utils.metrics import Counter, Gauge, Histogram, render
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.io_struct import CachedTokensDetails
+    from sglang.srt.messages.io_struct import CachedTokensDetails
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)

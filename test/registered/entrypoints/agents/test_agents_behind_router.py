@@ -13,7 +13,7 @@ import pytest
 
 from rigs.disaggregation.pd_servers import ROUTER
 from rigs.servers.fake_engine import LAST_MESSAGE, FrontServer, front_server, write_template
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.srt.utils.process import kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -20,7 +20,7 @@ from rigs.servers.fake_engine import (
     front_server,
     write_template,
 )
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput, abort_reason
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput, abort_reason
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-b-test-cpu")

@@ -11,8 +11,8 @@ import pytest
 from rigs.disaggregation.decode_rig import WAIT_S, DecodeRig, FakeReceiver
 from rigs.models.grammar_rig import EOS_ID, HandBackend
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.disaggregation.base.first_token import sampling_digest
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.first_token import sampling_digest
+from sglang.srt.messages.io_struct import (
     CachedTokensDetails,
     FinishReason,
     ShutdownReq,

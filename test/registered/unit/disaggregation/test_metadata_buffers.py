@@ -7,13 +7,13 @@ import threading
 import pytest
 import torch
 
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES, BadRow, host_identity
 from sglang.srt.disaggregation.utils import (
     MetadataBuffers,
     ReqToMetadataIdxAllocator,
     metadata_device,
 )
+from sglang.srt.messages.first_token import FirstToken
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

@@ -11,9 +11,9 @@ from rigs.disaggregation.pd_rig import LocalMover, PdRig, RoleRig
 from rigs.schedulers import checkable_model
 from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.disaggregation.base.first_token import sampling_digest
 from sglang.srt.disaggregation.prefill import REMEMBER_S, PrefillRole
-from sglang.srt.managers.messages.io_struct import DeclineRoomReq
+from sglang.srt.messages.first_token import sampling_digest
+from sglang.srt.messages.io_struct import DeclineRoomReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -18,7 +18,6 @@ from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES, host_identity
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
@@ -31,7 +30,8 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferError,
 )
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.messages.first_token import FirstToken
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

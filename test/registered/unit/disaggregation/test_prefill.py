@@ -11,14 +11,14 @@ import pytest
 from rigs.disaggregation.prefill_rig import PAGE, WAIT_S, PrefillRig
 from rigs.models.grammar_rig import HandBackend
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.disaggregation.base.first_token import prompt_digest
 from sglang.srt.disaggregation.prefill import REMEMBER_S
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.first_token import prompt_digest
+from sglang.srt.messages.io_struct import (
     CachedTokensDetails,
     FinishReason,
     ShutdownReq,
 )
-from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

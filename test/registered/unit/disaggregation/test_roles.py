@@ -29,7 +29,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import PeerUnrea
 from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.managers.messages.io_struct import ShutdownReq, TokenizedGenerateReqInput
+from sglang.srt.messages.io_struct import ShutdownReq, TokenizedGenerateReqInput
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from rigs.servers.fake_engine import FrontServer, front_server
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     MAX_ROOM,
     Bootstrap,
     DeclineRoomReq,

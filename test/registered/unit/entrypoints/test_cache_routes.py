@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from rigs.servers.fake_engine import FrontServer, front_server
-from sglang.srt.managers.messages.io_struct import AttachHiCacheStorageReqInput
+from sglang.srt.messages.io_struct import AttachHiCacheStorageReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

@@ -20,7 +20,7 @@ from rigs.disaggregation.desk_rig import Clock
 from rigs.servers.fake_engine import FrontServer, front_server
 from sglang.srt.entrypoints import http_server, server_routes
 from sglang.srt.entrypoints.http.errors import RETRY_AFTER_SECONDS
-from sglang.srt.managers.messages.io_struct import AbortReq, DeclineRoomReq, ShutdownReq
+from sglang.srt.messages.io_struct import AbortReq, DeclineRoomReq, ShutdownReq
 from sglang.srt.utils.network import is_port_available, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from rigs.servers.fake_engine import FrontServer, front_server
-from sglang.srt.managers.messages.io_struct import GetCacheViewReq
+from sglang.srt.messages.io_struct import GetCacheViewReq
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

@@ -11,8 +11,8 @@ import pytest
 
 from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 from sglang.srt.arg_groups.kv_events_config import KVEventsConfig
-from sglang.srt.managers.messages.cache_key import combine_extra_key
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.cache_key import combine_extra_key
+from sglang.srt.messages.io_struct import (
     AttachHiCacheStorageReqInput,
     FlushCacheReqInput,
     SessionReqInput,

@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.http.body import MAX_BODY_BYTES, MAX_BODY_VALUES, de
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.native_protocol import GenerateBody
 from sglang.srt.entrypoints.openai.protocol import ChatBody, DetokenizeBody
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

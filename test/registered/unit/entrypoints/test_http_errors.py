@@ -15,7 +15,7 @@ import pytest
 from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 from sglang.srt.entrypoints.http.body import MAX_BODY_BYTES
 from sglang.srt.entrypoints.http.protocol import DISCARD_BYTES
-from sglang.srt.managers.messages.io_struct import FinishReason, TokenizedGenerateReqInput
+from sglang.srt.messages.io_struct import FinishReason, TokenizedGenerateReqInput
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -22,7 +22,7 @@ from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, byte_tokenizer, f
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai import serving_chat
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     AbortReq,
     Message,
     TokenizedGenerateReqInput,

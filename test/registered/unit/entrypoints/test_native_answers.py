@@ -9,15 +9,15 @@ import pytest
 
 from sglang.srt.entrypoints.http.sse import json_bytes
 from sglang.srt.entrypoints.native_routes import FREE_ENTRIES, AnswerWriter
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
+from sglang.srt.managers.tokenizer.request_state import RequestState
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import (
     FinishReason,
     RequestOutput,
     TextOutput,
     TopLogprobs,
 )
-from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
-from sglang.srt.managers.tokenizer.request_state import RequestState
-from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

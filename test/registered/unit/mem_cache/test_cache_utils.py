@@ -9,6 +9,11 @@ import torch
 
 from rigs.caches.cache_rig import CacheRig
 from sglang.srt.mem_cache import registry
+from sglang.srt.mem_cache.base_prefix_cache import (
+    InsertParams,
+    MatchPrefixParams,
+    MatchResult,
+)
 from sglang.srt.mem_cache.evict_policy import LFUStrategy
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.mem_cache.registry import (
@@ -18,11 +23,6 @@ from sglang.srt.mem_cache.registry import (
     get_radix_cache_factory,
     register_radix_cache_backend,
     registered_radix_cache_backends,
-)
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
-    InsertParams,
-    MatchPrefixParams,
-    MatchResult,
 )
 from sglang.srt.mem_cache.utils import (
     compute_node_hash_values,

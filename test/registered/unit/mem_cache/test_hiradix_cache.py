@@ -18,10 +18,10 @@ from rigs.caches.tier_rigs import (
     two_tiers,
     wait_for,
 )
-from sglang.srt.mem_cache.l3 import prefetch_table
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
+from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
 )
+from sglang.srt.mem_cache.l3 import prefetch_table
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")

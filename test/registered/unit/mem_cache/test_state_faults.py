@@ -20,12 +20,12 @@ from rigs.caches.state_rig import StateRig
 from rigs.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts
 from rigs.caches.two_states_rig import TwoStatesRig
 from rigs.stores.losing_store import LosingStore
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     HiCacheStorageExtraInfo,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci

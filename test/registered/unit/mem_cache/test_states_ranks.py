@@ -12,8 +12,8 @@ import pytest
 from rigs.caches.cache_rig import HiCacheSettings
 from rigs.caches.memory_ranks import MemoryExchange
 from rigs.caches.state_rig import SPEC, StateRig
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

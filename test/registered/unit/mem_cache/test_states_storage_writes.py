@@ -9,7 +9,7 @@ import pytest
 from rigs.caches.state_rig import StateRig
 from rigs.caches.stepped_rig import SteppedStateRig
 from rigs.caches.storage_rigs import StorageRigs
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

@@ -19,7 +19,7 @@ from rigs.caches.random_runs import run_machine
 from rigs.caches.stepped_rig import SteppedRig
 from rigs.caches.tiers_machine import StateTiers, Tiers
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
+from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
     MatchPrefixParams,

@@ -17,7 +17,7 @@ from rigs.servers.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 from sglang.srt.arg_groups.cli import FlagErrors
 from sglang.srt.entrypoints import start_checks
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.observability import tracing
 from sglang.srt.observability.tracing import TimedSpan, Tracer, make_exporter
 from sglang.srt.server_args import ServerArgs

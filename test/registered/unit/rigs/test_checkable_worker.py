@@ -18,8 +18,8 @@ from rigs.schedulers.random_setup import impatient
 from rigs.schedulers.scheduler_rig import greedy
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -41,11 +41,6 @@ from rigs.stores.object_store import (
 )
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.layers.penalties import MinNewTokens
-from sglang.srt.managers.messages.io_struct import (
-    AttachHiCacheStorageReqInput,
-    FlushCacheReqInput,
-    ToScheduler,
-)
 from sglang.srt.managers.scheduler.launched_step import StepResult
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.requests.req import Req
@@ -56,6 +51,11 @@ from sglang.srt.mem_cache.l3.storage_writes import StorageOperation
 from sglang.srt.mem_cache.storage import base
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.messages.io_struct import (
+    AttachHiCacheStorageReqInput,
+    FlushCacheReqInput,
+    ToScheduler,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=11, suite="base-a-test-cpu")

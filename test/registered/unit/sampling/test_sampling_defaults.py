@@ -10,7 +10,7 @@ import pytest
 
 from rigs.servers.fake_engine import FrontServer, front_server
 from sglang.srt.configs.generation_config import SamplingDefaults
-from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -14,7 +14,7 @@ import transformers
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.detokenizer import detokenizer_manager
-from sglang.srt.managers.scheduler.process import build
+from sglang.srt.process import build
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import check_tokenizer_files, get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci

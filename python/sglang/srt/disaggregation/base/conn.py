@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from sglang.srt.arg_groups.disaggregation import DisaggregationMode
     from sglang.srt.disaggregation.base.bootstrap_route import Route
-    from sglang.srt.disaggregation.base.first_token import FirstToken
     from sglang.srt.distributed.rank_group import RankGroup
     from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+    from sglang.srt.messages.first_token import FirstToken
 
 BootstrapAddr: TypeAlias = tuple[str, int]  # host and port
 

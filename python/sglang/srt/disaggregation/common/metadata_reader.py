@@ -24,7 +24,6 @@ import msgspec
 import xxhash
 
 from sglang.srt.disaggregation.base.conn import AuxBuffers
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.sessions import Engine
 from sglang.srt.disaggregation.common.staging import take_within
 from sglang.srt.disaggregation.control.control_client import POLL_S, RoomFailed
@@ -35,6 +34,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferError,
     TransferOp,
 )
+from sglang.srt.messages.first_token import FirstToken
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ import msgspec
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.control.control_listener import ControlListener, ControlPeer
 from sglang.srt.disaggregation.control.protocol import (
@@ -43,6 +42,7 @@ from sglang.srt.disaggregation.control.protocol import (
     RoomStatus,
     Waitable,
 )
+from sglang.srt.messages.first_token import FirstToken
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 
 logger = logging.getLogger(__name__)

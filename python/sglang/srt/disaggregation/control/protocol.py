@@ -11,7 +11,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from sglang.srt.disaggregation.base.bootstrap_route import MAX_RANK
-from sglang.srt.disaggregation.base.first_token import FirstToken
+from sglang.srt.messages.first_token import FirstToken
 
 VERSION: Final = 7
 """Version of the messages and of their meaning."""

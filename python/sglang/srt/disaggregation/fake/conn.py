@@ -23,7 +23,7 @@ from sglang.srt.disaggregation.base.conn import (
 if TYPE_CHECKING:
     from sglang.srt.arg_groups.disaggregation import DisaggregationMode
     from sglang.srt.disaggregation.base.bootstrap_route import Route
-    from sglang.srt.disaggregation.base.first_token import FirstToken
+    from sglang.srt.messages.first_token import FirstToken
 
 
 class FakeKVManager(BaseKVManager):

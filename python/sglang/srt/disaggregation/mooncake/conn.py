@@ -33,7 +33,6 @@ from sglang.srt.disaggregation.base.conn import (
     ServerSettings,
 )
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.base.timeouts import Timeouts, seconds, silence_s
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.disaggregation.common.geometry import (
@@ -72,6 +71,7 @@ from sglang.srt.distributed.rank_group import gather_texts
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
+from sglang.srt.messages.first_token import FirstToken
 from sglang.srt.utils.network import address_for_peers
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ from typing import Final
 
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import BootstrapAddr
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.geometry import IncompatibleLayouts, RankPlace
 from sglang.srt.disaggregation.control.control_client import ControlClient, RoomFailed, incompatible
 from sglang.srt.disaggregation.control.protocol import Hello, KVLayout
@@ -23,6 +22,7 @@ from sglang.srt.disaggregation.mooncake.shard_read import (
     ShardRead,
     give_up,
 )
+from sglang.srt.messages.first_token import FirstToken
 from sglang.srt.utils.background_call import CallThreads
 from sglang.srt.utils.network import canonical_host, wait_until
 

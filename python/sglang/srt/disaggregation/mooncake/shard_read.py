@@ -21,7 +21,6 @@ from typing import Final
 
 import msgspec
 
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.geometry import ShardSlice
 from sglang.srt.disaggregation.common.metadata_reader import (
@@ -62,6 +61,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferError,
     TransferOp,
 )
+from sglang.srt.messages.first_token import FirstToken
 
 logger = logging.getLogger(__name__)
 

@@ -36,9 +36,9 @@ from sglang.srt.entrypoints.openai.output_blocks import (
 )
 from sglang.srt.entrypoints.openai.routes import check_texts
 from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting, rendered
-from sglang.srt.managers.messages.io_struct import CLIENT_ABORT_STATUS
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
+from sglang.srt.messages.io_struct import CLIENT_ABORT_STATUS
 from sglang.srt.utils.error_answers import anthropic_error
 
 

@@ -22,8 +22,8 @@ from starlette.requests import Request
 from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT, HEALTH_CHECK_RID_PREFIX, MIB
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.http.server_context import context_of
-from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap
 from sglang.srt.managers.tokenizer.request_limits import MAX_RID_CHARS
+from sglang.srt.messages.io_struct import MAX_ROOM, Bootstrap
 from sglang.srt.utils.spelling import did_you_mean
 
 T = TypeVar("T", bound=msgspec.Struct)

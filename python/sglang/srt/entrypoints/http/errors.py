@@ -15,12 +15,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
 from sglang.srt.constrained.constraint import ConstraintKind
-from sglang.srt.managers.messages.io_struct import ControlReqOutput
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     InvalidRequest,
     RequestFailed,
 )
+from sglang.srt.messages.io_struct import ControlReqOutput
 from sglang.srt.utils.error_answers import anthropic_error, error_object, is_anthropic
 from sglang.srt.utils.spelling import did_you_mean
 

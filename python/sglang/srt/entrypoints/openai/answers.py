@@ -29,10 +29,10 @@ from sglang.srt.managers.detokenizer.detokenizer_manager import (
     DecoderFactory,
     make_decoder_factory,
 )
-from sglang.srt.managers.messages.io_struct import TopLogprobs
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.io_struct import TopLogprobs
 from sglang.srt.utils.hf_tokenizer import is_byte_level, token_bytes
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import zmq
 
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     DETOKENIZER_DECODER,
     BatchStrOutput,
     BatchTokenIDOutput,
@@ -25,7 +25,7 @@ from sglang.srt.managers.messages.io_struct import (
     TextOutput,
     encode,
 )
-from sglang.srt.managers.messages.ipc import (
+from sglang.srt.messages.ipc import (
     IpcAddresses,
     pull_socket,
     push_socket,

@@ -15,8 +15,15 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, LONGEST_STORAGE_CHANGE
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     get_mooncake_transfer_engine,
 )
-from sglang.srt.managers.messages.cache_report import CacheReport
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.scheduler.profiler import StepProfiler
+from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.cache_view import cache_view
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.l3.hicache_administration import StorageAdministration
+from sglang.srt.mem_cache.tree.session_hints import Session
+from sglang.srt.messages.cache_report import CacheReport
+from sglang.srt.messages.io_struct import (
     ABORTED_BY_CLIENT,
     AbortReq,
     AttachHiCacheStorageReqInput,
@@ -43,13 +50,6 @@ from sglang.srt.managers.messages.io_struct import (
     ToScheduler,
     abort_reason,
 )
-from sglang.srt.managers.scheduler.profiler import StepProfiler
-from sglang.srt.managers.scheduler.requests.req import Req
-from sglang.srt.mem_cache.cache_view import cache_view
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.l3.hicache_administration import StorageAdministration
-from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.tree.session_hints import Session
 from sglang.srt.observability.flow_history import FlowHistory
 
 if TYPE_CHECKING:

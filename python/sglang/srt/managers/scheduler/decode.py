@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from sglang.srt.managers.messages.io_struct import abort_reason
 from sglang.srt.managers.scheduler.policy import newest, pages_to_decode
 from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.messages.io_struct import abort_reason
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from sglang.srt.constrained.constraint import Constraint, GrammarError
 from sglang.srt.constrained.grammar import Grammar, GrammarTicket
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     FinishReason,
     GrammarResult,
     TokenizedGenerateReqInput,

@@ -15,11 +15,11 @@ from sglang.srt.speculative.eagle_worker import EAGLEWorker
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import InputLogprobs, LogitsProcessorOutput
-    from sglang.srt.managers.messages.io_struct import TopLogprobs
     from sglang.srt.managers.scheduler.batch import ModelWorkerBatch, PrefillWork
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
+    from sglang.srt.messages.io_struct import TopLogprobs
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 

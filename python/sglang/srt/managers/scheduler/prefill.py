@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.managers.messages.io_struct import CachedTokensDetails, abort_reason
 from sglang.srt.managers.scheduler.batch import PrefillWork
 from sglang.srt.managers.scheduler.policy import (
     AddOutcome,
@@ -22,11 +21,12 @@ from sglang.srt.managers.scheduler.policy import (
 )
 from sglang.srt.managers.scheduler.prefix_report import PrefixEnds, complete_report
 from sglang.srt.managers.scheduler.requests.req import Req
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
+from sglang.srt.mem_cache.base_prefix_cache import (
     InitLoadBackParams,
     Lookup,
     MatchPrefixParams,
 )
+from sglang.srt.messages.io_struct import CachedTokensDetails, abort_reason
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.state import SchedulerState

@@ -6,12 +6,12 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from sglang.srt.managers.messages.cache_key import split_extra_key
-from sglang.srt.managers.messages.cache_report import CacheReport, CutReason, Tier
+from sglang.srt.messages.cache_key import split_extra_key
+from sglang.srt.messages.cache_report import CacheReport, CutReason, Tier
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import RadixCache
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
-    from sglang.srt.mem_cache.tree.radix_cache import RadixCache
     from sglang.srt.mem_cache.tree.radix_key import RadixKey
 
 _MOST_PROMPTS: Final = 4096

@@ -15,8 +15,8 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.io_struct import StartProfileReqInput, StopProfileReqInput
     from sglang.srt.managers.scheduler.state import SchedulerState
+    from sglang.srt.messages.io_struct import StartProfileReqInput, StopProfileReqInput
 
 logger = logging.getLogger(__name__)
 

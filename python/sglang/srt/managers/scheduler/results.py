@@ -6,7 +6,8 @@ import copy
 import time
 from typing import TYPE_CHECKING
 
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.messages.io_struct import (
     BatchTokenIDOutput,
     ControlReqOutput,
     FinishReason,
@@ -14,14 +15,13 @@ from sglang.srt.managers.messages.io_struct import (
     Verifications,
     abort_reason,
 )
-from sglang.srt.managers.scheduler.requests.req import Req
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.base.first_token import FirstToken
     from sglang.srt.managers.scheduler.launched_step import LaunchedStep, StepResult
     from sglang.srt.managers.scheduler.requests.stop import StopChecker
     from sglang.srt.managers.scheduler.role import Role, TransferUpdate
     from sglang.srt.managers.scheduler.state import SchedulerState
+    from sglang.srt.messages.first_token import FirstToken
 
 
 class OutputCollector:

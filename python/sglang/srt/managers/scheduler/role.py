@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.base.first_token import FirstToken
-    from sglang.srt.managers.messages.io_struct import (
+    from sglang.srt.managers.scheduler.batch import PrefillWork
+    from sglang.srt.managers.scheduler.requests.req import Req
+    from sglang.srt.messages.first_token import FirstToken
+    from sglang.srt.messages.io_struct import (
         Bootstrap,
         FinishReason,
         TokenizedGenerateReqInput,
     )
-    from sglang.srt.managers.scheduler.batch import PrefillWork
-    from sglang.srt.managers.scheduler.requests.req import Req
 
 
 @dataclass(frozen=True, slots=True)

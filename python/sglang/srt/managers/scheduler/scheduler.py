@@ -21,15 +21,6 @@ import torch
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.managers.messages.io_struct import (
-    BatchTokenIDOutput,
-    ControlReqOutput,
-    Tick,
-    ToScheduler,
-    abort_reason,
-    decode_tick,
-    encode,
-)
 from sglang.srt.managers.scheduler.batch import (
     BatchPools,
     DecodeBatch,
@@ -57,6 +48,15 @@ from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcess
 from sglang.srt.managers.scheduler.role import Role
 from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.managers.scheduler.state import RecentRequests, SchedulerState
+from sglang.srt.messages.io_struct import (
+    BatchTokenIDOutput,
+    ControlReqOutput,
+    Tick,
+    ToScheduler,
+    abort_reason,
+    decode_tick,
+    encode,
+)
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.parts import Parts
 
@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.detokenizer.detokenizer_manager import DecoderFactory
     from sglang.srt.managers.scheduler.launched_step import TpModelWorker
     from sglang.srt.managers.scheduler.requests.req import Req
+    from sglang.srt.mem_cache.radix_cache import RadixCache
     from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
-    from sglang.srt.mem_cache.tree.radix_cache import RadixCache
     from sglang.srt.model_loader.weight_seed import WeightSeed
     from sglang.srt.observability.engine_metrics import SchedulerMetrics
     from sglang.srt.server_args import ServerArgs

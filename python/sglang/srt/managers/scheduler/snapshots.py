@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.managers.scheduler.policy import states_to_load
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, StatefulRequest
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, StatefulRequest
+from sglang.srt.mem_cache.radix_cache import RadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.requests.req import Req, RequestSlots

@@ -13,7 +13,6 @@ import torch
 
 from sglang.srt.layers.penalties import GrammarRow
 from sglang.srt.layers.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.managers.messages.io_struct import Verifications
 from sglang.srt.managers.scheduler.batch import BatchPools
 from sglang.srt.managers.scheduler.policy import (
     BatchLimits,
@@ -23,8 +22,9 @@ from sglang.srt.managers.scheduler.policy import (
 )
 from sglang.srt.managers.scheduler.requests.req import NO_SLOTS
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, Workload
-from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, Workload
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.messages.io_struct import Verifications
 from sglang.srt.observability.engine_metrics import SchedulerLoad
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.parts import Parts, do_all

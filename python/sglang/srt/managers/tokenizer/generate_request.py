@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 import xxhash
 
-from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
+from sglang.srt.messages.io_struct import MAX_ROOM, Bootstrap
 from sglang.srt.sampling.sampling_params import MAX_SAMPLES, MAX_SEED, SamplingParams
 
 _MAX_TOKEN_ID: Final = 2**32 - 1

@@ -20,10 +20,10 @@ from sglang.srt.arg_groups.disaggregation import (
     PrefillHosts,
 )
 from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT, HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.messages.cache_key import combine_extra_key
-from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap, TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, InvalidRequest
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
+from sglang.srt.messages.cache_key import combine_extra_key
+from sglang.srt.messages.io_struct import MAX_ROOM, Bootstrap, TokenizedGenerateReqInput
 from sglang.srt.utils.network import base_url
 
 MAX_KEY_CHARS: Final = 4096

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang.srt.managers.messages.cache_report import CacheReport
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.tokenizer.generate_request import (
+    EngineUnavailable,
+    GenerateRequest,
+    RequestFailed,
+)
+from sglang.srt.mem_cache.tree.radix_key import TokenArray
+from sglang.srt.messages.cache_report import CacheReport
+from sglang.srt.messages.io_struct import (
     ABORTED_BY_CLIENT,
     CLIENT_ABORT_STATUS,
     CachedTokensDetails,
@@ -20,12 +26,6 @@ from sglang.srt.managers.messages.io_struct import (
     TopLogprobs,
     Verifications,
 )
-from sglang.srt.managers.tokenizer.generate_request import (
-    EngineUnavailable,
-    GenerateRequest,
-    RequestFailed,
-)
-from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

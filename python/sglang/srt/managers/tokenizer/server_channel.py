@@ -11,7 +11,8 @@ from typing import Final
 import zmq
 
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
+from sglang.srt.messages.io_struct import (
     SERVER_DECODER,
     ControlReq,
     ControlReqOutput,
@@ -20,8 +21,7 @@ from sglang.srt.managers.messages.io_struct import (
     encode,
     frame_of,
 )
-from sglang.srt.managers.messages.ipc import IpcAddresses, pull_socket, push_socket
-from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
+from sglang.srt.messages.ipc import IpcAddresses, pull_socket, push_socket
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 
 logger = logging.getLogger(__name__)

@@ -16,16 +16,6 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.messages.io_struct import (
-    AbortReq,
-    ContinueGenerationReqInput,
-    ControlReqOutput,
-    DeclineRoomReq,
-    PauseGenerationReqInput,
-    RequestOutput,
-    ShutdownReq,
-    ToServer,
-)
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     GenerateRequest,
@@ -42,13 +32,23 @@ from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.request_trace import record_request
 from sglang.srt.managers.tokenizer.server_channel import ControlClient, ServerChannel
 from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    ControlReqOutput,
+    DeclineRoomReq,
+    PauseGenerationReqInput,
+    RequestOutput,
+    ShutdownReq,
+    ToServer,
+)
 from sglang.srt.observability.engine_metrics import ServerMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from sglang.srt.managers.messages.ipc import IpcAddresses
+    from sglang.srt.messages.ipc import IpcAddresses
     from sglang.srt.observability.tracing import Tracer
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from sglang.srt.mem_cache.l2.layer_done_counter import LayerDoneCounter
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 _PAGES_AT_ONCE = 32
 """Pages in a piece of a write. A piece has a copy for each layer and part unless these form grids,

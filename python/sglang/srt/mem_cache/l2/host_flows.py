@@ -21,12 +21,12 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.cache_report import CacheReport
     from sglang.srt.mem_cache.l2.cache_controller import HiCacheAck, HiCacheController
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
     from sglang.srt.mem_cache.tree.state_component import StateComponent
+    from sglang.srt.messages.cache_report import CacheReport
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from sglang.srt.mem_cache.base_prefix_cache import Workload
 from sglang.srt.mem_cache.l3.prefetch_table import (
     PrefetchOperation,
     PrefetchPolicy,
     PrefetchTable,
 )
-from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Rates
 
 _CANCEL_MARGIN: Final = 1.25

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from sglang.srt.managers.messages.cache_report import CacheReport, Tier
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.storage.types import CacheOutcome
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import MAX_PREFETCHES, PrefetchProgress
+from sglang.srt.messages.cache_report import CacheReport, Tier
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.pool_tier import HostTier

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 import torch
 
-from sglang.srt.managers.messages.cache_report import Tier
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.l3.prefetch_cost import PrefetchCostModel
@@ -31,15 +30,16 @@ from sglang.srt.mem_cache.tree.decisions import Decision
 from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import Progress
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
+from sglang.srt.messages.cache_report import Tier
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.cache_report import CacheReport
     from sglang.srt.mem_cache.l3.store_connection import StoreConnection
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import PoolTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
     from sglang.srt.mem_cache.tree.state_component import StateComponent
+    from sglang.srt.messages.cache_report import CacheReport
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from sglang.srt.managers.messages.cache_key import KeyParts, split_extra_key
 from sglang.srt.mem_cache.tree.radix_key import PageHash, hash_str_to_int64
+from sglang.srt.messages.cache_key import KeyParts, split_extra_key
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.tree_node import TreeNode

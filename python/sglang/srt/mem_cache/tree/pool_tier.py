@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
+from sglang.srt.mem_cache.evict_policy import EvictionHeap, get_eviction_strategy
 from sglang.srt.mem_cache.tree.decisions import Decision
-from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
 from sglang.srt.mem_cache.tree.kv_events import StorageMedium
 from sglang.srt.mem_cache.tree.ownership_audit import OwnershipAudit
 from sglang.srt.mem_cache.tree.tree_node import PoolSlots, TreeNode

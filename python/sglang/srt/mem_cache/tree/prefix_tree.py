@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from sglang.srt.mem_cache.evict_policy import LookAhead
 from sglang.srt.mem_cache.tree.departed_prefixes import DepartedPrefixes
-from sglang.srt.mem_cache.tree.evict_policy import LookAhead
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, NodeKeeper, PoolTier, SlotPool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.replicated_state import check_digest

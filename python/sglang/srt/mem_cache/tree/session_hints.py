@@ -19,8 +19,8 @@ from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry
 
-from sglang.srt.managers.messages.cache_key import tenant_of
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, PoolSlots, TreeNode
+from sglang.srt.messages.cache_key import tenant_of
 from sglang.srt.utils import metrics
 from sglang.srt.utils.fair_share import is_within_share
 from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import on_device
-from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
+from sglang.srt.mem_cache.base_prefix_cache import (
     CacheableRequest,
     InsertParams,
     MatchPrefixParams,
@@ -30,6 +29,7 @@ from sglang.srt.mem_cache.tree.base_prefix_cache import (
     RunningRequest,
     StatefulRequest,
 )
+from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.tree.digest import hash_of
 from sglang.srt.mem_cache.tree.hicache_metrics import StateMetrics
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, SlotPool, TieredTree

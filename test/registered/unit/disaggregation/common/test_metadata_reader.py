@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt, Scene, until
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES, MetadataReader
 from sglang.srt.disaggregation.control.protocol import RowsLayout
@@ -22,6 +21,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     Transfer,
     TransferError,
 )
+from sglang.srt.messages.first_token import FirstToken
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from sglang.srt.disaggregation.base.first_token import FirstToken
 from sglang.srt.disaggregation.common.metadata_reader import (
     HEAD_BYTES,
     ROW_BYTES,
@@ -14,8 +13,9 @@ from sglang.srt.disaggregation.common.metadata_reader import (
     pack_row,
     unpack_row,
 )
-from sglang.srt.managers.messages.io_struct import CachedTokensDetails
 from sglang.srt.managers.tokenizer.request_limits import MAX_TOP_LOGPROBS
+from sglang.srt.messages.first_token import FirstToken
+from sglang.srt.messages.io_struct import CachedTokensDetails
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

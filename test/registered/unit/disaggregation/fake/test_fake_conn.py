@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.roles import role_of
 from sglang.srt.disaggregation.utils import KVClassType, get_kv_class
 from sglang.srt.distributed.rank_group import SingleRank
-from sglang.srt.managers.messages.io_struct import Bootstrap
+from sglang.srt.messages.io_struct import Bootstrap
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -22,14 +22,14 @@ from sglang.srt.managers.detokenizer.detokenizer_manager import (
     open_sockets,
     serve,
 )
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     BatchStrOutput,
     BatchTokenIDOutput,
     FinishReason,
     RequestOutput,
     encode,
 )
-from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory, push_socket
+from sglang.srt.messages.ipc import IpcAddresses, make_ipc_directory, push_socket
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

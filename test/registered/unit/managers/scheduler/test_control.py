@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.scheduler import control
+from sglang.srt.messages.io_struct import (
     DetachHiCacheStorageReqInput,
     FlushCacheReqInput,
     GetCacheViewReq,
@@ -16,7 +17,6 @@ from sglang.srt.managers.messages.io_struct import (
     GetWeightSeedReq,
     ShutdownReq,
 )
-from sglang.srt.managers.scheduler import control
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -15,7 +15,9 @@ import pytest
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.messages.io_struct import (
     AttachHiCacheStorageReqInput,
     ClearHiCacheReqInput,
     ControlReqOutput,
@@ -24,8 +26,6 @@ from sglang.srt.managers.messages.io_struct import (
     GetHiCacheStorageReqInput,
     ShutdownReq,
 )
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

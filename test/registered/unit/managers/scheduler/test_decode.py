@@ -15,10 +15,10 @@ from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.layers import penalties
 from sglang.srt.layers.forward_batch_info import ForwardMode
-from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.batch import DecodeBatch, ModelWorkerBatch
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
+from sglang.srt.messages.io_struct import FinishReason
 from sglang.srt.speculative import verify_graphs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 

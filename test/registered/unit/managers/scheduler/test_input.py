@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     AbortReq,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
+from sglang.srt.messages.io_struct import (
     ControlReqOutput,
     FlushCacheReqInput,
     ShutdownReq,
     ToScheduler,
 )
-from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 

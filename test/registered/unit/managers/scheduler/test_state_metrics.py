@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     FlushCacheReqInput,
     GetInternalStateReq,
     GetMetricsReq,

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
+from sglang.srt.managers.tokenizer.request_state import RequestState
+from sglang.srt.managers.tokenizer.tokenizer_manager import log_request
+from sglang.srt.messages.io_struct import (
     CachedTokensDetails,
     FinishReason,
     RequestOutput,
     Stages,
     TextOutput,
 )
-from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
-from sglang.srt.managers.tokenizer.request_state import RequestState
-from sglang.srt.managers.tokenizer.tokenizer_manager import log_request
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

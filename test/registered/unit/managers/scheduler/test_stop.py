@@ -8,7 +8,7 @@ import pytest
 
 from rigs.models.letters import Letters
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     FinishReason,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.managers.messages.io_struct import MAX_ROOM, Bootstrap
 from sglang.srt.managers.tokenizer.generate_request import (
     GenerateRequest,
     InvalidRequest,
     expand_samples,
 )
+from sglang.srt.messages.io_struct import MAX_ROOM, Bootstrap
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

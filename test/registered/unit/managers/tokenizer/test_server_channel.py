@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 import zmq
 
-from sglang.srt.managers.messages.io_struct import ControlReqOutput, ToServer, encode
-from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 from sglang.srt.managers.tokenizer.server_channel import ServerChannel
+from sglang.srt.messages.io_struct import ControlReqOutput, ToServer, encode
+from sglang.srt.messages.ipc import IpcAddresses, make_ipc_directory
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")

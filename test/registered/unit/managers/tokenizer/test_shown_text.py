@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from rigs.servers.fake_engine import byte_tokenizer
 from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
-from sglang.srt.managers.messages.io_struct import FinishReason, RequestOutput, TextOutput
 from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
+from sglang.srt.messages.io_struct import FinishReason, RequestOutput, TextOutput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -14,11 +14,6 @@ import pytest
 import zmq
 
 from rigs.servers.fake_engine import CONTEXT_LEN, byte_tokenizer, fake_engine
-from sglang.srt.managers.messages.io_struct import (
-    AbortReq,
-    FlushCacheReqInput,
-    TokenizedGenerateReqInput,
-)
 from sglang.srt.managers.tokenizer import prompt_encoder
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
@@ -35,6 +30,11 @@ from sglang.srt.managers.tokenizer.request_limits import (
 )
 from sglang.srt.managers.tokenizer.server_channel import ControlClient
 from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import (
+    AbortReq,
+    FlushCacheReqInput,
+    TokenizedGenerateReqInput,
+)
 from sglang.srt.observability.engine_metrics import ServerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -11,7 +11,7 @@ from rigs.caches.host_damage import host_pages
 from rigs.caches.storage_rigs import counts
 from rigs.caches.tier_rigs import other_prompts, three_tiers, two_tiers
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
+from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
     MatchPrefixParams,

@@ -15,10 +15,10 @@ import torch
 from rigs.caches.cache_rig import CacheRig, HiCacheSettings
 from rigs.caches.memory_ranks import MemoryExchange
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.base_prefix_cache import Workload
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.l3.prefetch_cost import PrefetchCostModel
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchOperation, PrefetchPolicy, PrefetchTable
-from sglang.srt.mem_cache.tree.base_prefix_cache import Workload
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import PrefetchProgress, Rates
 from sglang.test.ci.ci_register import register_cpu_ci

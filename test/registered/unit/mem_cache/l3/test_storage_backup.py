@@ -10,12 +10,12 @@ from rigs.caches.cache_rig import CacheRig, Reused
 from rigs.caches.memory_ranks import EchoGroup
 from rigs.caches.storage_rigs import counts
 from rigs.caches.tier_rigs import FlakyStorage, three_tiers, wait_for
-from sglang.srt.mem_cache.hicache_storage import CacheOutcome
-from sglang.srt.mem_cache.l3 import storage_backup
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
+from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     MatchPrefixParams,
 )
+from sglang.srt.mem_cache.hicache_storage import CacheOutcome
+from sglang.srt.mem_cache.l3 import storage_backup
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 

@@ -22,9 +22,9 @@ from sglang.srt.disaggregation.kv_events import (
     KVCacheEvent,
 )
 from sglang.srt.distributed.rank_group import RankGroup
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.l3 import storage_backup
 from sglang.srt.mem_cache.tree import kv_events
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.kv_events import KVEventLog, StorageMedium
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, hash_str_to_int64
 from sglang.srt.mem_cache.tree.tree_node import TreeNode

@@ -22,11 +22,11 @@ from sglang.srt.disaggregation.kv_events import (
     KVEventBatch,
 )
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.cache_key import combine_extra_key
 from sglang.srt.mem_cache.l3 import storage_writes
 from sglang.srt.mem_cache.tree import kv_events
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str, hash_str_to_int64
+from sglang.srt.messages.cache_key import combine_extra_key
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

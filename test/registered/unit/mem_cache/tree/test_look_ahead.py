@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rigs.caches.cache_rig import CacheRig
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 

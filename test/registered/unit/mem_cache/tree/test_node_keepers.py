@@ -9,7 +9,7 @@ import pytest
 
 from rigs.caches.cache_rig import SESSION_TTL, CacheRig, HiCacheSettings
 from rigs.caches.state_rig import StateRig
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -11,7 +11,7 @@ import pytest
 
 from rigs.caches.cache_rig import CacheRig, HiCacheSettings
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 

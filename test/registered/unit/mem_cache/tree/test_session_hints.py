@@ -11,11 +11,11 @@ import pytest
 from rigs.caches.cache_rig import SESSION_TTL, CacheRig, HiCacheSettings
 from rigs.caches.state_rig import StateRig
 from rigs.schedulers.scheduler_rig import SchedulerRig
-from sglang.srt.managers.messages.cache_key import combine_extra_key
-from sglang.srt.managers.messages.io_struct import SessionReqInput
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.session_hints import MAX_SESSIONS, Session
+from sglang.srt.messages.cache_key import combine_extra_key
+from sglang.srt.messages.io_struct import SessionReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -7,15 +7,11 @@ import torch
 
 from rigs.caches.cache_rig import CacheRig, HiCacheSettings, Reused, RigRequest
 from rigs.caches.state_rig import SPEC, StateRequest, StateRig, depth
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.mem_cache.mamba_radix_cache import MambaRadixCache
-from sglang.srt.mem_cache.tree.base_prefix_cache import (
-    CacheInitParams,
-    EvictParams,
-    InsertParams,
-    MatchPrefixParams,
-)
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.replicated_state import CacheState

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 from rigs.caches.cache_rig import RigRequest
 from rigs.caches.random_runs import run_machine
 from rigs.caches.state_rig import StateRequest, StateRig, depth
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -16,8 +16,10 @@ import torch
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.layers.penalties import TokenHistory
-from sglang.srt.managers.messages.cache_report import CacheReport
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray, token_array
+from sglang.srt.mem_cache.tree.session_hints import Session
+from sglang.srt.messages.cache_report import CacheReport
+from sglang.srt.messages.io_struct import (
     CachedTokensDetails,
     FinishReason,
     Stages,
@@ -25,8 +27,6 @@ from sglang.srt.managers.messages.io_struct import (
     TopLogprobs,
     Verifications,
 )
-from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray, token_array
-from sglang.srt.mem_cache.tree.session_hints import Session
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import GrammarMatcher, GrammarTicket

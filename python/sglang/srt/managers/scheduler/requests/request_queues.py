@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from typing import Final
 
-from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.tree.digest import MODULUS, hash_of
+from sglang.srt.messages.io_struct import FinishReason
 
 
 class RequestState(Enum):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from sglang.srt.distributed.rank_group import RankGroup
-from sglang.srt.managers.messages.io_struct import FinishReason, abort_reason
 from sglang.srt.managers.scheduler.requests.stop_finder import (
     MATCH_COST,
     StopFinder,
     StopRegexTooSlow,
 )
+from sglang.srt.messages.io_struct import FinishReason, abort_reason
 
 if TYPE_CHECKING:
     from sglang.srt.managers.detokenizer.detokenizer_manager import DecoderFactory

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from rigs.schedulers.scheduler_rig import greedy
-from sglang.srt.managers.messages.io_struct import (
-    TokenizedGenerateReqInput,
-)
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import (
+    TokenizedGenerateReqInput,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -13,16 +13,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues, RequestState
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import (
     AbortReq,
     FinishReason,
     TokenizedGenerateReqInput,
     ToScheduler,
 )
-from sglang.srt.managers.scheduler.requests.req import Req
-from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues, RequestState
-from sglang.srt.mem_cache.tree.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -19,7 +19,7 @@ from rigs.disaggregation.pd_rig import LocalMover, PdRig
 from rigs.schedulers.scheduler_rig import Collected, SchedulerRig, greedy, prompt
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import FlushCacheReqInput
+from sglang.srt.messages.io_struct import FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")

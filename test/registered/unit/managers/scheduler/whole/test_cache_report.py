@@ -14,13 +14,13 @@ from rigs.caches.cache_rig import HeldReads
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.cache_key import combine_extra_key
-from sglang.srt.managers.messages.cache_report import CacheReport
-from sglang.srt.managers.messages.io_struct import AbortReq, FlushCacheReqInput
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3 import storage_prefetch
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.messages.cache_key import combine_extra_key
+from sglang.srt.messages.cache_report import CacheReport
+from sglang.srt.messages.io_struct import AbortReq, FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

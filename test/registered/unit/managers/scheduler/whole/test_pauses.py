@@ -14,7 +14,8 @@ from rigs.disaggregation.prefill_rig import PrefillRig
 from rigs.schedulers.rank_rigs import RankRigs
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.scheduler import profiler
+from sglang.srt.messages.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
     FlushCacheReqInput,
@@ -24,7 +25,6 @@ from sglang.srt.managers.messages.io_struct import (
     StartProfileReqInput,
     StopProfileReqInput,
 )
-from sglang.srt.managers.scheduler import profiler
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=9, suite="base-a-test-cpu")

@@ -20,7 +20,7 @@ from rigs.schedulers.scheduler_rig import Collected, SchedulerRig, greedy, promp
 from sglang.srt.environ import envs
 from sglang.srt.layers import context_parallel
 from sglang.srt.layers.context_parallel import Run
-from sglang.srt.managers.messages.io_struct import ToScheduler
+from sglang.srt.messages.io_struct import ToScheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

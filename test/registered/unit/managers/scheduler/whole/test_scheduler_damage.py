@@ -26,8 +26,8 @@ from rigs.drafts.guesses import Drafts, recorded
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import FlushCacheReqInput
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.messages.io_struct import FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")

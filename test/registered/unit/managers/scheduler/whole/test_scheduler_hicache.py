@@ -14,7 +14,12 @@ import pytest
 from rigs.caches.cache_rig import HeldReads, HeldStream
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
+from sglang.srt.managers.scheduler.prefill import PrefillScheduler
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
+from sglang.srt.messages.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
     ClearHiCacheReqInput,
@@ -23,11 +28,6 @@ from sglang.srt.managers.messages.io_struct import (
     GetHiCacheStorageReqInput,
     RequestOutput,
 )
-from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
-from sglang.srt.managers.scheduler.prefill import PrefillScheduler
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 

@@ -11,7 +11,7 @@ import torch
 
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.managers.messages.io_struct import FinishReason
+from sglang.srt.messages.io_struct import FinishReason
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")

@@ -15,7 +15,7 @@ import torch
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
+from sglang.srt.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")

@@ -20,7 +20,9 @@ from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constrained.grammar import Grammar, GrammarTicket
 from sglang.srt.distributed.rank_group import SingleRank
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder, StopRegexTooSlow
+from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
+from sglang.srt.messages.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
     ControlReqOutput,
@@ -32,8 +34,6 @@ from sglang.srt.managers.messages.io_struct import (
     decode_tick,
     encode,
 )
-from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder, StopRegexTooSlow
-from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

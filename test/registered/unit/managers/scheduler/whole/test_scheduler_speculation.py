@@ -19,9 +19,9 @@ from rigs.drafts.replayed_graphs import replayed_graphs
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
+from sglang.srt.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

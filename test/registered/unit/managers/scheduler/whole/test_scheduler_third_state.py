@@ -21,6 +21,7 @@ from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
 from sglang.srt.environ import envs
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
@@ -29,7 +30,6 @@ from sglang.srt.mem_cache.device.state_spec import (
     StateBuffer,
     StateSpec,
 )
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams
 from sglang.srt.model_loader import loader
 from sglang.srt.models.qwen3_next import Qwen3NextForCausalLM
 from sglang.srt.models.registry import MODEL_CLASSES

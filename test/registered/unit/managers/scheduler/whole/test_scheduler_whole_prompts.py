@@ -17,11 +17,11 @@ from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")

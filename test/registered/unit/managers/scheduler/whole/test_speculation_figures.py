@@ -12,7 +12,7 @@ from rigs.drafts.guesses import guessed
 from rigs.drafts.replayed_graphs import replayed_graphs
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.messages.io_struct import (
     CachedTokensDetails,
     GetCacheViewReq,
     GetMetricsReq,

@@ -35,12 +35,11 @@ from sglang.srt.hardware_backend.device_runtime import detect_device, device_run
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK
 from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
-from sglang.srt.managers.scheduler.process.same_settings import check_same_settings
 from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerResources
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
-from sglang.srt.mem_cache.tree.base_prefix_cache import CacheInitParams
 from sglang.srt.model_executor.model_runner import (
     ModelRunner,
     ModelRunnerConfig,
@@ -57,6 +56,7 @@ from sglang.srt.model_loader.weight_files import config_values
 from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.model_loader.weight_source import SeedAddress
 from sglang.srt.observability.engine_metrics import SchedulerMetrics, model_label
+from sglang.srt.process.same_settings import check_same_settings
 from sglang.srt.speculative.eagle_worker import verification_bytes
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.network import address_for_peers
@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sglang.srt.distributed.rendezvous import Rendezvous
-    from sglang.srt.managers.scheduler.process.tick_watchdog import TickWatchdog
-    from sglang.srt.mem_cache.tree.radix_cache import RadixCache
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.process.tick_watchdog import TickWatchdog
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)

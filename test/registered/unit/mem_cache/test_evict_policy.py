@@ -8,8 +8,8 @@ import pytest
 
 from rigs.caches.cache_rig import CacheRig
 from rigs.call_counts import CallCounts
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.tree.evict_policy import EvictionHeap, get_eviction_strategy
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.evict_policy import EvictionHeap, get_eviction_strategy
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rigs.caches.cache_rig import CacheRig, Reused, RigRequest
-from sglang.srt.mem_cache.tree.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, chain_seed, page_hash
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 

@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from sglang.srt.managers.messages.ipc import IpcAddresses, make_ipc_directory
+from sglang.srt.messages.ipc import IpcAddresses, make_ipc_directory
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.managers.messages.cache_key import combine_extra_key, split_extra_key
+from sglang.srt.messages.cache_key import combine_extra_key, split_extra_key
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

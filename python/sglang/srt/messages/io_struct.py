@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from sglang.srt.managers.messages.cache_report import CacheReport
+from sglang.srt.messages.cache_report import CacheReport
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PackedTokens: TypeAlias = npt.NDArray[np.uint32]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from sglang.srt.managers.scheduler.process.tick_watchdog import TickWatchdog
+from sglang.srt.process.tick_watchdog import TickWatchdog
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 

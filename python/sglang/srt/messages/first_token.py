@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import xxhash
 
-from sglang.srt.managers.messages.cache_report import CacheReport
-from sglang.srt.managers.messages.io_struct import CachedTokensDetails, TopLogprobs
+from sglang.srt.messages.cache_report import CacheReport
+from sglang.srt.messages.io_struct import CachedTokensDetails, TopLogprobs
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.messages.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.mem_cache.tree.radix_key import TokenArray
+    import numpy as np
+    import numpy.typing as npt
+
+    from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
 
@@ -46,7 +48,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from that step to the token."""
 
 
-def prompt_digest(ids: TokenArray) -> str:
+def prompt_digest(ids: npt.NDArray[np.uint32]) -> str:
     return xxhash.xxh3_64_hexdigest(ids.tobytes())
 
 

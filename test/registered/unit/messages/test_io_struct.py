@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.io_struct import (
     SCHEDULER_DECODER,
     AbortReq,
     TokenizedGenerateReqInput,
     encode,
     frame_of,
 )
-from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.bad_messages import MALFORMED
 from sglang.test.ci.ci_register import register_cpu_ci

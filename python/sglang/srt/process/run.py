@@ -19,14 +19,15 @@ from sglang.srt.distributed.parallel_state import make_store
 from sglang.srt.distributed.rank_group import RankGroup, RankLost
 from sglang.srt.distributed.rank_watch import LIMIT_S, RankWatch
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import (
+from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
+from sglang.srt.messages.io_struct import (
     SCHEDULER_DECODER,
     BatchTokenIDOutput,
     ControlReqOutput,
     ToScheduler,
     encode,
 )
-from sglang.srt.managers.messages.ipc import (
+from sglang.srt.messages.ipc import (
     LOST_A_RANK,
     IpcAddresses,
     pull_socket,
@@ -34,9 +35,8 @@ from sglang.srt.managers.messages.ipc import (
     send_error,
     send_ready,
 )
-from sglang.srt.managers.scheduler.process.build import build_scheduler
-from sglang.srt.managers.scheduler.process.tick_watchdog import TickWatchdog
-from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
+from sglang.srt.process.build import build_scheduler
+from sglang.srt.process.tick_watchdog import TickWatchdog
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.logging_utils import configure_logger
 from sglang.srt.utils.network import log_exposed_ports

@@ -13,7 +13,7 @@ import pytest
 from rigs.caches.memory_ranks import MemoryExchange
 from sglang.srt.arg_groups.extra_config import FLAG
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.managers.scheduler.process.same_settings import check_same_settings
+from sglang.srt.process.same_settings import check_same_settings
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 
