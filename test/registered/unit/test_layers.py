@@ -24,6 +24,12 @@ REPO: Final = Path(__file__).resolve().parents[3]
 PACKAGE: Final = REPO / "python" / "sglang"
 RIGS: Final = REPO / "test" / "rigs"
 
+TREE_FILES: Final = tuple(
+    f"mem_cache.{name}"
+    for name in ("base_prefix_cache", "cache_init_params", "evict_policy", "radix_cache")
+)
+"""Files of the prefix tree that stand at SGLang's paths; their folder is `mem_cache.tree`."""
+
 # Modules below `sglang.srt`, lowest layer first. A name places the module and what is in it;
 # where several match, the longest decides. Folders of mixed layers are listed file by file.
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
@@ -37,10 +43,10 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ),
     ("messages",),
     ("mem_cache.device", "mem_cache.allocator"),
-    ("messages.first_token", "disaggregation.control", "disaggregation.common"),
+    ("disaggregation.control", "disaggregation.common"),
     ("mem_cache.host",),
     ("mem_cache.storage",),
-    ("mem_cache.tree",),
+    ("mem_cache.tree", *TREE_FILES),
     ("mem_cache.hybrid_cache",),
     ("mem_cache.l2",),
     ("mem_cache.l3",),
@@ -74,6 +80,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ),
     # Faces.
     ("managers",),
+    ("process",),
     ("entrypoints",),
 )
 OUTSIDE: Final = len(LAYERS)
@@ -81,6 +88,15 @@ OUTSIDE: Final = len(LAYERS)
 ABOVE: Final = OUTSIDE + 1
 """Layer of the tests' rigs: nothing that is installed may need them."""
 
+
+TOP_FOLDERS: Final = (
+    *("constants", "environ", "utils", "hardware_backend"),
+    *("function_call", "constrained", "parser", "sampling", "arg_groups", "server_args", "configs"),
+    *("distributed", "messages", "observability", "mem_cache"),
+    *("layers", "models", "model_loader", "model_executor", "speculative"),
+    *("managers", "disaggregation", "process", "entrypoints"),
+)
+"""What lies flat in `sglang.srt`, lowest first: imports between these go down, for types too."""
 
 TYPE_CIRCLES: Final[tuple[frozenset[str], ...]] = ()
 """Folders that import each other if imports for types alone count. A circle may leave this list or
@@ -232,6 +248,8 @@ def test_the_controller_knows_no_manager_no_tree_and_no_tier(
 def folder_of(module: str) -> str:
     """The folder of a module of `sglang.srt`; files that lie flat in it count by themselves."""
     name = module.removeprefix("sglang.srt.")
+    if name in TREE_FILES:
+        return "mem_cache.tree"
     is_package = (PACKAGE.parent / module.replace(".", "/")).is_dir()
     return name if is_package else name.rsplit(".", 1)[0]
 
@@ -250,6 +268,23 @@ def folder_graph(
             }
             graph.setdefault(folder_of(module), set()).update(targets - {folder_of(module)})
     return graph
+
+
+def top_folder_of(module: str) -> str:
+    """The folder in `sglang.srt` that has the module; a file that lies flat there, by itself."""
+    return module.removeprefix("sglang.srt.").split(".")[0]
+
+
+def find_upward(modules: Mapping[str, ast.Module]) -> list[str]:
+    """One line for each import between top folders that goes upwards, for types or not."""
+    order = {name: place for place, name in enumerate(TOP_FOLDERS)}
+    return [
+        f"{module} imports {target}"
+        for module in modules
+        for target in sorted(imports_of(module, modules, for_types=True))
+        if module.startswith("sglang.srt.") and target.startswith("sglang.srt.")
+        if order[top_folder_of(target)] > order[top_folder_of(module)]
+    ]
 
 
 def find_folder_cycle(modules: Mapping[str, ast.Module]) -> list[str]:
@@ -292,6 +327,13 @@ def find_file_type_circles(modules: Mapping[str, ast.Module]) -> set[frozenset[s
 def test_there_is_no_cycle_between_folders(modules: dict[str, ast.Module]) -> None:
     cycle = find_folder_cycle(modules)
     assert not cycle, " -> ".join(cycle)
+
+
+def test_no_top_folder_imports_a_higher_one_not_even_for_types(
+    modules: dict[str, ast.Module],
+) -> None:
+    upward = find_upward(modules)
+    assert not upward, "\n".join(upward)
 
 
 def test_imports_for_types_close_no_other_circle_than_the_known(
@@ -399,6 +441,16 @@ def test_an_upward_import_is_found_wherever_it_stands(source: str) -> None:
 def test_imports_for_the_type_checker_may_go_upwards() -> None:
     source = "if TYPE_CHECKING:\n    from sglang.srt.layers.linear import Linear"
     assert not find_violations(tree(mem_cache__pool=source, layers__linear=""))
+
+
+def test_imports_for_types_that_go_upwards_between_top_folders_are_found() -> None:
+    typed = "if TYPE_CHECKING:\n    import sglang.srt."
+    sources = tree(
+        mem_cache__pool=f"{typed}layers.linear",
+        layers__linear=f"{typed}mem_cache.tree.nodes",
+        mem_cache__tree__nodes=f"{typed}mem_cache.pool",
+    )
+    assert find_upward(sources) == ["sglang.srt.mem_cache.pool imports sglang.srt.layers.linear"]
 
 
 def test_a_file_without_a_place_is_found_but_an_empty_package_is_not() -> None:

@@ -1,1 +1,1 @@
-"""Messages between the processes, and their transport."""
+"""Messages between processes and between servers, and their transport."""

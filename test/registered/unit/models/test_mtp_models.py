@@ -22,6 +22,7 @@ from rigs.schedulers.rank_threads import on_rank_threads
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.models.llama import LlamaDecoderLayer
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
@@ -107,9 +108,11 @@ def test_entries_are_stored_without_running_the_layer(
     assert all(part.count_nonzero() for part in want)
     layer = driver.runner.model.draft_layer
     assert layer is not None
-    for module in (layer.layer.mlp, *driver._backends.values()):
+    decoder = layer.layer
+    assert isinstance(decoder, LlamaDecoderLayer)
+    for module in (decoder.mlp, *driver._backends.values()):
         monkeypatch.setattr(module, "forward", not_called)
-    indexer = getattr(layer.layer.self_attn, "indexer", None)
+    indexer = getattr(decoder.self_attn, "indexer", None)
     assert (indexer is not None) == ("v32" in family or "dsa" in family)
     if indexer is not None:
         monkeypatch.setattr(indexer, "queries", not_called)
