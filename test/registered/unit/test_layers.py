@@ -102,18 +102,7 @@ TYPE_CIRCLES: Final[tuple[frozenset[str], ...]] = ()
 """Folders that import each other if imports for types alone count. A circle may leave this list or
 lose a folder; none may join it."""
 
-FILE_TYPE_CIRCLES: Final = (
-    frozenset(
-        {
-            "sglang.srt.disaggregation.common.metadata_reader",
-            "sglang.srt.disaggregation.common.transfer_context",
-        }
-    ),
-    frozenset(
-        f"sglang.srt.disaggregation.mooncake.{name}"
-        for name in ("conn", "packed_read", "prefill_peer", "receiver", "shard_receiver")
-    ),
-)
+FILE_TYPE_CIRCLES: Final[tuple[frozenset[str], ...]] = ()
 """The same for files."""
 
 MAX_FILES: Final = 20
