@@ -89,7 +89,7 @@ def tool_use(body: ChatBody, parser: str | None, template: ChatTemplate) -> Tool
         for index, tool in enumerate(tools)
         if named in (None, tool.function.name)
     ]
-    schema = branches[0] if len(branches) == 1 else {"anyOf": branches}
+    schema: dict[str, Any] = branches[0] if len(branches) == 1 else {"anyOf": branches}
     if definitions:
         schema["$defs"] = definitions
     return ToolUse(
