@@ -29,7 +29,7 @@ def output_of(*command: str) -> list[str]:
         env=child_environment() | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

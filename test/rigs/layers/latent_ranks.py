@@ -33,6 +33,9 @@ SIZES: Final[dict[str, Any]] = {
     "v_head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 48,
 }  # fmt: skip
 
+_TIMEOUT_S: Final = 240.0
+"""Interpreted ranks wait for each other without sleeping, beside other tests' processes."""
+
 
 def logits_of(driver: StepDriver) -> torch.Tensor:
     """Logits of three chunks of a prompt, and of two decode steps."""
@@ -67,7 +70,10 @@ def check(ranks: int, device: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         save_tiny_checkpoint(directory, "deepseek_v32", **SIZES)
         right = logits_of(StepDriver(directory, page_size=16, device="cpu"))
-        for found, shared in run_ranks(ranks, logits_of_rank, directory, device, device=device):
+        results = run_ranks(
+            ranks, logits_of_rank, directory, device, device=device, timeout_s=_TIMEOUT_S
+        )
+        for found, shared in results:
             torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-3)
             # The first of two layers: tokens 37 to 79 under masks, then blocks of 8. The last layer
             # computes the last token.
