@@ -42,7 +42,7 @@ def test_it_starts_servers_and_a_router(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+") as log:
         program = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
         try:
-            assert wait_until(lambda: serves(url), 120), (tmp_path / "log").read_text()
+            assert wait_until(lambda: serves(url), 240), (tmp_path / "log").read_text()
             assert wait_until(lambda: healthy(url) == 2, 60), (tmp_path / "log").read_text()
             children = psutil.Process(program.pid).children(recursive=True)
             program.send_signal(signal.SIGTERM)
