@@ -7,8 +7,8 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Before the other imports, because Ctrl-C during them would print a traceback. No process has
-    # been started yet, so that an immediate exit is fine.
+    # The handlers come before the other imports, because Ctrl-C during them would print a
+    # traceback. An immediate exit is safe, because no process has been started yet.
     for _early in (signal.SIGINT, signal.SIGTERM):
         signal.signal(_early, lambda sig, frame: os._exit(128 + sig))
 

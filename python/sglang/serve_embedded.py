@@ -15,7 +15,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Before the other imports, because Ctrl-C during them would print a traceback.
+    # The handler comes before the other imports: Ctrl-C during them would print a traceback.
     signal.signal(signal.SIGINT, lambda sig, frame: os._exit(128 + sig))
 
 import json
@@ -254,7 +254,7 @@ def run(title: str, serve: Callable[[Sequence[str]], None]) -> int:
         Exit status: 0 after Ctrl-C or, with `ONCE=1`, the answer; 1 after an error, with one line
         about it.
     """
-    # From here on Ctrl-C and a supervisor's SIGTERM end all started processes.
+    # Ctrl-C and a supervisor's SIGTERM now end all started processes.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

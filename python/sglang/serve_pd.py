@@ -2,12 +2,12 @@
 
 Starts `mooncake_master` and a store node for the prefill server's cache, both servers, and
 `sglang_router` in front of them. Asks a question over HTTP, prints the answer and a command for the
-next question, and runs until Ctrl-C (with `ONCE=1` until the answer). Both servers get the
-arguments, except that `--host` and `--port` are for the router and flags of the cache for the
-prefill server. The servers share a secret: SGLANG_DISAGGREGATION_SECRET, or a random one. Without
-`--model-path` both serve the built-in model, with `MODEL=hybrid` the built-in hybrid, with
-`MODEL=smollm2` a real model from PyPI. If there are enough GPUs, each server has its own. All
-processes are children and end by their handles.
+next question, and runs until Ctrl-C (with `ONCE=1` until the answer). The router gets `--host` and
+`--port`, the prefill server the flags of the cache, and both servers all other arguments. The
+servers share a secret: SGLANG_DISAGGREGATION_SECRET, or a random one. Without `--model-path` both
+serve the built-in model, with `MODEL=hybrid` the built-in hybrid, with `MODEL=smollm2` a real model
+from PyPI. If there are enough GPUs, each server has its own. All processes are children and end by
+their handles.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import signal
 
 if __name__ == "__main__":
-    # Before the other imports, because Ctrl-C during them would print a traceback.
+    # The handler comes before the other imports: Ctrl-C during them would print a traceback.
     signal.signal(signal.SIGINT, lambda sig, frame: os._exit(128 + sig))
 
 import secrets

@@ -43,11 +43,11 @@ _CHECKS: Final[tuple[Callable[[ServerArgs], None], ...]] = (
 
 
 def protocols_of_wheel(wheels: Sequence[str]) -> frozenset[str] | str:
-    """Transports that the installed wheel of Mooncake has; a text: why it cannot be loaded.
+    """Transports of the installed Mooncake wheel, or a text that says why it cannot be loaded.
 
     Args:
-        wheels: Names of the installed wheels. Those for CUDA link libraries that torch brings, so
-            torch is imported for them.
+        wheels: Names of the installed wheels. A CUDA wheel links libraries that torch brings, so
+            torch is imported first.
     """
     if not CPU_WHEELS.issuperset(wheels) and importlib.util.find_spec("torch") is not None:
         importlib.import_module("torch")

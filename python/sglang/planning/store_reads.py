@@ -33,7 +33,7 @@ def tokens_read(
         l2_tokens: Size of L1 and L2 together.
         l3_tokens: Size of L3, which has their pages too.
         threshold: Tokens; shorter hits are computed.
-        always: Whether every longer hit is read (`wait_complete`).
+        always: True if every longer hit is read (`wait_complete`).
     """
     rates = Rates(reads=int(reads.read), prefills=int(reads.prefill))
     in_l2 = distances.hits(l2_tokens)

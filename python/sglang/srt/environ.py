@@ -374,8 +374,8 @@ class Envs:
         "OpenMP's wait policy; if set, it overrides GOMP_SPINCOUNT."
     )
 
-    # oneDNN and torch's layer above it read these. By default each caches 1,024 shapes of matrix
-    # products. A new number of tokens adds five shapes of 0.5 MB each.
+    # oneDNN and torch's layer above it read these. Each caches 1,024 shapes of matrix products
+    # unless told otherwise. A new number of tokens adds five shapes of 0.5 MB each.
     ONEDNN_PRIMITIVE_CACHE_CAPACITY = _env_int(
         96, "Matrix products of a CPU whose compiled code is cached; compiling takes 0.3 ms."
     )
@@ -426,8 +426,8 @@ class Envs:
 
     @classmethod
     def check_own(cls) -> None:
-        """Parse every variable that the engine alone reads, so that a malformed one is found at the
-        start. Those that libraries read too are theirs to judge.
+        """Parse every variable that the engine alone reads, to find malformed ones at the start.
+        Variables that libraries also read are checked by the libraries.
 
         Raises:
             ValueError: As `EnvField.get`.

@@ -80,10 +80,10 @@ def flag(
         help: One line; the parser appends the default and the choices.
         choices: The accepted values. `check_choices` checks them for flags and for callers.
         aliases: Further spellings, with their dashes.
-        secret: Whether to keep the value out of the dataclass's repr.
-        is_shown: False: the field is no flag, since users of the machine can read those.
-        parse: Makes the value from the word on the command line; raises ValueError. None: the
-            field's type does.
+        secret: True if the dataclass's repr must not show the value.
+        is_shown: False if the field has no flag, because users of the machine can read flags.
+        parse: Makes the value from the word on the command line; raises ValueError. If None, the
+            field's type makes it.
     """
     metadata = {
         "help": help,
@@ -109,7 +109,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def tool_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser of a tool's own flags, for words of which the rest are the engine's.
+    """A parser of a tool's own flags; the other words of the command line are the engine's.
 
     `--help` is a switch: the tool shows its own flags and then the engine's.
 
@@ -165,7 +165,7 @@ def add_flags(parser: argparse.ArgumentParser, args_class: type) -> None:
 
 
 def _with_message(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse`, with errors of the type whose text argparse shows."""
+    """`parse`, but its errors become `ArgumentTypeError`, because argparse shows their text."""
 
     def convert(word: str) -> Any:
         try:
@@ -345,7 +345,7 @@ def _turns_off(name: str) -> bool:
 
 def check_choices(args: Any) -> Iterator[Mistake]:
     """Find fields whose value is not one of their choices; the line suggests the nearest choice.
-    None is accepted if it is the default."""
+    A field may be None if that is its default."""
     for field in dataclasses.fields(args):
         choices = field.metadata["choices"]
         value = getattr(args, field.name)

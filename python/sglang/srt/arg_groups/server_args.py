@@ -106,7 +106,7 @@ class ServerArgs(ServerFlags):
     def resolve(self) -> ServerArgs:
         """Check every value; fill in those that need neither machine nor model.
 
-        With `device="auto"`, values that depend on the device stay unset until `on_device`.
+        If `device` is "auto", values that depend on the device stay unset until `on_device`.
 
         Idempotent: resolving a resolved copy gives an equal copy.
 

@@ -373,12 +373,12 @@ def _shown(value: object) -> str:
 def read_config(
     model_path: str, *, trust_remote_code: bool = False, quantization: str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """The checked config.json of the checkpoint in directory `model_path`: its key of `FIELDS`, and
-    the whole.
+    """Read and check config.json of the checkpoint in directory `model_path`. Returns its key in
+    `FIELDS`, and the whole config.
 
     Args:
-        trust_remote_code: Whether a config class that comes with the checkpoint may be run.
-        quantization: Name of the weight format; None: what the checkpoint says.
+        trust_remote_code: True if a config class of the checkpoint may run.
+        quantization: Name of the weight format; None: the checkpoint's own.
 
     Raises:
         ValueError: There is no checkpoint, or its architecture, its weight format or a field is not

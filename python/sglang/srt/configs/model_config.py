@@ -53,7 +53,7 @@ class ModelConfig:
     model_path: str
     architecture: str
     model_type: str
-    """Of the whole checkpoint, as `architecture` is."""
+    """Model type of the whole checkpoint; `architecture` is the whole checkpoint's too."""
     hf_config: PretrainedConfig
     """Settings of the text model: config.json, or the part of it that `TEXT_CONFIG` names."""
     dtype: torch.dtype
@@ -136,9 +136,9 @@ class ModelConfig:
             dtype: A key of `DTYPES`, or "auto" for the checkpoint's dtype.
             context_length: Tokens; None means the length that config.json has.
             ssm_dtype: A key of `DTYPES`, for recurrent states.
-            trust_remote_code: Whether a config class that comes with the checkpoint may be run.
+            trust_remote_code: True if a config class of the checkpoint may run.
             quantization: Name of the weight format; None: what the checkpoint says.
-            has_draft_layer: Whether the layer that drafts is loaded.
+            has_draft_layer: True if the layer that drafts is loaded.
 
         Raises:
             ValueError: Something is missing or not supported. One line with the remedy.

@@ -1,8 +1,8 @@
 """The weight format that a checkpoint's `quantization_config` states. Needs no torch.
 
-The object says how quantized weights are encoded. Which weights are quantized is read from the
-files: a quantized weight has scales beside it. So lists of exceptions (`ignore`,
-`modules_to_not_convert`) need no interpretation.
+The object says how quantized weights are encoded. The files say which weights are quantized: a
+quantized weight has scales beside it. Lists of exceptions (`ignore`, `modules_to_not_convert`)
+therefore need no interpretation.
 
 Sources of the formats: transformers' `FineGrainedFP8Config`, `AwqConfig` and `GPTQConfig`;
 compressed-tensors' `QuantizationConfig`; the checkpoint format of AutoGPTQ and its successor.

@@ -51,7 +51,7 @@ class RopeConfig:
         """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (older).
 
         Args:
-            may_be_partial: Whether the architecture can rotate a part of a head's dimensions.
+            may_be_partial: True if the architecture can rotate a part of a head's dimensions.
 
         Raises:
             ValueError: The scaling type or a partial rotation is not supported, or a field is

@@ -78,7 +78,7 @@ def constraint_of(
 def constraint_of_response_format(
     response_format: Mapping[str, Any] | None,
 ) -> Constraint | None:
-    """OpenAI's `response_format` as a constraint; None if it does not constrain the output.
+    """OpenAI's `response_format` as a constraint, or None if the format allows any output.
     `strict` and `name` change nothing: a schema is always enforced. A ValueError names a wrong
     field and its valid values."""
     if response_format is None:

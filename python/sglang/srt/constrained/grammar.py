@@ -39,12 +39,12 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: Sequence[in
 
     Args:
         logits: float32, float16 or bfloat16 [batch, vocab], any device.
-        bitmask: From `allocate_bitmask` for the same batch and vocabulary; on the CPU or on the
-            device of the logits.
+        bitmask: Result of `allocate_bitmask` for the same batch and vocabulary; on the CPU or on
+            the device of the logits.
         rows: Distinct rows to mask; the other rows do not change.
 
     Raises:
-        ValueError: The mask has another shape than the logits need.
+        ValueError: The shape of the mask does not fit the logits.
     """
     if not rows:
         return
@@ -163,8 +163,8 @@ def compile_constraint(
     Schemas and structural tags must have been checked.
 
     Args:
-        any_whitespace: Whether JSON may have whitespace between its tokens. If not, it is
-            written as `json.dumps` does: one blank after each comma and colon, no line breaks.
+        any_whitespace: True if JSON may have whitespace between its tokens. If false, JSON looks
+            like the output of `json.dumps`: one blank after each comma and colon, no line breaks.
 
     Raises:
         GrammarError: The text is not a grammar of its kind, or needs too much memory.
@@ -300,8 +300,9 @@ class Grammar:
 class GrammarTicket(Future[Grammar]):
     """The grammar of one constraint, which may still be compiling. Raises `GrammarError`.
 
-    All requests with the constraint share it. Any thread may read it. With several ranks, one rank
-    reads it and tells the others, because compilations end at different times on different ranks.
+    All requests with the constraint share the ticket. Any thread may read it. If there are several
+    ranks, one of them reads it and tells the others, because each rank finishes compiling at
+    another time.
     """
 
     def __init__(self, constraint: Constraint) -> None:

@@ -173,7 +173,7 @@ class XGrammarBackend:
     Args:
         vocab_size: Columns of the model's logits; ids that the tokenizer lacks are never allowed.
         eos_token_ids: Tokens that end a completed grammar.
-        any_whitespace: Whether JSON may have whitespace between its tokens (up to 40 in a row).
+        any_whitespace: True if JSON may have whitespace between its tokens (up to 40 in a row).
 
     Raises:
         ValueError: There is no end token, or one is outside the vocabulary.

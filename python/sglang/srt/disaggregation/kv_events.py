@@ -148,7 +148,7 @@ class ZmqEventPublisher:
         socket.setsockopt(zmq.TCP_MAXRT, _STUCK_MS)
         own = endpoints_to_bind(endpoint)
         hosts = list(map(_host_of, own)) or addresses_of(_host_of(endpoint))
-        # Without the option ZMQ uses IPv4 alone. With it, it prefers IPv6 when it connects.
+        # ZMQ uses IPv4 alone if the option is unset, and prefers IPv6 in connects if it is set.
         are_ipv6 = [":" in one for one in hosts]
         socket.setsockopt(zmq.IPV6, any(are_ipv6) if own else all(are_ipv6) and bool(hosts))
         try:

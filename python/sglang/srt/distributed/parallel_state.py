@@ -73,8 +73,8 @@ class GroupCoordinator(TensorGroup):
         self._symm_mem: TorchSymmMemCommunicator | None = None
 
     def open_symmetric_memory(self, device: torch.device) -> None:
-        """From now on, sum small tensors over symmetric memory. A collective. If one rank cannot do
-        so, all go on without it, and the log has the reason.
+        """Open symmetric memory; later sums of small tensors use it. A collective. If this fails on
+        one rank, no rank uses such memory, and the log has the reason.
 
         Args:
             device: Device of this rank, with its index.
@@ -371,8 +371,8 @@ def _cause_in(text: str) -> str:
 
 
 def _gloo_listening_towards(host: str) -> AbstractContextManager[None]:
-    """Context in which gloo listens on the interface towards `host`. By default it listens at the
-    address of the hostname, which other machines can reach."""
+    """Context in which gloo listens on the interface towards `host`. Gloo's default is the address
+    of the hostname, which other machines can reach."""
     interface = envs.GLOO_SOCKET_IFNAME
     return nullcontext() if interface.is_set() else interface.override(_interface_towards(host))
 

@@ -104,10 +104,10 @@ class TensorGroup(ABC):
 
     def shared_keys(self, count: int) -> tuple[torch.Tensor, PeerParts] | None:
         """Memory for int64 `[count]` that kernels of all ranks can read after this rank wrote it,
-        and the addresses of all ranks' memory; None: there is no shared memory.
+        and the addresses of all ranks' memory; None if there is no shared memory.
 
-        The call after the next returns the same memory. Before that, a kernel of this rank must
-        have passed a barrier with the other ranks. Not for captures.
+        The call after the next returns the same memory, so a kernel of this rank must pass a
+        barrier with the other ranks before that call. Not for captures.
         """
         return None
 

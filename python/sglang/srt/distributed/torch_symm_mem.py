@@ -39,12 +39,12 @@ class TorchSymmMemCommunicator:
     of CUDA graphs too. All ranks make the same calls in the same order.
 
     The memory has five buffers. `all_reduce` has one, and returns when no rank reads it any more.
-    Two alternate for sums that norms finish. A norm's kernel waits for the partial sums of all
-    ranks, but not until they have been read. When a rank begins sum n + 2, all others have begun
-    sum n + 1, so they have finished sum n, whose buffer is reused. Therefore the first such sum of
-    a pass must come after an `all_reduce` of any size, which is the embedding's. The last two
-    buffers are for keys, and alternate likewise. They are followed by the low-latency buffer, to
-    which other ranks write, and the flags of barriers between ranks.
+    Two alternate for sums that norms finish. A norm's kernel waits until all ranks have written
+    their partial sums, but not until all have read them. Sum n + 2 reuses the buffer of sum n. When
+    a rank begins sum n + 2, all others have begun sum n + 1, so they have finished sum n. Therefore
+    the first such sum of a pass must come after an `all_reduce` of any size: the embedding's. The
+    last two buffers are for keys, and alternate likewise. The low-latency buffer, to which other
+    ranks write, and the flags of barriers between ranks follow.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,8 +1,8 @@
-"""The directory of the model that is served, from what the arguments name.
+"""Finds or makes the directory of the served model.
 
-Names of the Hugging Face hub are looked up in its cache on this host, else downloaded. For
-`--json-model-override-args` the directory is made: it has its own config.json, and links to the
-checkpoint's other files. So all readers of the config see the changes, and so do digests of it.
+Names of the Hugging Face hub are looked up in its cache on this host, else downloaded.
+`--json-model-override-args` makes a directory with its own config.json, and links to the
+checkpoint's other files. All readers and digests of the config then see the changes.
 """
 
 from __future__ import annotations

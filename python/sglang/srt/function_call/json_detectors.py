@@ -42,7 +42,7 @@ class BaseFormatDetector(FormatDetector):
     Args:
         tool_names: The tools that the request named; None allows any name.
         schemas: Not needed: JSON has types.
-        commits_early: Whether to send a call before its end; `parse_non_stream` does not.
+        commits_early: True to send a call before its end. `parse_non_stream` sets it to false.
     """
 
     def __init__(
@@ -232,8 +232,8 @@ _MARKER: Final = "<|python_tag|>"
 class Llama32Detector(BaseFormatDetector):
     """Llama 3: `{"name": ..., "parameters": {...}}`, separated by `;`, with or without a marker.
 
-    The marker is a special token, which detokenizing may drop. So an object at the start of the
-    output counts as a call too. Anything but a `;` after a call is text.
+    The marker is a special token, which detokenizing may drop. Therefore an object at the start of
+    the output counts as a call even without it. After a call, anything but a `;` is text.
     """
 
     start_markers: ClassVar[tuple[str, ...]] = (_MARKER,)

@@ -224,7 +224,7 @@ class TaggedFormatDetector(FormatDetector):
         """Read a part that is all text, up to the first of `tags` that is its end.
 
         Args:
-            is_end: Whether the part ends at this position; raises as `_read_part`.
+            is_end: True if the part ends at this position; raises as `_read_part`.
         """
         for place in cursor.places(tags.pattern, max(cursor.position, self._searched)):
             self._searched = place

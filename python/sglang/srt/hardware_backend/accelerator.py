@@ -21,7 +21,7 @@ from sglang.srt.hardware_backend.device_runtime import (
 )
 
 _URGENT = -1
-"""Priority of a stream whose kernels run before those of the caller's stream."""
+"""Stream priority above that of the caller's stream: its kernels run first."""
 
 
 class AcceleratorRuntime(DeviceRuntime):

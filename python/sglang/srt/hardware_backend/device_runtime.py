@@ -301,7 +301,7 @@ _REGISTERED: Final[dict[str, RuntimeFactory]] = {}
 
 
 def register_device_runtime(kind: str, factory: RuntimeFactory) -> None:
-    """From now on, let `factory` make the runtimes of devices of type `kind`."""
+    """Register `factory`, which makes the runtimes of devices of type `kind`."""
     _REGISTERED[kind] = factory
     device_runtime.cache_clear()
 

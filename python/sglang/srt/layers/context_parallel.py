@@ -2,11 +2,11 @@
 
 c ranks cut a request's new tokens into 2c runs. Rank r takes runs r and 2c-1-r, which
 makes the causal work even ("zig-zag", Llama 3 herd of models, 2024, section 3.3.2). Attention
-treats each run as a request whose prefix ends where the run begins. Before a layer attends, the
-ranks exchange what they have stored for it, and their pools become equal.
+treats each run as a request whose prefix ends where the run begins. The ranks exchange the rows
+that they stored for a layer before the layer attends, which makes their pools equal.
 
-A draft layer reads, for each token, the hidden state at the token before. For the first token of a
-run that state is on another rank, so the ranks also exchange the states at the ends of runs.
+A draft layer reads, for each token, the hidden state at the previous token. For the first token of
+a run that state is on another rank, so the ranks also exchange the states at the ends of runs.
 """
 
 from __future__ import annotations

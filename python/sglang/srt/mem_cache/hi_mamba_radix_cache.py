@@ -15,8 +15,8 @@ class HiMambaRadixCache(HiRadixCache):
     """Prefix cache of pages and recurrent states in device memory, host memory and a store.
 
     Raises:
-        ValueError: As `HiRadixCache`, or `params.model_pools` has no recurrent states.
-        StorageUnreachable: As `HiRadixCache`.
+        ValueError: `params.model_pools` has no recurrent states, or a reason of `HiRadixCache`.
+        StorageUnreachable: See `HiRadixCache`.
     """
 
     def __init__(self, params: CacheInitParams, server_args: HiCacheArgs) -> None:

@@ -1,5 +1,5 @@
-"""The sockets through which the processes of one server exchange messages, and the message of a
-child process to its parent, sent once, when it can serve or cannot start.
+"""Sockets between the processes of one server, and the start message of a child process: it tells
+the parent once that the child can serve, or why it cannot start.
 
 Every socket carries `io_struct` messages as msgpack; PULL sides bind, PUSH sides connect:
 

@@ -29,13 +29,13 @@ from sglang.srt.model_executor.cuda_graph_runner import Forward
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
 TOKEN_COUNTS: Final = (1, 16, 32, 64, 128, 256)
-"""Captured numbers of tokens. From about 300 tokens on, the GPU takes longer than the CPU."""
+"""Captured numbers of tokens. Above about 300, the GPU computes longer than the CPU launches."""
 assert TOKEN_COUNTS[-1] <= SHORT, "layers of linear attention plan longer prefills on the CPU"
 MAX_REQUESTS: Final = 8
 
 
 class Size(NamedTuple):
-    """What a graph computes: so many tokens, of so many requests."""
+    """Numbers of tokens and requests that a graph computes."""
 
     tokens: int
     requests: int

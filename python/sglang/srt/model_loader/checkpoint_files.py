@@ -1,7 +1,7 @@
 """Loads weights from the files of a checkpoint, with errors that name the file; identifies them.
 
-The identity may be needed long after loading, when the files may contain other weights. So their
-names, sizes, times and inodes are recorded before they are read.
+The identity may be needed long after loading, when the files may contain other weights. The loader
+records names, sizes, times and inodes of the files before it reads them, to detect such a change.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ _MIX_2 = 0x846CA68B - (1 << 32)
 class DummyWeights:
     """Random weights, each determined by the seed and its name.
 
-    Where config.json states a weight format, linear layers and experts have it: see
+    Linear layers and experts have the weight format of config.json, if it states one: see
     `rounded_weights.is_rounded`. Elements and scales of fp8 are computed directly, in tiles of a
-    few million elements. A weight of 4 bits is made whole and rounded.
+    few million elements. A weight of 4 bits is made whole, then rounded.
     """
 
     name = "random"

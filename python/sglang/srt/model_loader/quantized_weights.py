@@ -33,13 +33,14 @@ from sglang.srt.layers.weight_format import WeightFormat
 from sglang.srt.model_loader.weight_files import REMEDY
 
 _SCALES: Final = ("_scale_inv", "_scale")
-"""What follows a weight's name in the name of its scales. Either is multiplied with, in spite of
-the first name."""
+"""Suffixes that turn a weight's name into the name of its scales. Weights are multiplied by either
+tensor, although the first name says inverse."""
 _OF_ACTIVATIONS: Final = frozenset(
     """input_scale input_zero_point input_global_scale output_scale output_zero_point
     q_scale k_scale v_scale prob_scale""".split()
 )
-"""Tensors of a layer that quantize activations, keys or values, which are not quantized here."""
+"""Tensors that quantize a layer's activations, keys or values. They are not used: this engine does
+not quantize those."""
 
 _SCALE_DTYPES: Final = MappingProxyType({"F16": torch.float16, "BF16": torch.bfloat16})
 """Dtypes of the scales of 4-bit integers in memory, as safetensors names them."""

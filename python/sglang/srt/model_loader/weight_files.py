@@ -127,10 +127,9 @@ def weights_identity(
     Args:
         load_format: See `LoadConfig`. The identity of "dummy" weights comes from config.json and
             the random seed.
-        rounding: The format that plain or random weights are rounded to, in words; empty: none.
-        has_draft_layer: Whether the draft layer is loaded too, whose state is a part of each page.
-        reading: What was read of the files, where others would read something else; empty: what
-            everybody reads.
+        rounding: Name of the format to which plain or random weights are rounded; empty: none.
+        has_draft_layer: True if the draft layer is loaded too. Its state is a part of each page.
+        reading: Choices made in reading the files, if the files allow several; else empty.
         cache_dir: Directory in which digests are cached; None: `~/.cache/sglang`.
 
     Returns:

@@ -1,8 +1,9 @@
 """The layer that drafts tokens: multi-token prediction (MTP).
 
-From the model's hidden state at a token and the next token it predicts the token after next; from
-its own hidden state and that draft, one more, and so on (DeepSeek-V3 Technical Report, 2024,
-section 2.2). It is one decoder layer more, with its own keys and values.
+The layer reads the model's hidden state at a token, and the next token. It predicts the token after
+next. It can then read its own hidden state and that draft, to predict one more token, and so on
+(DeepSeek-V3 Technical Report, 2024, section 2.2). The layer is one more decoder layer, with its own
+keys and values.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ class DraftNames:
     all: tuple[str, ...]
     """Prefixes of all tensors of draft layers."""
     others: tuple[str, ...]
-    """Prefixes of those that a model with a draft layer does not load: copies, further layers."""
+    """Prefixes of tensors that a model with a draft layer does not load: copies, further layers."""
 
     @classmethod
     def as_next_layers(cls, layers: str, index: int, count: int) -> DraftNames:
-        """DeepSeek's: the layers after the model's last one have the other parts too.
+        """Names of DeepSeek's draft layers: they follow the model's last layer, and have the other
+        parts too.
 
         Args:
             layers: Prefix of the model's layers.
@@ -62,11 +64,11 @@ class DraftNames:
 
     @classmethod
     def as_model(cls, prefix: str, count: int) -> DraftNames:
-        """Qwen's: a small model of its own.
+        """Names of Qwen's draft layers, which form a small model.
 
         Args:
-            prefix: Prefix of that model's tensors.
-            count: Its layers.
+            prefix: Prefix of the small model's tensors.
+            count: Draft layers in the checkpoint.
         """
         return cls(
             layer=f"{prefix}.layers.0",

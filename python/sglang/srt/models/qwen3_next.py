@@ -117,7 +117,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def sparse_layers(cls, config: ModelConfig) -> frozenset[int]:
-        """Indices of the layers with experts, which the draft layer has if others do."""
+        """Indices of the layers with experts. The draft layer has experts if any layer has."""
         if config.hf_config.num_experts == 0:
             return frozenset()
         return sparse_layers(config) | set(range(config.num_hidden_layers, config.num_layers))
@@ -133,7 +133,7 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def draft_names(cls, config: ModelConfig) -> DraftNames:
-        """Beside the model, even if that has a prefix."""
+        """Names of draft layers: under "mtp" at the top level, even if the model has a prefix."""
         count = getattr(config.hf_config, "mtp_num_hidden_layers", None)
         return DraftNames.as_model("mtp", count if isinstance(count, int) else 1)
 

@@ -141,7 +141,7 @@ class SchedulerMetrics:
         registry: Registry of these metrics and of the cache's.
         num_generated: Tokens generated so far; a plain number, because it changes at every token.
         num_prompt: Prompt tokens of scheduled requests.
-        num_cached: Those of them that were reused, by where they were.
+        num_cached: Reused prompt tokens, by the tier that they came from.
         verifications: Verifications of drafts, by the tier that the prompt's prefix came from.
 
     Args:
@@ -226,8 +226,8 @@ class SchedulerMetrics:
     def on_scheduled(
         self, prompt_tokens: int, cached: CachedTokensDetails, queue_time: float
     ) -> None:
-        """Count a request that is scheduled for the first time: the tokens of its prompt, those of
-        them that were reused, and the seconds since its arrival."""
+        """Count a request that is scheduled for the first time: its prompt tokens, the reused
+        tokens among them, and the seconds since its arrival."""
         self.num_prompt += prompt_tokens
         self.num_cached["device"] += cached.device
         self.num_cached["host"] += cached.host

@@ -73,7 +73,7 @@ class ReasoningParser:
 
     Args:
         name: One of `REASONING_PARSERS`.
-        begins_inside: Whether the output begins inside its reasoning, see `opened_reasoning`;
+        begins_inside: True if the output begins inside its reasoning, see `opened_reasoning`.
             None means the default of `name`.
         find_calls: Makes a parser that finds calls; None: the request has no tools.
     """

@@ -74,7 +74,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     reasoning: Reasoning = Reasoning.NONE
     """Reasoning before the constrained output. Chats set it; `structural_tag` has its own."""
     sampling_seed: int | None = None
-    """None lets the server draw a seed when the request arrives."""
+    """Seed of the sampling. If None, the server draws a seed when the request arrives."""
     logit_bias: dict[str, float] | None = None
     """Token id, as a decimal string (JSON's only kind of key), to the value added to its logit."""
 

@@ -2,9 +2,9 @@
 
 The layer reads the model's hidden state at position j - 1 and the token at position j, and predicts
 the token at j + 1. Its entry for this pair lies in the slot of token j, in one more layer of the
-primary pool. An entry depends on no later token, so a cached page suits every prompt that begins
-with its tokens, and all tiers carry the entries as they carry the other layers. Position 0
-has no entry: rows of slots, as the layer sees them, begin at position 1.
+primary pool. An entry does not depend on later tokens, so a cached page suits every prompt that
+begins with its tokens. All tiers store the entries like the other layers. Position 0 has no entry:
+the layer's rows of slots begin at position 1.
 
 An entry needs the hidden state before it. `HiddenRows` keeps, for each request, the hidden state of
 its last computed token. A model with recurrent states keeps it in a pool that shares their slots,

@@ -47,7 +47,7 @@ class OpenConnections:
     """The idle connections of one server, longest idle first. Event loop thread only.
 
     Attributes:
-        end_with_answer: Whether the next answer ends its connection, because the server drains.
+        end_with_answer: True while the server drains: each answer then ends its connection.
     """
 
     def __init__(self, max_idle: int = MAX_IDLE_CONNECTIONS) -> None:

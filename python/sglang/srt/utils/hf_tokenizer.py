@@ -47,7 +47,7 @@ def get_tokenizer(
     """Load the tokenizer in the directory `path`, without downloads.
 
     Args:
-        trust_remote_code: Whether code that comes with the tokenizer may be run.
+        trust_remote_code: True if code that comes with the tokenizer may run.
         is_known: Another process of this server has loaded it too, and logs the library's warnings.
 
     Raises:

@@ -69,7 +69,8 @@ def remove_orphans(prefix: str) -> list[str]:
 
 
 def _lock_new(path: str) -> int | None:
-    """Lock a new directory; None if another process removed it as an orphan before the lock."""
+    """Lock a new directory. Returns its descriptor, or None if another process removed it as an
+    orphan first."""
     try:
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError:

@@ -45,7 +45,7 @@ class TokenizerData:
 
 
 def tokenizer_data(tokenizer: PreTrainedTokenizerBase) -> TokenizerData | None:
-    """The data for `PortableTokenizer`; None if the tokenizer overrides methods of decoding."""
+    """The data for `PortableTokenizer`, or None if the tokenizer overrides a decoding method."""
     text = _core_json(tokenizer, ("decode", "_decode", "convert_ids_to_tokens"))
     return None if text is None else TokenizerData(text, special_token_ids(tokenizer))
 

@@ -31,7 +31,7 @@ _NEW_ENGINE_S: Final = 15.0
 
 
 class Kind(StrEnum):
-    """What happens to a process or a link."""
+    """Kinds of events that disturb a process or a link."""
 
     STOP = "stop"
     """SIGSTOP, and SIGCONT after some seconds."""
@@ -132,7 +132,7 @@ class Attempt:
     ended: float
     outcome: Outcome
     detail: str = ""
-    """What was said in place of the right answer."""
+    """The reply or error, unless the outcome is right."""
 
 
 @dataclass(slots=True)

@@ -23,12 +23,12 @@ def register_cpu_ci(
     Args:
         est_time: Seconds that the file takes on the suite's machine, to balance partitions.
         suite: Name of the suite, e.g. `base-a-test-cpu`; None if `stage` is given.
-        nightly: Whether to run the file only with `--nightly`.
+        nightly: True if the file runs only with `--nightly`.
         disabled: Why the file does not run; every summary shows it.
         stage: With `runner_config`, gives the suite `{stage}-test-{runner_config}`.
         runner_config: See `stage`.
-        alone: Whether the file needs the machine for itself, e.g. because it measures. Other files
-            may run beside one more file.
+        alone: True if the file needs the machine for itself, e.g. because it measures. If false,
+            one more file may run at the same time.
     """
 
 

@@ -45,9 +45,9 @@ class IncompatibleLayouts(ValueError):
 class RankPlace:
     """A rank of a server. Plain numbers.
 
-    Both servers split the attention heads evenly, in the order of their ranks. A decode rank reads
-    from each prefill rank whose range of heads overlaps its own. It polls all of them, even if
-    several have the same bytes: each prefill rank has to know its readers, and when all have read.
+    The ranks of a server share the attention heads evenly, in rank order. A decode rank reads from
+    each prefill rank that has some of the same heads. It polls all of them, even if several have
+    the same bytes, because each prefill rank must know its readers, and when all have read.
 
     Attributes:
         num_ranks: Ranks of the server; a multiple of `attn_tp_size`.

@@ -1,13 +1,13 @@
 """Metadata of prompts: the results of a prefill besides keys and values.
 
-A decode server reads it from a row of the prefill server, or gets it inline in a message.
+A decode server reads them from a row of the prefill server, or gets them inline in a message.
 
-A row is
+Bytes of a row:
 
-bytes 0 to 8     the room
-8 to 16          a checksum of all that follows, and of the room
-16 to 20         the number of bytes that follow
-from 20          a `FirstToken` as msgpack, as messages have it
+0 to 8      the room
+8 to 16     checksum of the room and of all later bytes
+16 to 20    number of later bytes
+from 20     a `FirstToken` as msgpack, encoded like messages
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Sessions:
     """Sessions that a decode rank has read from. Any thread.
 
     Args:
-        runs: Whether a server runs, by its endpoint.
+        runs: True if a server runs, by its endpoint.
     """
 
     def __init__(self, engine: Engine, runs: Callable[[str], bool] | None = None) -> None:

@@ -121,8 +121,8 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
     """Asks to pack pages of a room into units, and for the progress. A unit is contiguous memory
     that one read takes. The answer may wait until there are units that the asker does not know.
 
-    Both servers compute the pages of each unit by `rounds`. A unit's memory belongs to the asker
-    until it confirms the read, or the room ends.
+    `rounds` tells each server the pages of each unit. A unit's memory belongs to the asker until it
+    confirms the read, or the room ends.
     """
 
     room: int

@@ -97,7 +97,7 @@ class MooncakeKVManager(BaseKVManager):
         link: Costs of the link, if packing pages may pay on it; both servers of a pair need them.
             Given with `engine`; else those of the engine's protocol.
         unit_bytes: Bytes of a unit of packed pages, at least `STAGING_BYTES`, if there is a `link`.
-        prepares_staging: Whether to make the staging buffers now; see `Staging.prepare`.
+        prepares_staging: True to make the staging buffers now; see `Staging.prepare`.
 
     Attributes:
         checksums: Hashes pages of this rank.

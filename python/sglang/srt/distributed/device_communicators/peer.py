@@ -77,7 +77,7 @@ class Peer:
         self._gone: WeakSet[PooledEngine] = WeakSet()
         """Engines that have ended, or were lent to another peer since then."""
         self._leaving: dict[PooledEngine, Callable[[], None]] = {}
-        """What is called after an engine's last call: it ends, or goes back to the pool."""
+        """Run after an engine's last call: ends the engine, or returns it to the pool."""
         self._connecting = threading.Lock()
         self._calls: dict[object, tuple[PooledEngine, float, int]] = {}
         """Engine, start time and number of bytes of each library call in progress."""

@@ -219,10 +219,10 @@ class SliceBudget:
     callers take several permits at once, in order of arrival, so that small puts do not starve a
     large get. Any thread. A thread may release permits that another thread acquired.
 
-    A slice is one buffer of one request. With more than 2,048 in flight to a peer, Mooncake's TCP
-    transport fails or hangs for a minute, and the connection stays broken. Each engine object and
-    each store client has its own transport, and so its own budget: `docs/transports.md`, "Beside
-    the store".
+    A slice is one buffer of one request. Mooncake's TCP transport fails or hangs for a minute if
+    more than 2,048 slices are in flight to a peer, and the connection stays broken. Each engine
+    object and each store client has its own transport and therefore its own budget, see
+    `docs/transports.md`, "Beside the store".
     """
 
     def __init__(self, capacity: int = MAX_SLICES) -> None:

@@ -383,16 +383,16 @@ def text_of(
     param: str = "messages",
     remedy: Callable[[object], str] = lambda _: f"{TEXT_ALONE}, send parts of type text",
 ) -> str:
-    """The text of a message's content: itself, or the texts of its parts, in lines.
+    """The text of a message's content: the string itself, or the texts of its parts, in lines.
 
     Args:
         field: The content's place in the body, for errors.
         kinds: Types of parts that have a text.
         param: Field of the body that an error names.
-        remedy: What to send in place of a part of this other type.
+        remedy: Tells the client what to send instead of a part of an unsupported type.
 
     Raises:
-        ApiError: There is none, a part is of another type, or it has no text.
+        ApiError: The content is missing, or a part has another type or no text.
     """
     if content is None:
         raise bad_request(f"{field}: expected text, got null", param)

@@ -42,7 +42,7 @@ class Block:
 
 
 class Step(Enum):
-    """What happens to a block in a stream."""
+    """Event of a block in a stream."""
 
     OPEN = "open"
     GROW = "grow"

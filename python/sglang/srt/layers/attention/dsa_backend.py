@@ -5,9 +5,9 @@ A token at position `topk` or later chooses `topk` tokens of its context by thei
 attends to their latent rows, which have the same slots. Earlier tokens see their whole context. The
 choice depends only on scores and positions, not on slots.
 
-In addition to the base class's memory, a layer takes at most `GATHER_BYTES` of rows, `SCORE_BYTES`
-of products, a few numbers per token of the context for each query of a block, and a copy of the
-context's indexer keys if its slots are not consecutive.
+A layer takes more memory than in the base class: at most `GATHER_BYTES` of rows and `SCORE_BYTES`
+of products. Each query of a block takes a few numbers per token of the context. If the slots of the
+context are not consecutive, its indexer keys are copied.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ class TorchNativeAttnBackend(AttentionBackend):
         for segment in self._extend_plan:
             own = slice(segment.begin, segment.end)
             queries = q[segment.end - 1 if last_only else segment.begin : segment.end]
-            # As later steps read them, so that logits do not depend on how a prompt is cut.
+            # Later steps read these rows in the pool's dtype. Rounding to it here too makes logits
+            # independent of how a prompt is cut.
             keys, values = (
                 heads_first(x[own].to(pool.dtype).to(x.dtype))
                 for x, pool in ((k, pool_k), (v, pool_v))

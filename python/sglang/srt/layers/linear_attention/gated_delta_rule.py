@@ -170,8 +170,8 @@ def _solve(inputs: DeltaRuleInputs, plan: ExtendPlan) -> _Chunks:
 
 
 def _in_chunks(x: torch.Tensor, plan: ExtendPlan) -> torch.Tensor:
-    """`[num_tokens, num_heads, ...]` to `[num_chunks, num_heads, CHUNK, ...]`, padded with zeros,
-    which change no state."""
+    """Cut `[num_tokens, num_heads, ...]` into `[num_chunks, num_heads, CHUNK, ...]`. Zeros pad the
+    chunks, because they change no state."""
     padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
     rows = padded.index_select(0, plan.chunk_tokens.reshape(-1))
     return rows.view(*plan.chunk_tokens.shape, *x.shape[1:]).transpose(1, 2).contiguous()

@@ -150,7 +150,7 @@ def _commit_layer(
         # Inputs of zero change no state.
         keys, values = (part[:, token].masked_fill(is_rejected.unsqueeze(-1), 0) for part in (k, v))
         decay, strength = (part[:, token].masked_fill(is_rejected, 0) for part in (g, beta))
-        # Nothing is read from the state, so the keys stand in for queries.
+        # The keys stand in for queries, because the output is not used.
         rule.advance(DeltaRuleInputs(keys, keys, values, decay, strength), state)
         state = state.to(temporal.dtype).float()
     conv_after = conv_states_after(inputs, conv.index_select(0, slots), counts)

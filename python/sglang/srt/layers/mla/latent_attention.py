@@ -99,9 +99,9 @@ class KVUpProjection(WeightedLayer):
 class LatentAttention(RadixAttention):
     """Attention over latent rows: one KV head, whose values are part of its keys.
 
-    `forward` takes rotated queries `[num_tokens, num_heads, qk_head_dim]`, rotated rows as keys,
-    `[num_tokens, 1, kv_lora_rank + qk_rope_head_dim]`, and the rows' latent vectors as values. Each
-    head's output has `v_head_dim` elements.
+    `forward` takes rotated queries `[num_tokens, num_heads, qk_head_dim]`. The keys are rotated
+    rows `[num_tokens, 1, kv_lora_rank + qk_rope_head_dim]`. The values are the latent vectors of
+    these rows. Each head's output has `v_head_dim` elements.
     """
 
     def __init__(

@@ -4,10 +4,10 @@ A decode step of few requests is hundreds of kernels of a few microseconds each,
 ending kernels takes a good part of it. A kernel launched with `early_start` is placed on the device
 once every program of the previous kernel has allowed it; most programs allow it first of all. Every
 program must call `await_kernels_before` or `await_then_start_next`, even one without work. The call
-returns when the previous kernel has ended. That kernel has waited too, so all earlier kernels have
-ended.
+returns when the previous kernel has ended. All earlier kernels have then ended too, because each
+waited for the one before it.
 
-Before the call, a kernel writes nothing. It may read
+A kernel must not write before the call. It may read
 
 - weights;
 - data written before a kernel of this step that does not start early, such as the embedding lookup:

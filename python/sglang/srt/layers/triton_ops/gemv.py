@@ -70,8 +70,8 @@ def _gated_gemv_kernel(
 
 
 _MANY_ROWS = 2048
-"""From this size on, programs with more rows and fewer columns still fill the device. Measured for
-the shapes of Qwen3-8B on one and two ranks, Qwen3-Next and DeepSeek-V3.2."""
+"""Rows of a weight from which programs with more rows and fewer columns still fill the device.
+Measured for the shapes of Qwen3-8B on one and two ranks, Qwen3-Next and DeepSeek-V3.2."""
 
 
 def plan(n: int, k: int) -> tuple[int, int, int] | None:

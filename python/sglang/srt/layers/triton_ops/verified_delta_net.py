@@ -108,8 +108,8 @@ def advance_states(
     Args:
         inputs: Inputs of all layers, each `[layers, most_tokens, ...]`, request by request.
         num_draft_tokens: Tokens of each request in `inputs`.
-        states: Recurrent states `[layers, slots, num_heads, key_dim, value_dim]`, and those of the
-            convolution `[layers, slots, channels, kernel - 1]`. Contiguous.
+        states: Recurrent states `[layers, slots, num_heads, key_dim, value_dim]`. Convolution
+            states `[layers, slots, channels, kernel - 1]`. Both contiguous.
         indices: int64 `[bs]` each: slots to read, tokens before the new state, slots to write. A
             request that writes slot 0 is left out.
     """

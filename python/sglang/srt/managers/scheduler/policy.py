@@ -1,6 +1,6 @@
 """Order and admission of requests: decisions over plain numbers, the same on every rank.
 
-Nothing here touches a pool, a tree, a clock or a socket. `managers/scheduler/prefill.py` and
+This module touches no pool, tree, clock or socket. `managers/scheduler/prefill.py` and
 `managers/scheduler/decode.py` carry the decisions out. Counts are tokens.
 
 Source: the scheduler of SGLang (github.com/sgl-project/sglang, `managers/schedule_policy.py`) for
@@ -64,13 +64,13 @@ def order_waiting(
     """The waiting requests, next first.
 
     Args:
-        policy: The order asked for; `lpm` becomes `fcfs` while more than `LPM_MAX_WAITING` wait.
+        policy: The configured order; `lpm` becomes `fcfs` while more than `LPM_MAX_WAITING` wait.
         waiting: Requests.
         matched_tokens: Tokens of a request that are cached; only called for `lpm`.
-        num_admitted: Requests admitted since the start. With `lpm`, it bounds how many later
+        num_admitted: Requests admitted since the start. `lpm` uses it to bound how many later
             requests overtake a request: at most `LPM_MAX_OVERTAKEN`, plus the number that were
-            ahead of it on arrival, plus the batch under construction. Counts are used, not clocks,
-            because ranks must agree.
+            ahead of it on arrival, plus the batch under construction. The bound counts requests,
+            not seconds, because ranks must agree.
     """
     if policy is SchedulePolicy.FCFS or len(waiting) > LPM_MAX_WAITING or len(waiting) < 2:
         return sorted(waiting, key=lambda req: req.arrival_number)
@@ -199,10 +199,10 @@ class PrefillAdder:
 class BatchPolicy:
     """Decides whether a prefill or a decode step comes next, if both are possible.
 
-    Without a target they alternate, so that neither starves. With a target, prefills run in a row,
-    and decode steps follow until the mean time between tokens, measured from the start of the row,
-    has fallen to the target. If the prefills took `p` seconds and a step takes `d`, that is after
-    `p / (target - d)` steps. A target makes tokens faster and first tokens
+    Without a target they alternate, so that neither starves. If there is a target, prefills run in
+    a row, then decode steps. The steps end when the mean time between tokens, measured from the
+    start of the row, has fallen to the target. If the prefills took `p` seconds and a step takes
+    `d`, that is after `p / (target - d)` steps. A target makes tokens faster and first tokens
     slower. Prefills run in a row because requests that are prefilled together decode together:
     steps are fuller, and fewer.
 

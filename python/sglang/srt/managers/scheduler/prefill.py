@@ -270,9 +270,9 @@ class PrefillScheduler:
     def _begin(self, req: Req, num_cached: int, plan: AddPlan) -> AddPlan:
         """Set where the computation of `req` begins, and return what is computed now.
 
-        The last token of a prompt that is cached whole is computed again, for its logits. With a
-        draft layer the last token of any cached prefix is computed again, for its hidden state.
-        A recurrent state brings that state itself.
+        If the whole prompt is cached, its last token is computed again, for the logits. A draft
+        layer needs the hidden state of the last cached token, so that token is always computed
+        again, except in models with recurrent states, which store the hidden state with them.
         """
         state, progress = self._state, req.progress
         drafts = state.limits.decode_tokens > 1

@@ -50,7 +50,7 @@ class PromptEncoder:
         self._pool = started_pool(1, "tokenize")
 
     def encode_now(self, requests: Sequence[GenerateRequest]) -> list[TokenArray | None]:
-        """The prompts of `requests`; None for a text that is too long to be encoded on this thread.
+        """The prompts of `requests`. A text that is too long for this thread to encode gets None.
 
         Samples share the array of their request, which comes before them.
         """

@@ -36,7 +36,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         Args:
             size: Token slots to hand out; whole pages.
             page_size: Tokens per page.
-            kvcache: The pool whose slots these are; None in tests of the free list alone.
+            kvcache: The pool that has the slots. Tests of the free list alone pass None.
             need_sort: If true, returned pages are sorted before they are handed out again.
 
         Raises:

@@ -1,14 +1,14 @@
 """Rows of state in fp8: how latent rows and indexer keys are rounded, stored and read.
 
-A row has elements that are rounded, and maybe values behind them that are not. Its bytes are
+A row has rounded elements, and maybe further values that are not rounded. Its bytes are
 
     elements    fp8 e4m3, each divided by the scale of its group
     scales      fp32, one for each group of 128 elements: the largest magnitude / 448, or 1 if all
                 elements are 0
     the rest    bf16
 
-so 512 + 4 * 4 + 2 * 64 = 656 bytes for a latent row of DeepSeek, and 128 + 4 = 132 for an indexer
-key. A row of fewer than 128 elements is one group.
+A latent row of DeepSeek takes 512 + 4 * 4 + 2 * 64 = 656 bytes, an indexer key 128 + 4 = 132. A row
+of fewer than 128 elements is one group.
 
 Source: DeepSeek-V3 technical report, section 3.3 (groups of 128 elements, each with its scale);
 FlashMLA's fp8 KV cache has latent rows with the same bytes.

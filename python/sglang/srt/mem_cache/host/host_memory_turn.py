@@ -1,8 +1,9 @@
 """Turns of servers that take host memory for L2.
 
-A server that sizes L2 by what the host has left looks, and takes its share seconds later. Two that
-look at the same time would both take it. Such a server waits until no other takes memory, and keeps
-the others waiting. Servers with a fixed size take memory beside each other.
+A server may size L2 by the host's free memory. It measures the free memory, and takes its share
+seconds later. Two servers that measure at the same time would take the same memory. Therefore such
+a server waits until no other server takes memory, and all others wait for it. Servers with a fixed
+size of L2 take memory at the same time as each other.
 
 The turn is a `flock` on a file of the user in the temporary directory: the kernel ends it with the
 process. It does not reach servers of other users, or in containers with other temporary files.
@@ -34,12 +35,12 @@ def lock_path() -> Path:
 
 @contextmanager
 def host_memory_turn(*, alone: bool, wait_s: float = _LONGEST_WAIT_S) -> Iterator[None]:
-    """Inside the block, memory is taken as the module says.
+    """Context manager that holds this server's turn. Take memory inside the block.
 
-    A lock that cannot be had is a warning: a start never fails of it.
+    If the lock cannot be taken, a warning is logged, and the block runs without it.
 
     Args:
-        alone: True: no other server takes memory meanwhile.
+        alone: True if no other server may take memory meanwhile.
         wait_s: Most seconds to wait for the others.
     """
     descriptor = None

@@ -76,7 +76,8 @@ class PoolPair:
     def pages(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
-        """Page numbers on both sides, checked; None for the second if its slots are on the device.
+        """Checked page numbers on host and device. The second is None if `device_indices` is a
+        device tensor.
 
         Raises ValueError if slots that the CPU can see are not whole pages of their pool, or if
         the two sides differ in number.

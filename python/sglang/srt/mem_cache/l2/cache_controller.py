@@ -255,8 +255,8 @@ class HiCacheController:
     def _write_more(self, write: _Locating, *, whole: bool) -> None:
         """Issue the next piece, or all the rest, of a write whose slots are known.
 
-        A page is some dozens of copies. To issue the copies of a whole prefill would take the CPU
-        longer than a decode step takes the device.
+        A page takes some dozens of copies. Issuing all copies of a prefill at once would take the
+        CPU longer than a decode step takes the device.
         """
         begin, total = write.begun, _num_slots(write.transfers)
         if begin == 0:

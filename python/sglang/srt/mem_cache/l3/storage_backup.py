@@ -3,9 +3,9 @@
 `storage_writes.py` has the thread that writes. If the store refuses a page, the pages after it are
 not written: readers find a whole prefix or none.
 
-The engine does not write a stored page again, and does not read it while L1 or L2 has it. So the
-flow checks now and then whether L3 still has the pages of a prompt. Only this check detects that
-the store was restarted, or has evicted pages.
+The flow checks now and then whether L3 still has the pages of a prompt. Only this check detects
+that the store was restarted or has evicted pages: the engine does not write a stored page again,
+and does not read it while L1 or L2 has it.
 
 Threads: the scheduler's only.
 """

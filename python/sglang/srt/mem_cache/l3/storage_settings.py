@@ -12,13 +12,13 @@ from sglang.srt.mem_cache.storage.types import PrefetchTimeoutConfig
 
 
 class OnUnreachable(StrEnum):
-    """What to do at start when the store cannot be reached."""
+    """Reaction of a starting server to a store that it cannot reach."""
 
     EXIT = "exit"
     WAIT = "wait"
     """Retry for up to five minutes."""
     DEGRADE = "degrade"
-    """Run without L3 until it answers."""
+    """Run without L3 until the store answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,11 +93,11 @@ class StorageWrites:
             yield operation
 
     def _write(self, group: Sequence[StorageOperation]) -> int:
-        """Write several operations in one call, or a single one in as many calls as it takes.
+        """Write several operations in one call, or a single operation in one or more calls.
 
-        Returns how many have ended, counted from the first. A single one always ends. If several
-        are written, those that have not landed whole remain: the caller writes each alone, which
-        tells how it ends.
+        Returns how many operations have ended, counted from the first. A single operation always
+        ends. One of several counts as not ended if it was not stored whole: the caller then writes
+        it alone, to learn its result.
         """
         store, started = self._store, time.monotonic()
         landed, sent, outcome = 0, 0.0, CacheOutcome.FAILED

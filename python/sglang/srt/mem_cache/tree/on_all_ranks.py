@@ -1,7 +1,7 @@
 """Steps of a start that succeed on every rank or on none.
 
-A rank that fails alone would leave the others waiting for it in their next collective. So each step
-that can fail ends with the reasons of all ranks.
+A rank that fails alone would leave the others waiting for it in their next collective. Therefore
+the ranks exchange their errors at the end of each step that can fail.
 """
 
 from __future__ import annotations

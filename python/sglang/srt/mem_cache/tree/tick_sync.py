@@ -1,13 +1,18 @@
 """The tick sync: once a tick the ranks agree on the progress of copies and transfers.
 
 Copies and transfers progress at different moments on different ranks, yet every rank must make the
-same decisions. So progress enters a decision only through one int64 vector of fixed size, reduced
-by MIN over the ranks. It also compares a digest of the ranks' states, which must be equal.
+same decisions. Decisions therefore see progress only through one int64 vector of fixed size, which
+the ranks reduce by MIN. The vector also has a digest of the rank's state, which must be equal on
+all ranks.
 
-Layout of the vector: the digest and its negative, `available`, the two `rates`,
-`-has_reconnected`, `writes`, `loads`, `check`, `administration`; the time that the rank waited in
-the last sync, with its number, and the negative of that time; a status for each backup slot; for
-each prefetch slot `hit`, `landed`, `ended`, `-expired`, `-handed` and `whole`.
+Layout of the vector:
+
+- the digest and its negative
+- `available`, the two `rates`, `-has_reconnected`
+- `writes`, `loads`, `check`, `administration`
+- the time that the rank waited in the last sync, with its number, and the negative of that time
+- a status for each backup slot
+- for each prefetch slot `hit`, `landed`, `ended`, `-expired`, `-handed` and `whole`
 """
 
 from __future__ import annotations
@@ -55,21 +60,21 @@ class Status(IntEnum):
 
 
 class Rates(NamedTuple):
-    """Tokens per second, as the ranks agree on them; 0: not measured yet."""
+    """Tokens per second on which the ranks agreed; 0: not measured yet."""
 
     reads: int = 0
     prefills: int = 0
 
 
 class Wait(NamedTuple):
-    """How long a rank waited for others in a sync. The one that waited least came last."""
+    """How long a rank waited for others in a sync. The rank that waited least came last."""
 
     microseconds: int
     rank: int
 
 
 class Lag(NamedTuple):
-    """The rank that came last to the sync before, and the seconds that another waited for it."""
+    """The last rank to reach the previous sync, and the seconds that another rank waited for it."""
 
     rank: int
     seconds: float

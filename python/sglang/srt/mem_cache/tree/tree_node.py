@@ -354,7 +354,7 @@ class TreeNode(PoolSlots):
         return sum(len(node.key) for node in self.path_up())
 
     def get_last_hash_value(self) -> PageHash | None:
-        """Hash of the last page; None for the root, or if it has not been computed."""
+        """Hash of the last page. The root and a node without computed hashes return None."""
         return self.hash_value[-1] if self.hash_value else None
 
     def page_hashes(self, page_size: int) -> list[PageHash]:

@@ -232,7 +232,7 @@ def extend_attention(
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`, dense except for the first stride.
-        k_pool: As in `decode_attention`, with the new tokens' keys.
+        k_pool: See `decode_attention`. The pool must already have the keys of the new tokens.
         out: Contiguous `[num_tokens, num_heads * head_dim]`.
         launch: Tokens per block, warps, stages; None: the fastest.
     """

@@ -37,9 +37,8 @@ _HOLDING_WEIGHT: Final = 0x1BE0CD19137E2179
 class RequestQueues:
     """Every request from its arrival to its end, in one state at a time. Scheduler thread only.
 
-    `arrive`, `admit`, `cut`, `join`, `hold`, `retract`, `redo`, `finish` and `let_go` are the only
-    transitions; each asserts that it is allowed. Each takes constant time. The queues are
-    `ReplicatedState`: the same on all ranks.
+    Only the methods in the table change a request's state. Each asserts that its transition is
+    allowed, and takes constant time. The queues are `ReplicatedState`: the same on all ranks.
 
         arrive   -> WAITING
         admit    WAITING, or COMPUTING in parts -> COMPUTING

@@ -173,7 +173,7 @@ class MooncakeStoreConfig:
         return _build(_from_env() | _read_file() | chosen)
 
     def master_host_port(self) -> tuple[str, int] | None:
-        """TCP address of the master; None if the setting is an address of a discovery service."""
+        """TCP address of the master, or None if the setting names a discovery service."""
         if "://" in self.master_server_address:
             return None
         return _host_port("MOONCAKE_MASTER (master_server_address)", self.master_server_address)

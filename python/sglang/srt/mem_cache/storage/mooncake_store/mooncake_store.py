@@ -330,16 +330,16 @@ class MooncakeStore(MooncakeBaseStore):
         return outcomes
 
     def _not_stored(self, put: list[str], before: Sequence[str]) -> set[str]:
-        """The objects of `put` that the store does not have, though it took their puts.
+        """The objects of `put` that the store does not have, though it accepted their puts.
 
-        Mooncake takes a put and stores nothing while another client's put of the key is unfinished.
-        The question also starts the leases of the new objects, and of the pages before them: a full
-        store evicts the objects first whose leases ended first, and engines that have the beginning
-        of a prefix in L1 or L2 do not ask for it. So no page is evicted long before those below it.
-        The order of the keys has no effect, because the master walks through its shards.
+        Mooncake accepts a put and stores nothing while another client's put of the key is pending.
+        The query also gives leases to the new objects and to the pages before them: a full store
+        evicts the object first whose lease ended first, and engines do not query pages that they
+        have in L1 or L2. Without the query, a prefix could lose its first pages long before later
+        ones. The order of the keys has no effect: the master walks through its shards.
 
         Args:
-            before: Keys of pages. One object of each is asked for if its others are of its group.
+            before: Keys of pages. One object of each is queried if its others are of its group.
         """
         if not put:
             return set()
