@@ -60,7 +60,7 @@ class Router(ManagedProcess):
             *(word for url, port in prefills for word in ("--prefill", url, str(port))),
             *(word for url in decodes for word in ("--decode", url)),
             *("--host", host, "--port", str(port)),
-            # Its metrics would be on a fixed port of all addresses.
+            # The router's default for metrics is a fixed port of all addresses.
             *("--prometheus-host", LOOPBACK, "--prometheus-port", str(get_free_port())),
             *("--log-level", "warn"),
             *flags,

@@ -1,4 +1,4 @@
-"""What a start would refuse here: Mooncake's transports, the environment, and flags."""
+"""Finds reasons for which a server would not start here: Mooncake, the environment, and flags."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ _EXPERTS_PER_TOKEN: Final = "num_experts_per_tok"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """What one rank of a model takes."""
+    """Memory that one rank of a model takes."""
 
     weight_bytes: int
     specs: tuple[StateSpec, ...]
-    """Its states, the primary pool's first."""
+    """Specs of the model's states, the primary pool's first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def build_on_meta(
 def costs_of_rank(
     config: ModelConfig, kv_dtype: torch.dtype, *, tp_size: int, formats: FormatOf | None
 ) -> ModelCosts:
-    """What each of `tp_size` ranks takes. Raises as `build_on_meta`."""
+    """Memory that each of `tp_size` ranks takes. Raises like `build_on_meta`."""
     model = build_on_meta(config, tp_size, formats)
     return ModelCosts(
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),

@@ -36,9 +36,9 @@ class Plan:
     page_size: int
     parameters: ModelParameters
     weight_bytes: int
-    """Of a rank."""
+    """Bytes of a rank's weights."""
     weights: list[dict[str, Any]]
-    """Bytes of a rank's weights by format and `--tp-size`."""
+    """`weight_bytes` by format and `--tp-size`."""
     pools: list[PoolCost]
     memory: dict[str, int]
     """Bytes of a rank's device memory by part; see `memory_parts`."""

@@ -18,7 +18,7 @@ SUFFIXES: Final = (".png", ".svg")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What the plot shows. Sizes are GB of the whole server."""
+    """Data of the plot. Sizes are GB of the whole server."""
 
     title: str
     sizes_gb: Sequence[float]

@@ -22,9 +22,9 @@ class Treatment(StrEnum):
     """The treatment of a flag that this engine lacks."""
 
     IGNORED = "ignored"
-    """It cannot change an answer: accepted, with one warning that names all of them."""
+    """Accepted, because the flag cannot change an answer. One warning names all such flags."""
     OFF = "accepted"
-    """It turns off what this engine does not have, or restates a default: accepted."""
+    """Accepted, because the flag turns off what this engine lacks, or restates a default."""
     NOT_YET = "refused for now"
     NEVER = "refused"
 

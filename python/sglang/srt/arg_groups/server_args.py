@@ -156,7 +156,7 @@ class ServerArgs(ServerFlags):
         return args._settled()
 
     def _settled(self) -> ServerArgs:
-        """This object, which from now on refuses changes: threads share it."""
+        """Freeze this object, because threads share it, and return it."""
         self._is_resolved = True
         return self
 

@@ -136,7 +136,7 @@ _LINEAR: Final = _words("""
 _DRAFTS: Final = _words("""
     mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers
 """)
-"""Of layers that draft tokens: without effect unless these are loaded."""
+"""Fields of layers that draft tokens. They have no effect unless these layers are loaded."""
 _HYBRID_DRAFTS: Final = "mtp_num_hidden_layers"
 _LATENT_DRAFTS: Final = "num_nextn_predict_layers"
 _HYBRID_FIXED: Final = {

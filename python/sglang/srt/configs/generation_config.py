@@ -22,7 +22,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `SamplingParams` that the checkpoint recommends; others have the engine's
     defaults."""
     source: str
-    """Where they are from, in words."""
+    """Origin of the values, in words."""
 
     @property
     def all_values(self) -> dict[str, float]:

@@ -97,8 +97,8 @@ class ModelConfig:
         return "recurrent state" if self.linear_attention_layers else "window"
 
     def with_end_of(self, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
-        """This config, with the tokenizer's end token among the end tokens: some checkpoints name
-        the end of a turn only there."""
+        """A copy whose end tokens include the tokenizer's: some checkpoints name the end of a turn
+        only in the tokenizer."""
         found = tokenizer.eos_token_id
         ids = [*self.eos_token_ids, *([found] if isinstance(found, int) else ())]
         return replace(self, eos_token_ids=_in_vocabulary(ids, self.vocab_size))

@@ -39,7 +39,7 @@ class Packing(Enum):
 
 
 class ZeroPoints(Enum):
-    """Where the zero points of integers are."""
+    """Source of the zero points of integers."""
 
     CENTRE = "centre"
     """Half of the integers' range, whatever the files hold."""
@@ -90,7 +90,7 @@ class QuantizationConfig:
 
 
 AT_LOAD: Final = QuantizationConfig(method="fp8", block=(128, 128), is_at_load=True)
-"""What `--quantization fp8` makes of plain weights: DeepSeek's format."""
+"""DeepSeek's format, to which `--quantization fp8` converts plain weights."""
 
 _ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {"awq_marlin": "awq", "gptq_marlin": "gptq", "compressed_tensors": "compressed-tensors"}

@@ -50,7 +50,7 @@ class DecodeRequest:
 
     req: Req
     peer: BootstrapAddr
-    """Its prefill server, by canonical host."""
+    """The request's prefill server, by canonical host."""
     arrived: float
     """Time of the arrival, in seconds of the scheduler's ticks."""
     vocab_size: int

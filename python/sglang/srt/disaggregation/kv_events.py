@@ -240,7 +240,7 @@ class ZmqEventPublisher:
             except zmq.Again:
                 continue
             except zmq.ZMQError:
-                asker.wanted.clear()  # It has left.
+                asker.wanted.clear()  # The asker has left.
             if not asker.wanted:
                 del self._askers[identity]
         return goes_on

@@ -265,7 +265,7 @@ class PrefillRole(Role):
         room.has_failed = True
         req = self._state.queues.find(room.rid)
         if req is None or req.progress.to_abort is not None:
-            return  # Its client has aborted it.
+            return  # The client has aborted the request.
         logger.warning("request %s, room %d: %s", req.rid, room.sender.bootstrap_room, why)
         self._metrics.on_failure(had_bootstrapped=room.asked is not None)
         self._state.queues.abort(req, transfer_lost(why))

@@ -219,7 +219,7 @@ async def stream_answers(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Cumulative answers of growing outputs (see `AnswerWriter`), in a batch with their `index`."""
     with manager.submit(requests) as states:
-        await asyncio.sleep(0)  # As in `respond`.
+        await asyncio.sleep(0)  # `respond` tells why.
         streams = [
             _stream_one(AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text), state)
             for request, state in zip(requests, states, strict=True)

@@ -318,7 +318,7 @@ class ParameterFormatDetector(TaggedFormatDetector):
                 cursor, parameter.ends, partial(self._ends_value, self._name, parameter, cursor)
             )
             if cursor.accept(parameter.end) is None:
-                text = text.rstrip()  # These blanks separate tags.
+                text = text.rstrip()  # Blanks at the end separate tags.
             self._arguments[parameter.name] = parameter.convert(text)
             self._parameter = None
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NewType
 
 AttentionKind = NewType("AttentionKind", str)
-"""What an attention layer computes and caches; decides which backends can run it."""
+"""Kind of an attention layer, by what it computes and caches. Decides which backends can run it."""
 
 FULL_ATTENTION: Final = AttentionKind("full")
 """Every token sees all tokens up to itself; keys and values are kept per head."""

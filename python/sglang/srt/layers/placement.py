@@ -39,7 +39,7 @@ class Share:
         return Share(self.begin // count, self.end // count, self.total // count)
 
     def of_state(self, split: RankSplit) -> RankShare:
-        """This part as a rank's share of a `StateSpec`'s heads."""
+        """Convert to a rank's share of a `StateSpec`'s heads."""
         return RankShare(split, self.begin, self.end, self.total)
 
 
@@ -151,7 +151,7 @@ class WeightSlot:
     dim: int = 0
     """The dimension that is split."""
     shares: tuple[Share, ...] = ()
-    """This rank's part of each run of that dimension; the runs are consecutive. Empty: each rank
+    """This rank's part of each run of that dimension; the runs are consecutive. Empty if each rank
     has the whole tensor."""
     parts: tuple[str, ...] = ()
     """Names of the tensors that a stacked tensor holds; see `stacked_slots`."""

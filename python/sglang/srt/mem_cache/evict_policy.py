@@ -298,7 +298,7 @@ class LookAhead:
         for at in node.path_up():
             place = bisect.bisect_left(at.wanted_by, arrival)
             if at.wanted_by[place : place + 1] == [arrival]:
-                break  # So are all nodes above.
+                break  # All nodes above have it too.
             at.wanted_by.insert(place, arrival)
             if at is node:
                 self._ends[arrival] = node

@@ -9,7 +9,7 @@ _PART: Final = re.compile(r"([es])(\d{1,9}):", re.ASCII)
 
 
 class KeyParts(NamedTuple):
-    """What a request gave; None: it gave none."""
+    """Parts that a request gave; None for a part that it did not give."""
 
     extra_key: str | None = None
     cache_salt: str | None = None

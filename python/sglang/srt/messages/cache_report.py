@@ -44,7 +44,7 @@ class CacheCut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A place in a prompt where the contribution of a tier ended."""
 
     tier: Tier | None
-    """None: no tier could have contributed more."""
+    """None if no tier could have contributed more."""
     at: int
     """Tokens of the prompt before it."""
     reason: str
@@ -70,8 +70,8 @@ MAX_SPANS: Final = 128
 
 
 class CacheReport(msgspec.Struct, kw_only=True):
-    """What the tiers had of a prompt. Counts are tokens. `CachedTokensDetails` has what was
-    used."""
+    """Tokens of a prompt that the tiers had. `CachedTokensDetails` counts the used ones. Counts are
+    tokens."""
 
     on_arrival: int
     """Tokens that L1 and L2 had when the request arrived; its read from L3 began there."""

@@ -123,7 +123,7 @@ class SessionReqInput(ControlReq):
 
     session_id: str
     extra_key: str | None = None
-    """As in `TokenizedGenerateReqInput`."""
+    """See `TokenizedGenerateReqInput`."""
     is_closed: bool = False
     """The session has ended: nothing is kept for it any more."""
 
@@ -144,7 +144,7 @@ class StartProfileReqInput(ControlReq):
     """Begin of the names of files."""
     num_steps: int
     activities: list[Literal["CPU", "GPU"]] | None = None
-    """None: all that the device has."""
+    """None means all activities of the device."""
     record_shapes: bool = False
 
 
@@ -228,7 +228,7 @@ ABORTED_BY_CLIENT: Final = abort_reason("aborted by the client", CLIENT_ABORT_ST
 
 
 Tier: TypeAlias = Literal["none", "device", "host", "storage"]
-"""Where a prefix came from; `none`: nothing of it was cached."""
+"""Origin of a prefix; `none` if no token was cached."""
 
 
 class CachedTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
@@ -307,7 +307,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     stages: Stages | None = None
     """Only in the last message."""
     verifications: Verifications | None = None
-    """So far; None: no drafts of the request have been verified."""
+    """Verifications so far. None if no drafts of the request have been verified."""
     cache_report: CacheReport | None = None
     """Only in the last message of a request that asks for it or is traced, if it was
     scheduled."""

@@ -164,7 +164,7 @@ class ExtendGraphRunner:
         plan = ShortPlan.of(
             num_new, states.track_lens_cpu, forward_batch.input_ids.device, size.requests
         )
-        # These slots are not read if there are no snapshots.
+        # Without snapshots, any slots will do as targets: they are not read.
         targets = states.slots if states.track_slots is None else states.track_slots
         return [states.slots, states.read_slots, targets, *plan]
 

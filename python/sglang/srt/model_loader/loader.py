@@ -55,7 +55,7 @@ def build_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
     """This rank's share of a model, on its device, with uninitialized weights.
 
     Raises:
-        ValueError: The model cannot be split over this number of ranks; or as `load_weights`.
+        ValueError: The model cannot be split over this number of ranks; or see `load_weights`.
     """
     keeps_formats = (
         model_config.dtype in KEPT_DTYPES and fused_kernels(load_config.device) is not None

@@ -382,7 +382,7 @@ class StagingMemory:
         self._memory = torch.empty(2 * num_bytes, dtype=torch.uint8, device=device)
         self._halves = torch.split(self._memory, num_bytes) if num_bytes else (self._memory,) * 2
         self._runtime = device_runtime(device)
-        # It may be in the same allocation as weights.
+        # The staging memory may be in the same allocation as weights.
         ranges = self._runtime.allocations_of([self._memory]) if num_bytes else {}
         self._own = {begin: size for begin, size in ranges.items() if begin not in known}
         if self._own:

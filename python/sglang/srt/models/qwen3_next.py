@@ -66,7 +66,7 @@ class GatedAttention(LlamaAttention):
         queries, k, v = torch.split(qkv, sizes, dim=1)
         q, gates = queries[:, ::2], queries[:, 1::2]
         if self._kernels is not None:
-            # It also changes the keys in place, and stores keys and values.
+            # The kernel also changes the keys in place, and stores keys and values.
             q = self._kernels.prepare_gated_qkv_(
                 qkv,
                 (self.q_norm.weight, self.k_norm.weight),

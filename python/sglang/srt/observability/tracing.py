@@ -79,7 +79,7 @@ def make_exporter(endpoint: str) -> SpanExporter:
         raise ValueError(
             f"--otlp-traces-endpoint {endpoint}: give HOST:PORT, or a URL that begins with http"
         )
-    # Their own lines about a collector that is down have no limit.
+    # The exporters would log about a collector that is down without limit.
     for name in ("opentelemetry.exporter", "opentelemetry.sdk"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if protocol == _HTTP:

@@ -21,7 +21,7 @@ GREEDY_TEMPERATURE = 1e-6
 
 MAX_TEMPERATURE = 1e6
 MIN_REPETITION_PENALTY = 1e-3
-"""This and `MAX_TEMPERATURE` keep logits finite in fp32. Infinite logits become NaN, which no mask
+"""Keeps logits finite in fp32, like `MAX_TEMPERATURE`. Infinite logits become NaN, which no mask
 removes."""
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64

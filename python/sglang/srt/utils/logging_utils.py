@@ -81,8 +81,8 @@ def configure_logger(level: str, prefix: str = "", style: str = "text") -> None:
     logging.captureWarnings(style == "json")
     root.addHandler(handler)
     root.setLevel(level.upper())
-    # These log a line for each HTTP request of a client in this process, and torch logs about its
-    # caches when a process ends early; that is useful for debugging only.
+    # The HTTP libraries log each request of a client in this process. torch logs about its caches
+    # when a process ends early. Such lines are useful for debugging only.
     for name in ("httpx", "httpcore", "torch"):
         logging.getLogger(name).setLevel(
             logging.DEBUG if level.lower() == "debug" else logging.WARNING

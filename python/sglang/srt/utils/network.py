@@ -91,7 +91,7 @@ def is_port_available(host: str, port: int) -> bool:
     """True if a server could listen on `host`:`port` now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
-        # As servers do: connections in TIME_WAIT do not block the port, a listener does.
+        # Servers set this option too. TIME_WAIT connections do not block the port, a listener does.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((host, port))

@@ -123,7 +123,7 @@ class BaseKVManager(ABC):
 
 
 class KVPoller(Protocol):
-    """What the ranks agree on; see `poll_and_all_reduce`."""
+    """A transfer on whose state the ranks agree; see `poll_and_all_reduce`."""
 
     bootstrap_room: int
 
@@ -223,7 +223,7 @@ class BaseKVReceiver(KVPoller):
 
     @abstractmethod
     def get_transfer_metric(self) -> KVTransferMetric:
-        """What was read so far."""
+        """Amount and duration of the reads so far."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Both sides of a packing: a prefill server copies pages into units, a decode server reads those.
+"""Packing, both sides: a prefill server copies pages into units, a decode server reads the units.
 
 A unit is a staging buffer with pages of several buffers of a pool, in the order of `rounds`. It
 belongs to one part of one room from its start until its reader confirms the read or begins another

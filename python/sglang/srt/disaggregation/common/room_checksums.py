@@ -84,7 +84,7 @@ class RoomChecksums:
     def compare_state(
         self, names: Collection[str], slot: int, expected: Sequence[bytes]
     ) -> Comparison:
-        """As `compare_pages`, of a state."""
+        """Like `compare_pages`, but for a state."""
         found = self._digests_of(self._state_pools, [slot], [bool(expected)])
         return _compare(self._state_pools, names, found, [expected])
 

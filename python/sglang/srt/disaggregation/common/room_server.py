@@ -76,7 +76,7 @@ class Room:
     """Time at which a decode server last named the room; None: none has."""
     pages: list[int] = field(default_factory=list)
     checksums: list[list[bytes]] = field(default_factory=list)
-    """Those of `pages`; see `RoomStatus`."""
+    """Checksums of `pages`; see `RoomStatus`."""
     state_checksums: list[bytes] = field(default_factory=list)
     metadata: FirstToken | None = None
     row: int | None = None
@@ -348,7 +348,7 @@ class RoomServer:
         with self.lock:
             unwanted = self._unwanted
             while unwanted and now - next(iter(unwanted.values()))[0] > self._unwanted_s:
-                unwanted.popitem(last=False)  # Its request never came.
+                unwanted.popitem(last=False)  # The room's request never came.
             if self._loop.time() >= self._silent_look_at:
                 self._silent_look_at = self._loop.time() + _SILENT_LOOK_S
                 self._fail_silent(now)

@@ -117,7 +117,7 @@ class Waker:
         self._writer.setblocking(False)
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # It has enough to wake up for, or is closed.
+        with contextlib.suppress(OSError):  # The socket is full, which wakes too, or closed.
             self._writer.send(b"\0")
 
     def clear(self) -> None:
@@ -287,7 +287,7 @@ class ControlLink:
         return None
 
     def _handshake_failed(self, why: str) -> HandshakeFailed:
-        self._unsent = None  # It would never be sent.
+        self._unsent = None  # The message will never be sent.
         self._break()
         return HandshakeFailed(why)
 

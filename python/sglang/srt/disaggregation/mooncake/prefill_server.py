@@ -159,7 +159,7 @@ class PrefillServer:
         """For prompts; kept open while there is a thread."""
         self._log = RateLimitedLogger(logger)
         self._waker = Waker()
-        # Of the thread alone:
+        # Only the thread uses these:
         self._routes: tuple[Route, ...] = ()
         """The ranks to read from; (): they have to be looked up."""
         self._heard = 0.0

@@ -147,7 +147,7 @@ class PromptRead:
                 thread.start()
             except RuntimeError as error:
                 self.on_failure(f"no thread for a part of the prompt: {error}")
-                shard.run()  # It ends at once, since the prompt has failed.
+                shard.run()  # Ends at once, because the prompt has failed.
             else:
                 threads.append(thread)
         first.run()

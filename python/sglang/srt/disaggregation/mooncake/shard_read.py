@@ -226,7 +226,7 @@ class ShardRead:
         if (theirs is None) != (own.state is None):
             raise RoomFailed("the prefill server has not sent the slot of the recurrent state")
         if theirs is not None and own.state is not None:
-            # It is ready with the first token.
+            # The state is complete once the first token is known.
             self._read_blocks(shard.piece.state_blocks(theirs, own.state), len(own.pages))
         self._verify(theirs)
         self._fail_at("confirming")

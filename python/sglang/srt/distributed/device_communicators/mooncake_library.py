@@ -100,7 +100,7 @@ def _load(module: str, user: str) -> ModuleType:
 def _redirect(module: str) -> None:
     """Redirect what the libraries of `module` bind and log, once: the search takes 25 ms."""
     package = Path(os.path.realpath(str(importlib.import_module("mooncake").__file__))).parent
-    # Its own libraries, and those that the wheel carries along (`mooncake_*.libs`).
+    # The prefix matches the package's libraries, and the wheel's others in `mooncake_*.libs`.
     libraries = str(package.parent / "mooncake")
     binds, logs = bind_redirection().redirect(libraries), mooncake_log().redirect(libraries)
     logger.debug("%s: %d imports of bind and %d of stderr redirected", module, binds, logs)

@@ -212,7 +212,7 @@ class Peer:
             if was_used:
                 self._engine = None
             if engine.is_home:
-                # Its requests are no longer in the budget, so no call may follow.
+                # The budget no longer has the engine's requests, so no call may follow.
                 self._gone.add(engine)
             elif engine not in self._gone:
                 self._leaving[engine] = lambda: self._pool.discard(engine)

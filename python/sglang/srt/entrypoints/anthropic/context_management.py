@@ -61,7 +61,7 @@ class Compact(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     type: str
     trigger: Amount | None = None
-    # They say how to summarize.
+    # These two fields control the summary.
     instructions: str | None = None
     pause_after_compaction: bool | None = None
 
@@ -84,7 +84,7 @@ class PendingEdit:
     """An edit that is due once the prompt has more than `tokens` tokens."""
 
     edit: str
-    """Its place in the body, and its type."""
+    """Place of the edit in the body, and type."""
     tokens: int
 
     def check(self, num_tokens: int) -> None:

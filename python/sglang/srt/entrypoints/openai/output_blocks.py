@@ -33,9 +33,9 @@ class Block:
 
     kind: BlockKind
     index: int
-    """Its position among the output's blocks, from 0."""
+    """Position among the output's blocks, from 0."""
     text: str = ""
-    """Its text so far; a call's arguments, in JSON."""
+    """Text of the block so far; a call's arguments, in JSON."""
     name: str = ""
     """A call's function."""
     call_id: str = ""

@@ -128,8 +128,8 @@ _CHOICES: Final[Mapping[str, Callable[[ChatTemplate, str], tuple[str, str]]]] = 
 
 
 def _after_question(template: ChatTemplate, *turns: dict[str, Any]) -> str:
-    """What the template writes behind a question: `turns`, or without any the begin of an answer.
-    Empty if it refuses them."""
+    """Text that the template writes after a question: the `turns`, or the begin of an answer if
+    there are none. Empty if the template refuses the turns."""
     try:
         text = template.render(
             [{"role": "user", "content": _QUESTION}, *turns],

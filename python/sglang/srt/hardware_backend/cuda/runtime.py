@@ -144,7 +144,7 @@ class _CudaMemPool:
     def __init__(self, api: Any, allocator: object, device: torch.device) -> None:
         self._api = api
         self._device = None if device.index is None else device
-        """None: the current one. torch accepts no device without an index here."""
+        """None means the current device: torch accepts no device without an index here."""
         self._pool = api.MemPool(allocator)
 
     def use(self) -> AbstractContextManager[Any]:

@@ -176,7 +176,7 @@ def _join_blocks(table, constants, sums, digests, leaves, COLUMNS: tl.constexpr,
 @triton.jit(do_not_specialize_on_alignment=["pieces", "places"])
 def _sum_piece_blocks(pieces, places, constants, sums, num_words, num_blocks,
                       PIECE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """As `_sum_blocks`, for messages scattered in pieces: int64 `[messages, blocks, 8]`."""
+    """Like `_sum_blocks`, for messages scattered in pieces: int64 `[messages, blocks, 8]`."""
     message = tl.program_id(0)
     place = tl.load(places + message)
     first = tl.program_id(1) * BLOCKS
@@ -218,7 +218,7 @@ def _load_sums(own, block, num_blocks, is_there):
 @triton.jit(do_not_specialize=["messages"], do_not_specialize_on_alignment=["digests"])
 def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes,
                        MESSAGES: tl.constexpr):  # fmt: skip
-    """As `_join_blocks`, of messages of equal length."""
+    """Like `_join_blocks`, for messages of equal length."""
     message = tl.program_id(0) * MESSAGES + tl.arange(0, MESSAGES)
     is_there = message < messages
     lane = tl.arange(0, _LANES)[None, :]

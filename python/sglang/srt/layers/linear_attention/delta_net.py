@@ -82,7 +82,7 @@ class DeltaNetOptions:
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     def on_rank(self, heads: DeltaNetHeads) -> DeltaNetOptions:
-        """These options with the heads of one rank."""
+        """A copy of the options with the heads of one rank."""
         return replace(self, num_key_heads=heads.keys.size, num_heads=heads.values.size)
 
 

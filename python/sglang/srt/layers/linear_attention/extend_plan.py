@@ -57,7 +57,7 @@ class ChunkPlan(NamedTuple):
     """Plan of a longer prefill on devices with fused kernels."""
 
     bounds: torch.Tensor
-    """As in `ShortPlan`, and `track_lens`."""
+    """See `ShortPlan`, for `track_lens` too."""
     track_lens: torch.Tensor
     chunks: DeltaChunks
 

@@ -28,7 +28,7 @@ class DeltaRuleInputs(NamedTuple):
     q: torch.Tensor
     """`[num_tokens, num_key_heads, key_dim]`, of any float dtype."""
     k: torch.Tensor
-    """As `q`."""
+    """Like `q`."""
     v: torch.Tensor
     """`[num_tokens, num_heads, value_dim]`."""
     g: torch.Tensor

@@ -62,7 +62,7 @@ class KVUpProjection(WeightedLayer):
         return both[..., : self.key_dim], both[..., self.key_dim :]
 
     def project(self, latent: torch.Tensor, heads: slice) -> torch.Tensor:
-        """As `forward`, in one contiguous tensor: each head's key is followed by its value."""
+        """Like `forward`, but in one contiguous tensor: each head's value follows its key."""
         weight = self._by_head()[heads]
         return apply_linear(latent, weight.flatten(0, 1)).view(len(latent), len(weight), -1)
 

@@ -116,7 +116,7 @@ def _convolve_kernel(
         if lag > 0:
             is_old = is_there & (at < start)[:, None]
             place = old[None, :] + (at - start)[:, None]
-            # As inputs of new tokens: in the dtype of activations.
+            # Stored inputs get the dtype of activations, which new tokens' inputs have.
             kept = tl.load(place, mask=is_old, other=0.0).to(x_ptr.dtype.element_ty)
             acc += kept.to(tl.float32) * tap[None, :]
     kept_dtype = x_ptr.dtype.element_ty

@@ -280,7 +280,7 @@ def attend_in_chunks(
     states: DeltaStates,
     chunks: DeltaChunks,
 ) -> torch.Tensor:
-    """As `attend_linearly`, for prefills of many tokens. Every token belongs to a request.
+    """Like `attend_linearly`, for prefills of many tokens. Every token belongs to a request.
 
     It takes `2 * key_dim * value_dim / chunk` bytes a token and value head for the states before
     the chunks, in addition to queries, keys and values, and the keys of each value head.

@@ -96,7 +96,7 @@ class ModelWorkerBatch:
     hicache_consumer_index: int = -1
     """The load from L2 that this step must wait for, layer by layer."""
     verified: Verification | None = None
-    """None: the step verifies no drafts."""
+    """None if the step verifies no drafts."""
 
     def take_up(self) -> None:
         """Go on where a verification in flight ends, if the step was made before its end. For the
@@ -132,7 +132,7 @@ def _repeated(values: list[int] | None, width: int) -> list[int] | None:
 
 
 def _num_output(req: Req) -> int:
-    """Its output tokens, as if all tokens in flight were accepted."""
+    """Number of the request's output tokens if all tokens in flight are accepted."""
     return len(req.progress.output_ids) + req.progress.num_in_flight
 
 

@@ -45,7 +45,7 @@ class _SizeClass:
 
     @property
     def mean_tokens(self) -> float:
-        """Of the last verifications; 0 if none gave any."""
+        """Mean number of tokens of the last verifications; 0 if there were none."""
         return statistics.fmean(self.tokens) if self.tokens else 0.0
 
     def seconds_per_token(self, *, verifies: bool) -> float:

@@ -98,7 +98,7 @@ class GrammarManager:
             req = queues.find(result.rid)
             ticket = None if req is None else req.progress.grammar_ticket
             if req is None or ticket is None:
-                continue  # It was refused on arrival.
+                continue  # The request was refused on arrival.
             req.progress.grammar_ticket = None
             if result.failure is not None:
                 queues.abort(req, abort_reason(result.failure, 400))

@@ -122,7 +122,7 @@ class AddOutcome(Enum):
     CHUNKED = "chunked"
     """Only a first part of the prompt is computed now; no request can be added after it."""
     NO_MEMORY = "no memory"
-    """The pool cannot hold it beside the running requests."""
+    """The pool has no room for the request beside the running ones."""
     NO_BUDGET = "no budget"
     """This batch is full; the next one has room."""
 

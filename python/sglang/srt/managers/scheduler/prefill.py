@@ -115,7 +115,7 @@ class PrefillScheduler:
         if self._unawaited_load != -1 and "loads" in state.tree.is_busy():
             return AddOutcome.NO_BUDGET  # The tree shows pages that are not there yet.
         others = list(queues.holders())
-        # It is computed elsewhere: no budget of this server's batches counts.
+        # Another server computes the prompt, so the budgets of this server's batches do not apply.
         limits = dataclasses.replace(state.limits, chunk_tokens=None)
         reserved = sum(state.reserve_for(other) for other in others)
         adder = PrefillAdder(limits, len(others), reserved)

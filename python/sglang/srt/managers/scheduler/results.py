@@ -136,7 +136,7 @@ class ResultProcessor:
         for row, work in enumerate(works):
             req = work.req
             if req.slots.last_node.is_condemned:
-                continue  # Its prefix was damaged: `Scheduler` lets it start again.
+                continue  # The prefix was damaged: `Scheduler` starts the request again.
             state.counters.prefill_tokens += work.extend_len
             if result.input_logprobs is not None:
                 req.progress.input_logprobs += result.input_logprobs.values[row]
@@ -160,7 +160,7 @@ class ResultProcessor:
         for row, req in enumerate(step.reqs):
             progress = req.progress
             if progress.finish_reason is not None:
-                continue  # It ended while this step was in flight.
+                continue  # The request ended while this step was in flight.
             progress.num_in_flight -= 1
             progress.kv_committed_len += 1
             self._state.snapshots.on_decoded(req)
@@ -214,7 +214,7 @@ class ResultProcessor:
                 one.count += 1
 
     def _end_prefill(self, req: Req) -> None:
-        """Its first token is known, unless it was computed again: then a later one is."""
+        """Note the first token of `req`, or a later one if its prompt was computed again."""
         now = time.monotonic()
         seconds = req.report.end_prefill(now)
         if seconds is not None and not req.is_probe:

@@ -181,7 +181,7 @@ class Scheduler:
 
     def _step(self, tick: Tick) -> list[SchedulerOutput]:
         state = self.state
-        self._check = None  # What it has checked may change.
+        self._check = None  # This step may change the state that was checked.
         state.now = tick.now
         state.counters.ticks += 1
         state.tree.begin_tick(tick.now)

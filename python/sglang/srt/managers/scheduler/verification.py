@@ -39,7 +39,7 @@ class Verification:
     """Slots for snapshots of recurrent states, 0: none, and after how many of the step's tokens
     they are taken. None: no request leaves one."""
     behind: Behind | None = None
-    """None: the CPU knows where each request is."""
+    """None if the CPU knows the position of each request."""
 
 
 def newest_tokens(sampled: torch.Tensor, places: torch.Tensor, known: torch.Tensor) -> torch.Tensor:

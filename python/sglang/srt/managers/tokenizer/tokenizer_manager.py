@@ -143,7 +143,7 @@ class TokenizerManager:
                     check_prompt(request, tokens, self.limits)
         except InvalidRequest as error:
             if error.field == "bootstrap_host":
-                # Its prefill server waits in vain, and a router's client with it.
+                # The prefill server waits in vain for this request, and a router's client too.
                 self._log.warning("bootstrap_host", "refused a request: %s", error)
             self._decline(requests, str(error))
             raise

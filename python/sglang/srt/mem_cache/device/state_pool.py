@@ -183,7 +183,7 @@ class MambaSpec(StateSpec):
         heads, key_dim, value_dim = temporal
         values = heads * value_dim
         keys, rest = divmod(conv[0] - values, 2)
-        # It is not known how to split other channels than queries, keys and values of such heads.
+        # Only channels of queries, keys and values of such heads can be split.
         is_known = rest == 0 and keys > 0 and keys % key_dim == 0
         return cls(
             layers=layers,

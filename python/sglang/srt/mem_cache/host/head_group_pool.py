@@ -126,7 +126,7 @@ class HeadGroupPool:
         scatter_views(self._pairs(pages), numbers)
 
     def known_checksums(self, indices: torch.Tensor) -> list[bytes | None]:
-        """None for each page: only whole pages have checksums."""
+        """Return None for each page: only whole pages have checksums."""
         return [None] * (len(indices) // self.page_size)
 
     def keep_checksums(self, indices: torch.Tensor, known: Sequence[bytes | None]) -> None:
@@ -138,7 +138,7 @@ class HeadGroupPool:
         raise ValueError("a group of heads is scattered over its page; copy it with gather_pages")
 
     def get_page_views(self, indices: torch.Tensor) -> NoReturn:
-        """As `get_page_buffer_meta`."""
+        """Raises like `get_page_buffer_meta`."""
         self.get_page_buffer_meta(indices)
 
     def _pairs(self, flat: torch.Tensor) -> Iterator[PagePair]:

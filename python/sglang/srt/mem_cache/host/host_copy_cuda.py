@@ -189,7 +189,7 @@ class CudaPageCopier(PageCopier):
     def backup(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        """As `PageCopier.backup`, with `kernel` or `direct`."""
+        """See `PageCopier.backup`. `io_backend` is `kernel` or `direct`."""
         _check_backend(io_backend)
         if device_indices.is_cpu and self.prefers_cpu_slots(io_backend):
             self._backup_runs(host_indices, device_indices)
@@ -235,7 +235,7 @@ class CudaPageCopier(PageCopier):
     def begin_load(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> PageLoad:
-        """As `PageCopier.begin_load`, with `kernel` or `direct`."""
+        """See `PageCopier.begin_load`. `io_backend` is `kernel` or `direct`."""
         _check_backend(io_backend)
         slots = self._slots(host_indices, device_indices)
         if not self.engine_use[io_backend].load:

@@ -145,7 +145,7 @@ def available_host_bytes() -> int:
 
 
 def spare_host_bytes() -> int:
-    """Those bytes less HICACHE_HOST_MEMORY_RESERVE_BYTES, which stay free."""
+    """`available_host_bytes()` less HICACHE_HOST_MEMORY_RESERVE_BYTES, which stay free."""
     return max(0, available_host_bytes() - envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.get())
 
 

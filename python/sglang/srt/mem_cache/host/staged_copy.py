@@ -74,7 +74,7 @@ class Chunk:
     """int64 `[n * page_size]` on the device."""
     runs: BufferRuns | None = None
     grids: list[BufferGrid] = field(default_factory=list)
-    """Those of a load; `runs` has the other pages."""
+    """Grids of a load; `runs` has the other pages."""
     num_layers: int = 0
     """Layers that `runs` and `grids` are made for."""
 

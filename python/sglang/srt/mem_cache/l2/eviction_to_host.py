@@ -95,7 +95,7 @@ class EvictionToHost:
         if self._backup.write_policy == "write_back":
             is_owed = node.has_unsaved_state or not node.backuped
         else:
-            # Its children have host pages, so that it is kept.
+            # The children have host pages, so the node stays in the tree.
             is_owed = are_pages and bool(node.children) and not node.backuped
         if is_leaf and is_owed and self._write_back(node, leaving):
             return True

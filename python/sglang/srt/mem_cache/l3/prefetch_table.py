@@ -44,7 +44,8 @@ class PrefetchPolicy(StrEnum):
     WAIT_COMPLETE = "wait_complete"
     """The request waits until the read ends, at most `prefetch_timeout_max`, however slow L3 is."""
     TIMEOUT = "timeout"
-    """It waits a base time plus some for each 1,024 tokens, and no longer than computing takes."""
+    """The request waits a base time plus some for each 1,024 tokens, at most as long as computing
+    takes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -319,7 +320,7 @@ class PrefetchTable:
         leave the read."""
         pages = (tokens - read.start) // self._page_size
         if read.progress.ended and pages >= read.progress.landed:
-            # It has ended, and all that landed is known.
+            # The read has ended, and the tree has every page that landed.
             pages = len(read.hashes)
         for request_id in [rid for rid, needed in read.needs.items() if needed <= pages]:
             self._drop_need(read, request_id, CacheOutcome.OVERTAKEN)
@@ -408,7 +409,7 @@ class PrefetchTable:
             read.progress = progress
             landed = progress.landed
             if not read.needs:
-                # It is handed no more pages: only the call under way may write.
+                # The store gets no more pages, so only the call under way may write.
                 end = landed if progress.ended else max(landed, progress.handed)
                 pages.append(read.release(landed * page, end * page))
                 # The store may write to pages that it was handed until the read has ended.

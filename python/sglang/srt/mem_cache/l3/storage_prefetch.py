@@ -314,7 +314,7 @@ class StoragePrefetch:
         """Mark the pages of a read that the tree has as known, for the requests that wait for it,
         and terminate the read if it is not needed any more."""
         path = self._tree.walk(read.key)
-        # Its requests can use a state at the end of the read.
+        # Requests of the read can use a state at its end.
         known = sum(len(node.key) for node in self._tree.usable(path, len(read.key) + 1))
         if known <= read.start:
             return

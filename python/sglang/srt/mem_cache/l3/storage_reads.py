@@ -222,9 +222,9 @@ class StorageReads:
         operation.answered.set()
 
     def _check(self, hashes: Sequence[PageHash]) -> int:
-        """The leading pages that the store still has, of those that it had. All if it is too early
-        to ask, or the store does not answer."""
-        # This may be the only probe of a failed store while all prompts are in L1 and L2.
+        """Number of leading pages of `hashes` that the store still has. All if it is too early to
+        ask, or the store does not answer."""
+        # While all prompts are in L1 and L2, only this check probes a failed store.
         if not self._store.breaker.allow() or time.monotonic() < self._check_at:
             return len(hashes)
         there: int | None = None

@@ -258,8 +258,8 @@ class StoreConnection:
         )
 
     def namespace(self) -> CacheNamespace:
-        """Its digest is the first part of every key: engines with other weights or another format
-        of pages find none of these objects."""
+        """Namespace of the objects. Each key begins with its digest, so that engines with other
+        weights or another format of pages do not find them."""
         group = self.host_pools
         return CacheNamespace(
             weights_identity=self._weights_identity,

@@ -112,7 +112,7 @@ class FileRoom:
         self._clock = clock
         self._now_ns = now_ns
         self._known: _Sum | None = None
-        """None until the first sum; until then all writes are admitted."""
+        """The latest sum. Before the first one it is None, and all writes are admitted."""
         self._written = 0
         """Bytes that this process wrote."""
         self._largest = 0

@@ -75,7 +75,7 @@ class HiCacheFile(HiCacheStorage):
             )
         self._files.remove_stale_temporaries()
         self._room: FileRoom | None = None
-        """None: there are no limits, and uses of objects are not noted."""
+        """None if there are no limits. Uses of objects are then not noted."""
         if limits is not None and limits.has_any:
             self._room = FileRoom(self._files, storage_config.namespace, limits)
             self.renews_prefixes = True

@@ -122,7 +122,7 @@ class PlainPool:
             view[:] = row.tobytes()
 
     def known_checksums(self, indices: torch.Tensor) -> list[bytes | None]:
-        """None for each page: such a pool keeps no checksums."""
+        """Return None for each page: such a pool keeps no checksums."""
         return [None] * (len(indices) // self.page_size)
 
     def keep_checksums(self, indices: torch.Tensor, known: Sequence[bytes | None]) -> None:

@@ -66,10 +66,10 @@ class BlockStored(KVCacheEvent, frozen=True, kw_only=True):
     """Always None."""
     medium: str | None = None
     cache_salt: str | None = None
-    """That of the prompt."""
+    """Salt of the prompt."""
     session_id: str | None = None
-    """Session of the request that brought the blocks to L1; None: it named none, or the medium is
-    another."""
+    """Session of the request that brought the blocks to L1. None if the request named no session,
+    or for other media."""
     lora_name: str | None = None
     """The prompt's `extra_key`: consumers keep blocks under different names apart."""
 

@@ -76,7 +76,7 @@ class SessionMetrics:
 
 
 class _Share:
-    """What one tenant has of the budget."""
+    """One tenant's share of the budget."""
 
     __slots__ = ("sessions", "tokens")
 

@@ -48,9 +48,9 @@ class Status(IntEnum):
     """Outcome of one operation. The least over the ranks counts."""
 
     UNDER_WAY = 0
-    """It is under way on at least one rank: all ranks wait."""
+    """All ranks wait, because the operation is under way on at least one rank."""
     FAILED = 1
-    """It failed on at least one rank: it counts on no rank."""
+    """The operation counts on no rank, because it failed on at least one."""
     LANDED = 2
 
     @classmethod

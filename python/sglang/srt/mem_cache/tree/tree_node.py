@@ -340,7 +340,7 @@ class TreeNode(PoolSlots):
         self.host_ref_counter -= 1
 
     def path_up(self) -> list[TreeNode]:
-        """This node and its ancestors but the root, which has no pages. Lowest first."""
+        """This node and its ancestors, lowest first. Leaves out the root, which has no pages."""
         path = []
         node = self
         while node.parent is not None:

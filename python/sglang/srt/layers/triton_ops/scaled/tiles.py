@@ -42,7 +42,7 @@ float's mantissa makes this sum, without a conversion."""
 _SPAN: Final = 128
 """Most inputs of a span: neighbours with the same scales."""
 MULTIPROCESSORS: Final = 132
-"""Of an H100, and of an H200. Sizes of programs were measured there."""
+"""Multiprocessors of an H100 and an H200, where sizes of programs were measured."""
 
 
 class WeightKind(TypedDict):

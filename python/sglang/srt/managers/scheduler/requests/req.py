@@ -180,7 +180,7 @@ class RequestReport:
     cache: CacheReport | None = None
     """Report on these for the client; complete once it was scheduled. None: not asked for."""
     verifications: Verifications | None = None
-    """None: none yet."""
+    """None if no drafts have been verified yet."""
     num_sent: int = 0
     """Number of `output_ids` that were sent to the detokenizer."""
     stages: Stages = field(default_factory=Stages)
@@ -189,8 +189,8 @@ class RequestReport:
     """`time.monotonic()` at which the stage that is not over began, once it was scheduled."""
 
     def end_prefill(self, now: float) -> float | None:
-        """Its first token is known. Returns the seconds of the prefill; None: it is not the
-        request's first, and does not count."""
+        """Note that the first token is known. Returns the seconds of the prefill, or None if it is
+        not the request's first prefill, and does not count."""
         if self.stages.prefill is not None:
             return None
         self.stages.prefill, self.stage_began = now - self.stage_began, now
@@ -199,7 +199,7 @@ class RequestReport:
 
 @dataclass(slots=True, eq=False)
 class Req:
-    """One request. Where it is, `RequestQueues` knows."""
+    """One request. `RequestQueues` knows its state."""
 
     spec: TokenizedGenerateReqInput
     """The request as it came. It never changes."""

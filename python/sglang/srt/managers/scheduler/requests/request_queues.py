@@ -18,13 +18,13 @@ class RequestState(Enum):
     WAITING = "waiting"
     """Waits to be scheduled."""
     COMPUTING = "computing"
-    """Its prompt is being computed, to its end or a part of it (`RequestQueues.partial`)."""
+    """Steps compute the prompt: the rest of it, or a part (`RequestQueues.partial`)."""
     DECODING = "decoding"
     HELD = "held"
-    """It holds slots, and no step of this engine computes it: another server prefills or decodes
-    it."""
+    """Holds slots, but no step of this engine computes the request, because another server prefills
+    or decodes it."""
     ENDED = "ended"
-    """It has ended, or has never arrived."""
+    """The request has ended, or has never arrived."""
 
 
 _HOLDING: Final = (RequestState.COMPUTING, RequestState.DECODING, RequestState.HELD)

@@ -51,9 +51,9 @@ _SWITCHES: Final = (
     "check_server", "standalone_storage", "enable_ssd_offload", "enable_group_semantics",
 )  # fmt: skip
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""What `tenant_id` and `extra_backend_tag` may be."""
+"""Valid values of `tenant_id` and `extra_backend_tag`."""
 _TENANTS: Final = "/api/v1/tenant_quotas"
-"""Path of the master's tenants; 409 if it keeps none apart."""
+"""Path of the master's tenants. A master without tenants answers 409."""
 _DEFAULT_TENANT: Final = "default"
 
 
