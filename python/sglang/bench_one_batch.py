@@ -78,7 +78,7 @@ _REFUSED: Final = {
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, ServerArgs]:
-    """Parse the tool's own flags and the engine's, and resolve the latter.
+    """Parse the tool's own flags and the engine's, and resolve the engine's.
 
     Raises:
         ValueError: One line that names the flag and the remedy.

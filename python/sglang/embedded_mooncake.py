@@ -85,7 +85,7 @@ class ManagedProcess:
                 stderr=subprocess.STDOUT if log else None,
                 # Ctrl-C must reach only the owner, which ends its children in order.
                 start_new_session=True,
-                # Without it the store would outlive a killed parent.
+                # The store must not outlive a killed parent.
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
         deadline = time.monotonic() + timeout

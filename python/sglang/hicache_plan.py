@@ -70,7 +70,7 @@ _FRACTIONS: Final = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 def parse_args(
     argv: Sequence[str] | None = None,
 ) -> tuple[argparse.Namespace, ServerArgs]:
-    """Parse the tool's own flags and the engine's, and resolve the latter.
+    """Parse the tool's own flags and the engine's, and resolve the engine's.
 
     Raises:
         ValueError: A line for each mistake, with the flag and the remedy.

@@ -192,7 +192,7 @@ def _flows(history: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _speculation(drafts: Mapping[str, Any] | None) -> list[RenderableType]:
-    """Acceptance by tier, and which batches verify drafts. Nothing without speculation."""
+    """Acceptance by tier, and which batches verify drafts. Empty if `drafts` is None."""
     if drafts is None:
         return []
     title = f"Speculation since the start, {drafts['num_drafts']} drafts a verification"

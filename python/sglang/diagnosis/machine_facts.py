@@ -96,7 +96,7 @@ def gpu_findings(
     """GPUs and their links, and the packages that do not fit them.
 
     Args:
-        versions: As `installed_versions`.
+        versions: Result of `installed_versions`.
         listed: Answer of `nvidia-smi` to `QUERY`, a line for each GPU; None: it does not run.
         topology: Answer of `nvidia-smi topo -m`.
         has_node: True if the driver's device file is there.
@@ -175,7 +175,7 @@ def limit_findings(root: Path, *, needs_locked: bool) -> Iterator[Finding]:
     """Limits of memory and files.
 
     Args:
-        root: Where /proc and /sys are.
+        root: Directory with /proc and /sys.
         needs_locked: True if the chosen transport locks memory.
     """
     memory = psutil.virtual_memory()

@@ -28,10 +28,10 @@ def tokens_read(
     """Tokens that the engine reads from L3 for all requests.
 
     Args:
-        distances: Of the trace.
-        arrivals_s: When each request arrives, in seconds; they do not decrease.
+        distances: Reuse distances of the trace.
+        arrivals_s: Arrival of each request in seconds, ascending.
         l2_tokens: Size of L1 and L2 together.
-        l3_tokens: Size of L3, which has their pages too.
+        l3_tokens: Size of L3, which also has the pages of L1 and L2.
         threshold: Tokens; shorter hits are computed.
         always: True if every longer hit is read (`wait_complete`).
     """

@@ -430,7 +430,7 @@ class Envs:
         Variables that libraries also read are checked by the libraries.
 
         Raises:
-            ValueError: As `EnvField.get`.
+            ValueError: See `EnvField.get`.
         """
         for name, field in cls.fields().items():
             if name.startswith(_OWN_PREFIXES):

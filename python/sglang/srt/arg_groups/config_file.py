@@ -39,7 +39,7 @@ def words_of_config(path: str, fields: Mapping[str, dataclasses.Field[Any]]) -> 
     except OSError as error:
         raise ValueError(f"{where}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        # Without the text around the mistake, which may have a key.
+        # The message leaves out the text around the mistake, which may have a key.
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         at = "" if line is None else f", line {line + 1}"
         raise ValueError(f"{where}{at}: is not YAML: give a line NAME: VALUE a flag") from None

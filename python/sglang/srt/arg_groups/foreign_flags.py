@@ -470,7 +470,7 @@ def _is_one_of(stem: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _unknown(name: str, prefix: str) -> str:
-    # Without the prefix, which would make all names alike.
+    # Compare names without their prefix, which would make all names similar.
     stems = {one.removeprefix(prefix) for one in Envs.fields() if one.startswith(prefix)}
     hint = did_you_mean(name.removeprefix(prefix), stems).replace("mean ", f"mean {prefix}")
     return f"{name}: no such variable{hint}"

@@ -145,7 +145,7 @@ _HYBRID_FIXED: Final = {
     "output_gate_type": ("swish", "silu"),
 }
 _WINDOWS: Final = _words("sliding_window max_window_layers")
-"""Without effect while `use_sliding_window` is false."""
+"""Fields that have no effect while `use_sliding_window` is false."""
 _WINDOWED: Final = {"layer_types": ("full_attention", "sliding_attention")}
 _SIGMOID_EXPERTS: Final = _words("""
     n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size

@@ -195,8 +195,8 @@ class ModelConfig:
 
 def _parse_hf_config(directory: Path, raw: dict[str, Any], architecture: str) -> PretrainedConfig:
     try:
-        # Without this argument transformers would ask on the terminal. Code of the checkpoint runs
-        # only if transformers has none.
+        # transformers would ask on the terminal if this argument were missing. Code of the
+        # checkpoint runs only if transformers has none.
         config = AutoConfig.from_pretrained(
             str(directory),
             local_files_only=True,

@@ -171,8 +171,8 @@ def _awq(stated: dict[str, Any]) -> QuantizationConfig:
 _GPTQ_ZERO_POINTS: Final = MappingProxyType(
     {True: ZeroPoints.CENTRE, False: ZeroPoints.STORED, None: ZeroPoints.IF_STORED}
 )
-"""By `sym`. Symmetric files may hold 7 or 8 in either checkpoint format: readers of symmetric
-weights do not look at them."""
+"""Source of zero points by `sym`. Symmetric files may hold 7 or 8 as zero points in either
+checkpoint format: readers of symmetric weights ignore them."""
 
 
 def _gptq(stated: dict[str, Any]) -> QuantizationConfig:

@@ -1,9 +1,10 @@
-"""The compile process, which tries each grammar apart from the engine, and the engine's side of it.
+"""The compile process, which tries each grammar outside the engine, and the engine's side of it.
 
 A grammar library is native code that cannot be interrupted, and a few hundred bytes can make it
-run for hours or fill the machine. So the process compiles each constraint first: it has a memory
-limit, and the engine can kill it. The engine then compiles the constraints that passed. It does not
-receive the result, since the serialized form can be a thousand times as large as the grammar.
+run for hours or fill the machine. Therefore the compile process, which has a memory limit and can
+be killed, compiles each constraint first. The engine then compiles the constraints that passed. The
+process does not send its result, because the serialized form can be a thousand times as large as
+the grammar.
 
 Each trial runs in a fork of the process. A fork takes milliseconds and a new process seconds of
 imports, so that killing one trial does not delay the next.

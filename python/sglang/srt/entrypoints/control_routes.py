@@ -58,7 +58,7 @@ class OpenSessionBody(SessionBody):
 
 
 class PauseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What happens to the requests under way: they wait, or end."""
+    """Choices of a pause: the requests under way wait, or end."""
 
     abort: bool | None = None
     mode: Literal["abort", "in_place"] | None = None
@@ -66,7 +66,7 @@ class PauseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ContinueBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Nothing to choose."""
+    """An empty body: there are no choices."""
 
 
 class ProfileBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -122,7 +122,7 @@ async def pause_generation(request: Request) -> Response:
 
 @auth_level(AuthLevel.ADMIN_FORCE)
 async def continue_generation(request: Request) -> Response:
-    """End a pause. Without one, nothing happens."""
+    """End a pause. Does nothing if the engine is not paused."""
     await read_json(request, ContinueBody, may_be_empty=True)
     checked(await context_of(request).manager.resume())
     return json_response({"success": True, "message": "generation continues"})

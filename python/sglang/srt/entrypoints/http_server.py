@@ -160,8 +160,8 @@ KEEP_ALIVE_SECONDS: Final = 75
 a server that closes first breaks a request that is just being sent."""
 NOTICE_SECONDS: Final = 5.0
 """Seconds for a router to notice SIGTERM. Probes get 503 at once, and a server that was probed
-serves requests meanwhile. If nobody probed, refusals are all that a client can notice: the server
-refuses requests at once, and listens until as many seconds after the last request before the
+serves requests meanwhile. A server that was never probed refuses requests at once, because clients
+can notice only refusals. It stops listening this many seconds after the last request before the
 signal."""
 PROBED_SECONDS: Final = 10.0
 """Most seconds between the last probe and SIGTERM for a server that counts as probed: two periods

@@ -266,7 +266,7 @@ class TaggedFormatDetector(FormatDetector):
         return True
 
     def _object_in(self, text: str) -> str:
-        """The JSON object that is all of `text`, but for blanks; raises as `as_object`."""
+        """`text` as a JSON object, with blanks around it allowed. Raises like `as_object`."""
         return as_object(text.strip())
 
 

@@ -91,8 +91,7 @@ class TensorPlacement:
         """This rank's KV heads. If there are more ranks than heads, several have the same one.
 
         Raises:
-            ValueError: The number of heads is no multiple of that of ranks, nor the other way
-                round.
+            ValueError: Neither of the numbers of heads and ranks is a multiple of the other.
         """
         if self.tp_size <= num_kv_heads or self.tp_size % num_kv_heads:
             return self.share(num_kv_heads, "KV heads")

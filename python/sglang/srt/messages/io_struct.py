@@ -130,7 +130,7 @@ class SessionReqInput(ControlReq):
 
 class PauseGenerationReqInput(ControlReq):
     """Launch no step until `ContinueGenerationReqInput` or `ShutdownReq`; the answer comes after
-    the results of the step in flight. Nothing else stops."""
+    the results of the step in flight. All other work goes on."""
 
 
 class ContinueGenerationReqInput(ControlReq):

@@ -84,7 +84,7 @@ def with_own_head(model_config: ModelConfig, source: WeightSource) -> ModelConfi
     although config.json says that they are one tensor: transformers decides so, too.
 
     Raises:
-        ValueError: As `WeightSource.has_own_head`.
+        ValueError: See `WeightSource.has_own_head`.
     """
     head, embedding = MODEL_CLASSES[model_config.architecture].head_names()
     if not model_config.tie_word_embeddings or not source.has_own_head(head, embedding):

@@ -134,8 +134,8 @@ class TensorPart(msgspec.Struct, frozen=True, kw_only=True):
     """Begin and end of the rank's part of each of `split_runs`. The parts are consecutive in
     memory."""
     split_runs: tuple[int, ...] = ()
-    """Lengths of the runs of `split_dim`; the ranks split each run. Empty: the tensor is never
-    split, for any number of ranks."""
+    """Lengths of the runs of `split_dim`; the ranks split each run. Empty if no number of ranks
+    splits the tensor."""
 
     @classmethod
     def of(cls, slot: WeightSlot) -> TensorPart:
@@ -238,7 +238,7 @@ def formats_of_seed(tensors: Mapping[str, TensorPart]) -> dict[str, WeightFormat
     memory, which `plan_reads` refuses.
 
     Args:
-        tensors: Those of a rank of the seed.
+        tensors: Tensors of one rank of the seed.
 
     Raises:
         ValueError: Scales have an unknown dtype.

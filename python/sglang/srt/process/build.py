@@ -98,8 +98,8 @@ def build_scheduler(
 ) -> BuiltScheduler:
     """Load the model, size and allocate the tiers, and make a scheduler for them.
 
-    `server_args` are resolved. Without a `rendezvous` this rank is alone. `on_joined` is called
-    when the ranks have met, before anything is loaded.
+    `server_args` must be resolved. If `rendezvous` is None, this rank is alone. `on_joined` is
+    called when the ranks have met, before loading begins.
 
     Raises:
         ValueError: One line that names the setting and the remedy.

@@ -153,10 +153,10 @@ class EAGLEWorker:
             )
 
     def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor | None, LogitsProcessorOutput]:
-        """Run the model on one step. For a verification draft its tokens first.
+        """Run the model on one step. If the step is a verification, draft its tokens first.
 
         Args:
-            batch: As for `ModelRunner.forward`; a verification as for `draft`.
+            batch: See `ModelRunner.forward`, and `draft` for a verification.
 
         Returns:
             The drafts, int64 `[bs, num_draft_tokens - 1]` (None: no verification), and the model's
@@ -269,7 +269,7 @@ class EAGLEWorker:
             hidden: `[num_tokens, hidden_size]`: the model's hidden states; None: a graph has done
                 it.
             accepted: int64 `[bs]`: accepted drafts of each request; None: no verification.
-            snapshots: Of a verification; None: no request leaves one.
+            snapshots: Snapshots that a verification takes; None: no request leaves one.
         """
         graphs = None if accepted is None else self.graphs_of(batch.batch_size)
         if graphs is not None:

@@ -30,7 +30,7 @@ class DeploymentSecret:
 
         Args:
             purpose: Names the kind of proof, so that no proof passes for another kind.
-            parts: What the proof is about. A nonce of the other side makes it a new one.
+            parts: Contents that the proof covers. A nonce of the other side makes each proof new.
         """
         mac = hmac.new(self._key, digestmod=hashlib.sha256)
         for part in (purpose.encode(), *parts):

@@ -117,7 +117,7 @@ class Sessions:
                     self._probed = time.monotonic()
                     idle = {name: self._known[name].endpoint for name in self._idle()}
                 for session_id, endpoint in idle.items():
-                    # Without the lock: a host that is away takes its time.
+                    # The lock is not held here: a host that is away takes long to answer.
                     if not self._runs(endpoint):
                         self._on_gone(session_id)
         finally:

@@ -39,7 +39,7 @@ class PoolBuffer(msgspec.Struct, frozen=True, array_like=True):
     page_bytes: int
     head_parts: list[int] = []
     """Bytes of the runs of an item (a token, or a state), together the whole item; each run is
-    split evenly by heads. Empty: the item cannot be cut."""
+    split evenly by heads. Empty if the item cannot be cut."""
 
 
 class PoolLayout(msgspec.Struct, frozen=True, array_like=True):

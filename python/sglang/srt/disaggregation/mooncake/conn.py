@@ -90,7 +90,7 @@ class MooncakeKVManager(BaseKVManager):
     for a role, it is a `MooncakeKVPrefillManager` or a `MooncakeKVDecodeManager`.
 
     Args:
-        disaggregation_mode: What the server computes of its requests; not `NULL`.
+        disaggregation_mode: The part of requests that the server computes; not `NULL`.
         server_args: Address to listen on, and the deployment's secret.
         engine: The Transfer Engine; None: the one of this process.
         find_rank: Finds ranks of prefill servers; None: asks their bootstrap servers.

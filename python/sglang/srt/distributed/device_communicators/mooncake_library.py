@@ -228,7 +228,8 @@ class _Containment:
                     "Keep strangers away from Mooncake's ports (SECURITY.md)",
                     name.decode(errors="replace"),
                 )
-                # Without unwinding, which would end the process. A join of the thread returns.
+                # End the thread without unwinding, which would end the process. A join of the
+                # thread returns.
                 self._libc.syscall(self._exit_call, 0)
             logger.critical("uncaught C++ exception %r", name)
         except Exception:
@@ -237,10 +238,11 @@ class _Containment:
             _Handler(self._before)()
 
     def _exception_name(self) -> bytes:
-        """Name of the current exception's type, as the compiler writes it; empty: none."""
+        """Mangled name of the current exception's type; empty if there is none."""
         type_info = self._exception_type()
         if not type_info:
             return b""
-        # Behind the pointer to its virtual functions; an asterisk marks names of one library.
+        # The name's pointer follows the one to the virtual functions. An asterisk marks names that
+        # are local to a library.
         name = ctypes.c_char_p.from_address(type_info + ctypes.sizeof(ctypes.c_void_p)).value
         return (name or b"").removeprefix(b"*")

@@ -256,7 +256,7 @@ class MooncakeTransferEngine:
             self._threads.submit(worker.run)
         except RuntimeError as error:
             failure = TransferError(f"no thread for the transfer: {error}")
-            transfer.settle(failure)  # Nothing is in flight: unpins the ranges.
+            transfer.settle(failure)  # Unpins the ranges: no read or write is in flight.
             raise failure from error
         return transfer
 

@@ -33,7 +33,7 @@ LEAST_RATE: Final = 3e6
 COPY_BYTES: Final = 256 * MIB
 """Most bytes of a request that is one copy between devices."""
 COPIES_BYTES: Final = 8192 * MIB
-"""Most bytes of a call with such requests. Nothing moves between two calls."""
+"""Most bytes of a call with such requests. The transport is idle between two calls."""
 
 
 class TransferOp(Enum):
@@ -66,7 +66,7 @@ class BlockOutcome(Enum):
 
 
 class TransferError(RuntimeError):
-    """A transfer failed completely or in part. None of its blocks is in flight."""
+    """A transfer failed completely or in part. No block of the transfer is in flight any more."""
 
 
 class PeerError(TransferError):

@@ -152,7 +152,7 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation, streaming or not."""
     context = context_of(request)
     body = await read_json(request, ChatBody)
-    # As `rendered` does; a chat's way to the socket is counted in calls.
+    # The same steps as in `rendered`, inlined to save calls on each chat's way to the socket.
     if len(body.messages) > MESSAGES_AT_ONCE:
         samples, tools = await rendered(body, context)
     else:

@@ -1,5 +1,5 @@
 """The CPU as a device. Copies are asynchronous here too, because torch and numpy release the GIL
-while they copy. So every machine exercises the handling of copies in flight."""
+while they copy. This exercises the handling of copies in flight on every machine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CpuRuntime(DeviceRuntime):
         return SideStream()
 
     def synchronize(self) -> None:
-        """Nothing to wait for: calls complete before they return."""
+        """Does nothing, because calls complete before they return."""
 
     def keep_for_current_stream(self, tensor: torch.Tensor) -> None:
         pass

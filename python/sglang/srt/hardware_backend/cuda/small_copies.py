@@ -87,7 +87,7 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     for the device. Any thread."""
     global _ring
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    stream = torch.cuda.current_stream(target.device)  # With a number, which is quicker to find.
+    stream = torch.cuda.current_stream(target.device)  # This device has an index: looked up faster.
     data = tensor.contiguous().view(-1).view(torch.uint8)
     with _lock:
         _ring = _ring or _PinnedRing()

@@ -84,7 +84,7 @@ def sparse_attention(
     """Attend from tokens to chosen rows by FlashMLA's kernel. Tensors are contiguous.
 
     Args:
-        kernel: As `load_kernel` returns it.
+        kernel: Result of `load_kernel`.
         query: bf16 `[num_tokens, num_heads, 576]`: absorbed, then rotated; a multiple of 64 heads.
         pool: bf16 `[slots, 1, 576]`.
         chosen: int32 `[num_tokens, topk]`; `topk` is a multiple of 128.

@@ -445,7 +445,7 @@ class LatentTritonBackend(AttentionBackend):
             q: `[n, num_heads, qk_head_dim]`.
             pool: The layer's stored rows.
             chosen: int32 `[n, topk]`.
-            lists: What the tokens have chosen from.
+            lists: Lists of slots from which the tokens chose.
 
         Returns:
             `[n, num_heads, kv_lora_rank]`.

@@ -174,9 +174,9 @@ class ExtendSegment:
     begin: int
     end: int
     prefix_run: Run | None
-    """Run of the whole prefix, if its slots are consecutive."""
+    """Run of the whole prefix if its slots are consecutive, else None."""
     prefix_slots: torch.Tensor | None
-    """int64 `[prefix]`: slots of the prefix, otherwise. Both None: no prefix."""
+    """int64 `[prefix]`: slots of a prefix that is no run. Without a prefix, both are None."""
 
 
 def plan_extend(

@@ -104,12 +104,13 @@ def commit_verified(
     """Write to `targets[i]` the states of `slots[i]`, moved on by the first `counts[i]` tokens of
     request `i` of the last verification, in every delta-net layer.
 
-    States are rounded to their dtype after each token, as decode steps do. It is queued on the
-    current stream and never waits for the device, so a graph can capture it.
+    States are rounded to their dtype after each token, like in decode steps. The work is queued on
+    the current stream and never waits for the device, so a graph can capture it.
 
     Args:
-        buffers: What the verification has kept.
-        pool: The pool of the states that it read. Since then `slots` have not been written.
+        buffers: Inputs that the verification kept.
+        pool: The pool of the states that the verification read. `slots` must not have been written
+            since then.
         slots: int64 `[bs]` on the device: slots of the running states.
         counts: int64 `[bs]` on the device, 0 to `num_draft_tokens`; 0: a copy.
         targets: int64 `[bs]` on the device: slots of snapshots, or `slots[i]` itself. No other

@@ -80,7 +80,7 @@ class TiledTensor(ABC):
 
 
 class QuantizedTensor(TiledTensor):
-    """A whole weight. What is read of it is dequantized; tiles are in fp32."""
+    """A whole weight, which is dequantized as it is read; tiles are in fp32."""
 
     @abstractmethod
     def stored(self, height: int, group: int) -> StoredParts:

@@ -182,9 +182,9 @@ def convolve_chunks(
     """Convolve a prefill's tokens, and apply SiLU.
 
     Args:
-        x: As for `attend_in_chunks`.
+        x: See `attend_in_chunks`.
         weight: fp32 `[channels, kernel]`.
-        states: With `bounds` and `track_lens`. Only read.
+        states: Must have `bounds` and `track_lens`. Only read.
 
     Returns:
         Queries and keys, `[num_tokens, key_heads, key_dim]`: unit vectors, queries scaled by

@@ -282,13 +282,13 @@ def attend_in_chunks(
 ) -> torch.Tensor:
     """Like `attend_linearly`, for prefills of many tokens. Every token belongs to a request.
 
-    It takes `2 * key_dim * value_dim / chunk` bytes a token and value head for the states before
-    the chunks, in addition to queries, keys and values, and the keys of each value head.
+    The kernels take `2 * key_dim * value_dim / chunk` bytes a token and value head for the states
+    before the chunks, in addition to queries, keys and values, and the keys of each value head.
 
     Args:
         x: `[num_tokens, columns]` with dense rows: the projections of the layer's input.
-        gates: As for `attend_linearly`, and `norm`.
-        states: With `bounds` and `track_lens`. Read and overwritten.
+        gates: See `attend_linearly`, for `norm` too.
+        states: Must have `bounds` and `track_lens`. Read and overwritten.
 
     Returns:
         `[num_tokens, num_heads * value_dim]` of the dtype of `x`.

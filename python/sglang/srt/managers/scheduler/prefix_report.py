@@ -42,7 +42,7 @@ def complete_report(
     """Note in `report` what L1 and L2 had and why they end.
 
     Args:
-        report: As L3 has left it: the request waits for no read any more.
+        report: Report that already has L3's part: the request waits for no read any more.
         key: Tokens that were looked up.
         num_tokens: Tokens of the prompt.
     """

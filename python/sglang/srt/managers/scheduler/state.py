@@ -200,9 +200,9 @@ class SchedulerState:
         self.snapshots.release(req)
 
     def trim(self, req: Req, count: int) -> None:
-        """Give back the slots of its last `count` tokens in flight, whole pages of them: of
-        rejected drafts, whose step has ended, or of a request that ends. A step in flight may still
-        write to the latter."""
+        """Give back whole pages of slots of the last `count` tokens in flight of `req`. The tokens
+        are rejected drafts, whose step has ended, or the request ends. In the second case a step in
+        flight may still write to the slots."""
         rows, allocator, progress = (
             self.pools.req_to_token_pool, self.pools.allocator, req.progress,
         )  # fmt: skip

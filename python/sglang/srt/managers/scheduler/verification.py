@@ -63,10 +63,10 @@ def moved_back(
     work on the device and does not wait for it.
 
     Args:
-        forward: The verification, with lengths and positions as if these drafts were accepted. It
-            gets those that they are. Its `seq_lens_cpu` stay upper bounds.
-        steps: int64 `[bs * width]`: as `ModelWorkerBatch.steps`, under the same assumption.
-        verified: With `behind`.
+        forward: The verification, with lengths and positions as if these drafts were accepted. The
+            real lengths and positions replace them. `seq_lens_cpu` stays an upper bound.
+        steps: int64 `[bs * width]`: `ModelWorkerBatch.steps` under the same assumption.
+        verified: Must have `behind`.
 
     Returns:
         `steps`, and `verified` with the snapshots that this step takes.

@@ -193,7 +193,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         if pages.is_cpu:
             assert not bool(freed_twice.any()), f"pages freed twice: {pages[freed_twice].tolist()}"
         else:
-            # Without waiting for the device.
+            # This check does not wait for the device.
             torch._assert_async(~freed_twice.any())
         self._is_free.index_fill_(0, pages, True)
         self._released.append(pages)

@@ -165,10 +165,10 @@ class NSATokenToKVPool(MLATokenToKVPool):
             index_head_dim: Elements of an indexer key.
             kv_cache_dim: See `check_row_dim`.
             index_buf_size: Slots of the keys; refused unless the rows have equally many.
-            index_dtype: Dtype of the keys; None: as the rows.
+            index_dtype: Dtype of the keys; None: the dtype of the rows.
 
         Raises:
-            ValueError: As `MLATokenToKVPool`, or for `kv_cache_dim` or `index_buf_size`.
+            ValueError: `kv_cache_dim` or `index_buf_size` is wrong; or see `MLATokenToKVPool`.
         """
         if index_buf_size not in (None, size):
             raise ValueError(

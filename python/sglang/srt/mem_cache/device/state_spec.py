@@ -79,7 +79,7 @@ class StateBuffer:
     """Type of the values as attention reads them; a pool may store fp8 as bytes."""
     head_parts: tuple[int, ...] = ()
     """Lengths of runs along the first dimension, together its whole length; each run is split
-    evenly by heads. Empty: the buffer cannot be split by heads."""
+    evenly by heads. Empty if the buffer cannot be split by heads."""
 
     @property
     def num_bytes(self) -> int:
@@ -105,7 +105,7 @@ class StateSpec:
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
     share: RankShare = RankShare()
     indices_from_pool: PoolName | None = None
-    """The pool whose slots this one shares (an auxiliary pool); None: it has slots of its own."""
+    """The pool whose slots this one shares (an auxiliary pool). None if it has its own slots."""
 
     def __post_init__(self) -> None:
         if not self.layers or not self.buffers or sorted(set(self.layers)) != list(self.layers):

@@ -112,7 +112,7 @@ class HeadGroupPool:
         self._pool.check_pages(indices)
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
-        """Nothing: no transport reads or writes the pool itself."""
+        """Empty, because no transport reads or writes the pool itself."""
         return []
 
     def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:

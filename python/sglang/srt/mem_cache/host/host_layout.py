@@ -166,7 +166,7 @@ def resolve_layout_and_io(
         known: The layouts that every kind of state of the model has: `auto` takes one of them.
 
     Returns:
-        `(io_backend, layout)`. What was named explicitly comes back unchanged.
+        `(io_backend, layout)`. Values that were named explicitly do not change.
 
     Raises:
         ValueError: The device or a name is unknown, or the combination cannot work. The message

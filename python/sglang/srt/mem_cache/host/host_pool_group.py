@@ -118,7 +118,7 @@ class HostPoolGroup:
         """Copy all layers of every transfer's pages to the host; copy thread.
 
         Args:
-            transfers: With both index tensors.
+            transfers: Each must have both index tensors.
             io_backend: Resolved; see host_layout.py.
 
         Returns:
@@ -141,16 +141,16 @@ class HostPoolGroup:
         """Copy every transfer's pages to the device, layer by layer; copy thread.
 
         Args:
-            transfers: With both index tensors.
-            layers_done: One event a model layer. It is recorded when all pools that have the layer
-                have loaded it; at once if none of `transfers` has it.
+            transfers: Each must have both index tensors.
+            layers_done: One event for each model layer. An event is recorded when all pools that
+                have the layer have loaded it; at once if none of `transfers` has the layer.
             io_backend: Resolved; see host_layout.py.
 
         Returns:
             For each transfer the checksums of its pages as they have arrived.
 
         Raises:
-            ValueError: As `backup`.
+            ValueError: See `backup`.
         """
         parts = []
         moved = list(self._moved(transfers))

@@ -151,7 +151,7 @@ class HiCacheController:
     def _warm_up(self) -> None:
         """Copy the padding page of every pool to the host and back, while no page is owned.
 
-        Without that the first requests that use L2 would wait for compiled kernels and for buffers.
+        Otherwise the first requests that use L2 would wait for kernels to compile and for buffers.
         """
         written, read = [], []
         for entry in self.mem_pool_host.entries.values():

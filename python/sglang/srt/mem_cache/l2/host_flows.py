@@ -74,7 +74,7 @@ class HostBackup:
         on_landed: Called with nodes, parents first, whose pages have reached the host.
 
     Attributes:
-        write_policy: As given; an operator may change it.
+        write_policy: The write policy; an operator may change it.
         writing: The copies under way, by operation. Read only.
     """
 

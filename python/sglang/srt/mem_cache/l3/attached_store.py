@@ -39,7 +39,7 @@ class AttachedStore(StoreCalls):
         writes: Queue and work of the backup thread.
 
     Raises:
-        StorageUnavailable: As `StoreCalls`; or the system has no thread left.
+        StorageUnavailable: The system has no thread left; or see `StoreCalls`.
         ValueError: The configuration cannot work.
     """
 

@@ -233,7 +233,7 @@ class StoreCalls:
             prefixes: For each prompt the hashes of the pages before.
 
         Raises:
-            StorageUnavailable: As `transfer`.
+            StorageUnavailable: See `transfer`.
         """
         passes = self.settings.pass_prefix_keys
         hints = [self._hints(prefix) if passes else None for prefix in prefixes]

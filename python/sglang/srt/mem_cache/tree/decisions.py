@@ -51,8 +51,8 @@ class DecisionLog:
         """The last entry of each kind and reason, which are few."""
 
     def note(self, what: Decision, why: str, tokens: int) -> None:
-        """Note a decision about `tokens` tokens. `why`: one of a few texts, without names or
-        numbers. Nothing is noted of 0 tokens."""
+        """Note a decision about `tokens` tokens; does nothing for 0 tokens. `why` is one of a few
+        texts, without names or numbers."""
         if not tokens:
             return
         now = self._clock()

@@ -96,7 +96,7 @@ class PrefixTree:
 
         Args:
             pool: The host pool of pages.
-            pools: Those of the components' states, by name.
+            pools: Host pools of the components' states, by name.
         """
         self.host = HostTier(self, "pages on the host", pool)
         self.host.events = self.device.events

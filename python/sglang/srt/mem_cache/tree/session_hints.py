@@ -27,7 +27,7 @@ from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
 
 class Session(NamedTuple):
-    """A session of one client. Those with different keys are different sessions."""
+    """A session of one client. Sessions with different keys are different."""
 
     tenant: str | None
     """Whose share of the budget it uses: the part of the key that `cache_salt` gave, or the key."""
@@ -110,11 +110,11 @@ class TierHints:
         self._mark = f"kept_on_{tier}"
         self._metrics = metrics
         self._ends: OrderedDict[Session, tuple[TreeNode, float]] = OrderedDict()
-        """The last node of each session's prefix, and when it ends; the next to end first."""
+        """Last node of each session's prefix, and the time at which the mark ends, ascending."""
         self._ending_at: dict[int, dict[Session, None]] = {}
         """The sessions whose prefix ends with a node, by its id."""
         self._shares: dict[str | None, _Share] = {}
-        """By tenant; those without a session have none."""
+        """Shares by tenant. A tenant without sessions has no entry."""
 
     def keep(self, session: Session, end: TreeNode, until: float) -> list[TreeNode]:
         """Mark the prefix of `session` up to `end`, in place of its last one, if its tenant's share

@@ -46,11 +46,11 @@ class StateComponent:
     Slots in the tree are int64 `[1]` on the CPU, so that freeing one does not wait for the device.
 
     Args:
-        alignment: Snapshots are taken at multiples of so many tokens.
+        alignment: Snapshots are taken at multiples of this number of tokens.
         metrics: Metrics of states in all tiers.
 
     Attributes:
-        alignment: As given: prefixes that can be used are multiples of it.
+        alignment: Usable prefixes have a multiple of this number of tokens.
         weights: Weights of the slots in the digest of the tree.
         device: The slots on the device (L1), once the component is bound.
         host: The slots on the host (L2), if there is one.

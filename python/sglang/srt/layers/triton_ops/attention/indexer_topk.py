@@ -275,7 +275,7 @@ def choose_slots(
 
     Args:
         scores: fp32 `[num_tokens, longest]`, from `index_scores`.
-        table: As in `index_scores`; `rows` and `lens` likewise.
+        table: See `index_scores`, for `rows` and `lens` too.
         out: Contiguous tensor for the result; None: a new one.
 
     Returns:

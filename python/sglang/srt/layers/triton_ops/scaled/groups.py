@@ -42,9 +42,9 @@ def load_scales(
     DEPTH: tl.constexpr,
 ) -> tl.tuple:
     """For each of DEPTH groups of inputs, from `first` on: the scales of tokens and of outputs. The
-    last of GROUPS stands for those after it. Nothing if all inputs are one group.
+    last of GROUPS stands for those after it. Empty if all inputs are one group.
 
-    A kernel loads them a step before it needs them: unlike the operands of tensor cores, the
+    A kernel loads the scales a step before it needs them: unlike the operands of tensor cores, the
     compiler does not load them ahead.
 
     Args:

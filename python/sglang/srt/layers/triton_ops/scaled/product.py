@@ -215,7 +215,7 @@ def depth_of(programs: int, tiles: Tiles, shared_memory: int) -> tuple[int, int]
     """Parts of a step, and stages, of fp8 products: the most that lets all programs run at once.
 
     Args:
-        tiles: Without them.
+        tiles: Tiles whose parts and stages are not set yet.
         shared_memory: Bytes of a multiprocessor.
     """
     rows = tiles.outputs + tiles.tokens
@@ -290,7 +290,7 @@ def multiply_fp8_by_library(
     outputs, or one group of inputs.
 
     Args:
-        x: With `more_rows_of_library` after its tokens.
+        x: Has `more_rows_of_library` rows of zeros after its tokens.
     """
     inputs, x_scales = weight.shape[1], x.scales
     scales = weight.scales

@@ -120,7 +120,7 @@ class MooncakeClient:
     def _set_up(self, config: MooncakeStoreConfig, protocol: str, ib_device: str) -> int:
         code: int
         if self.is_standalone:
-            # No memory pool of its own, because the registered memory is already shared with it.
+            # Size 0: the client needs no memory pool, because it shares the registered memory.
             scratch = config.local_buffer_size or _STANDALONE_SCRATCH_BYTES
             code = self.store.setup_dummy(0, scratch, config.client_server_address)
             return code

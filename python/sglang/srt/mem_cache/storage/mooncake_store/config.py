@@ -110,7 +110,7 @@ class MooncakeStoreConfig:
                 "MOONCAKE_CLIENT=host:port, or client_server_address"
             )
         self.client_host_port()
-        # A stand-alone client lends memory itself, of a size of its own.
+        # A stand-alone client lends memory itself, and has its own setting for the size.
         if not self.standalone_storage and 0 < self.global_segment_size < _LEAST_SEGMENT_BYTES:
             raise ValueError(
                 f"MOONCAKE_GLOBAL_SEGMENT_SIZE (global_segment_size): Mooncake lends no less than "
