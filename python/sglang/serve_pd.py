@@ -86,7 +86,7 @@ def plan(args: ServerArgs, argv: Sequence[str], ports: Sequence[int], num_gpus: 
     decode = [
         *_without_cache(argv),
         *("--host", LOOPBACK, "--port", str(decode_port), "--enable-cache-report"),
-        # Both servers need the same page size, which depends on the prefill server's cache.
+        # The servers need one page size, and it depends on the prefill server's cache.
         *("--page-size", str(args.page_size)),
         *("--disaggregation-mode", DisaggregationMode.DECODE),
     ]

@@ -1,4 +1,4 @@
-"""Finds reasons for which a server would not start here: Mooncake, the environment, and flags."""
+"""Finds reasons not to start here: Mooncake's transports, the environment, and flags."""
 
 from __future__ import annotations
 

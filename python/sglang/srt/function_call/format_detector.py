@@ -66,8 +66,8 @@ class FormatDetector(ABC):
     """True if markers are special tokens, which texts otherwise lack."""
 
     call_frame: ClassVar[CallFrame | None] = None
-    """None if a grammar cannot hold the arguments of calls to a schema, because the arguments are
-    no JSON, or because the markers are special tokens, which grammars never allow."""
+    """Frame in which a grammar enforces schemas of arguments, or None if it cannot. It cannot if
+    the arguments are no JSON, or if the markers are special tokens, which grammars never allow."""
 
     bare_at_start: ClassVar[bool] = False
     """True if an object at the start of the output is a call even without a marker."""

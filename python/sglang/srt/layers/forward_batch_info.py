@@ -192,7 +192,7 @@ class ContextShare:
     num_wanted: int
     """Gathered states that the logits of the whole step need; they come first, in its order."""
     edges: RunEdges | None
-    """None if the step does not capture hidden states."""
+    """Edges of the runs, or None if the step does not capture hidden states."""
 
     def share_stored(self, layer_id: int, pools: Mapping[PoolName, BaseDevicePool]) -> None:
         """Exchange what the ranks have stored for a layer, so that every rank's pools have all of

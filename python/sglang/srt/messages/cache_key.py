@@ -9,7 +9,7 @@ _PART: Final = re.compile(r"([es])(\d{1,9}):", re.ASCII)
 
 
 class KeyParts(NamedTuple):
-    """Parts that a request gave; None for a part that it did not give."""
+    """Parts of the key that a request gave. Missing parts are None."""
 
     extra_key: str | None = None
     cache_salt: str | None = None

@@ -44,9 +44,9 @@ class CacheCut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A place in a prompt where the contribution of a tier ended."""
 
     tier: Tier | None
-    """None if no tier could have contributed more."""
+    """The tier that contributed no more, or None if no tier could have contributed more."""
     at: int
-    """Tokens of the prompt before it."""
+    """Tokens of the prompt before the place."""
     reason: str
     detail: str | None = None
     """The difference, for `CutReason.OTHER_NAMESPACE`."""

@@ -307,7 +307,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     stages: Stages | None = None
     """Only in the last message."""
     verifications: Verifications | None = None
-    """Verifications so far. None if no drafts of the request have been verified."""
+    """Verifications so far, or None before the first."""
     cache_report: CacheReport | None = None
     """Only in the last message of a request that asks for it or is traced, if it was
     scheduled."""

@@ -45,7 +45,7 @@ class IncompatibleLayouts(ValueError):
 class RankPlace:
     """A rank of a server. Plain numbers.
 
-    The ranks of a server share the attention heads evenly, in rank order. A decode rank reads from
+    The ranks of a server split the attention heads evenly, in rank order. A decode rank reads from
     each prefill rank that has some of the same heads. It polls all of them, even if several have
     the same bytes, because each prefill rank must know its readers, and when all have read.
 

@@ -1,8 +1,8 @@
 """Attention of long runs of new tokens, dense or latent, by cuDNN, the fastest kernels on Hopper.
 
 `benchmark/results/` has the measurements. cuDNN makes a plan for each new shape, which takes the
-CPU about 35 ms, longer than the attention of a layer. To keep shapes few, all lengths are multiples
-of `UNIT`. `plan_dense` cuts a request to fit, and Triton kernels compute the other tokens.
+CPU about 35 ms, longer than the attention of a layer. All lengths are multiples of `UNIT`, which
+keeps shapes few. `plan_dense` cuts a request to fit, and Triton kernels compute the other tokens.
 
 Latent attention of many new tokens projects rows up to keys and values: for many queries, scores
 over keys cost less than over latent rows. Keys and values take many times the memory of rows, so

@@ -25,8 +25,8 @@ class Behind(NamedTuple):
     accepted: torch.Tensor
     """int64 `[rows]`: accepted drafts."""
     places: torch.Tensor
-    """int64 `[bs]`: the row in that step of each request of the next step; `rows`: it was not in
-    it."""
+    """int64 `[bs]`: row of each request of the next step in the step in flight; `rows` if that step
+    does not have the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Verification:
     """Slots for snapshots of recurrent states, 0: none, and after how many of the step's tokens
     they are taken. None: no request leaves one."""
     behind: Behind | None = None
-    """None if the CPU knows the position of each request."""
+    """The verification in flight, or None if the CPU knows the position of each request."""
 
 
 def newest_tokens(sampled: torch.Tensor, places: torch.Tensor, known: torch.Tensor) -> torch.Tensor:

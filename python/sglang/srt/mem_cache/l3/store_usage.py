@@ -33,7 +33,7 @@ class StoreUsage:
     def latest(
         self, client: HiCacheStorage | None, clock: Callable[[], float] = time.monotonic
     ) -> StorageUsage | None:
-        """Last answer of `client`. None if it has not answered yet, cannot tell, or failed."""
+        """Last answer of `client`, or None if it has not answered yet, cannot tell, or failed."""
         question, now = self._question, clock()
         if question is not None and question.ended:
             self._question = None

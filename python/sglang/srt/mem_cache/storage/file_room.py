@@ -112,7 +112,7 @@ class FileRoom:
         self._clock = clock
         self._now_ns = now_ns
         self._known: _Sum | None = None
-        """The latest sum. Before the first one it is None, and all writes are admitted."""
+        """The latest sum, or None before the first. All writes are admitted while it is None."""
         self._written = 0
         """Bytes that this process wrote."""
         self._largest = 0

@@ -68,8 +68,8 @@ class BlockStored(KVCacheEvent, frozen=True, kw_only=True):
     cache_salt: str | None = None
     """Salt of the prompt."""
     session_id: str | None = None
-    """Session of the request that brought the blocks to L1. None if the request named no session,
-    or for other media."""
+    """Session of the request that brought the blocks to L1, or None if the request named none. Also
+    None for other media."""
     lora_name: str | None = None
     """The prompt's `extra_key`: consumers keep blocks under different names apart."""
 

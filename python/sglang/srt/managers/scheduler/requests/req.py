@@ -180,7 +180,7 @@ class RequestReport:
     cache: CacheReport | None = None
     """Report on these for the client; complete once it was scheduled. None: not asked for."""
     verifications: Verifications | None = None
-    """None if no drafts have been verified yet."""
+    """Verifications so far, or None before the first."""
     num_sent: int = 0
     """Number of `output_ids` that were sent to the detokenizer."""
     stages: Stages = field(default_factory=Stages)
