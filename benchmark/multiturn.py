@@ -2,14 +2,13 @@
 
 Uses /generate of a running server. The prompt of each round is the conversation so far and
 `--request-length` new tokens. Clients that may ask wait in a ready queue. While fewer than
-`--max-parallel` requests are under way, `--ready-queue-policy` chooses the next client. With as
-many slots as clients the queue is empty, and clients come in turn with any policy.
+`--max-parallel` requests are under way, `--ready-queue-policy` chooses the next client. If every
+client has a slot, the queue stays empty, and clients come in turn with any policy.
 
-For each round TTFT, hit rate and cached tokens by tier. With `--flush-between-rounds`, L1 and L2
-are emptied before every round except the first, so that hits come from L3. With `--fixed-answers`,
-conversations continue with random tokens in place of the model's answers, so that two runs with one
-seed send the same prompts. Exits with 1 if a request failed, and with 2 if the server or the flags
-do not work.
+Prints TTFT, hit rate and cached tokens by tier for each round. `--flush-between-rounds` empties L1
+and L2 before every round except the first, so hits come from L3. `--fixed-answers` continues
+conversations with random tokens in place of the model's answers, so two runs with one seed send the
+same prompts. Exits with 1 if a request failed, and with 2 if the server or the flags do not work.
 """
 
 from __future__ import annotations

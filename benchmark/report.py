@@ -17,10 +17,11 @@ _DIGITS = 6
 class Report:
     """Takes the figures of one run in the order in which they are measured.
 
-    A line of the file is one figure. It has `date`, `commit`, `host`, `device`, `command` and
-    `arguments` of the run, then `case` (what tells it from other figures of the metric), `metric`,
-    `value` and `unit`. Where they exist, it also has `expected` (written before the measurement),
-    `target` (what it has to reach), `limit` (what physics allows) and `details`.
+    Each line of the file is one figure. Its first fields describe the run: `date`, `commit`,
+    `host`, `device`, `command` and `arguments`. The figure follows: `case` (the conditions that
+    tell figures of one metric apart), `metric`, `value` and `unit`. Optional fields are `expected`
+    (written before the measurement), `target` (the value to reach), `limit` (the physical bound)
+    and `details`.
 
     Args:
         command: Words of the command line that choose the measurement.

@@ -47,7 +47,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "responses": ResponsesBody,
     "Anthropic's": MessagesBody,
 }
-"""Where a field stands, in short, to the type that has it."""
+"""Maps the short name of a body or part, as the table shows it, to its type."""
 
 
 def code(words: Iterable[str]) -> str:
@@ -110,7 +110,7 @@ def marked() -> list[Row]:
 
 
 def more_of(neutral: tuple[object, ...]) -> str:
-    """What a field accepts, if that is not `NOTHING`."""
+    """The table's note on the neutral values of a field, empty for `NOTHING`."""
     if neutral == NOTHING:
         return ""
     values = [value for value in neutral if not any(value is one for one in NOTHING)]

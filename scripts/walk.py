@@ -11,9 +11,9 @@ that warms up. The lines are the least and the median of these five, by returns.
 
 `in all` is everything that the engine enters meanwhile, with the ticks, the model and the answers
 of the request. The main count leaves out what an engine alone, without L2 and L3, enters for the
-same prompt: computed, found in L1, and in idle ticks. What is left is what the lower tiers or the
-other server add. The ticks of the tiers stay in it, and so does what the tiers do for a prompt that
-is not moved. `disaggregation` is the part of `in all` in that folder.
+same prompt: computed, found in L1, and in idle ticks. The rest is the work that the lower tiers or
+the other server add. It includes the ticks of the tiers, and their work for a prompt that is not
+moved. `disaggregation` is the part of `in all` in that folder.
 
 The model is small and random, the device is the CPU, L3 is a real Mooncake Store. The ways:
 
@@ -172,7 +172,7 @@ class Walk:
 
     counts: Counts
     in_all: Counts
-    """With the functions that an engine alone, without L2 and L3, enters too."""
+    """Counts of all functions, also those that a plain engine (without L2 and L3) enters."""
     in_pd: Counts
     """In `disaggregation/` alone."""
     lines: list[str]
@@ -192,7 +192,7 @@ class Walker:
         self._pd_rig: PdRig | None = None
         self._seeds = itertools.count(1)
         self._known: dict[str, set[CodeType]] = {}
-        """What an engine alone, without L2 and L3, enters by family; see `_learn`."""
+        """The functions that a plain engine (without L2 and L3) enters, by family; see `_learn`."""
 
     def walk(self, way: str) -> list[Walk]:
         """Five walks, the one with the fewest returns first. One before them warms up."""

@@ -2,11 +2,11 @@
 
 Scheduler: a whole tick up to the launch of its step, of a prompt that the tree has, over a tiny
 model whose forward is left out. Server: from the first bytes of a request to the frame for the
-scheduler (`in`), and from waking up with the text to the first bytes of the answer (`out`). That is
-the real application with real sockets; client and engine are processes of their own. Between two
-requests 64 MB are written, since an idle server finds nothing in its caches; not with `--warm`.
-Median and least microseconds. With `--calls`, the calls of Python and C functions instead, which
-are the same on every machine.
+scheduler (`in`), and from waking up with the text to the first bytes of the answer (`out`). The
+server is the real application with real sockets; client and engine each run in a process of their
+own. The benchmark writes 64 MB between two requests, because an idle server finds nothing in its
+caches; `--warm` leaves this out. Prints the median and the least microseconds. `--calls` counts
+calls of Python and C functions instead, which are the same on every machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from sglang.srt.utils.network import get_free_port
 _COLD_WORDS: Final = 8 << 20
 _WARM_UP: Final = 5
 _VOCAB_SIZE: Final = 150_000
-"""Of the server, which sees token ids as JSON; the scheduler's model has a small one."""
+"""Vocabulary of the server, which reads token ids as JSON. The scheduler's model has a small
+one."""
 _TINY_VOCAB_SIZE: Final = 150
 _PAUSE_S: Final = 0.03
 _STEP_S: Final = 0.005
@@ -201,7 +202,7 @@ class WakingSelector(selectors.DefaultSelector):
 
 
 def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """What the server process does before and after the engine's part."""
+    """Measure the server process before and after the engine's part."""
     import uvicorn
 
     from rigs.servers.fake_engine import byte_tokenizer

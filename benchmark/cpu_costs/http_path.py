@@ -2,10 +2,10 @@
 
 The server is the real one with a dummy model of one layer of 16, so that almost nothing is
 computed; each request is a prompt of about `--words` tokens and one token of answer. The echo
-parses the same body and returns it. Both get the same client, in turn, in every round. Medians,
-the ratio, whose target is 0.25, and the CPU time of each process per request, which other load on
-the machine disturbs less than the speed. The client competes with the servers for the machine in
-both cases.
+parses the same body and returns it. The same client loads the server and the echo in turn, in every
+round. Prints the medians, their ratio (target: 0.25) and the CPU time of each process per request,
+which other load on the machine disturbs less than the speed. The client competes with the server
+and the echo for the machine.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The real scheduler and publisher over the built-in model, on one thread, in this process; another
 process listens. Each request is a prompt that nobody has sent before, so every page is published in
-L1 and L2, and leaves both again. Both sides of the ratio are CPU time of one run, which other
-programs on the machine hardly change. Targets: at most 1% of the time; the tick alone (`in_ticks`)
-and with the publisher's thread (`all`). `events` is how many there were for each request.
+L1 and L2, and leaves both again. The ratio divides two CPU times of the same run, which other
+programs on the machine hardly change. Target: at most 1%, for the tick alone (`in_ticks`) and with
+the publisher's thread (`all`). `events` is the number of events per request.
 """
 
 from __future__ import annotations

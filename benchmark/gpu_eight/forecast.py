@@ -1,10 +1,10 @@
-"""What whole models on eight GPUs should give, calculated before they run.
+"""Forecast for whole models on eight GPUs, calculated before they run.
 
 Bytes and operations come from config.json through the planner, rates from measurements on one and
 two H200s (`benchmark/results`). Every figure has a limit, at which all bytes move at the rate of a
-large copy and all products run at the rate of a large one, and an expected value. What one GPU
-lost against its limits is counted in two ways: as a constant time of each layer, which more ranks
-do not shorten, and as a share of the limit, which they do.
+large copy and all products run at the rate of a large one, and an expected value. The time that one
+GPU lost beyond its limits is counted in two ways: as a constant time of each layer, which more
+ranks do not shorten, and as a share of the limit, which more ranks shorten.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ L2_BYTES_S: Final = 4.7e10
 L3_BYTES_S: Final = 2 * GB
 """Mooncake over TCP on one host, for each rank."""
 HTTP_S: Final = 5e-3
-"""What a request from L1 takes beside its step: 5.6 ms for a repeat, of which 2.9 are the step."""
+"""Time of a request from L1 outside its step: a repeat takes 5.6 ms, its step 2.9 of them."""
 LOST_LATENT_S: Final = 1.37e-4
 """A layer's time beyond its limit: decode of one with 6 of DeepSeek-V3.2's layers took 2.94 ms,
 and 2.115 at the limit."""
@@ -191,7 +191,7 @@ class Forecast:
 
 
 def rank_work(config: ModelConfig, tp_size: int) -> RankWork:
-    """What the first of `tp_size` ranks reads and multiplies, from shapes alone."""
+    """Calculate the reads and products of the first of `tp_size` ranks from shapes alone."""
     fields = config.hf_config
     experts = getattr(fields, "n_routed_experts", None) or getattr(fields, "num_experts", 0) or 0
     used = fields.num_experts_per_tok if experts else 0

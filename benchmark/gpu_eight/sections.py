@@ -169,7 +169,7 @@ def measure_throughput(shape: Shape, model: str, gpus: int, report: Report) -> N
 def report_costs(
     tiers: tuple[float, float], plain: tuple[float, float], tick_us: float | None, report: Report
 ) -> None:
-    """What tiers cost where nothing hits, and the share of the agreement that steps hide.
+    """Report the cost of tiers without hits, and the share of the agreement that steps hide.
 
     Args:
         tiers, plain: Of `measure_unused`.

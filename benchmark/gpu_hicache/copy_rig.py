@@ -57,8 +57,8 @@ KINDS = {
         MambaPoolHost,
     ),
 }  # fmt: skip
-"""Kinds of state: keys and values of Qwen3-8B; latent rows and indexer keys of DeepSeek-V3.2, whose
-indexer has slots of its own here; recurrent states of Qwen3-Next-80B-A3B."""
+"""Kinds of state: keys and values of Qwen3-8B; latent rows and indexer keys of DeepSeek-V3.2, in
+separate slots here; recurrent states of Qwen3-Next-80B-A3B."""
 TOKENS_OF_STATE = 1024
 """Tokens for which one state is copied."""
 

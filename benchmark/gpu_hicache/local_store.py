@@ -24,8 +24,8 @@ from sglang.srt.mem_cache.host.host_memory import MooncakeHostTensorAllocator
 WORKING_SET: Final = 20 * 10 * 2048
 """Tokens of all conversations of `gpu-hicache turns`."""
 STORE_BYTES: Final = int(1.3 * WORKING_SET * KV_BYTES)
-"""The store evicts from 95% on, and rounds object sizes up. With 1.1 times the working set it lost
-the first pages of some conversations, which makes all later pages useless."""
+"""The store evicts when it is 95% full, and rounds object sizes up. A store of 1.1 times the
+working set lost the first pages of some conversations, which makes their later pages useless."""
 L3: Final = ("--hicache-storage-backend", "mooncake")
 _TOUCH_BYTES: Final = 32 << 20
 

@@ -44,8 +44,8 @@ EXPECTED_S: Final = {"GPU only": 66.0, "+ L2": 31.0, "+ Mooncake": 27.0, "pre-po
 """Expected seconds by server. The first two are from earlier runs. The others were 29.9 and 30.1 s
 when requests waited for all reads; now a read is cut if computing is faster. For a filled store
 read at 4.9 GB/s, `simulate store` predicts 0.74 of the time (18.3 instead of 24.7 s).
-With a store that starts empty, the device was busy for half of the run and the reader for two
-thirds; in the simulation, which has no other costs, cutting costs 6% there."""
+When the store started empty, the device was busy for half of the run and the reader for two thirds.
+The simulation has no other costs; there, cutting reads costs 6%."""
 
 
 async def talk(server: EngineServer) -> tuple[list[list[RequestResult]], float]:

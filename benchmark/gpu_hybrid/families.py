@@ -44,8 +44,8 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
         },
     ),
 }  # fmt: skip
-"""Those of Qwen3-Next-80B-A3B with 12 of 48 layers, and of DeepSeek-V3.2 with 6 of 61 layers (1
-dense) and 64 of 256 experts: class of the configuration, class of the model, fields."""
+"""Qwen3-Next-80B-A3B with 12 of 48 layers, and DeepSeek-V3.2 with 6 of 61 layers (1 dense) and 64
+of 256 experts. Values: class of the configuration, class of the model, fields."""
 
 
 def add_families(parser: argparse.ArgumentParser) -> None:

@@ -1,10 +1,10 @@
 """Prefills of 8,192 tokens and decode steps through ModelRunner, against the limits.
 
-Random weights. Decode steps in graphs and without; the limit of a step of one request is reading
-its active weights once, at the speed of a large copy in the same run (target: at most 1.5 times
-that). With graphs also the same step again and again (`replayed`), its kernels by time, and
-prefills of 64 tokens after 8,192. Kernels that start early overlap: what one costs is its end less
-the latest end before it.
+Weights are random. Decode steps run with graphs and without. The limit of a step of one request is
+reading its active weights once, at the speed of a large copy in the same run (target: at most 1.5
+times the limit). The run with graphs also replays one step (`replayed`), lists its kernels by time,
+and prefills 64 tokens after 8,192. Kernels that start early overlap, so the cost of a kernel is its
+end less the latest end before it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prefills and decode steps of the same shapes by transformers' own models.
 
-As `gpu-hybrid steps`, without graphs, as transformers runs its models.
+Measures the same as `gpu-hybrid steps`, but without graphs, as transformers runs its models.
 """
 
 from __future__ import annotations

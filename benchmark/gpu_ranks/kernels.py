@@ -149,7 +149,7 @@ def add_step(report: Report, case: dict[str, Any], found: dict[str, Any]) -> Non
     report.add("launches", found["launches"], "count", case)
     times = {name: found[f"{name}_us"] for name in ("busy", "gaps", "between_steps")}
     report.add_all("us", times, case)
-    # With two ranks, the events of the first one stand for both.
+    # The events of the first rank stand for both ranks.
     for kernel in found["kernels"][: MOST_KERNELS if case["rank"] == 0 else 0]:
         of_kernel = {**case, "kernel": kernel["name"]}
         figures = {"time": kernel["us"], "gap_before": kernel["gap_us"]}

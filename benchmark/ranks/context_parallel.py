@@ -2,9 +2,9 @@
 
 A dense model with random weights, fp32. A size is RANKSxCP: RANKS processes of one thread each, in
 CP sets that split the tokens of a prefill; the ranks of a set split layers. For each size: figures
-of the slowest rank, beside the counts that are expected on paper. `prefill_cpu` is the processor's
-time of a rank, which other work on the machine does not lengthen much. With more ranks than cores
-no time is saved, and only the counts mean something.
+of the slowest rank, beside the counts that are expected on paper. `prefill_cpu` is the CPU time of
+a rank, which other work on the machine hardly lengthens. If there are more ranks than cores, no
+time is saved, and only the counts mean something.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hit rates of a model with recurrent states, by the division of memory.
 
-Such a model can use a prefix only where the cache has its pages and a snapshot of the state at its
-end. Replays are of two parts.
+The model can use a prefix only if the cache has the pages of the prefix and a snapshot of the state
+at its end. The replays have two parts.
 
 - `sizes`: L1 has a fraction of the pages and a fraction of the snapshots of an unlimited cache.
   Compared with that, and with a dense model and as many pages. `write_through` adds L2.
@@ -10,9 +10,9 @@ end. Replays are of two parts.
   that has all of the memory for pages. A division that cannot hold the longest request has no
   figure but `fits`. Snapshots are the first of `--alignments` apart, or more.
 Hit rates are shares of the whole pages of all prompts. Requests are served one after the other and
-answers are not cached. With `--copies` several groups of users send the trace at once, each with
-prompts of its own: pages are more then, and the longest prompt is a smaller part of them. About
-3 minutes. `simulate snapshots` has snapshots of answers.
+answers are not cached. `--copies` lets several groups of users send the trace at once, each group
+with its own prompts: there are more pages, and the longest prompt is a smaller part of them. Takes
+about 3 minutes. `simulate snapshots` covers snapshots of answers.
 """
 
 from __future__ import annotations

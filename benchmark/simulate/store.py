@@ -2,9 +2,9 @@
 
 The conversations of `simulate turns` on the real tree, with eviction that considers the queue.
 One thread reads the store, prompt after prompt, in calls of 64 pages. One device computes prompts
-one after the other; the next is the first in the queue that does not wait for the store. With
-`whole`, requests wait for all reads. With `overtaken`, a read is cut if computing will be faster,
-by the engine's own rule and its estimates of both rates (`prefetch_cost.py`).
+one after the other; the next is the first in the queue that does not wait for the store. In `whole`
+runs, requests wait for all reads. In `overtaken` runs, a read is cut if computing will be faster.
+The engine's own rule decides this, with its estimates of both rates (`prefetch_cost.py`).
 
 The `empty` store has only pages that were computed before; the `filled` one has all pages from the
 start, as after an earlier server with the same conversations. Writing and HTTP cost nothing here.

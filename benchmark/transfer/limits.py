@@ -1,9 +1,9 @@
 """Users of Mooncake's transport that share its limit of slices in flight, over TCP on loopback.
 
-One peer process has a Transfer Engine and lends memory to a store. For each case and number of
-slices a process of its own, since the limit breaks connections, moves that many slices in one call,
-again and again, from each of its users at the same time. Users that fail together where each alone
-does not share a limit.
+One peer process has a Transfer Engine and lends memory to a store. Each case and number of slices
+has its own process, because the limit breaks connections. All users in the process move that many
+slices in one call, again and again, at the same time. Users share a limit if they fail together but
+not alone.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs [rows, length, heads, value dim] and the fp32 state after the last token.
 
-    Computes in fp32, whatever autocast says. Token t turns the state S, of shape
-    [rows, heads, key dim, value dim], into
+    Computes in fp32, whatever autocast says. The state S is [rows, heads, key dim, value dim].
+    Token t changes it to
 
         S * exp(decay[t]) + key[t] beta[t] (value[t] - key[t] S exp(decay[t]))
 
@@ -58,7 +58,7 @@ def _chunked(
     b = _chunks(beta.float().unsqueeze(-1))
     total = _chunks(decay.float().unsqueeze(-1)).cumsum(2)  # [rows * heads, chunks, tokens, 1]
 
-    # What is left at token t of what token s wrote.
+    # The share of token s's write that is left at token t.
     above = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=key.device).triu(1)
     left = (total - total.transpose(2, 3)).masked_fill(above, -torch.inf).exp()
     # A token writes the difference to what the earlier tokens wrote under its key.
@@ -88,7 +88,7 @@ def _chunked(
 
 
 def _chunks(part: torch.Tensor) -> torch.Tensor:
-    """[rows, length, heads, dim] as [rows * heads, chunks, tokens, dim], padded with zeros."""
+    """Cut [rows, length, heads, dim] into [rows * heads, chunks, tokens, dim], zero-padded."""
     padded = functional.pad(part, (0, 0, 0, 0, 0, -part.shape[1] % CHUNK_TOKENS))
     return padded.transpose(1, 2).reshape(
         -1, padded.shape[1] // CHUNK_TOKENS, CHUNK_TOKENS, part.shape[-1]

@@ -88,8 +88,8 @@ def checkpoint_weights(layer: MtpLayer) -> dict[str, torch.Tensor]:
 def imitate(trunk: Any, layer: MtpLayer, batches: Iterable[torch.Tensor]) -> None:
     """Set the first weights: the trunk's layer of attention behind a fitted `fc`.
 
-    `fc` gets the least-squares solution for what enters that layer of the trunk at the same
-    position. So the layer looks for the next token where the trunk itself will.
+    `fc` gets the least-squares solution for the input of that trunk layer at the same position. The
+    draft layer therefore attends where the trunk will attend for the next token.
 
     Args:
         batches: Token ids, int64 [rows, length]; some ten thousand tokens in all.
@@ -142,8 +142,9 @@ def draft(
 
     Step s of the chain at anchor p runs at position p + s - 1 and predicts token p + s. Step 1
     takes token p and the trunk's hidden state p - 1; a later step takes the token drafted before
-    and the layer's output there. It attends to step 1's keys at positions 1 to p, and to those of
-    its own chain. Only anchors go through the whole layer, other positions give keys and values.
+    and the layer's output there. A step attends to the keys of step 1 at positions 1 to p, and to
+    the keys of its own chain. Only anchors go through the whole layer; other positions give keys
+    and values.
 
     Args:
         ids: Tokens, int64 [rows, length].
