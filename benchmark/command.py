@@ -49,15 +49,15 @@ class Command:
     run: Callable[[argparse.Namespace, Report], None]
     """Measures, and gives each figure to the report. Raises Refused or Failed."""
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
-    """Adds options of its own."""
+    """Adds the command's own options."""
     repeats: int | None = None
     """Default of `--repeats`; without one, there is no such option."""
     quick: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of options with `--quick`: a run of seconds that shows that it works."""
     devices: tuple[str, ...] = ("cpu",)
-    """Devices on which it runs, the default first. Of several, `--device` chooses."""
+    """Devices on which the command runs, the default first. `--device` chooses among several."""
     gpus: int = 1
-    """CUDA GPUs that it needs on "cuda"."""
+    """CUDA GPUs that the command needs on "cuda"."""
 
 
 def module_name(command: str, part: str | None) -> str:

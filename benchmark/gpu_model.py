@@ -51,7 +51,7 @@ class GpuModel:
         held = self.runner.token_to_kv_pool_allocator.alloc(pool_tokens)
         assert held is not None
         pages = held.view(-1, page_size)
-        # In random order, as in a server that has run for a while.
+        # Pages are in random order, as in a server that has run for a while.
         order = torch.randperm(len(pages), device="cuda")
         self.slots = pages[order].view(-1)
 

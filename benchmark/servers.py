@@ -107,7 +107,7 @@ class UnusedLoad:
     rounds: int = 4
 
     def send(self, server: EngineServer, first_seed: int, count: int) -> LoadResult:
-        """Send `count` prompts, `concurrent` at a time. None may hit a cache."""
+        """Send `count` prompts, `concurrent` at a time. No prompt may hit a cache."""
         prompts = [self.prompt(first_seed + index, self.input_tokens) for index in range(count)]
         result = load(server.url, prompts, self.output_tokens, concurrency=self.concurrent)
         assert not any(one.cached_tokens for one in result.results), result.results

@@ -18,7 +18,7 @@ PLACE = re.compile(r"`([\w.]+)`, `([\w./-]+\.py):\d+`")
 
 
 def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Names that statements define, those of classes dotted, with their lines."""
+    """Names that statements define, with their lines; names inside classes are dotted."""
     for node in body:
         match node:
             case ast.ClassDef():

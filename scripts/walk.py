@@ -75,7 +75,7 @@ _LENGTH: Final = 4 * _PAGE + 1
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a way costs its reader."""
+    """Cost of a way for its reader."""
 
     functions: int
     files: int

@@ -51,7 +51,7 @@ class Share:
         self.calls = 0
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose time counts."""
+        """Return `function` with its time counted."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

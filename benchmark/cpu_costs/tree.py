@@ -1,8 +1,8 @@
 """Costs of the radix tree: match, insert, split, lock, evict, at several page sizes.
 
-On the CPU, real tree and real allocator without buffers. Prompts share their first half in groups
-of eight, so that paths have several nodes. For each page size: median microseconds of one operation
-on a prompt of `--tokens`; of eviction, per evicted prompt.
+Runs on the CPU, with the real tree and the real allocator without buffers. Prompts share their
+first half in groups of eight, so paths have several nodes. For each page size: median microseconds
+of one operation on a prompt of `--tokens`; of eviction, per evicted prompt.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace, page_size: int) -> dict[str, list[float]]:
     raw["match"] = microseconds(rig.match, turns)
     raw["match_list"] = microseconds(rig.match_list, [one.tolist() for one in turns])
     raw["match_lock_unlock"] = microseconds(rig.lock, turns)
-    # Each leaves the second half of a prompt in its middle: a split.
+    # Each match ends in the middle of a prompt's second half: a split.
     cut = rig.length * 3 // 4
     raw["match_and_split"] = microseconds(rig.match, [one[:cut] for one in rig.prompts])
     rig.tree.check_integrity()

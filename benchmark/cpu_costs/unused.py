@@ -1,10 +1,10 @@
 """CPU time of a request by thread, without hits: with HiCache and L3, and without them.
 
 Two schedulers in this process, one on L1 alone and one with L2 and a Mooncake store over TCP,
-compute the same kind of random prompts in turn. The clocks are those of the threads, so that other
-work on the machine makes them noisy (caches) but not meaningless. Busy waiting counts too: of
-Mooncake's caller (`hicache-backup`), and of the model's threads for each other, unless
-`GOMP_SPINCOUNT=1000` is set.
+compute the same kind of random prompts in turn. The clocks count the time of threads. Other work on
+the machine makes them noisy (caches) but not meaningless. Busy waiting counts too: of Mooncake's
+caller (`hicache-backup`), and of the model's threads for each other, unless `GOMP_SPINCOUNT=1000`
+is set.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Cases: TypeAlias = dict[str, dict[str, Any]]
 
 
 def measured(*words: str) -> Cases:
-    """The figures of a measurement in a process of its own, by case and metric."""
+    """Run a measurement in a separate process; return its figures by case and metric."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lines.jsonl"
         subprocess.run(

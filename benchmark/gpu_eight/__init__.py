@@ -2,14 +2,14 @@
 
 Random weights, written in the model's format. `--whole`: all experts, on any number of GPUs.
 `--sections` chooses parts, in this order:
-`forecast`: what the config gives on H200s, by calculation; needs no GPU.
-`tick`: the agreement of the ranks over gloo, without a model.
-`profile`: a prefill and decode steps kernel by kernel, without a server.
-`decode`: time per token of 1, 16 and 64 requests. `ttft`: cold, from L2, and from a Mooncake Store
-on this host. `turns`: conversations. `trace`: an excerpt of Mooncake's trace. `unused`: prompts
-that hit nothing, to this server and then to one without tiers; and the share of the tick's
-agreement that the steps hide. `throughput`: long prompts and answers of 64 requests at once.
-`pd`: TTFT and transfers of half the GPUs for prefill and half for decoding, with half the experts.
+`forecast`: figures for H200s, calculated from the config; needs no GPU. `tick`: the agreement of
+the ranks over gloo, without a model. `profile`: a prefill and decode steps kernel by kernel,
+without a server. `decode`: time per token of 1, 16 and 64 requests. `ttft`: cold, from L2, and from
+a Mooncake Store on this host. `turns`: conversations. `trace`: an excerpt of Mooncake's trace.
+`unused`: prompts that hit nothing, to this server and then to one without tiers; and the share of
+the tick's agreement that the steps hide. `throughput`: long prompts and answers of 64 requests at
+once. `pd`: TTFT and transfers of half the GPUs for prefill and half for decoding, with half the
+experts.
 
 `--device cpu --shape tiny` tries all of it without GPUs.
 """

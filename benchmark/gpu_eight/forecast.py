@@ -61,7 +61,7 @@ OUTPUT: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWork:
-    """What a rank reads and multiplies."""
+    """Weights that a rank reads and multiplies."""
 
     dense_bytes: int
     """Weights that each step reads; no embedding, no routed experts."""
@@ -77,7 +77,7 @@ class RankWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """Seconds: at the limit, and with each way to count what is lost."""
+    """Seconds: at the limit, and with each way to count the loss."""
 
     limit: float
     if_shared: float

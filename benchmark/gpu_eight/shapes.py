@@ -63,7 +63,7 @@ class Shape:
         return random_prompt(seed, length, 3, self.vocab_size)
 
     def server_flags(self, l1: int | None = None) -> tuple[str, ...]:
-        """Flags of a server whose L1 holds so many tokens, by default `self.l1`."""
+        """Flags of a server with `l1` tokens in L1, by default `self.l1`."""
         sizes = ("--page-size", str(self.page_size), "--max-total-tokens", str(l1 or self.l1))
         return ("--device", self.device, *DUMMY_FLAGS, *self.flags, *sizes)
 

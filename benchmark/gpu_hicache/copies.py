@@ -1,10 +1,10 @@
 """L1 to L2 and back: GB/s by layout, I/O backend and page size, and share of the limit.
 
 `copy_rig.py` has the pools and the timing. The limit is one large copy between the same kinds
-of memory, measured in the same run. For both directions at once it is the sum of the speeds of two
-such copies while both are under way. Further sections: the slowdown of a matrix product beside a
-copy, the speed of allocating page-locked memory, and the choice between kernels and copy engines
-(`--tune`). Each figure has the one expected before.
+of memory, measured in the same run. The limit of both directions at once is the sum of the speeds
+of two such copies while both are under way. Further sections: the slowdown of a matrix product
+beside a copy, the speed of allocating page-locked memory, and the choice between kernels and copy
+engines (`--tune`). Each figure stands beside the expected one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EXPECTED: Final[dict[tuple[str, str], dict[str, dict[int, float]]]] = {
         "backup": {64: 0.97, 16: 0.95, 1: 0.93},
         "both": {64: 0.78, 16: 0.76, 1: 0.76},
     },
-    # On this layout the same as with kernel.
+    # Same as with the kernel on this layout.
     ("layer_first", "direct"): {
         "load": {64: 0.95, 16: 0.91, 1: 0.91},
         "backup": {64: 0.94, 16: 0.94, 1: 0.93},
@@ -64,7 +64,7 @@ OTHERS_EXPECTED: Final[dict[str, dict[str, dict[int, float]]]] = {
     "latent": {"load": {64: 0.93}, "backup": {64: 0.94}, "both": {64: 0.82}},
     "indexer": {"load": {64: 0.91}, "backup": {64: 0.93}, "both": {64: 0.78}},
     "states": {"load": {1: 0.95}, "backup": {1: 0.95}, "both": {1: 0.85}},
-    # Of 8,192 tokens: 12.7 ms, of which the CPU's start takes one.
+    # 8,192 tokens take 12.7 ms; the CPU's start takes one of them.
     "latent+indexer": {"load": {64: 0.92}, "backup": {64: 0.93}, "both": {64: 0.95}},
 }
 

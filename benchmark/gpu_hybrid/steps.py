@@ -42,7 +42,7 @@ EXPECTED_MS: Final = {"qwen3_next": 0.8}
 
 
 def active_bytes(driver: StepDriver, shape: dict[str, Any], but: tuple[str, ...] = ()) -> float:
-    """Bytes of the weights that a step of one token reads, but for some."""
+    """Bytes of the weights that a step of one token reads, without those named in `but`."""
     experts = shape.get("num_experts") or shape["n_routed_experts"]
     share = shape["num_experts_per_tok"] / experts
     total = 0.0
@@ -152,8 +152,8 @@ def measure_steps(family: str, model: str, weights: str, report: Report) -> None
         limits = measure_limits("cuda", torch.bfloat16)
         # A copy reads and writes: half of its bytes would be a lower limit than reading reaches.
         least_ms = active_bytes(driver, shape) / limits.copy_bytes_per_s * 1e3
-        # Two operations for each weight; those of one byte take half of the time. Attention is left
-        # out.
+        # Two operations for each weight; weights of one byte take half of the time. Attention is
+        # left out.
         least_s = active_bytes(driver, shape, ("lm_head",)) * LENGTH / limits.product_flop_per_s
         case = {"family": family, "weights": weights, "graphs": len(driver.runner._graphs)}
         report.add(f"prefill_{LENGTH}", seconds[1], "s", case, limit=least_s)

@@ -5,7 +5,7 @@ the first as a decode server does: questions, reads, copies. `run` is one run of
 sides, `scattered` pages in random order on both. `direct` reads from pool to pool, `packed` lets
 the first process pack pages into units of `--unit-mib`, and `chosen` is what servers do
 (`staging.py`). Bytes are compared afterwards. The time is from the first question about
-pages until all have arrived; `prompt` includes the other questions. `copies` are those of one unit
+pages until all have arrived; `prompt` includes the other questions. `copies` are copies of one unit
 between a pool and its buffer. Target: 0.80 of the peer copy in the same run.
 
 `--device cpu --layers 2 --tokens 512` tries it without GPUs, over TCP.

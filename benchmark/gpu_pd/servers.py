@@ -4,11 +4,11 @@ Qwen3-8B's shape with dummy weights; random prompts, so that nothing is cached. 
 (1P1D) behind the router for all sections, then two servers of whole requests.
 
 `ttft`: TTFT of 8,192 and 32,768 tokens through the router, and the transfer that computing does not
-hide: `stages.transfer` of the prefill server's own answer, which the router drops, so that these
-requests go to both servers directly. Target at 32,768: at most 3% of TTFT.
-`tpot`: requests of long prompts and short answers at fixed times. p99 of the time per output token
-of a request, of 1P1D against one server that does both at the same times. Target: 25% lower.
-`throughput`: as many requests as `--concurrency`, 1P1D against two servers behind the same router.
+hide: `stages.transfer` of the prefill server's own answer, which the router drops; these requests
+therefore go to both servers directly. Target at 32,768: at most 3% of TTFT. `tpot`: requests of
+long prompts and short answers at fixed times. p99 of the time per output token of a request, of
+1P1D against one server that does both at the same times. Target: 25% lower. `throughput`: as many
+requests as `--concurrency`, 1P1D against two servers behind the same router.
 
 `--device cpu` tries all of it without GPUs: the built-in model, over TCP.
 """

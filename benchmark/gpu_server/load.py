@@ -28,7 +28,7 @@ from sglang.srt.process.build import build_scheduler
 from sglang.srt.server_args import ServerArgs
 
 LENGTHS: Final = {8192: 7, 32768: 3}
-"""Tokens of a prompt, and the number of prompts, of which L1 holds fewer."""
+"""Tokens of a prompt, and the number of prompts; L1 holds fewer prompts."""
 EXPECTED_MS: Final = {(8192, "issue"): 3.8, (8192, "ttft"): 26, (32768, "ttft"): 97}
 TARGET_MS: Final = {(8192, "issue"): 5}
 _LINK_BYTES: Final = 1 << 30
@@ -72,7 +72,7 @@ def settle(scheduler: Scheduler) -> None:
 
 
 def hit_s(scheduler: Scheduler, length: int, seed: int) -> tuple[float, float]:
-    """Seconds from a prompt's arrival to its only token, and those of issuing its load."""
+    """Seconds from a prompt's arrival to its only token, and seconds of issuing its load."""
     settle(scheduler)
     requests = greedy_requests(f"{length}-{time.monotonic_ns()}", 1, length, 1, first_seed=seed)
     issues: list[float] = []

@@ -2,10 +2,10 @@
 
 One seed and one start at a time, TCP over loopback, a llama of 45 million parameters a layer in
 bfloat16. `--tp` has the ranks of the seed and of the started server. Figures of a start: the
-seconds until it is healthy, and those of loading the weights on the slowest rank. The file is read
-cold (its pages are dropped first) and from the page cache. The peer of the same run is the
-transport alone: reads of as many bytes as the ranks read together, in blocks of 16 MB, between two
-processes.
+seconds until the server is healthy, and the seconds of loading the weights on the slowest rank. The
+file is read cold (its pages are dropped first) and from the page cache. The peer of the same run is
+the transport alone: reads of as many bytes as the ranks read together, in blocks of 16 MB, between
+two processes.
 """
 
 from __future__ import annotations

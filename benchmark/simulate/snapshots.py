@@ -8,8 +8,8 @@ server's queue.
 
 For each: the hit rate as a share of the whole pages of all
 prompts, the snapshots that the tree took over, and how many of them were evicted; means over three
-random orders. `unlimited` is a cache that never evicts, `dense_hit_rate` that of a model without
-states and all of the memory for pages. About 20 s.
+random orders. `unlimited` is a cache that never evicts. `dense_hit_rate` is the hit rate of a model
+without states, with all of the memory for pages. About 20 s.
 """
 
 from __future__ import annotations

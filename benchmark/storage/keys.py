@@ -116,7 +116,7 @@ def question_figures(
 
 @contextmanager
 def mooncake() -> Iterator[MooncakeStore]:
-    """A client of a store of its own."""
+    """A client of a new store."""
     with MooncakeCluster(segment_size="64mb") as cluster:
         store = MooncakeStore(
             storage_config(

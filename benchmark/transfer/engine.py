@@ -36,7 +36,7 @@ GAPS = {"apart": GAP, "side by side": 0}
 """Bytes between two blocks."""
 TARGET = "at least 0.8"
 BARE_BATCH = 1024
-"""Requests of one call of the bare loop: half of what the transport takes."""
+"""Requests of one call of the bare loop: half of the transport's limit."""
 
 
 class Case(NamedTuple):
@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 
 class Bench:
-    """Both ways of moving the same blocks."""
+    """Wrapper and bare loop, which move the same blocks."""
 
     def __init__(self, peer: TransferPeer, num_bytes: int) -> None:
         self._peer = peer

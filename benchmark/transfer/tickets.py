@@ -1,10 +1,9 @@
 """Scatter tickets of Mooncake's engine beside its batch reads, over TCP on loopback.
 
 A ticket (`submit_scatter_read`, since Mooncake 0.3.14) tells when its read no longer touches
-memory. `read` times both ways. In the other cases the peer is stopped or killed under a read, and
-the time is that until no request can write into this process's memory any more: a drained ticket,
-or a batch read that has returned and whose engine object was ended. Each case has a process of its
-own.
+memory. `read` times both ways. The other cases stop or kill the peer under a read, and time how
+long requests can still write into this process's memory: until the ticket is drained, or until the
+batch read has returned and its engine object has ended. Each case has its own process.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def run_case(facts: dict[str, Any], case: str, count: int, repeats: int, out: Co
 
 
 def measure(case: str, count: int, repeats: int) -> dict[str, Any]:
-    """Figures of a case, with a peer and a process of its own."""
+    """Figures of a case, which gets its own peer and process."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tickets-") as folder:
         master = MooncakeMaster(Path(folder))

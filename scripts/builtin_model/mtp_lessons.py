@@ -16,7 +16,7 @@ AFTER_END = 3  # positions after the last answer that learn; there the trunk rep
 
 @dataclass(frozen=True)
 class Lesson:
-    """Conversations with what the trunk says at the positions that draft.
+    """Conversations with the trunk's answers at the positions that draft.
 
     Tensors are on torch's default device.
 

@@ -115,7 +115,7 @@ def imitate(trunk: Any, layer: MtpLayer, batches: Iterable[torch.Tensor]) -> Non
 
 @dataclass(frozen=True)
 class Chains:
-    """What chains of drafts computed; see `draft`.
+    """Results of chains of drafts; see `draft`.
 
     Attributes:
         logits: [steps, rows, n, vocabulary].

@@ -1,10 +1,11 @@
 """Trains the hybrid recall model: python scripts/builtin_model/train_hybrid.py --out DIR
 
 Starts from the built-in model's weights (see `hybrid_model`). First the delta nets imitate the
-attention that they replace, then all weights learn the answers. In some rows of a batch the states
-turn into zeros or another row's halfway; there the answer to learn is "unknown", so that a wrong
-state shows as a wrong answer. Writes a checkpoint to DIR after every stage. Takes `--seconds` and
-the time of imports; `--seconds 240 --device cpu --step-tokens 2176 --lengths 272` is a quick test.
+attention that they replace, then all weights learn the answers. Halfway through some rows of a
+batch, the states turn into zeros or into another row's states. The answer to learn is then
+"unknown", so a wrong state shows as a wrong answer. Writes a checkpoint to DIR after every stage.
+Takes `--seconds` and the time of imports;
+`--seconds 240 --device cpu --step-tokens 2176 --lengths 272` is a quick test.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Trains the hybrid's MTP layer: python scripts/builtin_model/train_mtp.py --out DIR
 
-The trunk is frozen. The layer learns what the trunk says in recall conversations, in chains of
-three drafts, so that the later ones are as good as the first. Writes DIR: the built-in hybrid with
-the layer, its other weights bit by bit as they were. Computes on one CPU core or one GPU.
+The trunk is frozen. The layer learns the trunk's answers in recall conversations, in chains of
+three drafts, so later drafts become as good as the first. Writes DIR: the built-in hybrid with the
+layer, its other weights bit by bit as they were. Computes on one CPU core or one GPU.
 `--seconds 60 --lengths 272` is a quick test; `--seconds 0 --layer DIR` scores the layer of DIR.
 """
 
