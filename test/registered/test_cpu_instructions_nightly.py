@@ -1,8 +1,8 @@
-"""What compares numbers or words holds with other instructions of the CPU too.
+"""Tests that compare numbers or words also pass with other instruction sets of the CPU.
 
-torch and oneDNN take the best instructions that the CPU has. The order of their sums, and with it
-the last bits, differs from kind to kind. Settings that change nothing on this CPU are skipped by
-name: those of instructions that it lacks, and those that it takes anyway, with which CI runs.
+torch and oneDNN take the best instructions that the CPU has. Instruction sets differ in the order
+of sums, and with it in the last bits. Settings that change nothing on this CPU are skipped by name:
+instructions that the CPU lacks, and its defaults, which CI runs anyway.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ def test_a_stream_has_its_tokens_one_by_one(pair: PdRig, single: SchedulerRig) -
 def test_pages_of_other_sizes(
     engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig, page_size: int
 ) -> None:
-    """With pages of one token a whole prompt can be cached."""
+    """Pages of one token let the cache hold a whole prompt."""
     with make_pair(engine, models["qwen3"], page_size=page_size) as pair:
         for turn in "ab":
             check(pair, single, *(pair.request(f"{turn}{i}", p) for i, p in enumerate(PROMPTS)))

@@ -281,8 +281,8 @@ def test_servers_that_end_while_idle_do_not_pile_up(here: Here) -> None:
             with_one_peer = with_one_peer or engine_threads()
     assert sessions.known == [name]
     assert here.engine.describe()["engine_objects"] <= 3
-    # With one peer there are two objects, of three threads each; a third one may be kept, idle. If
-    # the servers' objects stayed, there would be five more. One takes a second to end.
+    # One peer needs two engine objects of three threads each, and an idle third may be kept. If the
+    # servers' objects stayed, there would be five more. An object takes a second to end.
     assert wait_until(lambda: engine_threads() <= with_one_peer + 3 + 2, 30)
     sessions.probe()
     assert wait_until(lambda: not sessions.known, 30)

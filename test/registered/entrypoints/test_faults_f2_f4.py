@@ -70,7 +70,7 @@ def test_f2_other_spellings_of_a_path_need_the_key_too(server: KeyedServer) -> N
     with httpx.Client(base_url=server.url, timeout=30) as client:
         for path in DISGUISES:
             assert client.post(path).status_code == 401, path
-            # None of them gives a user access to administration.
+            # No spelling lets a user's key reach the administration.
             assert client.post(path, headers=HEADERS).status_code in (307, 403, 404, 405), path
 
 

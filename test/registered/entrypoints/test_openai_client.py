@@ -340,7 +340,7 @@ def last_request(server: FrontServer) -> TokenizedGenerateReqInput:
 
 
 def test_echo_says_the_prompt_with_its_logprobs(client: openai.OpenAI) -> None:
-    """Token ids are those of the byte tokenizer, whose logprob in the echo is minus the id."""
+    """The byte tokenizer makes the token ids. The logprob of an echoed token is minus its id."""
     plain = client.completions.create(model="echo", prompt="abc", max_tokens=2, echo=True)
     assert plain.choices[0].text == "abcab"
     reply = client.completions.create(
@@ -383,7 +383,7 @@ def test_offsets_count_characters_where_tokens_are_bytes(
     assert offsets == [0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5, 6, 7]
 
 
-# What a program sends that fills in every argument of the client's calls.
+# A call that fills in every argument of the client's method.
 BOTH_CALLS: dict[str, Any] = {
     "model": "echo", "frequency_penalty": 0.0, "logit_bias": {}, "max_tokens": 4, "n": 1,
     "presence_penalty": 0.0, "seed": 1, "stop": [], "temperature": 1.0, "top_p": 1.0, "user": "u",
@@ -420,7 +420,7 @@ def test_every_argument_of_the_clients_calls_may_be_given(
 
 
 def test_requests_of_a_benchmark_over_conversations_are_answered(server: FrontServer) -> None:
-    """As SGLang's own script for conversations sends them, and reads the answers."""
+    """The test sends requests and reads answers like SGLang's own script for conversations."""
     history = "ab"
     for turn in range(3):
         body = {

@@ -1,7 +1,7 @@
 """The same words from every tier of a server on a GPU: built-in model, real pools, real stores.
 
-One prompt of about 1,500 tokens is answered cold, from L1, from L2 by each I/O backend and layout,
-and from L3 by the server that wrote it and by one that never saw it.
+The server answers one prompt of about 1,500 tokens cold and from L1. L2 serves it with each I/O
+backend and layout. L3 serves it to the server that wrote it and to one that never saw it.
 """
 
 from __future__ import annotations

@@ -136,9 +136,8 @@ def test_c11_abort_storm_leaves_the_books_balanced(
 ) -> None:
     """Requests aborted while queued, prefetching, loading, running and backing up.
 
-    The tiers are far smaller than the working set. An idle server checks page ownership and ends if
-    they do not balance. So the proof is a server that lives after the storm, with all slots free
-    after a flush.
+    The tiers are far smaller than the working set. An idle server checks page ownership and exits
+    if the books do not balance. The server must survive the storm, and a flush must free all slots.
     """
     rng = random.Random(11)
     small = ["--max-total-tokens", "4096", "--hicache-ratio", "2", "--max-running-requests", "4"]

@@ -32,8 +32,8 @@ register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 PAGES = 100
 PROMPT = [*range(PAGES * PAGE), 7]
 EPSILON_S = 20.0
-"""Seconds that a request may take beyond its timeout, on a machine that also runs other tests. Who
-waited for a node that does not answer would wait for a minute."""
+"""Seconds that a request may take beyond its timeout, on a machine that also runs other tests. A
+request that waited for an unresponsive node would take a minute."""
 
 
 class StoppedInMidGet(MooncakeStore):

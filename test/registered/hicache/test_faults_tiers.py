@@ -224,7 +224,7 @@ def test_c18_a_full_disk_refuses_writes_and_costs_no_request(tmp_path: Path) -> 
         assert rig.run([*range(5000, 5080), 7]).storage < 80
         rig.settle()
         assert not list((disk / ".tmp").iterdir()), "no torn files"
-        # With room again, the next used prompt is written.
+        # The disk has room again: the next prompt in use is written.
         rig.hi.clear_storage_backend()
         rig.flush()
         rig.run([*range(5000, 5080), 7])

@@ -1,13 +1,13 @@
 """The built-in hybrid recalls from every tier: real servers, files and a real Mooncake store.
 
-Conversations of about 2,000 tokens, of which L1 holds one. Each is answered by a server without a
-cache, then again from L1, L2, L3 and by a second server. All answers must be the right codes, and
-`cached_tokens_details` must have the prefix in the expected tier: its keys and values, and the
-recurrent state at its end. With speculation each answer also takes as many verifications as in a
-cold run: the draft layer's entries are right in every tier.
+Conversations have about 2,000 tokens, and L1 holds one of them. A server without a cache answers
+each; then L1, L2, L3 and a second server serve it again. All answers must be the right codes.
+`cached_tokens_details` must show the prefix in the expected tier: its keys and values, and the
+recurrent state at its end. Speculation must take the same number of verifications as in a cold run,
+which shows that every tier keeps the draft layer's entries intact.
 
-The model computes in bf16, as users run it. No CPU's rounding changes an answer: the logits of its
-tokens lead by 2.8 here, and bf16 moves a logit by 0.3 at most.
+The model computes in bf16, as users run it. No CPU's rounding changes an answer: the logits of the
+right tokens lead by 2.8 here, and bf16 moves a logit by 0.3 at most.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The same words from every tier: real servers, the built-in model, a real Mooncake store.
 
-One prompt of about 1,500 tokens is answered cold, from L1, from L2, from L3 by the same server, by
-a second server, and after a restart. Greedy outputs must be equal, token for token, and
-`cached_tokens_details` must have the prefix in the expected tier.
+A server answers one prompt of about 1,500 tokens cold, then from L1, L2 and L3. A second server
+answers it from L3, and so does the first after a restart. Greedy outputs must be equal, token for
+token, and `cached_tokens_details` must show the prefix in the expected tier.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def check_l1_and_l2(server: EngineServer, ids: list[int], expected: Answer) -> N
 
 SMALL_L1 = ("--max-total-tokens", "4096", "--hicache-ratio", "4", *EXACT)
 L3_LAYOUTS = {HostLayout.PAGE_FIRST_DIRECT, HostLayout.PAGE_FIRST_KV_SPLIT}
-"""Those of the tests with an L3, where it is the first that `auto` takes."""
+"""Layouts that the tests with an L3 cover: `auto` picks the first of them there."""
 
 
 @pytest.mark.parametrize("layout", sorted(set(HostLayout) - L3_LAYOUTS))

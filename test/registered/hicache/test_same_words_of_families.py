@@ -1,8 +1,8 @@
 """The same words from every tier and after a restart: a random model of each family that needs it.
 
-The reference is transformers' model, which has no cache of prefixes: its greedy words are those of
-a cold server, of L1, L2 and L3, and of a second server that has only the store of one that ended.
-Other files have the other pairs of a family and a backend: `ranks/test_same_words_of_ranks.py`,
+The reference is transformers' model, which has no prefix cache. A cold server, L1, L2 and L3 must
+give its greedy words, and so must a second server that has only the store that the first left.
+Other files test the other pairs of a family and a backend: `ranks/test_same_words_of_ranks.py`,
 `entrypoints/test_engine_latent.py`, `entrypoints/test_engine_hybrid.py`.
 """
 

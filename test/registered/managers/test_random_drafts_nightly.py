@@ -37,7 +37,7 @@ def kind_of(state: CheckableState) -> str:
 
 
 def drawn_setup(seed: int) -> tuple[CheckableState, int]:
-    """What the seed draws for one scheduler and for ranks: the state, and the tokens of a step."""
+    """State and draft tokens per step that `seed` draws, for one scheduler and for ranks alike."""
     setup = Setup.draw(random.Random(seed))
     return setup.state, setup.num_draft_tokens
 

@@ -20,7 +20,7 @@ SECONDS = 1190.0
 
 @pytest.mark.timeout(SECONDS + 600.0)
 def test_twenty_minutes_of_random_work() -> None:
-    # None of what it is for is left out.
+    # The run must cover every event that it exists to test.
     happened = (
         "tokens from device",
         "tokens from host",

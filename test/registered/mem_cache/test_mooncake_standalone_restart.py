@@ -1,7 +1,7 @@
 """A stand-alone `mooncake_client` is killed and restarted below an engine that goes on.
 
-A process can have one client that survives this: Mooncake shares all its memory anew. So this has a
-file of its own.
+Only one client per process survives such a restart, because Mooncake shares all of the process's
+memory anew. The test therefore has its own file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_a_killed_client_serves_again_after_a_restart(tmp_path: Path) -> None:
         with pytest.raises(StorageUnavailable):
             store.batch_get_v2([move])
         assert not store.probe()
-        # Its engine checks it about once a second, and does not notice a faster restart.
+        # The store's client looks at its server once a second and misses a faster restart.
         wait_until(lambda: store._client.store.health_check() != 0, timeout=30)
         process.start()
         assert wait_until(store.probe, timeout=60)

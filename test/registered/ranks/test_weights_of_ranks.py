@@ -107,7 +107,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_chain_of_two_ranks_one_and_two_again(model: Path, tmp_path: Path) -> None:
-    """The third reads when the first is gone. Where the splits are equal, so are pages of L3."""
+    """The third server reads after the first is gone. Equal splits share the pages of L3."""
     bare = without_weights(model, tmp_path / "bare")
     store = {STORE: str(tmp_path / "store")}
     with server_of(model, 2, START_SEED, *L3, env=store) as first:
@@ -130,7 +130,7 @@ def test_a_chain_of_two_ranks_one_and_two_again(model: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("family", "fields"), [("qwen3_moe", HEADS), ("qwen3_next", DELTA)])
 def test_four_ranks_read_from_one(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
-    """Experts and states are split, and each of four ranks has a KV head that another has too."""
+    """Experts and states are split; each KV head is on two of the four ranks."""
     model = tmp_path / "model"
     save_tiny_checkpoint(model, family, **fields)
     bare = without_weights(model, tmp_path / "bare")

@@ -136,7 +136,7 @@ def test_hicache_top_shows_it_once(server: EngineServer, tmp_path: Path) -> None
 
 
 def drawn(seen: dict[str, Any]) -> str:
-    """What `hicache_top` shows of a view, with single spaces."""
+    """The text that `hicache_top` draws for a view, with runs of spaces collapsed."""
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(hicache_top.draw(seen, 120))
     return re.sub(" +", " ", console.export_text())
@@ -219,7 +219,7 @@ def test_every_query_finds_its_metric_with_its_labels(server: EngineServer) -> N
     idle = SchedulerLoad(
         num_running=0, num_queued=0, pool_tokens=1, free_tokens=1, evictable_tokens=0
     )
-    # Those of a server that drafts have series of their own.
+    # A server that drafts exports extra series.
     drafts = SchedulerMetrics({"model_name": "drafts"}, num_drafts=3)
     text = str(server.request("GET", "/metrics").body) + drafts.render(idle)
     labels: dict[str, set[str]] = {"up": set()}

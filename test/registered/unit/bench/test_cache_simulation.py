@@ -72,7 +72,7 @@ def test_pages_evicted_from_l1_hit_in_l2() -> None:
 
 
 def test_write_through_duplicates_l1_in_l2_and_write_back_does_not() -> None:
-    # Before the second 1, write_through has 2 and 3 in L2; write_back has 1 and 2, and 3 in L1.
+    # At the second 1, L2 holds 2 and 3 under write_through, 1 and 2 under write_back (3 in L1).
     trace = [request(1), request(2), request(3), request(1)]
     sizes = CacheSizes(l1_pages=1, l2_pages=2)
     assert run(trace, sizes, Arrangement.WRITE_THROUGH).hit_tokens == 0

@@ -54,7 +54,7 @@ def test_the_names_are_those_of_qwen3_5(mtp_model: Any, layer: Any, trunk: Any) 
         names = list(tensors.keys())
         shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
     drafts = {name for name in shapes if name.startswith("mtp.")}
-    # Those of a layer of the trunk that has attention too.
+    # The weights of a trunk layer that has attention too.
     block = {name for name in shapes if name.startswith("model.layers.1.")}
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     own = {f"mtp.{name}.weight" for name in ("fc", *norms)}

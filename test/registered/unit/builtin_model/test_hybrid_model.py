@@ -1,4 +1,4 @@
-"""The hybrid recall model before training: what its conversion keeps, and whose states it reads."""
+"""The hybrid recall model before training: weights that conversion keeps, states that it reads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def built_in() -> Any:
 
 @pytest.fixture
 def hybrid(hybrid_model: Any, built_in: Any) -> Any:
-    """With outputs of the delta nets large enough to matter."""
+    """A converted model; the outputs of its delta nets are scaled up, so that they matter."""
     torch.manual_seed(5)
     model = hybrid_model.convert(built_in).eval()
     for index in LINEAR_LAYERS:

@@ -43,7 +43,7 @@ def test_the_answer_counts_if_it_comes_in_the_turn_in_which_the_client_leaves(
 
         asyncio.get_running_loop().call_later(0.01, both)
         result = await unless_client_leaves(client.receive, client.work())
-        # What the caller does next is not cancelled.
+        # The caller's next awaits must not be cancelled.
         for _ in range(3):
             await asyncio.sleep(0)
         return result

@@ -262,7 +262,7 @@ def test_requests_that_outlast_the_drain_get_an_error(caplog: pytest.LogCaptureF
             message = json.loads(error.removeprefix("data: "))["error"]["message"]
             assert "has not ended within 0.3 s" in message
         assert wait_until(lambda: has_ended(server), END_S)
-        # The scheduler has its time for other things than requests whose clients have left.
+        # The scheduler must not spend time on requests whose clients have left.
         received = server.scheduler.received
         assert wait_until(lambda: AbortReq(abort_all=True) in received, END_S)
     assert not [one for one in caplog.records if one.exc_info or one.levelno >= logging.ERROR]

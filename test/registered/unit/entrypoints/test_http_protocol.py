@@ -166,11 +166,11 @@ def test_the_bound_of_a_head_is_exact(served: Served, parts: int, before: int) -
 def test_an_answer_before_the_end_of_the_body_ends_the_connection(served: Served) -> None:
     with served.connect() as peer:
         peer.sendall(CHUNKED % b"refuse" + b"1\r\na\r\n")
-        # The server says so, and that it writes no more; no word of ours is needed for it.
+        # The server announces the close and ends its output, without another word from the client.
         answer = read_all(peer)
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert b"\r\nconnection: close\r\n" in answer
-        # What follows is no HTTP at all, and is not looked at.
+        # The bytes that follow are no HTTP, and the server does not parse them.
         peer.sendall(b"zz\r\n" * 1000)
         assert served.bad_requests == 0
     assert served.seen == [("/refuse", b"")]
@@ -340,7 +340,7 @@ def test_idle_connections_are_few_and_the_longest_idle_goes() -> None:
         assert peers[0].recv(1) == b""
         served.hold.clear()
         assert busy.recv(65536).endswith(b"/hold")  # which had a request
-        # That one is idle now, as the last; the next goes for it.
+        # `busy` is now the newest idle connection; the oldest one is closed to make room.
         assert peers[1].recv(1) == b""
         for peer in (peers[2], peers[3]):
             peer.sendall(GET % 5)

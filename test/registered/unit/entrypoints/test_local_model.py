@@ -126,7 +126,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_a_changed_config_is_seen_by_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_old: bool
 ) -> None:
-    """As model cards switch YaRN on, whichever of two names a config has for the rotation."""
+    """The override is the one that model cards give to enable YaRN. Both config names of the
+    rotation are tested."""
     monkeypatch.setenv("HOME", str(tmp_path))
     plain = tmp_path / "plain"
     shutil.copytree(BUILTIN_MODEL_DIR, plain)

@@ -82,12 +82,12 @@ BODIES: Final[dict[str, tuple[Endpoint, dict[str, Any]]]] = {
 class Walk:
     """The functions of `sglang.srt` that a body passes, in the order in which they are entered.
 
-    The walk begins at the endpoint and ends where the socket has the message. What runs between
-    `submit`, which hands the message over, and `END`, which sends it, is in `meanwhile`.
+    The walk begins at the endpoint and ends where the socket has the message. `submit` hands the
+    message over, and `END` sends it; `meanwhile` lists the functions that run between the two.
 
-    A stop is a function that enters another: a reader has to follow it. One that enters none is a
-    leaf, read where it is called. Each function counts once, however often it runs; a comprehension
-    or a lambda is part of the function that it stands in. Functions of libraries do not count, nor
+    A stop is a function that enters another: a reader has to follow it. A function that enters none
+    is a leaf, read where it is called. Each function counts once, however often it runs; a
+    comprehension or a lambda belongs to its enclosing function. Library functions do not count, nor
     do initialisers that `dataclass` and msgspec make.
     """
 

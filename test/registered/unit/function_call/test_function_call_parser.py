@@ -29,7 +29,7 @@ FRAGMENTS = (
 )  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=9).map("".join)
 FORMATS = pytest.mark.parametrize("name", ["qwen25", "llama3"])
-"""Those with the name within the JSON object; others: `test_tagged_formats.py`."""
+"""Formats with the function's name inside the JSON object; others: `test_tagged_formats.py`."""
 
 
 def parse(name: str, text: str) -> tuple[str, list[tuple[str | None, object]]]:

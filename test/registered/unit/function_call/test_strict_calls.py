@@ -49,7 +49,7 @@ NESTED = {
     "additionalProperties": False,
     "$defs": {"point": POINT | {"additionalProperties": False}},
 }
-"""As the Agents SDK makes it of nested types."""
+"""A schema such as the Agents SDK generates for nested types."""
 
 
 def tool(name: str, parameters: dict[str, Any] | None, *, strict: bool | None) -> dict[str, Any]:

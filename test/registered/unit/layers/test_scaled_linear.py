@@ -70,7 +70,7 @@ def values(rows: RoundedRows) -> torch.Tensor:
 @pytest.mark.parametrize("tokens", [1, 3, 40, 150])
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_products_are_near_fp64(kind: str, tokens: int) -> None:
-    """With and without bias, into new and given tensors, from rows within longer ones."""
+    """Cases: with and without bias, new and given output tensors, rows cut out of longer ones."""
     weight = WEIGHTS[kind]
     outputs, inputs = weight.shape
     x = randn(tokens, inputs + 8, seed=tokens, dtype=HALF)[:, :inputs]

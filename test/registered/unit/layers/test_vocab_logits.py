@@ -72,7 +72,7 @@ def _parts(threads: RankThreads, rank: int, whole: torch.Tensor) -> VocabLogits:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_greatest_is_that_of_the_whole(size: int) -> None:
-    """With 3 and with 4 ranks the last rank has one token."""
+    """The last of 3 or 4 ranks has one token."""
     whole = torch.tensor(ROWS)
     for found in on_ranks(size, whole, VocabLogits.argmax):
         assert found.dtype == torch.int64

@@ -208,7 +208,7 @@ def opening(sock: socket.socket) -> Greeting | Welcome | Refused:
 
 
 def test_a_proof_is_of_one_connection(new_echo: Callable[..., Echo]) -> None:
-    """Who has heard one, or makes a client prove it to him, cannot use it."""
+    """A proof that was overheard, or coaxed from a client, is refused on another connection."""
     echo = new_echo(SECRET)
     with contextlib.ExitStack() as stack:
         first, second = connect(stack, echo.port), connect(stack, echo.port)

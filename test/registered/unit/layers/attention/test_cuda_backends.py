@@ -68,14 +68,14 @@ def check_extend(
     work: list[tuple[int, int]],
     kv_dtype: torch.dtype = BF16,
 ) -> None:
-    """Work: of each request, tokens in the pool and new ones."""
+    """Work: for each request, its tokens in the pool and its new tokens."""
     made = contexts([prefix + new for prefix, new in work], shape, page_size, kv_dtype)
     batch = made.extend_batch([prefix for prefix, _ in work])
     backend = make(name, shape, page_size, kv_dtype)
     backend.init_forward_metadata(batch)
     loc = batch.out_cache_loc
     q = queries(len(loc), shape[0], shape[2], BF16, "cuda")
-    # Beside each other, as in the projection, so that strides are not dense.
+    # Keys and values lie beside each other, as a projection returns them: strides are not dense.
     kv = torch.stack([made.k.to(BF16)[loc], made.v.to(BF16)[loc]], dim=1)
     layer = attention_layer(*shape)
     got = backend.forward(q, kv[:, 0], kv[:, 1], layer, batch)

@@ -1,5 +1,5 @@
-"""Verification of drafts by delta-net layers: outputs are those of decode steps, states stay as
-they are, and a commit moves them on by the accepted tokens alone."""
+"""Verification of drafts by delta-net layers. Its outputs equal those of decode steps, and it
+changes no state. A commit then advances the states by the accepted tokens alone."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_rejected_tokens_leave_no_trace(rejected: float) -> None:
 
 
 def test_a_snapshot_then_the_running_states() -> None:
-    """Two requests pass a page's end; the other has no snapshot, so its target is padding."""
+    """Two requests pass a page's end. The third has no snapshot, so its target is padding."""
     layer = delta_net(torch.float32, "cpu")
     pool = pool_of(layer, torch.bfloat16, torch.float32)
     x, slots = normal(3, 4, 32, seed=8), torch.tensor([3, 7, 1])
@@ -126,7 +126,7 @@ def test_a_snapshot_then_the_running_states() -> None:
     snapshots = copied(pool)
     commit_verified(buffers, pool, slots, torch.tensor([4, 3, 1]), slots)
     assert_same_states(pool, snapshots, torch.tensor([10, 11]))
-    # What follows a snapshot is computed from the snapshot as stored.
+    # The tokens after a snapshot are computed from the stored (rounded) snapshot.
     assert torch.equal(pool.temporal[:, 7], pool.temporal[:, 11])
     assert torch.equal(pool.conv[:, 7], pool.conv[:, 11])
     rest = StateBatch(slots=torch.tensor([9]), first_slots=torch.tensor([10]))

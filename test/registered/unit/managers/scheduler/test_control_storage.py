@@ -157,7 +157,7 @@ def test_a_backend_is_taken_up_in_the_middle_of_requests(rig: SchedulerRig, mode
     assert rig.results["runs"].output_ids == cold
     assert rig.results["too"].output_ids == cold_other
     rig.assert_clean()
-    # What was computed before goes to L3 at its next use.
+    # Pages that were computed before the attach go to L3 at their next use.
     rig.run(rig.request("again", ids))
     rig.step(FlushCacheReqInput(req_id="flush"))
     assert answer(rig, "flush").success

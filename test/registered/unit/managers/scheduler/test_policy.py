@@ -205,8 +205,8 @@ def test_the_newest_gives_way() -> None:
 def prefills_and_steps(
     policy: BatchPolicy, prefill: float, step: float, waiting: int
 ) -> tuple[int, int]:
-    """Of these seconds each, while `waiting` prefills are wanted in a row: how many of them come,
-    and how many decode steps until there may be another."""
+    """Prefills that run in a row while `waiting` of them are wanted, and the decode steps before
+    the next may run. A prefill takes `prefill` seconds, a decode step `step`."""
     now, prefills, steps = 100.0, 0, 0
     policy.on_prefill(now)
     while True:

@@ -119,7 +119,7 @@ def test_the_same_words_from_every_tier_and_across_a_restart(
 def test_a_state_is_loaded_only_where_a_slot_is_left_to_run_on(
     models: dict[str, Path], num_states: int, reused: int
 ) -> None:
-    """With one slot, which no server has that keeps prefixes, the prompt is computed."""
+    """The prompt is computed if there is one slot. Servers that keep prefixes have more."""
     ids = prompt(3, 100)
     writer = rig_of(models["qwen3_5"])
     try:

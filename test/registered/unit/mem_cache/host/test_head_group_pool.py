@@ -111,7 +111,7 @@ def state_pool(layout: str, key_heads: int) -> tuple[MambaPool, HostKVCache]:
 
 @pytest.mark.parametrize("layout", MambaPoolHost.LAYOUTS)
 def test_a_group_of_states_has_its_queries_keys_and_values(layout: str) -> None:
-    """Each of the three is split by heads; in the channels of a rank they follow each other."""
+    """Heads split queries, keys and values, which follow each other in a rank's channels."""
     whole, whole_host = state_pool(layout, KEY_HEADS)
     generator = torch.Generator().manual_seed(0)
     whole.temporal.copy_(torch.rand(whole.temporal.shape, generator=generator))

@@ -223,7 +223,7 @@ def test_copies_follow_what_the_caller_queued(layout: str, io_backend: str) -> N
             buffer.view(torch.int16).add_(turn + 1)
         backup(stream, host, source, slots, pages, io_backend)
         events = load(stream, host, target, slots, pages[::-1], io_backend)
-        # What reuses the memory of a freed index tensor would send the copy elsewhere.
+        # Reuse of a freed index tensor's memory would send a pending copy elsewhere.
         for _ in range(8):
             torch.zeros(len(pages) * 16, dtype=torch.int64, device="cuda")
         device_slots = page_slots(pages[::-1], 16).to("cuda")

@@ -1,4 +1,4 @@
-"""Changes of L3 at run time: whatever a backend does in them, the cache goes on as it was."""
+"""Changes of L3 at run time leave the cache working, even if a backend raises or hangs in them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXTRA = {"prefetch_threshold": 4}
 
 
 class Erratic(HiCacheFile):
-    """A file backend each of whose calls may raise or hang, as a test says."""
+    """A file backend. A test chooses which of its calls raise or hang."""
 
     raises: ClassVar[dict[str, BaseException]] = {}
     hangs: ClassVar[dict[str, threading.Event]] = {}

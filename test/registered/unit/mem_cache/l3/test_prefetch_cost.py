@@ -71,7 +71,7 @@ def test_one_that_is_cut_is_not_read_before_the_next_but_computed_before_it() ->
 
     assert third(prompt(1000, spared=True)) == "rc"
     assert third(prompt(1000)) == "cr"
-    # What the store lacks of it has to be computed as well, before the third.
+    # A cut request also computes the tokens that the store lacks, and the next one waits for that.
     assert cuts(1000, 1000, ahead=2000) == "cc"
     longer = [PendingRead(1000, 1000, 4000), prompt(1000)]
     assert slower_reads(longer, EQUAL, ahead=2000, waiting=0) == [True, False]

@@ -151,7 +151,7 @@ TRANSITIONS: Final = ("arrive", "admit", "cut", "join", "hold", "retract", "fini
 
 
 def allowed_end(act: str, state: RequestState, partial: str | None, rid: str) -> Any:
-    """Where the transition leads a request from `state`; None: it is not allowed.
+    """State of a request after the transition `act` from `state`; None: `act` is not allowed.
 
     Args:
         partial: The request whose prompt is computed in parts.

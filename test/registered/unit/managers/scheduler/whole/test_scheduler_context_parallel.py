@@ -172,7 +172,7 @@ def test_retraction_changes_no_word(qwen3: Path, make_ranks: Callable[..., RankR
 
 
 def test_samples_of_one_prompt(qwen3: Path, make_ranks: Callable[..., RankRigs]) -> None:
-    """With `n` of 3, two samples wait for the first, and share its prompt."""
+    """Two samples of three wait for the first, then share its prompt."""
 
     def ticks(rig: AnyRig) -> Ticks:
         params = SamplingParams(max_new_tokens=12, temperature=0.8, ignore_eos=True)

@@ -104,7 +104,7 @@ def test_a_damaged_page_is_dropped_counted_and_computed_again(
         )
         assert "starts again" in caplog.text
         assert rig.scheduler.state.counters.redone == 1
-        # What was computed again has reached L2, and is right there.
+        # The recomputed pages have reached L2, and L2's copies are right.
         leave_to_l2(rig)
         assert ask(rig, IDS) == first
         # Requests for the other swapped page have found its damage.

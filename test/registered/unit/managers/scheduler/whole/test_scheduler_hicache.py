@@ -185,7 +185,7 @@ def test_samples_read_their_prompt_once_and_go_right_after_the_first(model: Path
         ids = prompt(1, 18 * PAGE + 1)
         ask(rig, "writer", ids)
         flush(rig)
-        # Of the one read that is made every call may be made, and none besides.
+        # The samples share one read. The store admits that read's calls and no others.
         with HeldReads(hi_of(rig), pages_per_call=18, calls=1) as reads:
             samples = [f"first-{number}" for number in range(1, 5)]
             rig.step(

@@ -89,7 +89,7 @@ def test_an_abort_gives_the_state_back(oracle: GreedyOracle, words: list[list[in
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_random_arrivals_aborts_and_retractions(oracle: GreedyOracle, seed: int) -> None:
-    """Whatever is computed together, stopped and begun again: who ends has the right words."""
+    """Requests that finish have the right words, in any mix of batches, aborts and restarts."""
     random = Random(seed)
     rig = rig_of(
         oracle,

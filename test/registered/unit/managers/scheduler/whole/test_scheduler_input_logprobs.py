@@ -97,7 +97,7 @@ def test_the_cache_is_used_before_the_first_of_them_alone(oracle: Oracle, page_s
 
 
 def test_a_prompt_is_computed_without_any_output(oracle: Oracle) -> None:
-    """To score it, or to have it in the cache; beside requests that go on."""
+    """A client asks for no output to score a prompt or to fill the cache. Others run meanwhile."""
     rig = SchedulerRig(oracle.path, page_size=4, chunked_prefill_size=16)
     ids = prompt(6, 41)
     score = rig.request(

@@ -84,7 +84,7 @@ def test_first_tokens_go_out_before_their_second_is_launched(
 
 
 def test_what_is_yet_to_be_computed_is_known(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the prompt that comes in parts, the part on the device and the rest; of the queue."""
+    """The workload counts a chunked prompt, both on the device and to come, and the queue."""
     rig = make_rig(model, monkeypatch, overlap=True, chunked_prefill_size=16)
     rig.step(rig.request("long", prompt(1, 40), greedy(1)), rig.request("b", prompt(2, 9)))
     assert rig.scheduler.state.workload() == (40, {"b": 9})

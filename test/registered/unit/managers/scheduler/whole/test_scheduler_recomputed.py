@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("models")
     for family in ("deepseek_v3", "deepseek_v32", "glm4_moe"):
-        # Of a cached prefix, an indexer would choose what the pool has.
+        # A smaller `index_topk` would let the indexer choose among a cached prefix's pool rows.
         changes: dict[str, Any] = {"index_topk": 80} if family == "deepseek_v32" else {}
         save_tiny_checkpoint(root / family, family, eos_token_id=None, mtp=True, **changes)
     return {path.name: path for path in root.iterdir()}
@@ -51,7 +51,7 @@ def answers(rig: SchedulerRig, tag: str, prompts: Sequence[list[int]]) -> list[C
 
 
 def pages_of(rig: SchedulerRig, ids: list[int]) -> list[torch.Tensor]:
-    """What L1 has of a prompt in every pool and layer, as values."""
+    """Rows of a prompt in L1, as fp32 values: a tensor for each pool part and layer."""
     slots = rig.tree.match_prefix(MatchPrefixParams(RadixKey(ids))).device_indices
     pools = [pool for pool in rig.pools if isinstance(pool, PagedDevicePool)]
     rows = [layer[slots] for pool in pools for part in pool.parts for layer in part]

@@ -73,8 +73,8 @@ def test_decoding_leaves_snapshots_for_the_next_turn(oracle: GreedyOracle) -> No
 
 
 def test_the_step_after_an_unforeseen_end_leaves_no_state(oracle: GreedyOracle) -> None:
-    """Where steps overlap, a step runs already when the CPU learns that the request has stopped:
-    its snapshot stands behind a token too many, and so does the running state."""
+    """Overlapping steps launch the next step before the CPU learns that the request has stopped.
+    The snapshot of that step, and the running state, are then one token too far."""
     rig = rig_of(oracle)
     ends: set[int] = set()
     for length in range(17, 17 + 8 * PAGE):
@@ -223,8 +223,8 @@ def test_snapshots_of_one_batch_make_room_for_the_next(oracle: GreedyOracle) -> 
 
 
 def test_a_snapshot_is_not_evicted_before_the_step_that_reads_it(oracle: GreedyOracle) -> None:
-    """Two slots: one runs a request, the other has the snapshot from which the next continues. That
-    one waits, since it would be given the slot of its own snapshot."""
+    """One of two slots runs a request. The other holds the snapshot from which the next request
+    continues. The next request waits: the only slot to give it is that of its own snapshot."""
     rig = rig_of(oracle, num_states=2, max_requests=2, mamba_scheduler_strategy="no_buffer")
     tokens = prompt(43, 30)
     run(rig, oracle, "first", tokens, 2)

@@ -98,8 +98,8 @@ def test_words_are_those_without_speculation(
 def test_graphs_change_no_words_and_no_drafts(
     model: Path, alone: list[list[int]], texts: list[list[int]], launches: list[Launch]
 ) -> None:
-    """Padded batches of captured sizes, which requests join and leave, and their snapshots. With
-    overlap, verifications do not wait for results."""
+    """Requests join and leave padded batches of captured sizes, and take snapshots. Verifications
+    that overlap do not wait for results."""
     found: list[Drafts] = []
     for is_captured, overlaps in ((False, False), (True, False), (True, True)):
         launches.clear()
@@ -261,7 +261,7 @@ def evict_l1(rig: SchedulerRig) -> None:
 @pytest.mark.settled
 @pytest.mark.usefixtures("storage_dir")
 def test_drafts_do_not_depend_on_the_tier_of_the_prefix(model: Path) -> None:
-    """Of a prompt whose page edge is shared with another prompt that goes on differently, too."""
+    """The prompt also shares its page edge with another prompt that continues differently."""
     page = 16
     extra = json.dumps({"prefetch_threshold": page, "prefetch_timeout_base": 30})
     rig = SchedulerRig(

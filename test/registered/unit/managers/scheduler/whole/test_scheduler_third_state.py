@@ -1,8 +1,8 @@
 """A model with a third kind of state, added as docs/extending.md says: a spec, and its layers.
 
-A Qwen3-Next that also keeps a checksum of all tokens so far, one for each prefix, and says what the
-checksum demands. So its words are a function of the prompt, and every lost, stale or misplaced
-checksum shows as a wrong word.
+The model is a Qwen3-Next that also keeps a checksum of all tokens so far, one for each prefix, and
+outputs the words that the checksum demands. Its words are thus a function of the prompt. Every
+lost, stale or misplaced checksum shows as a wrong word.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def test_figures_by_request_and_tier(model: Path, text: list[int]) -> None:
 @pytest.mark.settled
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_drafts_after_the_end_do_not_count(model: Path, text: list[int], overlaps: bool) -> None:
-    """The last of two verifications accepts three drafts, and the request ends after one. With
-    overlap there is a third, for nothing."""
+    """The last of two verifications accepts three drafts, and the request ends after one of them.
+    Overlapping steps add a third verification, in vain."""
     with replayed_graphs(), guessed([text], 1.0):
         rig = SchedulerRig(model, overlap=overlaps, **SPECULATES)
         rig.scheduler._draft_policy.always = False  # It measures.
