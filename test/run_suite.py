@@ -6,8 +6,8 @@ The `register_*_ci` calls in `test/registered` (see `sglang.test.ci.ci_register`
 They are read from the syntax tree, without imports. Unit suites run in a few parts, other
 files in one process each: one after the other, or `--at-once` of them together, of all suites.
 One of these computes the unit suites while the others wait for servers. Files registered as
-`alone` come last. The output of processes that run together is printed when they end. With
-`--preload` the processes are forked from one that has imported torch.
+`alone` come last. The output of processes that run together is printed when they end. `--preload`
+forks the processes from one that has imported torch.
 `--check` runs a command beside the files, such as the linter; it counts as one test. The summary
 names the files with the most CPU time. The last line is `N passed, N failed`, in tests; the exit
 status is 0 only if nothing failed.
@@ -56,7 +56,7 @@ _WORDS: Final = (*_PARAMETERS, "alone")
 """`_PARAMETERS` may be given by place."""
 _COUNT: Final = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 _CPU: Final = re.compile(r"(\d+\.\d) CPU seconds: (\S+)")
-"""What `test/registered/conftest.py` prints of the files that run in one process."""
+"""Line that `test/registered/conftest.py` prints for each file of a process."""
 _SUMMARY: Final = re.compile(r"(\d+ \w+,? ?)+.* in [\d.]+s")
 
 
@@ -389,8 +389,8 @@ def run_files(
         files: Of any suites.
         timeout: Seconds for each process.
         keep_going: Start the rest after a failure.
-        at_once: Processes at the same time, of all suites. With 1, a unit suite still has
-            `PROCESSES`.
+        at_once: Processes at the same time, of all suites. A unit suite has `PROCESSES` even if
+            this is 1.
         forks: Fork the processes from one that has imported torch.
         checks: Commands without arguments that begin first, beside the files if `at_once` allows.
     """

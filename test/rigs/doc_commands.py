@@ -75,7 +75,7 @@ class Reader:
     """Someone who types the blocks of a page, on ports that are free.
 
     Args:
-        checkout: Where they are typed.
+        checkout: Directory in which the blocks are typed.
         folder: An empty folder for logs and for what servers keep.
     """
 
@@ -84,7 +84,7 @@ class Reader:
         self._folder = folder
         self._ports = dict(zip(_PORTS, map(str, get_free_ports(len(_PORTS))), strict=True))
         self._shells: list[subprocess.Popen[bytes]] = []
-        # What the server refuses is an error of the command.
+        # A command fails if the server refuses its request.
         (folder / ".curlrc").write_text("fail-with-body\n")
         self._env = child_environment(
             {

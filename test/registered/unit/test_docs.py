@@ -1,5 +1,5 @@
 """The docs name what exists, and the sources cite only pages and rows that the docs have.
-The index of `benchmark/results` and the folder agree. What people wrote is at most 20,000 words.
+The index of `benchmark/results` and the folder agree. Hand-written pages have at most 20,000 words.
 
 In `docs/files.md` the line of a file starts with its path in backticks, as a list item or a
 table row; the path is whole, or relative to the folder in the nearest heading above.

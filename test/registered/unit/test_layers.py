@@ -110,7 +110,7 @@ MAX_LINES: Final = 499
 
 
 def layer_of(module: str) -> int | None:
-    """Layer of a dotted module name; None where the map does not place it."""
+    """Layer of a dotted module name, or None if the map does not place the module."""
     if not module.startswith("sglang.srt."):
         return ABOVE if module.startswith("rigs.") else OUTSIDE
     name = module.removeprefix("sglang.srt.")
@@ -157,7 +157,7 @@ def imports_of(
     """Modules of ours that `module` imports: the file that a name comes from, not its package.
 
     Args:
-        for_types: Whether imports for the type checker alone count.
+        for_types: Count imports for the type checker too.
     """
     found = set()
     for node in _import_nodes(modules[module], for_types=for_types):

@@ -2,11 +2,11 @@
 
 The cache is closed under prefixes, as the radix tree is: a page can only be evicted while no page
 that continues it is cached. The policy evicts the leaf whose next use is farthest away. A page is
-used no later than the pages that continue it. So the page with the farthest next use is always a
+used no later than the pages that continue it. The page with the farthest next use is thus always a
 leaf, and the constraint to leaves costs no hit.
 
-Source: Belady, "A study of replacement algorithms for a virtual-storage computer" (1966). As in the
-engine, the request in service holds all of its pages, so that every page is cached at its use.
+Source: Belady, "A study of replacement algorithms for a virtual-storage computer" (1966). The
+request in service holds all of its pages, as in the engine, so every page is cached at its use.
 """
 
 from __future__ import annotations

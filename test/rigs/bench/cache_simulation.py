@@ -221,8 +221,8 @@ class SimulatedCache:
 
     def _compute(self, tokens: int) -> torch.Tensor:
         """Slots for `tokens` new tokens in whole pages."""
-        # Under write_back a parent can be evicted only after the copy of its child has landed,
-        # which may be when `evict` returns. So call it again, as the scheduler's next tick does.
+        # write_back can evict a parent only after the copy of its child has landed, perhaps not
+        # before `evict` returns. The loop calls `evict` again, as the scheduler's next tick does.
         while (missing := tokens - self._allocator.available_size()) > 0:
             if not self._tree.evict(EvictParams(num_tokens=missing)).num_tokens_evicted:
                 break

@@ -1,7 +1,7 @@
 """Ranks in one process, a thread each: collectives over memory, with random delays.
 
-Whatever would hang or abort real ranks fails here, on all of them and with a reason: a call that
-not every rank makes, calls of different kinds or lengths, a rank that has failed.
+Mistakes that would hang or abort real ranks fail on all ranks here, with a reason: a call that not
+every rank makes, calls of different kinds or lengths, a rank that has failed.
 """
 
 from __future__ import annotations

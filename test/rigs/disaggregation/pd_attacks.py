@@ -71,14 +71,14 @@ class Usage:
 
 @dataclass(slots=True)
 class Report:
-    """What has become of the honest requests, and of the servers."""
+    """Outcomes of the honest requests and of the servers."""
 
     alone: list[float] = field(default_factory=list)
     attacked: list[float] = field(default_factory=list)
     """Times to the first token, in seconds, without and with attacks."""
     failed: list[str] = field(default_factory=list)
     deeds: dict[str, int] = field(default_factory=dict)
-    """What each attack has done: bytes, connections or requests."""
+    """Bytes, connections or requests of each attack."""
     usage: dict[str, tuple[Usage, Usage, Usage]] = field(default_factory=dict)
     """Usage of each server: before, the most during, and after the attacks."""
 

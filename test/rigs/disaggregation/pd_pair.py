@@ -81,7 +81,7 @@ class PdPair(ABC, Generic[Server]):
             self.step()
 
     def is_idle(self) -> bool:
-        """Whether both servers are idle, on all ranks."""
+        """True if both servers are idle, on all ranks."""
         return all(rig.scheduler.is_idle() for rig in self.rigs)
 
     def run(self, *messages: ToScheduler) -> None:

@@ -59,7 +59,7 @@ def one_rank(endpoint: str, instance_id: str = "instance") -> Route:
 
 @dataclass
 class RigSettings:
-    """What a transport uses of a server's settings."""
+    """The settings of a server that a transport uses."""
 
     host: str = LOOPBACK
     disaggregation_secret: str | None = None

@@ -132,7 +132,7 @@ class _Servers:
 
 
 class Scene:
-    """Both places, the rooms, and the mover of bytes.
+    """The pools of a prefill and a decode server, the rooms, and the mover of bytes.
 
     Args:
         unit_bytes: Bytes of a unit of packed pages; None: pages are not packed.

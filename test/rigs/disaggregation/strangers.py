@@ -255,7 +255,7 @@ def connected(port: int) -> Iterator[socket.socket]:
 
 
 def in_threads(deeds: Any) -> None:
-    """Do each of these again and again, in a thread of its own, whatever comes of it."""
+    """Repeat each of `deeds` forever in its own thread; ignore I/O and HTTP errors."""
 
     def go_on(deed: Callable[[], None]) -> None:
         while True:

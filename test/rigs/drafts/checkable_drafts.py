@@ -55,9 +55,9 @@ class CheckableSpeculation(EAGLEWorker):
 
     Args:
         pools: The model's pools.
-        rows: The rows of requests. Those of a step are given when it runs.
+        rows: The request table. A step is told its rows when it runs.
         num_draft_tokens: See `EAGLEWorker`.
-        on_wrong: Called with what the layer has found wrong; raises it, or counts it.
+        on_wrong: Called with each error that the layer finds; raises the error or counts it.
     """
 
     def __init__(

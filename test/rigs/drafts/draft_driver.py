@@ -52,8 +52,8 @@ def draft_reference(model: PreTrainedModel, tokens: Sequence[int], steps: int = 
 class DraftDriver(StepDriver):
     """A `StepDriver` of a model with a draft layer.
 
-    The draft layer's contexts begin at position 1: its table of slots lacks the first column. So
-    they do not begin with a page, and its backends take slots one by one (pages of one token).
+    The draft layer's contexts begin at position 1: its table of slots lacks the first column. Its
+    contexts do not begin with a page, so its backends take single slots (pages of one token).
     """
 
     def __init__(self, model_path: Path | str, **config: Any) -> None:

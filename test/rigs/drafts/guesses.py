@@ -46,8 +46,8 @@ def recorded() -> Iterator[Drafts]:
 def guessed(texts: Sequence[Sequence[int]], right: float, seed: int = 0) -> Iterator[None]:
     """Draft the continuations in `texts`, each token right with the chance `right`.
 
-    What the draft layer itself drafts decides which tokens are right. So runs in which it drafts
-    the same have the same acceptance.
+    The draft layer's own drafts select the tokens that are right. Runs with equal own drafts
+    therefore have equal acceptance.
     """
     with mock.patch.object(EAGLEWorker, "draft", _guessing(texts, right, seed)):
         yield

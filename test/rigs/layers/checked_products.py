@@ -47,7 +47,7 @@ def checked_products(*, replaces: bool = False) -> Iterator[list[ProductError]]:
         run = getattr(FusedKernels, name)
 
         def checked(x: torch.Tensor | RoundedRows, *args: Any, **options: Any) -> Any:
-            # Before the call, which may write to its input.
+            # The reference comes first, because the call may overwrite its input.
             right = want(x, *args)
             got = run(x, *args, **options)
             if right is None:

@@ -1,8 +1,8 @@
-"""How near the choices of a text are to others: of experts, and of the next token.
+"""Margins between chosen and rejected experts, and between the best next tokens, of a text.
 
-Sums in another order change scores a little, and more where they round a row in fp8 to another
-number. Where a choice is as near as that, two right ways to compute one text may differ by all that
-another expert says. Tests that compare words take texts whose choices are decided.
+Another order of sums changes scores a little, or more if it rounds an fp8 row to another number. A
+choice with a margin that small may fall either way. Two right computations of one text then differ
+by the output of an expert. Tests that compare words take texts whose choices are decided.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def expert_margins(
 
 
 def _gap(values: torch.Tensor, count: int) -> torch.Tensor:
-    """From the last of the `count` largest values to the next, `[n]`."""
+    """Gap between the `count`-th largest value and the next smaller one, `[n]`."""
     best = values.sort(dim=-1, descending=True).values
     return best[:, count - 1] - best[:, count]
 
@@ -84,7 +84,7 @@ def recorded_choices() -> Iterator[list[Choice]]:
 
 @dataclass(frozen=True, slots=True)
 class TextChoices:
-    """What a model of sparse layers says and chooses at each token of a text."""
+    """Logits and expert choices of a model with sparse layers at each token of a text."""
 
     logits: torch.Tensor
     """fp32 `[num_tokens, vocab_size]`."""

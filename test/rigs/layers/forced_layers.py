@@ -21,8 +21,8 @@ class LayerStep:
     """A layer's work in one step; sums are fp32 `[rows, hidden_size]`."""
 
     given: tuple[torch.Tensor | None, torch.Tensor]
-    """Copies of what it was called with, `[num_tokens, hidden_size]` each: what the residual stream
-    lacks, and the residual stream."""
+    """Copies of the layer's inputs, `[num_tokens, hidden_size]` each: the addend that the residual
+    stream still lacks, and the residual stream."""
     before: torch.Tensor
     """The residual stream before the layer, of the tokens that it returns."""
     after: torch.Tensor
@@ -54,7 +54,7 @@ def steps_of_every_size(driver: StepDriver) -> torch.Tensor:
 def layers_recorded(
     driver: StepDriver, given: Sequence[LayerStep] | None = None
 ) -> Iterator[list[LayerStep]]:
-    """What the decoder layers do meanwhile, in order; no step may run as a graph.
+    """Record the steps of the decoder layers inside, in order; no step may run as a graph.
 
     Args:
         given: Each layer gets this input in place of its own; None: its own.

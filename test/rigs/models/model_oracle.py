@@ -133,11 +133,11 @@ def assert_greedy_words(
 def assert_errs_like_bf16(
     model: PreTrainedModel, driver: StepDriver, tokens: list[int], cut: int, decoded: int = 24
 ) -> None:
-    """Compare the distance of a driver's logits from those of fp32 with transformers' in bf16.
+    """Compare a driver's distance from fp32 logits with the distance of transformers in bf16.
 
-    Both round as often, so that their errors have the same size, on whatever CPU; they may differ
-    by chance. Where two experts or two tokens are nearly equal, rounding chooses: such rows are far
-    off on either side, but fewer than half, and the median does without them.
+    The two errors have the same size on any CPU, because both sides round equally often; they
+    differ by chance only. Rounding decides between two nearly equal experts or tokens. Rows with
+    such a choice may be far off, but they are fewer than half, and the median ignores them.
 
     Args:
         model: The reference model, of any dtype.

@@ -191,9 +191,10 @@ def gptq(
 
     Args:
         group: Inputs of a group; -1: all.
-        act_order: Whether the inputs of a group are spread over the weight.
-        stored_zero: If given, the weights are symmetric, their zero point is half of the range, and
-            this is what the files hold for it. Half of the scales are negative, as AutoRound's.
+        act_order: True if the inputs of a group are spread over the weight.
+        stored_zero: Zero point that the files hold; None: the weights are not symmetric. The true
+            zero point of symmetric weights is half of the range, and half of their scales are
+            negative, as AutoRound's.
     """
     config = {
         "quant_method": "gptq",

@@ -50,8 +50,8 @@ def dequantized(weight: ScaledWeight) -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp8 rows of `x` and their fp32 scales, by torch, whose division by a number multiplies by its
-    inverse on a GPU but not on a CPU."""
+    """fp8 rows of `x` and their fp32 scales. The code multiplies by inverses, because torch's
+    division by a number does so on a GPU but not on a CPU."""
     groups = x.float().view(len(x), -1, group)
     most = groups.abs().amax(-1)
     scales = torch.where(most > 1e-30, most * (1 / 448), 1.0)
@@ -59,7 +59,7 @@ def rounded(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def operand(x: torch.Tensor, weight: ScaledWeight) -> torch.Tensor:
-    """What a product with `weight` takes for `x`, in fp64."""
+    """The operand of a product with `weight` that stands for `x`, in fp64."""
     if not weight.is_fp8:
         return x.double()
     elements, scales = rounded(x, weight.group)

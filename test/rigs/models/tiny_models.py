@@ -73,7 +73,7 @@ def _beside_vision(config_class: Any) -> Callable[..., Any]:
             text_config=fields,
             vision_config={**_VISION, "out_hidden_size": fields["hidden_size"]},
             tie_word_embeddings=tie_word_embeddings,
-            # Of the vocabulary, so that random prompts have them.
+            # These ids are in the vocabulary, so that random prompts contain them.
             image_token_id=5,
             video_token_id=6,
         )
@@ -218,8 +218,8 @@ def save_tiny_checkpoint(
     """Write a random model of `family`, a key of `_CLASSES`; return transformers' model.
 
     Args:
-        mtp: Whether it has a layer that drafts tokens, whose weights `tiny_draft` makes.
-        overrides: Fields of the family's config, of its text model where that is a part, and
+        mtp: Add a layer that drafts tokens; `tiny_draft` makes its weights.
+        overrides: Fields of the family's config (of its text model if that is a part), and
             `max_shard_size` for the writer.
     """
     _, model_class = _CLASSES[family]

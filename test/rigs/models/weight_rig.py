@@ -101,7 +101,7 @@ class WeightRig:
         return get_model(self.config, load_config)
 
     def seed_of(self, models: Sequence[CausalLM], session_ids: Sequence[str]) -> SeedAtHand:
-        """A seed of several ranks, whose weights are those of `models`."""
+        """A seed of several ranks that serves the weights of `models`."""
 
         def told(group: RankGroup) -> list[SeedAnswer]:
             engine = start_bare_engine(FakeTransferEngines())

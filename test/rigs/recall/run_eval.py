@@ -1,10 +1,9 @@
 """Evaluates a running server: python -m rigs.recall.run_eval --eval-name recall
 
 Sends held-out conversations to `/v1/chat/completions` at temperature 0 and counts the right codes.
-With `--num-questions` above 1 each conversation continues with the server's own answers, so that
-the prefix of every further question is cached. `--order round` asks the first question of all
-conversations before any second one. With tiers smaller than the working set, every prefix is then
-evicted between its uses.
+A conversation of several `--num-questions` continues with the server's own answers, so the prefix
+of every further question is cached. `--order round` asks the first question of all conversations
+before any second one. Tiers smaller than the working set then evict every prefix between its uses.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class EvalArgs:
         max_tokens: Most tokens of an answer.
         tokenizer_path: Tokenizer that counts `context_tokens`; None: an estimate for the built-in
             model.
-        cached_tokens_details: Whether to request cached tokens by tier (SGLang servers only).
+        cached_tokens_details: Request cached tokens by tier (SGLang servers only).
         timeout: Seconds for one request.
         min_score: Score below which the exit code is 1.
     """
@@ -118,9 +117,9 @@ def run_eval(args: Any) -> dict[str, Any]:
     """Run the evaluation of `args`, an `EvalArgs` or any object with some of its fields.
 
     Returns:
-        `score` (share of right answers), `num_questions`, `latency` (seconds), token totals
+        `score` (share of right answers), `num_questions` and `latency` (seconds); the token totals
         `prompt_tokens`, `completion_tokens`, `cached_tokens` (None if the server reports none)
-        and `cached_tokens_details`, `wrong` (the first wrong answers) and `args`.
+        and `cached_tokens_details`; `wrong` (the first wrong answers) and `args`.
 
     Raises:
         ValueError: An argument is out of range.

@@ -1,12 +1,12 @@
-"""A model whose state can be checked, for tests of everything around a model: what it computes.
+"""The arithmetic of a model whose state can be checked, for tests of everything around a model.
 
-All that the model keeps of a position is a *fact*: a running hash of all tokens up to it, its
-place and its token. The two likeliest next tokens are functions of the hash, so the output of a
-prompt is a pure function, also where penalties, biases or a minimum length adjust the logits
-(`words`). The `seed` of a request starts its chain of hashes. With one seed for each `extra_key`,
-state that leaks between keys is detected too.
+The model keeps one *fact* of each position: a running hash of all tokens up to it, its place and
+its token. The two likeliest next tokens are functions of the hash. The output is thus a pure
+function of the prompt, even if penalties, biases or a minimum length adjust the logits (`words`).
+The `seed` of a request starts its chain of hashes. A separate seed for each `extra_key` reveals
+state that leaks between keys.
 
-`checkable_worker.py` runs it.
+`checkable_worker.py` runs the model.
 """
 
 from __future__ import annotations

@@ -58,12 +58,12 @@ HIDDEN_SIZE: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckableState:
-    """What a checkable model keeps of a prefix, on one rank. The defaults are a dense model."""
+    """State of a prefix on one rank of a checkable model. The defaults are a dense model."""
 
     is_sparse: bool = False
-    """True if it keeps latent rows with an indexer's keys, in place of keys and values per head."""
+    """True: latent rows with an indexer's keys replace the keys and values of each head."""
     num_states: int = 0
-    """Slots of recurrent states; 0: it keeps none."""
+    """Slots of recurrent states; 0: the model keeps none."""
     alignment: int = 1
     """Positions of snapshots are multiples of this many tokens."""
     heads: RankShare = _ALL_HEADS

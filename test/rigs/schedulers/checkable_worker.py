@@ -1,9 +1,9 @@
 """Runs a checkable model (`checkable_model.py`) over real pools.
 
 Each forward reads the whole context of each request from the pools, layer by layer as a model does,
-and checks all facts that it finds. So each forward reveals a page or a state that is wrong, stale,
-torn, of another request, or read before its load has landed; the error names layer, position and
-slot. CPU only; a step takes about 100 microseconds.
+and checks all facts that it finds. A page or a state that is wrong, stale, torn, of another request
+or read before its load has landed is an error, which names layer, position and slot. CPU only; a
+step takes about 100 microseconds.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _DENSE = CheckableState()
 class CheckableWorker(TpModelWorker):
     """A worker with real pools and a model that checks them. Single-threaded.
 
-    The tokens of a step are not known before the device has run it. Until then negative numbers
-    stand for them, so that the next step can be launched. With a `device`, no request may have
-    penalties: their counts would take these numbers for tokens.
+    The tokens of a step are not known before the device has run it. Negative numbers stand for them
+    until then, so that the next step can be launched. Requests on a `device` may have no penalties:
+    the counts would take these numbers for tokens.
 
     Args:
         page_size: Tokens of a page.

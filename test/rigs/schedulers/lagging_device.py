@@ -1,8 +1,8 @@
 """A made-up device that runs steps later than they are launched, as a GPU does.
 
-What is submitted runs in order on a thread of its own, after pauses. A `LaggingRuntime` makes the
-engine see the CPU as such a device: results, events and copies come when the device has reached
-them, and copies of slots to the CPU take time.
+Submitted work runs in order on a separate thread, after pauses. A `LaggingRuntime` makes the engine
+see the CPU as such a device: results, events and copies come when the device has reached them, and
+copies of slots to the CPU take time.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python -m rigs.schedulers.random_ranks --seconds S   runs seed after seed, sizes in turn
     python -m rigs.schedulers.random_ranks --seeds 0-399 --processes 16   several at once
 
-Each rank is a scheduler on a thread of its own, with pools, tree, copies and a storage client of
-its own; the store is one. Rank 0 is driven as in `random_scheduler.py`; the others get its ticks
-through a `MemoryRankGroup` that delays each rank at random. After each tick the digests of all
-states of the ranks are compared by a group beside theirs, and once more at the end.
+Each rank is a scheduler on its own thread, with its own pools, tree, copies and storage client. All
+ranks share one store. Rank 0 is driven as in `random_scheduler.py`; the others get its ticks
+through a `MemoryRankGroup` that delays each rank at random. A second group compares the digests of
+all states of the ranks after each tick, and once more at the end.
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ class RandomRanks(RandomScheduler):
     Args:
         seed: See `RandomScheduler`.
         ranks: Number of ranks.
-        attn_cp_size: Number of sets that they are divided into; see `RankGroup`.
+        attn_cp_size: Number of sets into which the ranks are divided; see `RankGroup`.
         setup: Replaces the setup that the seed draws.
         wrap_group: Wraps each rank's group, for a rank that misbehaves.
-        has_referee: Whether to compare the ranks after each tick. If not, only the tick syncs do.
+        has_referee: Compare the ranks after each tick. If False, only the tick syncs compare them.
     """
 
     def __init__(

@@ -4,10 +4,10 @@
     python -m rigs.schedulers.random_scheduler --seconds S   runs seed after seed
 
 A seed determines a configuration (kinds of state, page size, policies, sizes of the tiers, layout,
-overlap), and for each tick requests that share prefixes in many ways, aborts, administration, and
-moods of the store. After each tick all outputs are compared with the expected ones. Every few
-ticks, and whenever the scheduler is idle, page ownership is checked. Only the model's arithmetic,
-the store and the engine's timers are not real; the timers are too long for ticks of a millisecond.
+overlap). It also determines each tick's work: requests that share prefixes in many ways, aborts,
+administration, and moods of the store. Each tick compares all outputs with the expected ones. Page
+ownership is checked every few ticks, and whenever the scheduler is idle. All is real except the
+model's arithmetic, the store, and the engine's timers, which are too long for ticks of 1 ms.
 
 A run is a function of its seed, except for the progress of copies and transfers in other threads.
 """
@@ -92,9 +92,9 @@ class RandomScheduler:
     """One run.
 
     Args:
-        seed: Determines everything except the timing of threads. With an odd seed the store also
-            breaks the contract of `HiCacheStorage`: too few results, wrong types, any exception
-            from attaching, clearing and closing.
+        seed: Determines everything except the timing of threads. An odd seed makes the store break
+            the contract of `HiCacheStorage` too: too few results, wrong types, any exception from
+            attaching, clearing and closing.
         setup: Replaces the configuration that the seed chooses.
     """
 

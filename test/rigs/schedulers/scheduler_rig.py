@@ -92,7 +92,7 @@ class SchedulerRig:
         snapshot_alignment: Tokens between positions for snapshots; None: a page.
         tokenizer: Tokenizer for stop strings and patterns.
         grammar_backend: Factory of the backend for constraints.
-        overlap: Whether to prepare a step while the last one runs; None: the class attribute.
+        overlap: Prepare a step while the last one runs; None: the class attribute.
         group: The ranks, each with its own rig; None: this rank alone.
         tp_group: The ranks that split the model's layers with this one; None: it has them all.
         cp_group: Ranks that split the tokens of prefills with this one; None: there are none.

@@ -2,13 +2,13 @@
 
 It is slow, hangs and continues later, fails in every way, returns only part of the pages, and
 loses, damages, truncates or swaps objects. The contract of `HiCacheStorage` allows all of that, and
-the engine must still give right answers. With `breaks_contract` the store also gives answers that
-the interface does not allow.
+the engine must still give right answers. `breaks_contract` adds answers that the interface does not
+allow.
 
-`ObjectStore` has the objects and moods, and outlives engines. Three backends use it. One implements
-only `get`, `set` and `exists`, so that the engine's code moves and checks bytes. The other moves
-pages in place, torn and late, as a store with its own transport does. The third is the engine's own
-store of files.
+`ObjectStore` has the objects and moods, and outlives engines. Three backends use it. The first
+implements only `get`, `set` and `exists`, so that the engine's code moves and checks bytes. The
+second moves pages in place, torn and late, as a store with its own transport does. The third is the
+engine's own file store.
 """
 
 from __future__ import annotations

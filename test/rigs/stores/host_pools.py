@@ -161,8 +161,8 @@ def round_trip(
     """Copy device to host to `storage` to other pages of the host and of another device pool;
     assert equal bytes, and that no other page of that pool changes.
 
-    The bytes depend only on the pages. So a page written from one layout can be read into another
-    of the same byte order; existing pages are not written again.
+    The bytes depend only on the pages. A page written from one layout can be read into another of
+    the same byte order. Existing pages are not written again.
     """
     name = kind.name
 

@@ -48,8 +48,8 @@ class Clients(Protocol):
 
 
 def sizes_moved(store: MooncakeStore, patch: pytest.MonkeyPatch) -> list[list[list[int]]]:
-    """A list that gets an entry for each batch that `store` moves: for each page of the batch the
-    bytes of its pieces, each of which moves from or to memory of its own."""
+    """A list that gets an entry for each batch that `store` moves: the sizes of each page's pieces,
+    in bytes. Each piece moves from or to its own memory."""
     moved: list[list[list[int]]] = []
     transfer = store._transfer
 

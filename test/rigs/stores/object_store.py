@@ -101,7 +101,7 @@ class ObjectStore:
     Args:
         seed: Determines the faults of the n-th call of each kind.
         damages: Whether bytes may change; only for engines that check them.
-        breaks_contract: Whether to give answers that the interface does not allow.
+        breaks_contract: Also give answers that the interface does not allow.
     """
 
     _by_name: ClassVar[dict[str, ObjectStore]] = {}

@@ -126,8 +126,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_a_changed_config_is_seen_by_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_old: bool
 ) -> None:
-    """The override is the one that model cards give to enable YaRN. Both config names of the
-    rotation are tested."""
+    """The override is the one that model cards give to enable YaRN. A config may name the rotation
+    in either of two ways."""
     monkeypatch.setenv("HOME", str(tmp_path))
     plain = tmp_path / "plain"
     shutil.copytree(BUILTIN_MODEL_DIR, plain)

@@ -179,7 +179,7 @@ def test_prompts_that_come_in_one_tick_are_one_question() -> None:
 def test_a_tick_waits_a_moment_for_the_store_and_no_longer(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    # With best_effort it does not wait at all, or this would take half a minute.
+    # best_effort must not wait at all: a wait would take half a minute.
     monkeypatch.setattr(prefetch_table, "_ANSWER_S", 0.001 if policy == "timeout" else 30.0)
     rig = three_tiers(hicache_storage_prefetch_policy=policy)
     flaky = FlakyStorage(rig)
@@ -254,7 +254,7 @@ def test_runtime_attach_update_detach_clear(storage_dir: Path) -> None:
     extra = json.dumps({"prefetch_threshold": 4})
     assert rig.hi.storage_state()["hicache_storage_backend_extra_config"] is None
     assert rig.hi.attach_storage_backend("file", extra) == (True, "attached file")
-    # As text, as the request has it and SGLang answers it.
+    # The config is text, as in the request and in SGLang's answer.
     assert rig.hi.storage_state()["hicache_storage_backend_extra_config"] == extra
     assert not rig.hi.attach_storage_backend("mooncake")[0]
     done, why = rig.hi.attach_storage_backend("file", extra, served_model_name="other")

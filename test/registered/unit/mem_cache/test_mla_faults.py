@@ -87,7 +87,7 @@ def test_damage_to_either_part_is_detected_counted_and_healed(
     assert reader.run(PROMPT) == Reused(storage=3 * PAGE)
     reader.settle()
     assert counts(reader.hi.metrics.pages)["get/damaged"] >= 1
-    # What was behind the damage was not read, and an exchanged object there may still be damaged.
+    # Pages after the damage were not read. An exchanged object among them may still be damaged.
     again = make(rigs)
     again.run(PROMPT)
     again.settle()

@@ -352,7 +352,7 @@ def test_a_write_that_fails_on_its_writer_counts_for_no_rank(storage_dir: Path) 
 
 
 def test_a_page_that_another_rank_writes_needs_no_store_here() -> None:
-    """Of MLA with one page, one of two ranks is the writer; the other's dead store is not asked."""
+    """One of two ranks writes an MLA page. The other rank's dead store is not asked."""
 
     def work(group: RankGroup) -> dict[str, float]:
         rig = ShardedRig(l1_pages=128, settings=L3, group=group)

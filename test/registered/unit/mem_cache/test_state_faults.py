@@ -1,6 +1,6 @@
-"""Recurrent states under faults: a prefix without its state, or states, is not served, and heals.
+"""Recurrent states under faults: a prefix that lacks a state is not served, and heals.
 
-What a store loses, damages or holds back here is the state alone: its pages are all there.
+The store loses, damages or holds back only states here; it has all pages.
 """
 
 from __future__ import annotations

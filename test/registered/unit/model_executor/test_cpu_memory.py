@@ -22,7 +22,7 @@ UNBOUNDED = "4096"
 def grown_mb(checkpoint: Path, env: dict[str, str]) -> float:
     """MB that prompts of 27 to 32 tokens leave allocated after shorter ones filled the caches.
 
-    Of longer prompts, torch's attention allocates blocks of 4 MB once, which no setting bounds.
+    Longer prompts make torch's attention allocate blocks of 4 MB once, which no setting bounds.
     """
     done = subprocess.run(
         [sys.executable, "-m", "rigs.models.memory_by_length", str(checkpoint),

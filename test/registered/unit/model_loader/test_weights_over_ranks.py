@@ -150,7 +150,7 @@ def test_the_memory_beside_a_ranks_share(
 
 
 def test_replicas_give_equally_much(llama: Path) -> None:
-    """Of four ranks with two KV heads, two have the same keys; all have the same norms."""
+    """Four ranks share two KV heads: pairs of ranks have the same keys. All have the same norms."""
     with weight_rig(llama, 4) as rig:
         for rank in range(2):
             rig.read(rank, 2)

@@ -1,10 +1,10 @@
 """Models whose weights stay in fp8, against the definition: dequantized weights, activations
 rounded to fp8, all else in fp32.
 
-Rounding to three bits makes a coarse difference of the least one. A model in bf16 is therefore as
-far from the definition in fp32 as the definition is from a model that rounds no activations, and
-so are two right models from one another. So products are compared on equal operands, layers on
-equal inputs and with equal kernels around the products, and whole models by their distances.
+Rounding to three bits turns the least difference into a coarse one. A model in bf16 is therefore as
+far from the definition in fp32 as the definition is from a model that rounds no activations. Two
+right models are as far from one another. The tests therefore compare products on equal operands,
+layers on equal inputs with equal kernels around the products, and whole models by their distances.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_margin_of_groups() -> None:
 
 
 def test_decoding_is_a_prefill_of_the_same_tokens(model: Path) -> None:
-    """With rows in fp8, if choices are decided. Elsewhere another expert may be chosen."""
+    """Rows are in fp8, and choices are decided. A near choice might pick another expert."""
     tokens = next(decided_prompts(model, 64, 4, kv_cache_dtype=FP8))
     driver = StepDriver(model, kv_cache_dtype=FP8)
     whole, single = prefilled(driver, 0, tokens), decoded(driver, 1, tokens)

@@ -20,17 +20,17 @@ PAGES: Final = sorted(
     for page in REPO.glob(pattern)
 )
 _BARE: Final = r"(?:\w+=\S* )*(?:python3?|pytest|pip|sglang|mooncake_(?:master|client)) -{0,2}\w"
-"""Programs of `.venv` without its path. With it they are found from any shell."""
+"""Programs of `.venv` without its path. The path makes them work from any shell."""
 _COMMAND: Final = rf"(?:\$ )?(?:{_BARE}|(?:\w+=\S* )*(?:\.venv/bin/|make \w|curl )|export \w)"
 
 
 def problems(page: str, *, has_docstrings: bool = False) -> list[str]:
-    """What hinders a reader of `page` to paste its commands; one line for each.
+    """Reasons why a reader of `page` cannot paste its commands; one line for each.
 
     Args:
         page: Text of a page.
-        has_docstrings: Whether the page repeats those of the sources, which name modules as Python
-            does.
+        has_docstrings: True if the page repeats docstrings of the sources, which name modules as
+            Python does.
     """
     found = []
     rest = page

@@ -1,4 +1,4 @@
-"""Seeds in processes of their own: what is printed, what ends the others, and what it returns."""
+"""Runs of seeds in separate processes: the output, early ends of the others, and the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEVER = "import time; time.sleep(600)"
 
 
 def running(program: str, *others: str) -> list[list[str]]:
-    """A command for each seed; the last program is that of all further seeds."""
+    """A command for each seed; all further seeds run the last program."""
     return [[sys.executable, "-c", one] for one in (program, *others)]
 
 

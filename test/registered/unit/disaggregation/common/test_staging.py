@@ -304,7 +304,7 @@ def test_a_part_without_a_thread_ends_the_prompt_and_leaves_no_slot(scene: Scene
 
 
 def test_a_rank_that_does_not_fit_ends_all_parts(scene: Scene) -> None:
-    """Both ranks of the prefill server claim to have the first head."""
+    """The two ranks of the prefill server both claim the first head."""
     scene.prefills[1].close()
     layout = PoolGeometry.of([scene.theirs[0]], "w", torch.float32).layout("rank 1", "this process")
     scene.prefills[1] = PrefillRooms(layout, "127.0.0.1", unwanted_s=300, silent_s=300)

@@ -32,7 +32,7 @@ TIMEOUT = PrefetchPolicy.TIMEOUT
 
 
 class Queue:
-    """A cost model over a table of its own, and what its scheduler has to compute."""
+    """A cost model over its own table, and the tokens that its scheduler has to compute."""
 
     def __init__(self, rates: Rates = EQUAL) -> None:
         self.table = PrefetchTable(PAGE)
@@ -48,7 +48,7 @@ class Queue:
         return Workload(self.computing, self.waiting)
 
     def comes(self, *rids: str, uncached: int = ASKED) -> None:
-        """Requests with this many tokens that no tier has, of which L3 is asked for `ASKED`."""
+        """Add requests with `uncached` tokens that no local tier has; each asks L3 for `ASKED`."""
         for rid in rids:
             self.waiting[rid] = uncached
             self.table.start(
@@ -65,7 +65,7 @@ class Queue:
             )
 
     def agree(self, **progress: PrefetchProgress) -> None:
-        """The ranks' progress; those that are not named have none."""
+        """Agree on the ranks' progress; requests that are not named have none."""
         self.table.agree(
             [progress.get(one.request_id, PrefetchProgress()) for one in self.table.operations]
         )
@@ -178,7 +178,7 @@ def test_behind_a_long_queue_a_slow_store_is_good_enough() -> None:
     assert begun(queue, 1) == 0, "what it waits for is not what it is itself"
     queue.waiting["other"] = 500
     assert begun(queue, 1) == 1
-    # Those that come in the same tick wait for the ones that are not begun; one look is enough.
+    # Requests of one tick queue behind those whose reads are not begun. One look serves them all.
     queue.waiting, queue.looks = {}, 0
     assert begun(queue, 3) == 2
     assert queue.looks == 1
@@ -264,8 +264,8 @@ def test_ranks_whose_rates_and_progress_differ_cut_the_same_reads() -> None:
     try:
         ranks.write_and_forget(prompts.values())
         hold_gets(first, goes_on)
-        # To read, even if half of a call is done: a takes 0.08 to 0.16 s, b 0.16 to 0.32 more. To
-        # compute, with what is before them: 0.136 and 0.152.
+        # Reads take 0.08 to 0.16 s for a and 0.16 to 0.32 s more for b, even if half of a call is
+        # done. The prefills take 0.136 s and 0.152 s, with the work before them.
         computing = 120
         for rig in ranks.rigs:
             rig.hi.watch_workload(lambda: Workload(computing, {}))

@@ -48,7 +48,7 @@ def test_a_read_that_had_not_begun_gives_all_back_at_once_and_never_begins() -> 
     operation = started(table)
     table.leave("r")
     assert not hand_over(operation, 4), "too late"
-    # What was noted then counts until the thread has seen that it is too late.
+    # Four pages are noted as read. They stay taken until the thread sees that it is too late.
     assert tick(table) == [4, 5, 6, 7, 8, 9]
     operation.outcome = CacheOutcome.LATE
     assert tick(table) == [0, 1, 2, 3]

@@ -258,7 +258,7 @@ def test_a_read_ends_when_the_tree_has_its_pages(make: Callable[..., CacheRig]) 
         rig.arrive("a", FIRST)
         rig.arrive("b", SECOND)
         rig.until(lambda: rig.hi.storage_prefetch.table.reads_of("a")[0].progress.landed == 1)
-        # Another request computes the pages that both wait for, and all of the first's.
+        # A third request computes all pages of `FIRST`, and with them those that both wait for.
         request, _ = rig.admit("computes", FIRST)
         rig.finish(request)
         rig.tick()
@@ -267,7 +267,7 @@ def test_a_read_ends_when_the_tree_has_its_pages(make: Callable[..., CacheRig]) 
         reads.open()
         assert serve(rig, "b", SECOND) == Reused(device=24, storage=12)
         assert serve(rig, "a", FIRST) == Reused(device=32)
-    # Of the read that ended no more than the call under way.
+    # The read that ended makes no further call after the one under way.
     assert reads.pages <= 2 + 3
     rig.settle()
     assert outcomes(rig, "overtaken") == 1

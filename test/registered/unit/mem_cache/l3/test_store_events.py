@@ -152,7 +152,7 @@ def test_a_check_of_cached_prompts_tells_what_is_gone(
 def test_a_lost_state_takes_the_block_before_it_along(
     storage_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model with recurrent states a block is in L3 with the state behind it."""
+    """A block of a model with recurrent states is in L3 only if the state at its end is too."""
     monkeypatch.setattr(storage_backup, "_CHECK_EVERY", 1)
     rig = make(StateRig)
     assert run(rig) == [stored(0, 5)]

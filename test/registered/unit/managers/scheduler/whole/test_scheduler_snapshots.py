@@ -224,7 +224,7 @@ def test_snapshots_of_one_batch_make_room_for_the_next(oracle: GreedyOracle) -> 
 
 def test_a_snapshot_is_not_evicted_before_the_step_that_reads_it(oracle: GreedyOracle) -> None:
     """One of two slots runs a request. The other holds the snapshot from which the next request
-    continues. The next request waits: the only slot to give it is that of its own snapshot."""
+    continues. The next request waits, because its own snapshot holds the only slot left for it."""
     rig = rig_of(oracle, num_states=2, max_requests=2, mamba_scheduler_strategy="no_buffer")
     tokens = prompt(43, 30)
     run(rig, oracle, "first", tokens, 2)
