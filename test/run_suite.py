@@ -224,7 +224,7 @@ def run_process(step: Step, timeout: float, *, is_shown: bool = True) -> tuple[O
     After `timeout` seconds the process and all its descendants are killed.
 
     Args:
-        step: What to run.
+        step: Step to run.
         timeout: Seconds.
         is_shown: Print the output as it comes; that of a forked process is never shown.
     """
@@ -386,7 +386,7 @@ def run_files(
     Files that run alone come last.
 
     Args:
-        files: Of any suites.
+        files: Files of any suites.
         timeout: Seconds for each process.
         keep_going: Start the rest after a failure.
         at_once: Processes at the same time, of all suites. A unit suite has `PROCESSES` even if

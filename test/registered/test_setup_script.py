@@ -172,7 +172,7 @@ def interpreter(checkout: Path, name: str, identity: str) -> str:
 
 
 def refused(checkout: Path, python: str | None) -> str:
-    """What a set-up says that is refused. It has called no pip and left the environment alone."""
+    """Message of a set-up that is refused. The script must not call pip or touch `.venv`."""
     before = sorted((checkout / ".venv").rglob("*"))
     calls = checkout / "pip.calls"
     called = calls.read_text() if calls.exists() else ""

@@ -15,7 +15,7 @@ class SglangFlag:
     """A flag with values to try.
 
     Attributes:
-        name: With its dashes.
+        name: The flag with its dashes.
         default: SGLang's default, if that is a value.
         value: A value that asks for something; None: the flag is a switch.
     """

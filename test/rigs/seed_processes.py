@@ -34,7 +34,7 @@ class _Child:
 
     @classmethod
     def start(cls, seed: int, command: list[str]) -> _Child:
-        # To a file: a pipe that nobody reads would stop it.
+        # The output goes to a file: a pipe that nobody reads would stop the process.
         output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `kill`
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True)
         return cls(seed, command, output, process, time.monotonic() + _MOST_S_OF_A_SEED)

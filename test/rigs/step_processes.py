@@ -116,7 +116,7 @@ class ForkedPython:
     """
 
     def __init__(self, words: Sequence[str], cwd: Path) -> None:
-        # To a file: a pipe that nobody reads would stop it.
+        # The output goes to a file: a pipe that nobody reads would stop the process.
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed by `lines`
         context = multiprocessing.get_context("forkserver")
         self._process = context.Process(target=_run, args=(list(words), cwd, self._output.name))

@@ -164,7 +164,7 @@ def test_figures_of_known_times() -> None:
 
 
 def test_limits() -> None:
-    """By hand: 4 layers of 192 x (192 + 64) x 2 and 3 x 192 x 512 weights, head 2,176 x 192."""
+    """Hand count: 4 layers of 192 x (192 + 64) x 2 and 3 x 192 x 512 weights, head 2,176 x 192."""
     model = ModelConfig.from_path(str(BUILTIN_MODEL_DIR), dtype="float32")
     kv, other, head = 192 * 128, 192 * 384 + 3 * 192 * 512, 2176 * 192
     body = 4 * (kv + other)

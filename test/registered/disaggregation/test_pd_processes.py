@@ -140,7 +140,8 @@ def test_prefill_is_lost(prefill: RoleProcess, decode: RoleProcess, how: signal.
     prefill.signal(how)
     for rid in ("reading", "waiting", "unknown"):
         assert SILENT in decode.end_of(rid).why
-    # What nobody reads any more is free; what is read when the transport has given up.
+    # Prompts that nobody reads free their slots now. The prompt being read frees its slots when the
+    # transport has given up.
     facts = decode.until(lambda facts: facts.num_holders <= 2)
     assert facts.num_reads == 1 and facts.num_holders >= 1
     decode.set(hold=False)

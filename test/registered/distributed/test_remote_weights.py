@@ -266,8 +266,8 @@ def in_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def send(server: EngineServer, number: signal.Signals) -> None:
-    """A signal to all processes of a server. Those that are to stop have stopped: on a busy machine
-    one that has the signal may go on for a while."""
+    """Signal all processes of a server, and wait until those that are to stop have stopped: on a
+    busy machine a process may run on for a while after the signal."""
     first = psutil.Process(server.process.pid)
     processes = (first, *first.children(recursive=True))
     for process in processes:

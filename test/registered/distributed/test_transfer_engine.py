@@ -53,8 +53,8 @@ class Here:
     """This process's end: an engine and as much memory twice, to send and to receive.
 
     Args:
-        rdma_root: Where InfiniBand devices are looked for.
-        protocol: What MOONCAKE_PROTOCOL says.
+        rdma_root: Folder that is searched for InfiniBand devices.
+        protocol: Value of MOONCAKE_PROTOCOL.
     """
 
     def __init__(

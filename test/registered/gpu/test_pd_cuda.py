@@ -1,8 +1,8 @@
 """Prefill and decode servers on GPUs: the words of one server, over TCP and over NVLink.
 
-Over NVLink with metadata told, and with metadata in rows on the GPUs, of which nothing is told.
-With two GPUs each server has one; else they share it. The requests go to both as the router sends
-them.
+The tests over NVLink send metadata as messages, or keep it in rows on the GPUs and send no message.
+Each server has its own GPU if there are two; else they share one. The requests go to both servers,
+as the router sends them.
 """
 
 from __future__ import annotations

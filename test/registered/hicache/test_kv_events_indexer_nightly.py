@@ -31,7 +31,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=120, suite="nightly-test-cpu", nightly=True)
 
 PACKAGES = Path(sys.prefix) / "indexer"
-"""Where `scripts/nightly.sh` installs the package: servers would use its `uvloop`."""
+"""Folder in which `scripts/nightly.sh` installs the package; servers would use its `uvloop`."""
 PAGE = 16
 SHORT, LONG, OTHER = prompt(1, 65), prompt(1, 161), prompt(2, 200)
 

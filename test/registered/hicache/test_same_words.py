@@ -99,7 +99,7 @@ def test_every_tier_of_this_server_of_another_and_after_a_restart(
         reader = stack.enter_context(ForkedServer(*flags, env=env))
         check_from_storage(reader.generate(ids), expected, ids, name)
         if layout != "auto":
-            return  # What a restart keeps is not a matter of the layout.
+            return  # The layout does not affect a restart.
         assert writer.stop() == 0
         writer.start()
         check_from_storage(writer.generate(ids), expected, ids, name)

@@ -92,8 +92,8 @@ def generating(server: ForkedServer) -> Iterator[list[str]]:
 
 
 def end_of(server: ForkedServer, family: list[psutil.Process]) -> tuple[int, list[str], float]:
-    """Exit status, the last lines of the log, and the seconds until then. None of `family` is
-    left."""
+    """Exit status, the last lines of the log, and the seconds until the end. All processes of
+    `family` must end too."""
     begin = time.monotonic()
     status = server.process.wait(END_S)
     seconds = time.monotonic() - begin

@@ -1,5 +1,5 @@
 """The same words from one to eight ranks, and with context parallelism: tiny models, real
-servers, every tier. With context parallelism `deepseek_v32` also drafts tokens."""
+servers, every tier. `deepseek_v32` also drafts tokens under context parallelism."""
 
 from __future__ import annotations
 

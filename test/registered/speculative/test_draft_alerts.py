@@ -68,7 +68,7 @@ def test_batches_that_decode_without_drafts(server: EngineServer) -> None:
 
 
 def test_requests_of_one_token_have_no_drafts(server: EngineServer) -> None:
-    """As on a prefill server."""
+    """A prefill server has such requests."""
     ask(server)
     assert alerts(server, lambda: ask(server, 8, max_new_tokens=1)) == set()
 

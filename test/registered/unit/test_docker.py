@@ -162,7 +162,7 @@ def test_manifests_fit_the_schemas(document: dict[str, Any]) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """As the API server reads it: null means absent."""
+    """`value` as the API server reads it: null means absent."""
     if isinstance(value, dict):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
 """Names that third-party backends and upstream's tests import, under upstream's paths.
 
-What is listed is what there is: a name that joins upstream's surface is added here with its code.
+The list is complete: a name that joins upstream's surface is added here with its code.
 """
 
 from __future__ import annotations

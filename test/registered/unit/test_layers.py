@@ -96,7 +96,7 @@ TOP_FOLDERS: Final = (
     *("layers", "models", "model_loader", "model_executor", "speculative"),
     *("managers", "disaggregation", "process", "entrypoints"),
 )
-"""What lies flat in `sglang.srt`, lowest first: imports between these go down, for types too."""
+"""Modules and folders directly in `sglang.srt`, lowest first. Imports go down, for types too."""
 
 TYPE_CIRCLES: Final[tuple[frozenset[str], ...]] = ()
 """Folders that import each other if imports for types alone count. A circle may leave this list or

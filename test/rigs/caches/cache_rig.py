@@ -103,7 +103,7 @@ class Reused:
 
 @dataclass
 class CacheRig:
-    """The tiers of one engine. With `settings` None there is only L1."""
+    """The tiers of one engine; L1 alone if `settings` is None."""
 
     l1_pages: int = 16
     page_size: int = 4

@@ -25,7 +25,7 @@ def mamba_spec(
     """The spec of states of `dtypes` in three layers.
 
     Args:
-        dtypes: Of `temporal`, and of `conv`.
+        dtypes: Dtypes of `temporal` and of `conv`.
         heads: Heads, of keys as of values.
         dim: Elements of a key; a value has one more.
     """

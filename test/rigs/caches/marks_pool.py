@@ -50,7 +50,7 @@ class MarksPool(BaseDevicePool):
     """Marks on the device, which is a CPU.
 
     Args:
-        spec: From `page_marks` or `prefix_marks`.
+        spec: Result of `page_marks` or `prefix_marks`.
         size: Slots besides the padding page.
         page_size: Slots of a page.
     """

@@ -84,7 +84,7 @@ def malformed_tensors(path: Path, *, seed: int, share: float) -> Iterator[Malfor
     """`path`, which has one file of weights, with tensors of some layers changed in many ways.
 
     Args:
-        share: As for `malformed_configs`.
+        share: See `malformed_configs`.
     """
     generator = random.Random(seed)
     (file,) = path.glob("*.safetensors")
@@ -130,7 +130,7 @@ def refusal_of(path: Path, *, loads: bool) -> str | None:
     none. Any other error than a ValueError is raised.
 
     Args:
-        loads: Whether the weights are loaded, too: dequantized, and as a GPU keeps them.
+        loads: Load the weights too: dequantized, and as a GPU keeps them.
     """
     found = []
     for is_kept in (False, True) if loads else (False,):

@@ -203,7 +203,7 @@ for _keyword, _value in {
 
 
 class Outcome(NamedTuple):
-    """What a grammar does with texts."""
+    """A grammar's verdicts on texts."""
 
     wrong: list[str]
     """Texts that it allows and that do not fit the schema."""

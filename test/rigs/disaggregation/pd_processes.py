@@ -73,7 +73,7 @@ class RoleProcess:
         mode: `prefill` or `decode`.
         args: Arguments of `RoleRig`.
         env: Added to the environment.
-        holds: Whether reads can be held (`set`). They then block the threads of their prompts.
+        holds: Reads can be held (`set`), and then block the threads of their prompts.
     """
 
     def __init__(

@@ -104,10 +104,10 @@ class LocalMover:
     """Reads memory of this process. Any thread.
 
     Attributes:
-        hold: Whether reads stay in flight until `release`.
+        hold: Reads stay in flight until `release`.
         fails: Called with each read's blocks; returns the read's error.
         begun: Reads so far.
-        stays_on_host: As in a Transfer Engine.
+        stays_on_host: See `MooncakeTransferEngine`.
         gone: Endpoints that accept no connection.
         forgotten: Peers whose connections were given up.
     """
@@ -310,9 +310,9 @@ class PdRig(PdPair[RoleRig]):
     """Both schedulers.
 
     Args:
-        model_path: As for `SchedulerRig`.
+        model_path: See `SchedulerRig`.
         engine: Moves the bytes.
-        checkable: Whether the model is a `CheckableWorker`.
+        checkable: The model is a `CheckableWorker`.
         prefill: Arguments of the prefill scheduler alone.
         decode: Arguments of the decode scheduler alone.
         args: Arguments of both; see `RoleRig`.

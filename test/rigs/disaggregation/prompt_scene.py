@@ -95,7 +95,7 @@ class Prompt(MooncakeKVReceiver):
     """A receiver that knows its prefill server's ranks, and may fail by injection.
 
     Args:
-        context: What the receivers of the rank share.
+        context: Parts that the receivers of the rank share.
         sources: The prefill server's ranks.
         reader: Id of the prompt's reader.
         fails_at: Step of `STEPS` that fails.
@@ -177,7 +177,7 @@ class Scene:
         return Staging(self.mover, cpu, num_bytes=self.unit_bytes)
 
     def context(self, timeouts: Timeouts = LONG_TIMEOUTS, **fields: Any) -> Context:
-        """What the receivers of the rank share; `fields` replaces some."""
+        """Parts that the receivers of the rank share; `fields` replaces some."""
         context = Context(
             place=RankPlace(),
             geometry=self.here.geometry,

@@ -62,7 +62,7 @@ BODIES: Final[dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class RouterFacts:
-    """What docs/pd.md says of a router. Paths that are not named lose nothing."""
+    """The facts of docs/pd.md about a router. Paths that are not named lose nothing."""
 
     name: str
     command: tuple[str, ...]

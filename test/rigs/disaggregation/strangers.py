@@ -33,7 +33,7 @@ _LOWEST_PRIORITY: Final = 19
 _NUM_FLOODS: Final = 4
 """Connections that flood at once."""
 _IDLE: Final = {"bootstrap": 300, "control": 1200, "data": 200}
-"""Idle connections to each kind of port. Those that are closed are opened again."""
+"""Idle connections to each kind of port. Closed connections are opened again."""
 _NUM_CLIENTS: Final = 24
 """Hostile clients of the decode server."""
 _SHORT_S: Final = 0.05
@@ -48,9 +48,9 @@ class Targets:
     """Ports of the servers under attack, all on loopback.
 
     Attributes:
-        control: Of the prefill server's only rank.
-        bootstrap: Of the prefill server.
-        data: Of Mooncake in both servers.
+        control: Control port of the prefill server's only rank.
+        bootstrap: Bootstrap port of the prefill server.
+        data: Ports of Mooncake in both servers.
         decode: URL of the decode server.
         stopped: Bootstrap port of a prefill server whose processes are stopped.
     """

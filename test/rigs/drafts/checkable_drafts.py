@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 _RIGHT: Final = 52
-"""Of 64 drafts as many are right."""
+"""Right drafts out of 64."""
 
 
 def draft_of(at: int) -> int:
@@ -105,7 +105,7 @@ class CheckableSpeculation(EAGLEWorker):
 
 
 class _DraftLayer:
-    """What an `EAGLEWorker` uses of a `ModelRunner`. Arguments: see `CheckableSpeculation`."""
+    """The `ModelRunner` interface that `EAGLEWorker` uses. See `CheckableSpeculation`."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _DraftLayer:
         )
 
     def draft_logits(self, hidden: torch.Tensor) -> _Drafts:
-        """What is drafted behind tokens; `hidden`: the layer's own hidden states."""
+        """The drafts after tokens; `hidden`: the layer's own hidden states."""
         return _Drafts(self._facts_of(hidden)[:, 0, 0].tolist())
 
     def store_drafts(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:

@@ -68,7 +68,7 @@ class DraftDriver(StepDriver):
         """Run a step of `(row, new tokens)`, then the draft layer on the same tokens.
 
         Args:
-            decodes: Whether this is a decode step; each request has one token.
+            decodes: True for a decode step, which has one token of each request.
         """
 
         def captures(batch: ForwardBatch) -> None:

@@ -20,7 +20,7 @@ class ColdEngine:
 
     Args:
         path: Directory of the checkpoint.
-        kv_cache_dtype: As the engine that is checked; rounding state changes words.
+        kv_cache_dtype: Dtype of the engine under test: rounding state changes words.
     """
 
     path: Path
@@ -29,7 +29,7 @@ class ColdEngine:
     _known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[float, TopLogprobs]]] = field(
         init=False, default_factory=dict
     )
-    """By prompt and words: log probability of each word, and the likeliest token instead of it."""
+    """Log probability of each word, and the likeliest token instead of it, by prompt and words."""
 
     def __post_init__(self) -> None:
         self._rig = SchedulerRig(

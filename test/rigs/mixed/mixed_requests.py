@@ -32,7 +32,7 @@ class Asked:
     is_aborted: bool = False
 
     def features(self) -> set[str]:
-        """What it asks for."""
+        """Features that the request asks for."""
         message = self.message
         asked = {
             "session": message.session_id is not None,

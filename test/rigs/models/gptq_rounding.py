@@ -56,10 +56,10 @@ def compensated(
     weight: Floats, moments: Floats, nearest: Callable[[Floats, int], Floats]
 ) -> Floats:
     """GPTQ: round the columns of a weight `[outputs, inputs]` one after another, the input of the
-    largest second moment first; what a column is off is made up for by the columns left.
+    largest second moment first. The columns left compensate the error of each rounded column.
 
     Args:
-        moments: Of the inputs.
+        moments: Second moments of the inputs.
         nearest: The values nearest to a column, given its index.
     """
     order = np.argsort(-moments.diagonal())

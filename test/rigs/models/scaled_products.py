@@ -41,7 +41,7 @@ def rounded_activations(x: torch.Tensor, group: int) -> torch.Tensor:
     """`x` as fp32, rounded to e4m3 with a scale for `group` inputs of a token."""
     groups = x.float().reshape(*x.shape[:-1], x.shape[-1] // group, group)
     most = groups.abs().amax(-1, keepdim=True)
-    # As the kernels compute it; see `rounding.py`.
+    # The kernels compute scales the same way; see `rounding.py`.
     scales = torch.where(most > 1e-30, most * (1 / 448), 1.0)
     return ((groups * scales.reciprocal()).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
 

@@ -1,7 +1,7 @@
 """The 1,500 names of the recall task; each is one token of the built-in model.
 
-The order matters: only the first names, as many as fit into the vocabulary, also have a capitalised
-form there. So the most likely names come first.
+The most likely names come first, because only the first names also have a capitalised form in the
+vocabulary: as many as fit.
 """
 
 _NUM_CAPITALISED = 252

@@ -52,7 +52,7 @@ class RecallStyle:
         opening_rate: A sentence begins with a capital letter.
         variety: A sentence is not the plain form of its kind.
         spelled_rate: The name of a fact is a word outside the vocabulary.
-        shouts: Whether all user text is in capitals.
+        shouts: All user text is in capitals.
         separator: Text between sentences.
         ending: Text after a fact or filler sentence.
         bare_question_rate: A question lacks its question mark.
@@ -121,7 +121,7 @@ def draw_style(rng: random.Random, layout: Layout, *, spelled: bool = False) -> 
     Args:
         layout: `block` states all facts in the first user message, `spread` some in each of
             several, `interleaved` a few at a time with questions between them.
-        spelled: Whether names outside the vocabulary may occur; for short conversations only.
+        spelled: Names outside the vocabulary may occur; for short conversations only.
     """
     style = RecallStyle(
         filler_rate=rng.choice((0.0, 0.0, 0.1, 0.3)),

@@ -41,7 +41,7 @@ _NAMES: Final = {
     "conv": "convolution states",
     "hidden": "hidden states",
 }
-"""What errors call the buffers of specs."""
+"""Names of spec buffers in error messages."""
 _MARKS: Final = dict(
     zip(
         _NAMES,
@@ -120,7 +120,7 @@ class CheckablePools:
     """The pools of a checkable model.
 
     Args:
-        state: What it keeps.
+        state: State that the model keeps.
         page_size: Tokens of a page.
         pool_tokens: Slots of L1, in whole pages.
         make_states: Makes the pool of the states.

@@ -62,7 +62,7 @@ class CheckableWorker(TpModelWorker):
         pool_tokens: Slots of L1, in whole pages.
         max_requests: Rows of the request table.
         context_len: Most tokens of a request.
-        state: What the model keeps of a prefix.
+        state: State that the model keeps of a prefix.
         device: Runs the steps; None: a step runs when it is launched.
         tolerates_damage: True if wrong contexts give wrong words, as with a real model, instead of
             an error. For runs that damage L2: the engine must drop these words.
@@ -407,7 +407,7 @@ class CheckableRig(SchedulerRig):
     """A scheduler whose model is a `CheckableWorker`.
 
     Args:
-        state: What the model keeps, of all heads.
+        state: State that the model keeps, of all heads.
         heads: Heads of a rank; 0: all ranks have the same head.
         most_lag_s: See `LaggingDevice`; 0: steps run when they are launched.
         tolerates_damage: See `CheckableWorker`.

@@ -43,7 +43,7 @@ class LaggingDevice:
         self.position = 0
         """Pieces of work submitted so far."""
         self.error: BaseException | None = None
-        """What the first piece that failed raised; no more are run."""
+        """Error of the first piece that failed. No further piece runs."""
         self._thread = threading.Thread(target=self._work, name="lagging-device", daemon=True)
         self._thread.start()
         _CURRENT.device = self

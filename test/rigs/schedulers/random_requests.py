@@ -64,7 +64,7 @@ class RandomRequests:
     Args:
         rng: Source of randomness.
         page_size: Tokens of a page; lengths near multiples of it are the most frequent.
-        penalises: Whether requests may have penalties.
+        penalises: Requests may have penalties.
     """
 
     def __init__(self, rng: random.Random, page_size: int, *, penalises: bool = True) -> None:

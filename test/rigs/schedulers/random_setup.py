@@ -179,7 +179,7 @@ class Setup:
 
     @property
     def state(self) -> CheckableState:
-        """What the model keeps, of all heads."""
+        """State that the model keeps, of all heads."""
         return CheckableState(
             is_sparse=self.is_sparse, num_states=self.num_states, alignment=self.alignment
         )

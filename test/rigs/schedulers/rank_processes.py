@@ -47,8 +47,8 @@ def run_ranks(
     Args:
         work: A function at the top of a file, which each rank loads again; its result can be sent.
         device: Kind of the ranks' devices. If there are several, each rank has its own.
-        preload: Modules that ranks need and that take long to import. Those of a process's first
-            call count.
+        preload: Modules that ranks need and that take long to import. Only the first call of a
+            process sets them.
         timeout_s: Within this time all ranks end.
 
     Raises:

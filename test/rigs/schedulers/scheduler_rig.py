@@ -105,7 +105,7 @@ class SchedulerRig:
     overlap: ClassVar[bool] = False
     """Default of `overlap` for new rigs."""
     captures_graphs: ClassVar[bool] = False
-    """Whether steps run as CUDA graphs."""
+    """True: steps run as CUDA graphs."""
     tick_s: ClassVar[float] = 1.0
     """Seconds between two ticks."""
 

@@ -39,8 +39,8 @@ class Chromium:
     """Context manager: one browser with one page.
 
     Attributes:
-        problems: What the page logged as an error: exceptions, refusals of the content security
-            policy, failed requests.
+        problems: Errors that the page logged: exceptions, refusals of the content security policy,
+            failed requests.
         requested: Addresses that the page asked for.
     """
 

@@ -136,7 +136,7 @@ def forking_engines() -> Iterator[None]:
 
 
 def _serve(argv: list[str], log_path: str, env: Mapping[str, str], in_rank: InRank | None) -> None:
-    gc.freeze()  # What is imported: a collection would visit it, and copy the shared pages.
+    gc.freeze()  # A collection would visit imported modules, and copy the shared pages.
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())

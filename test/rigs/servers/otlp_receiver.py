@@ -41,7 +41,7 @@ class ReceivedSpan:
 
 @dataclass
 class OtlpReceiver:
-    """What came, and how to answer. Any thread."""
+    """The telemetry that arrived, and the answers to give. Any thread."""
 
     url: str = ""
     """Endpoint over HTTP."""

@@ -100,7 +100,7 @@ class ObjectStore:
 
     Args:
         seed: Determines the faults of the n-th call of each kind.
-        damages: Whether bytes may change; only for engines that check them.
+        damages: Bytes may change; only for engines that check them.
         breaks_contract: Also give answers that the interface does not allow.
     """
 
@@ -296,7 +296,7 @@ class ObjectFolder(ObjectStore):
             self._last_loss = time.monotonic()
 
     def has_had_since(self, key: str, when: float) -> bool:
-        """As `ObjectStore`; also True if any object was lost after `when`."""
+        """See `ObjectStore`. Also true if any object was lost after `when`."""
         namespace, _, rest = key.partition("/")
         path = ObjectFiles(self.folder).path(namespace, rest)
         return path.exists() or self._last_loss >= when

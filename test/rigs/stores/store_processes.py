@@ -40,7 +40,7 @@ class SuspendableProcess(ManagedProcess):
             os.kill(self.pid, signal.SIGCONT)
 
     def stop(self, timeout: float = 10.0) -> int | None:
-        """As the base class; a suspended child goes on first."""
+        """Resume a suspended child, then stop it like the base class."""
         self.resume()
         return super().stop(timeout)
 

@@ -12,8 +12,8 @@ class ThirdPartyPool:
 
     Args:
         num_pages: Pages.
-        page_kib: KiB of the keys of a page; its values have as many.
-        seed: Of the bits.
+        page_kib: KiB of the keys of a page, and of its values.
+        seed: Seed of the bits.
     """
 
     def __init__(self, num_pages: int, *, page_kib: int = 1, seed: int = 0) -> None:

@@ -47,7 +47,7 @@ _MATCH: Final[dict[str, Callable[[str, str], bool]]] = {
 
 
 class Scrape(NamedTuple):
-    """What servers exported at `at`, seconds: name to series."""
+    """Series that servers exported at `at` (seconds), by name."""
 
     at: float
     series: Mapping[str, Vector]

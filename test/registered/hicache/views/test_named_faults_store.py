@@ -1,5 +1,5 @@
-"""As test_named_faults.py, with a Mooncake store: cold, full, without its master, and shared by
-servers that differ."""
+"""The tests of test_named_faults.py with a Mooncake store: cold, full, without its master, and
+shared by servers that differ."""
 
 from __future__ import annotations
 

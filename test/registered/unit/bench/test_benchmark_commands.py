@@ -27,7 +27,7 @@ def words(name: str, part: str | None) -> list[str]:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *line: str) -> str:
-    """What help prints."""
+    """The text that `--help` prints."""
     with pytest.raises(SystemExit, match=r"^0$"):
         program.main([*line, "--help"])
     return capsys.readouterr().out

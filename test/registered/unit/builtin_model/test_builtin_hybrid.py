@@ -108,7 +108,7 @@ def rig_of(chunk: int, **args: Any) -> Iterator[SchedulerRig]:
         snapshot_alignment=PAGE,
         page_size=PAGE,
         chunked_prefill_size=chunk,
-        dtype="float32",  # Where states are wrong, it depends on little what the model says.
+        dtype="float32",  # Small differences decide the words if states are wrong.
         **args,
     )
     yield rig

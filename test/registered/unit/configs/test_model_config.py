@@ -61,7 +61,7 @@ QWEN3_5: dict[str, Any] = {
     "vision_config": {"model_type": "qwen3_5", "depth": 1, "hidden_size": 16, "num_heads": 2},
     "tie_word_embeddings": True,
 }
-"""As such checkpoints are published."""
+"""A config as such checkpoints are published."""
 
 
 def write(directory: Path, **changes: Any) -> str:
@@ -136,7 +136,7 @@ def test_a_text_model_beside_a_vision_tower(tmp_path: Path) -> None:
     assert config.eos_token_ids == (7, 9)
     assert config.tie_word_embeddings
     assert ModelConfig.from_path(path, context_length=5).context_len == 5
-    # What transformers writes: the dtype, and whether embeddings are tied, beside the text model.
+    # transformers writes the dtype and `tie_word_embeddings` beside the text model's config.
     text = {"torch_dtype": None, "tie_word_embeddings": True, "eos_token_id": [3]}
     path = write_nested(tmp_path, text, dtype="float16", tie_word_embeddings=False, eos_token_id=4)
     config = ModelConfig.from_path(path)

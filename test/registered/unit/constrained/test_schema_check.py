@@ -159,7 +159,7 @@ def test_the_library_gets_the_form_that_it_needs(
         {"type": "integer", "format": "int64", "minLength": 2, "pattern": "(?=a)"},
         {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 100},
         {"type": "array", "items": {}, "uniqueItems": False},
-        # As the TypeScript library zod writes records.
+        # The TypeScript library zod writes records this way.
         {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}},
         {**NAMED, "minProperties": 1, "additionalProperties": True},
         {"type": "string", "enum": ["a"], "markdownDescription": "x", "nullable": False},

@@ -66,7 +66,7 @@ def test_only_what_is_not_cached_is_asked_for(model: Path, length: int, page_siz
     coming.come(ids)
     rig.run()
     assert len(rig.results["a"].output_ids) == 4
-    # By now it is cached with what was said.
+    # The cache now holds the prompt and its answer.
     rig.step(rig.ask("again", [*ids, *rig.results["a"].output_ids], 2, greedy(2)))
     assert rig.servers.begun[1].first_page == (length + 3) // page_size
     rig.servers.begun[1].come([*ids, *rig.results["a"].output_ids])

@@ -52,7 +52,7 @@ def value(rig: RoleRig, name: str) -> float:
 
 
 def queues(pair: PdRig) -> dict[str, float]:
-    """Those that are not empty."""
+    """Lengths of the queues that are not empty."""
     names = {
         pair.prefill: ("num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"),
         pair.decode: (

@@ -292,7 +292,7 @@ HTTP2: Final = b"PRI * HTTP/2.0\r\n\r\n"
 
 
 def test_a_question_in_http2_is_answered_and_no_bad_request(served: Served) -> None:
-    # What `sglang_router` sends behind it: the rest of the preface, and settings.
+    # `sglang_router` then sends the rest of the preface, and settings.
     rest = b"SM\r\n\r\n" + bytes((0, 0, 24, 4)) + bytes(29)
     for data in (HTTP2 + rest, HTTP2):
         assert "send HTTP/1.1" in error_of(served.ask(data), 505)["message"]

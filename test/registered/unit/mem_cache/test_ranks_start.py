@@ -95,7 +95,7 @@ def test_a_rank_that_cannot_allocate_ends_the_start_of_all_with_its_name(
 
 
 def test_ranks_of_one_machine_need_its_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each one alone would fit. None takes memory before all have looked."""
+    """Each rank alone would fit. No rank takes memory before all ranks have looked."""
     needed = 4 * 32 * SLOT
     reserve = 1_000_000_000
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: reserve + 2 * needed - 1)

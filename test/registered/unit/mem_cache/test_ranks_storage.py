@@ -195,7 +195,7 @@ def test_ranks_without_the_common_size_do_not_find_those_of_others(storage_dir: 
 def test_pages_written_by_one_number_of_ranks_are_read_by_any(
     storage_dir: Path, heads: int, writers: int
 ) -> None:
-    """With 2 heads several of 4 ranks have the same one."""
+    """Two heads are fewer than four ranks, so several ranks have the same head."""
 
     def make(group: RankGroup, layout: str = "auto") -> CacheRig:
         settings = replace(COMMON, hicache_mem_layout=layout)

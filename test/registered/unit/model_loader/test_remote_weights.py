@@ -240,7 +240,7 @@ def test_a_digest_is_computed_once_and_not_before_it_is_asked_for(rig: WeightRig
     assert digest["checksums"] == {
         name: checksums(cell_views(slot)) for name, slot in slots.items()
     }
-    # What ranks could split is hashed in eighths, the rest as it is.
+    # Weights that ranks could split are hashed in eighths, all others whole.
     assert len(digest["checksums"]["model.layers.0.mlp.down_proj.weight"]) == 8
     assert len(digest["checksums"]["model.norm.weight"]) == 1
     assert computed == ["identity"]

@@ -167,7 +167,7 @@ def test_servers_read_from_a_seed_what_it_keeps(
 def test_another_number_of_ranks_reads_what_has_the_same_blocks(
     plain: Path, tmp_path: Path
 ) -> None:
-    """Of two ranks each has whole blocks; of four, none has."""
+    """Two ranks have whole blocks each. Four ranks do not."""
     path = write_quantized(plain, tmp_path, fp8_blocks())
     with scaled_products(), weight_rig(path, 1) as rig:
         model, _ = rig.read(1, 2)

@@ -146,7 +146,7 @@ def test_captured_decoding_of_recurrent_states(tmp_path: Path, family: str, dtyp
         assert len(driver.runner._graphs) == (0 if disable else 2)
         pool = driver.runner.pools[PoolName.MAMBA]
         assert isinstance(pool, MambaPool)
-        # As many tokens as are captured: what is not padded is computed by the same kernels.
+        # The batch has a captured size: without padding, the kernels are the same.
         driver.extend([(row, prompt(length, row)) for row, length in enumerate((20, 21, 23))])
         logits = []
         for step in range(6):

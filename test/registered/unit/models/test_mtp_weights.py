@@ -127,7 +127,7 @@ def test_only_the_first_of_several_layers_is_read(
 
 
 def test_a_number_of_layers_that_is_left_out_is_one(tmp_path: Path) -> None:
-    """As in Qwen3-Next's config.json."""
+    """Qwen3-Next's config.json leaves it out."""
     save_tiny_checkpoint(tmp_path, "qwen3_next", mtp=True)
     change_config(tmp_path, mtp_num_hidden_layers=None)
     for has_draft_layer in (True, False):

@@ -75,7 +75,7 @@ def reference_logits(path: Path, dtype: str, *, rounds: bool) -> torch.Tensor:
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Of logits, relative: the median over tokens."""
+    """Relative distance of logits: the median over tokens."""
     return float(((one - other).norm(dim=-1) / other.norm(dim=-1)).median())
 
 
@@ -98,7 +98,7 @@ def with_a_bit_less(x: torch.Tensor, group: int) -> torch.Tensor:
 def test_distances_of_a_right_model_and_of_a_wrong_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By torch's operations in bf16."""
+    """Both models are computed by torch's operations in bf16."""
     right = reference_logits(path, "bfloat16", rounds=True)
     with monkeypatch.context() as patch:
         patch.setattr(products, "rounded_activations", with_a_bit_less)

@@ -54,7 +54,7 @@ def test_idle_sessions_of_servers_that_are_gone_end_when_another_is_met(
 
 
 def test_a_server_runs_while_it_accepts_control_connections(peers: LocalMover) -> None:
-    """Whatever its Transfer Engine's own port says."""
+    """The state of the Transfer Engine's own port does not matter."""
     sessions = Sessions(peers)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -140,7 +140,7 @@ def test_a_stalled_batch_that_cannot_be_ended(
 def test_calls_under_way_are_no_longer_begun_over_an_engine_that_was_given_up(
     fakes: FakeTransferEngines, peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What failed holds no budget there."""
+    """The failed call holds no budget of that engine."""
     engine = start_over_rdma(fakes, tmp_path, monkeypatch)
     remote = engine._peer(peer)
     home = remote.connect(None)

@@ -40,7 +40,7 @@ SIZES: Final[dict[str, Any]] = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "index_topk": 128,
     "index_head_dim": 128, "max_position_embeddings": 1024, "v_head_dim": 16,
 }  # fmt: skip
-"""Those that the kernel takes."""
+"""Sizes that the kernel takes."""
 
 
 def defined(
@@ -51,7 +51,7 @@ def defined(
     rank: int,
     *none: None,
 ) -> list[torch.Tensor]:
-    """What the kernel computes, token by token."""
+    """The kernel's result by definition, token by token."""
     assert q.shape[1] % 64 == 0 and q.shape[2] == pool.shape[2] == 576 and rank == 512
     assert none == (None, None)
     assert chosen.shape[1] == 1 and chosen.shape[2] % 128 == 0 and chosen.dtype == torch.int32

@@ -62,7 +62,7 @@ def test_tokens_attend_to_their_lists(
         pytest.skip("minutes in the interpreter")
     table, rows, lens = lists()
     pool = values(2000, 1, rank + rope, dtype=dtype)
-    # As they are in the model: products of heads are transposed, and a part of a query is a view.
+    # The model's strides: products of heads are transposed, and a part of a query is a view.
     latent_q = values(heads, 5, rank, dtype=dtype, seed=1).transpose(0, 1)
     rope_q = values(5, heads, rope + 24, dtype=dtype, seed=2)[..., 24:]
     scale = (rank + rope) ** -0.5

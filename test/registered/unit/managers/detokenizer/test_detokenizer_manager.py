@@ -39,7 +39,7 @@ NEW_BYTES = make_decoder_factory(BYTES)
 
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama 2's: words with a leading space, every other byte as `<0xNN>`."""
+    """A tokenizer like Llama 2's: words with a leading space, every other byte as `<0xNN>`."""
     vocab = {f"<0x{i:02X}>": i for i in range(256)}
     vocab.update({"▁a": 256, "▁b": 257, "c": 258, "▁": 259, "é": 260})
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))

@@ -56,7 +56,7 @@ def clock() -> Clock:
 
 
 def test_verifications_for_nothing_are_no_reason_to_verify(clock: Clock) -> None:
-    """Those of requests that had ended. There may be no others of a size."""
+    """Their requests had ended. A batch size may have no other verifications."""
     clock.is_for_nothing = True
     widths = clock.run(1, 3000)
     assert widths.count(4) < 150

@@ -36,7 +36,7 @@ class Stream:
         self.ids: list[int] = []
 
     def feed(self, text: str, *, ends: bool = False, may_stop: bool = True) -> str:
-        """What the client gets for `text`; `ends`: the output ends, at a stop or without one."""
+        """Text that the client gets; `ends`: the output ends after `text`, at a stop or not."""
         self.ids += BYTES.encode(text, add_special_tokens=False)
         match = self.finder.advance(self.ids, may_stop=may_stop)
         assert match is None or ends

@@ -101,7 +101,7 @@ def test_what_has_landed_is_neither_to_read_nor_to_compute() -> None:
     landed = PrefetchProgress(hit=100, landed=80)
     queue.computing = 1450
     queue.agree(a=landed)
-    # To read: 200 and 1000. To compute: 1450 and 1000.
+    # The tokens to read are 200 and 1000, those to compute 1450 and 1000.
     assert queue.cut() == []
     queue.computing = 850
     assert queue.cut() == ["b"]

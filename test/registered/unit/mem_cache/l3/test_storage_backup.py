@@ -75,7 +75,7 @@ def test_a_postponed_write_whose_pages_leave_is_counted() -> None:
 
 
 def test_what_was_read_or_written_before_the_store_came_back_counts_as_lost() -> None:
-    """Who restarts a store loses its objects: what was under way then is written again."""
+    """A restart of a store loses its objects. Pages that were under way then are written again."""
     rig = three_tiers()
     rig.run(range(16))
     rig.until(lambda: "backups" in rig.tree.is_busy())

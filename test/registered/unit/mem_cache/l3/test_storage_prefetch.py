@@ -106,7 +106,7 @@ def test_prompts_that_share_a_prefix_read_it_once(make: Callable[..., CacheRig])
     with HeldReads(rig.hi) as reads:
         rig.arrive("first", FIRST)
         rig.arrive("second", SECOND)
-        # What the first brought to L1 is no read of the second any more.
+        # The second request no longer reads the pages that the first brought to L1.
         assert serve(rig, "first", FIRST) == Reused(storage=32)
         assert serve(rig, "second", SECOND) == Reused(device=24, storage=12)
     assert reads.pages == 6 + 2 + 3

@@ -254,7 +254,7 @@ def test_damaged_objects_are_removed_while_the_master_answers(bench: Bench) -> N
 def test_a_put_that_stored_nothing_is_a_miss_and_ends_the_prefix(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where another client has begun to put page 2: Mooncake answers 0 to all."""
+    """Mooncake answers 0 to all, for example if another client has begun to put page 2."""
     unfinished = bench.key(2)
     bench.answer(
         batch_is_exist=lambda keys: [int(key in bench.fakes[0].objects) for key in keys],

@@ -130,7 +130,7 @@ def test_marks_that_come_and_go_leave_no_trace_in_the_heap() -> None:
 
 
 def test_conversations_in_turn_reuse_what_memory_holds() -> None:
-    """Six of two pages in an L1 of eleven, in turn. By recency alone nothing would come back."""
+    """Six conversations of two pages take turns in an L1 of eleven pages. LRU would hit nothing."""
     reused = {}
     for waits in (False, True):
         rig = CacheRig(l1_pages=11, page_size=PAGE)

@@ -52,8 +52,8 @@ LEAST_EXPECTED: Final = 5.0
 FIRST: Final = "first token of the first step"
 AFTER_ACCEPTED: Final = "after an accepted draft"
 LATER: Final = "first token of a later step"
-"""With speculation a rejected draft precedes it: a step with all drafts accepted would be the
-last."""
+"""A rejected draft precedes this token under speculation: a step with all drafts accepted would be
+the last."""
 Draws = dict[tuple[str, str], dict[tuple[int, ...], Counter[int]]]
 """Number of draws of each token, by kind and place, then by prefix."""
 SPECULATES: Final[dict[str, Any]] = {

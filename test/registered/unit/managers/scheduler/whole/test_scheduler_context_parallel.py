@@ -30,7 +30,7 @@ ARGS: dict[str, Any] = {"page_size": 16, "chunked_prefill_size": 128, "pool_toke
 SIZES = [(2, 2), (4, 2)]
 """Ranks, and over how many of them prefills are split."""
 PROMPTS = {f"p{length}": prompt(length, length) for length in (5, 130, 300, 64, 33, 1)}
-"""Of one page and of several; some are too short to be split, one takes three chunks."""
+"""Prompts of one page and of several; some are too short to be split, one takes three chunks."""
 
 TWO_TIERS: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
 TIERS = ("none", "device", "host", "storage")
@@ -254,7 +254,7 @@ def test_drafts_are_those_of_one_rank_from_every_tier(
     size: int,
     cp_size: int,
 ) -> None:
-    """Of one rank without a cache; the words are those without speculation."""
+    """Drafts equal those of one rank without a cache, and words those without speculation."""
     torch.set_num_threads(1)
     model = tmp_path / "model"
     heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}

@@ -130,7 +130,7 @@ def test_damage_on_the_prefix_of_a_session(model: Path) -> None:
 
 
 def test_without_the_check_words_would_be_wrong(model: Path) -> None:
-    """So the faults of these tests matter."""
+    """The faults that these tests inject do change words."""
     with rig_of(model) as (rig, cache):
         first = ask(rig, IDS)
         leave_to_l2(rig)

@@ -53,7 +53,7 @@ def model(reference: tuple[Path, PreTrainedModel]) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> list[list[int]]:
-    """What each prompt gives without speculation."""
+    """The answer to each prompt without speculation."""
     rig = SchedulerRig(model, disable_radix_cache=True)
     return [rig.generate([ids], NEW_TOKENS)[0] for ids in PROMPTS]
 
