@@ -209,7 +209,8 @@ def test_the_named_python_makes_the_environment(checkout: Path) -> None:
 
 
 def test_an_environment_of_another_python_is_refused_by_name(checkout: Path) -> None:
-    """Also one that is up to date. The Python that made it, and none, are accepted."""
+    """An environment that is up to date is refused too. The script accepts the Python that made the
+    environment, and no Python at all."""
     mine = interpreter(checkout, "mine", "3.12 /opt/a")
     assert set_up(checkout, mine).returncode == 0
     for other in ("3.13 /opt/a", "3.12 /opt/b"):

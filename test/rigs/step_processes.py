@@ -217,7 +217,7 @@ def _serve_forks(start: int, listener: int, alive: int) -> NoReturn:
             line = pipe.readline()
         if line:
             env, modules = json.loads(line)
-            # It looks for the arguments beside the first environment, once.
+            # setproctitle looks for the arguments beside the first environment, once.
             setproctitle.getproctitle()
             os.environ.clear()  # noqa: TID251 - of a child
             os.environ.update(env)  # noqa: TID251

@@ -147,7 +147,7 @@ def test_prefill_is_lost(prefill: RoleProcess, decode: RoleProcess, how: signal.
     decode.set(hold=False)
     assert_right(decode, made["decoding"])
     assert_free(decode)
-    # It serves on: what it computes itself, and what another prefill server does.
+    # Decode serves on: requests that it computes itself, and those of another prefill server.
     alone = make("alone")
     decode.send(without_room(alone))
     assert_right(decode, alone)
@@ -199,7 +199,7 @@ def test_decode_is_lost(prefill: RoleProcess, decode: RoleProcess, how: signal.S
 
 
 def test_a_stuck_prefill_server_costs_its_own_requests_alone() -> None:
-    """It knows twenty requests, and computes none. Twenty more are known to no server."""
+    """The stuck server knows twenty requests and computes none. No server knows twenty more."""
     env = {**ENV, "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "60"}
     with (
         RoleProcess(DisaggregationMode.PREFILL, env, **ARGS) as stuck,

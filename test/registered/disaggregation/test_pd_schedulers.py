@@ -230,7 +230,7 @@ def test_logprobs_of_the_prompt_are_prefills(pair: PdRig, single: SchedulerRig) 
 
 @pytest.mark.parametrize("place", [0, 1, 7])
 def test_stop_tokens_and_stop_strings(pair: PdRig, single: SchedulerRig, place: int) -> None:
-    """They end a request at the first word, which prefill finds, and later."""
+    """A stop ends a request at the first word, which prefill finds, or later."""
     (free,) = said(single, pair.request("free", PROMPTS[3], greedy(20)))
     token = free.output_ids[place]
     text = Letters().decode([token])

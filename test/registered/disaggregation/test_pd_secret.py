@@ -91,7 +91,7 @@ def test_another_secret_is_refused_and_both_sides_name_the_remedy(servers: Serve
 
 
 def test_the_secret_is_nowhere(servers: Servers) -> None:
-    """It is in no log, in no answer and in no list of processes."""
+    """Logs, answers and lists of processes never show the secret."""
     for server in (servers.prefill, servers.decode):
         info = server.request("GET", "/server_info").body
         assert info["disaggregation_secret"] == "***"

@@ -234,7 +234,7 @@ def test_a_prefill_server_that_is_killed_and_one_in_its_place(servers: Servers, 
         servers.prefill.process.wait(60)
         lost = reply.result()
     assert lost.status_code == 503
-    # It is the control connection that is silent, or the bootstrap server.
+    # The control connection or the bootstrap server is silent.
     assert re.search("has not answered for 8 s|it cannot be reached", text_of(lost)), lost.text
     nobody = post(servers.decode.url, {**body(3), **bootstrap, "bootstrap_room": 502})
     assert nobody.status_code == 503

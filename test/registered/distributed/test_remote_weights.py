@@ -187,7 +187,7 @@ def test_a_seed_whose_files_have_changed(tmp_path: Path) -> None:
     flags = ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")
     with ForkedServer(START_SEED, *flags, env={**TCP, **store}, model=str(model)) as server:
         change_weights(model)
-        # It writes to the namespace of what it loaded, and so do its readers.
+        # The server and its readers write to the namespace of the weights that the server loaded.
         with reading(server, model=reader_model) as reader:
             assert words(reader) == want
             assert digest(reader)["identity"] == digest(server)["identity"] == loaded

@@ -119,7 +119,7 @@ def test_it_finds_the_longest_prefix_of_two_servers_in_all_tiers(tmp_path: Path)
             stack.callback(server.kill)
             server.start(300)
         for number, (endpoint, replay) in enumerate(sockets):
-            if number:  # It joins later, and asks for what it missed.
+            if number:  # The indexer joins later, and asks for the events that it missed.
                 servers[number].generate(LONG, max_new_tokens=1)
             indexer.register(number, endpoint, replay)
         assert wait_until(lambda: indexer.states() == ["active", "active"], 30)
@@ -176,7 +176,7 @@ def test_equal_tokens_under_other_keys_are_not_mixed_up(tmp_path: Path, keyed: b
         for step, holds in enumerate([KEYS[1:], KEYS, KEYS[:1], KEYS[2:], []]):
             rig.flush()
             for key in holds:
-                # It takes no notice of sessions.
+                # The indexer ignores sessions.
                 session = None if step % 2 else "agent"
                 rig.run([*IDS, 7], extra_key=combine_extra_key(*key), session=session)
             mark = [1000 + step] * PAGE

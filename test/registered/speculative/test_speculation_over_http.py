@@ -167,7 +167,7 @@ def test_an_abort_between_verifications(server: ForkedServer) -> None:
 def test_two_ranks_say_the_same_from_every_tier(
     model: Path, plain: tuple[dict[str, Any], Results], tmp_path: Path
 ) -> None:
-    """They split prompts where the model allows it, else heads."""
+    """The ranks split prompts if the model allows it, else heads."""
     divides = "1" if "qwen3_next" in str(model) else "2"
     env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
     extra = json.dumps({"prefetch_threshold": 16})

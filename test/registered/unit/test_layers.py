@@ -218,7 +218,7 @@ def test_there_is_no_import_cycle(modules: dict[str, ast.Module]) -> None:
 def test_files_of_prefill_and_decode_do_not_know_each_other_mutually(
     modules: dict[str, ast.Module],
 ) -> None:
-    """Also if imports for types count."""
+    """Imports for types count too."""
     files = [name for name in modules if name.startswith("sglang.srt.disaggregation.")]
     assert len(files) > 20
     graph = {name: imports_of(name, modules, for_types=True) & set(files) for name in files}

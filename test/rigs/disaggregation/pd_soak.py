@@ -231,7 +231,7 @@ class PdSoak:
     def _on_end(self, rid: str, mode: DisaggregationMode, ended: Ended) -> None:
         pending = self._pending.get(rid)
         if pending is None:
-            return  # It hung.
+            return  # The request hung.
         del pending.to_come[mode]
         self._forget(rid)
         counts, reason = self.outcome.counts, ended.reason

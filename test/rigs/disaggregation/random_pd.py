@@ -83,7 +83,7 @@ _NAMED: Final = re.compile(
         (
             r"^the prefill server (ended the request|does not know the request|is not found)",
             r"^the prefill server let go of the pages",
-            # It let go of the row.
+            # The prefill server let go of the row.
             r"^reading the metadata from the prefill server failed: the row is (empty|stale|torn)",
             r"^the prefill server at \S+ has not answered for",
             r"^reading from the prefill server failed: peer p is gone by injection$",

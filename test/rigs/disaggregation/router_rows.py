@@ -47,7 +47,7 @@ SMG: Final = RouterFacts(
     name="smg",
     command=(sys.executable, "-m", "smg.launch_router"),
     lost={"/generate": _LOST_SAMPLING},
-    # It refuses the session_id.
+    # This router refuses the session_id.
     refused={("/v1/responses", True): 400, ("/v1/responses", False): 400},
     closes_other_half=True,
     closed_when_client_leaves=frozenset({"decode"}),

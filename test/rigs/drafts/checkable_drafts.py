@@ -68,7 +68,7 @@ class CheckableSpeculation(EAGLEWorker):
         on_wrong: Callable[[WrongContext], None],
     ) -> None:
         self._layer = _DraftLayer(pools, rows, on_wrong)
-        # It has what an `EAGLEWorker` uses of a runner.
+        # The layer has the parts of a runner that an `EAGLEWorker` uses.
         super().__init__(cast("ModelRunner", self._layer), num_draft_tokens)
         self._pools = pools
         self._facts: list[Words] = []
@@ -126,7 +126,7 @@ class _DraftLayer:
         """Position, token and slot of each entry that the engine has to store next."""
 
     def capture_decoding(self, forward: object) -> list[int]:
-        """Nothing is captured."""
+        """Captures no graph."""
         return []
 
     def hidden_of(self, found: Words) -> torch.Tensor:

@@ -215,7 +215,7 @@ class RandomRanks(RandomScheduler):
         assert isinstance(rig, RankRig)
         try:
             super()._work(steps)
-            # They close their clients when told of the end.
+            # The ranks close their clients when told of the end.
             self.store.set_mood("quick")
             self.store.release()
             rig.end()

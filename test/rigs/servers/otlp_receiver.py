@@ -122,7 +122,7 @@ def otlp_receiver(*, with_grpc: bool = False) -> Iterator[OtlpReceiver]:
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing is printed."""
+            """Prints nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

@@ -384,7 +384,7 @@ def _is_intact(value: bytes) -> bool:
 
 def damaged(value: bytes, other: bytes, rng: random.Random) -> bytes:
     if not value:
-        return other  # It was cut to nothing before.
+        return other  # The value was cut to nothing before.
     match rng.randrange(4):
         case 0:
             at = rng.randrange(len(value))

@@ -244,7 +244,7 @@ def test_files_run_beside_the_first_part_of_a_unit_suite(tmp_path: Path) -> None
 
 def test_a_hanging_file_is_killed_with_its_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    # It hangs before it imports anything that takes long on a busy machine.
+    # The file hangs before it imports anything that takes long on a busy machine.
     hang = f"""
         import os, time
         if __name__ == "__main__":

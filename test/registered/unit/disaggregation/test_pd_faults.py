@@ -188,7 +188,7 @@ def test_a_flood_of_refused_requests_leaves_nothing_behind() -> None:
         assert isinstance(role, PrefillRole)
         rooms = pair.prefill.rooms
         assert len(rooms._rooms) == len(good) + len(bad)
-        # They are remembered for a minute, since the last answer may have been lost.
+        # Prefill remembers ended rooms for a minute, since the last answer may have been lost.
         pair.prefill.now += REMEMBER_S + 1
         pair.until(lambda: not rooms._rooms)
         assert not role._rooms

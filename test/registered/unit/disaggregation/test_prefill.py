@@ -301,7 +301,7 @@ def test_a_room_in_use_is_refused_and_its_owner_unharmed(rig: PrefillRig) -> Non
     assert rig.manager.ended == {}
     rig.manager.outcomes[1] = ""
     rig.step()
-    # It is nobody else's for a while after its end.
+    # A room stays reserved for a while after its end.
     rig.now += REMEMBER_S - 2
     rig.step(rig.ask("c", IDS, 1), rig.ask("long", prompt(3, 500), 1))
     assert [rig.end(rid).status_code for rid in ("a", "c", "long")] == [None, 400, 400]

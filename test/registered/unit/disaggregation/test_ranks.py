@@ -171,7 +171,7 @@ def test_the_output_with_metadata_in_rows(
 def test_the_output_is_that_of_one_rank_where_pages_are_packed(
     models: Callable[[str], Path], family: str, prefill: int, decode: int
 ) -> None:
-    """Also those of ranks with other heads."""
+    """Pages of ranks with other heads are packed too."""
     path = models(family)
     alone = SchedulerRig(path, **ARGS)
     with PdRanks(path, prefill, decode, unit_bytes=40_000, **ARGS) as pair:

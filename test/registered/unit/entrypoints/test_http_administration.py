@@ -160,7 +160,7 @@ CONTROLS = [
 
 
 def test_who_may_pause_and_profile(server: FrontServer, client: httpx.Client) -> None:
-    """Nobody, without an admin key: any page in a browser could stop the server."""
+    """Only the admin key allows it: otherwise any page in a browser could stop the server."""
     assert statuses(server, None, CONTROLS) == {403}
     assert "--admin-api-key" in client.post("/pause_generation").json()["error"]["message"]
     with front_server(api_key="user", admin_api_key="admin") as other:

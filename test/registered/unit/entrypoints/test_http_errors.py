@@ -376,7 +376,7 @@ def test_large_bodies_are_refused_while_they_come(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("path", ["/health/", "/v1/models/", "/generate/", "/health_generate/"])
 def test_a_path_with_a_slash_is_no_redirect(client: httpx.Client, path: str) -> None:
-    # It would lead where the client's own Host header says.
+    # A redirect would lead to the address in the client's own Host header.
     answer = client.get(path, headers={"Host": "other.example"}, follow_redirects=False)
     assert "location" not in answer.headers
     refused(answer, 404)

@@ -371,7 +371,7 @@ class Transport(asyncio.Transport):
         return False
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: this object holds no resource."""
 
 
 async def stream(scope: Any, receive: Any, send: Any) -> None:

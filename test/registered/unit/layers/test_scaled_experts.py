@@ -125,8 +125,8 @@ def test_few_tokens(kind: str, tokens: int, with_shared: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 rows", "int4"])
 def test_the_second_product_in_many_tiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads a row in several steps, some tiles before others are used; the shared expert's are
-    the last ones."""
+    """The product reads a row in several steps, and some tiles before others are used. The shared
+    expert's tiles come last."""
     monkeypatch.setattr(few_experts, "_INPUTS", 256)
     experts = pair(kind, EXPERTS, is_wide=True)
     plan = few_experts.plan_down(experts[1], TOP_K + 1)

@@ -219,7 +219,7 @@ def test_what_was_read_before_the_store_came_back_is_written_again(storage_dir: 
     begun_in = rig.hi.store.epoch
     (operation,) = rig.hi.storage_prefetch.table.operations
     wait_for(lambda: operation.outcome is not None)
-    rig.hi.store.epoch += 1  # It came back, empty.
+    rig.hi.store.epoch += 1  # The store came back empty.
     for path in storage_dir.rglob("*"):
         path.unlink() if path.is_file() else None
     rig.until(lambda: rig.tree.check_prefetch_progress("reads"))

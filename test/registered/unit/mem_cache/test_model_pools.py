@@ -157,13 +157,13 @@ def test_a_page_without_its_second_part_counts_as_missing_and_is_healed_whole(
 
 
 class Picky(HiCacheFile):
-    """A file store that does to the second kind of state alone what it is told to."""
+    """A file store that misbehaves, as a test says, with the second kind of state alone."""
 
     fails_at: ClassVar[int | None] = None
     """Its pages from this one of a call on are refused."""
     is_down: ClassVar[bool] = False
     gate: ClassVar[threading.Event]
-    """It is read when this is set, a moment after the first kind."""
+    """The second kind is read when this is set, a moment after the first kind."""
 
     def __init__(self, storage_config: Any, **_: Any) -> None:
         root = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get()
@@ -315,7 +315,7 @@ def test_a_pool_that_a_backend_cannot_register_is_named_with_its_bytes(
     raised: type[Exception],
     extra: dict[str, str] | None,
 ) -> None:
-    """Also where a server may start without a store: this one is there, and refuses."""
+    """A server that may start without a store fails too: this store is there, and refuses."""
     closed: list[bool] = []
 
     def register(self: HiCacheFile, pool: StoragePool, name: str) -> None:

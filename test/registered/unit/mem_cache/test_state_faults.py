@@ -79,7 +79,7 @@ def read(rig: CacheRig, rid: str, prompt: list[int]) -> None:
 
 
 class Odd(LosingStore):
-    """It can be slow with states, too."""
+    """A store that can also be slow with states."""
 
     gate: ClassVar[threading.Event]
     """States are read when this is set; pages are read at once."""

@@ -140,7 +140,7 @@ def test_in_small_batches_through_a_small_memory(
 def test_the_memory_beside_a_ranks_share(
     llama: Path, staged: list[int], there: int, here: int
 ) -> None:
-    """It is at most one tensor, none if the splits are equal; it is freed at the end."""
+    """The reader stages one tensor at most, none for equal splits, and frees it at the end."""
     with weight_rig(llama, there) as rig:
         model, _ = rig.read(here - 1, here)
         weights = {tensor.untyped_storage().data_ptr() for tensor in raw(model)}

@@ -47,7 +47,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
 PRODUCT: Final = 0.005
 """Bound of a product's error: the result is rounded to bf16, and tensor cores add with 14 bits."""
 EXPERT: Final = 0.02
-"""Likewise of experts, which round to fp8 between two products."""
+"""Bound of the error of experts, which round to fp8 between two products."""
 LAYER: Final = 0.1
 """Bound of a layer's error, the median over tokens. A product's last bit decides how some
 activations of the next one are rounded: layers differ by up to 0.072 on an H200."""
@@ -98,7 +98,7 @@ def with_a_bit_less(x: torch.Tensor, group: int) -> torch.Tensor:
 def test_distances_of_a_right_model_and_of_a_wrong_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both models are computed by torch's operations in bf16."""
+    """torch computes both models in bf16."""
     right = reference_logits(path, "bfloat16", rounds=True)
     with monkeypatch.context() as patch:
         patch.setattr(products, "rounded_activations", with_a_bit_less)

@@ -91,7 +91,7 @@ def test_ranks_share_the_host_and_divide_the_heads(
 def test_a_ratio_that_is_given_counts(
     qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], ratio: str
 ) -> None:
-    """Also one that is the default of a server, for which the plan has another."""
+    """A server's default ratio counts too if it is given, though the plan has another default."""
     file = tmp_path / "flags.yaml"
     file.write_text(f"hicache-ratio: {ratio}\n")
     for flags in (("--hicache-ratio", ratio), ("--config", str(file))):

@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_position_0_has_an_entry_of_zeros(model: Path) -> None:
-    """It has no entry, and the page of equal prompts must have equal bytes."""
+    """The draft layer computes no entry there, but pages of equal prompts must have equal bytes."""
     rig = SchedulerRig(model, **SPECULATES)
     layer = rig.worker._runner.model_config.num_hidden_layers
     parts = [

@@ -228,7 +228,7 @@ def test_pages_that_the_transport_does_not_move_fail_the_prompt(scene: RowScene)
 
 
 def test_a_row_that_the_transport_never_lets_go_of(scene: RowScene) -> None:
-    """It is lost; the prompt and its pages are not."""
+    """The row is lost; the prompt and its pages are not."""
     scene.complete()
     scene.mover.hold = True
     prompt = scene.begin([9])

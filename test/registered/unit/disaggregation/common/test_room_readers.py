@@ -53,7 +53,7 @@ def test_a_room_is_read_when_all_parts_of_its_reader_have_it(
 
 
 def test_a_part_that_is_silent_is_missed(prefill: PrefillRooms, asker: Asker, clock: Clock) -> None:
-    """Also if it has never asked, while the others go on."""
+    """A part that has never asked, while the others go on, is missed too."""
     fill(prefill, 1)
     for _ in range(3):
         asker.ask(Poll(1, "me", 0, may_wait=False, part=0, num_parts=2))

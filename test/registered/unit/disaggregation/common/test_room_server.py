@@ -157,7 +157,7 @@ def test_rooms_that_no_decode_server_names_are_reported(
 ) -> None:
     for room in (1, 2, 3, 4):
         prefill.open(room)
-    asker.look(4)  # It is asked for.
+    asker.look(4)  # A reader asks for room 4.
     clock.now += SILENT_S
     assert asker.ask(RoomsPoll(1, [1])) == RoomsStatus(1, [1])
     asker.send(RoomsPoll(2, [], [1]))
@@ -326,7 +326,7 @@ def test_a_message_that_is_too_large_ends_its_connection_alone(
         bad.send(Poll(1, "me", 1, may_wait=False))
         return bad.link.receive(0.2) is not None
 
-    until(is_answered)  # It has connected anew.
+    until(is_answered)  # The second asker has connected anew.
 
 
 rooms = st.sampled_from([-(2**63), -1, 0, 1, 2**63 - 1, 2**63, 2**64 - 1])

@@ -50,7 +50,7 @@ def proxy(prefill: PrefillRooms) -> Iterator[ControlProxy]:
 
 @pytest.fixture
 def connection(proxy: ControlProxy, own_clock: Clock) -> Iterator[ControlClient]:
-    """It has asked and got its answer."""
+    """A connection that has asked and got its answer."""
     timeouts = Timeouts(unknown_room=60, waiting=60, silence=SILENCE)
     connection = ControlClient(proxy.endpoint, LAYOUT.instance_id, None, timeouts)
     assert connection.ask(Hello(), KVLayout) == LAYOUT

@@ -449,7 +449,7 @@ def test_silent_connections_end(
 def test_a_server_that_stood_still_drops_nobody(
     new_echo: Callable[..., Echo], link_to: LinkTo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers what came during the pause."""
+    """The server answers messages that came during the pause."""
     monkeypatch.setattr(control_listener, "_SWEEP_S", 0.05)
     echo = new_echo(silent_s=0.5)
     link = link_to(echo)

@@ -266,7 +266,7 @@ def test_an_abort_while_pages_are_waited_for(scene: Scene, step: str) -> None:
     prompt.cancel()
     assert scene.failure(prompt) == "the request was aborted"
     if step == "unknown":
-        scene.prefill.open(ROOM)  # It has come too late.
+        scene.prefill.open(ROOM)  # The request comes too late.
     assert scene.given_up() == "the request was aborted"
 
 

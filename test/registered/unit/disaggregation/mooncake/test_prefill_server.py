@@ -38,7 +38,7 @@ SILENT = "the prefill server at {} has not answered for 0.6 s"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """It is not looked up again because the machine stood still for some seconds."""
+    """A server that is not looked up again if the machine stands still for some seconds."""
     monkeypatch.setattr(control_client, "REPEAT_S", 60)
     one = Server()
     yield one
@@ -47,7 +47,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """It is missed after 0.6 seconds."""
+    """A server that is missed after 0.6 seconds."""
     monkeypatch.setattr(control_client, "REPEAT_S", 0.05)
     one = Server(SHORT_TIMEOUTS)
     yield one

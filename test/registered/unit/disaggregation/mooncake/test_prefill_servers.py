@@ -74,7 +74,7 @@ def test_one_rank_declines_for_all(scene: Scene, rank: int, tells: bool) -> None
 def test_a_server_that_is_silent_and_not_found_either_is_said_not_to_be_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where this machine stands still until the connection's own limit is over."""
+    """The machine may stand still until the connection's own limit is over."""
     monkeypatch.setattr(control_client, "REPEAT_S", 0.05)
     keep_alive, began = ControlClient.keep_alive, time.monotonic()
 

@@ -239,7 +239,7 @@ def test_a_fallback_that_is_allowed_is_said_and_shown(
 def test_mooncake_is_made_to_install_what_was_chosen(
     host: Host, protocol: str, forced: list[str]
 ) -> None:
-    """It goes by the devices it sees and by these variables, not by the protocol's name."""
+    """Mooncake goes by the devices that it sees and by these variables, not the protocol's name."""
     host.add_device("mlx5_0", "mlx5_core")
     host.start(protocol)
     assert host.engines.made[0].forced == forced

@@ -234,7 +234,7 @@ def test_a_long_call_with_a_block_that_the_peer_refuses(
     peer: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has moved bytes for 12 s, and so has not stalled: the peer answers."""
+    """The call moved bytes for 12 s, so it has not stalled: the peer answers."""
     clock = LaterClock(monkeypatch)
 
     def answer(_: FakeTransferEngine, call: FakeCall) -> int:
@@ -252,7 +252,7 @@ def test_a_long_call_of_a_peer_that_answers_no_contact(
     peer: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is stopped; once it goes on, transfers do."""
+    """The peer is stopped. Transfers go on when the peer does."""
     monkeypatch.setattr(peer_module, "_ANSWER_S", 0.1)
     clock = LaterClock(monkeypatch)
     assert engine.transfer(peer, TransferOp.READ, apart(1), timeout=30).is_done

@@ -53,7 +53,7 @@ def test_indices_of_any_alignment_use_the_same_kernel() -> None:
 
 
 def test_attention_knows_which_keys_a_step_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads the others before the kernel that writes them has ended."""
+    """Attention reads all other keys before the kernel that writes the step's keys has ended."""
     contexts = PagedContexts([70, 40], 2, 16, page_size=16, dtype=torch.float32, device="cpu")
     given: list[tuple[int, int]] = []
 

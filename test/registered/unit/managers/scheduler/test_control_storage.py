@@ -135,7 +135,7 @@ def test_requests_run_while_a_backend_connects_and_until_it_is_given_up(
     assert not given_up.success
     assert "given up: it has taken 100 s" in given_up.message
     step_until(rig, rig.scheduler.is_idle)
-    # It comes up after all, and is let go.
+    # The store comes up after all, and the scheduler closes it.
     Slow.gate.set()
     step_until(rig, lambda: Slow.closed)
     assert attached(rig) is None

@@ -236,7 +236,7 @@ def test_an_abort_during_tokenization_ends_the_request_and_all_its_samples(
             ]
             await until(lambda: bool(thread.begun))
             await (manager.abort_all() if everything else manager.abort("r"))
-            # They end while the text is still on the thread.
+            # The samples end while the text is still on the thread.
             states = await asyncio.gather(*samples)
             for state in states:
                 assert state.finish_reason is not None

@@ -88,7 +88,7 @@ def test_what_was_read_or_written_before_the_store_came_back_counts_as_lost() ->
 
 
 def test_pages_that_l3_has_lost_are_written_again_while_they_are_used(storage_dir: Path) -> None:
-    """It is asked of one use in 61, and what it lacks goes with the next use."""
+    """One use in 61 asks L3 for its pages. The next use writes the pages that L3 lacks."""
     rig = three_tiers()
     flaky = FlakyStorage(rig)
     rig.run(range(16))

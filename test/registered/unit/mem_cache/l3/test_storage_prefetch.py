@@ -207,7 +207,7 @@ def test_of_a_prompt_whose_pages_the_store_lacks_nothing_is_asked_twice(
         assert read.needs == {"first": 8, "second": 6}
         reads.open()
         rig.until(lambda: read.progress.ended)
-        # It has ended, and what it brought has not been taken yet.
+        # The read has ended, and its pages have not been taken yet.
         rig.arrive("third", FIRST)
         assert read.needs == {"first": 8, "second": 6, "third": 6}
         rig.tree.release_aborted_request("third")
@@ -328,7 +328,7 @@ def test_what_has_left_the_tree_is_not_its_root(make: Callable[..., CacheRig]) -
 def test_what_was_read_for_who_still_waits_outlives_what_nobody_waits_for(
     make: Callable[..., CacheRig], waiting: list[str]
 ) -> None:
-    """It has been published, but its request could not run yet."""
+    """The pages have been published, but their request could not run yet."""
     rig = make()
     stored(rig, FIRST)
     for rid in waiting:

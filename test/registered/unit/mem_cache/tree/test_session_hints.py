@@ -212,7 +212,7 @@ def test_a_tenants_newer_sessions_replace_its_older_ones() -> None:
 
 
 def test_a_long_prefix_may_take_what_is_free_but_no_more() -> None:
-    """It has the only session of its tenant. One that does not fit costs the tenant nothing."""
+    """The prefix has the only session of its tenant. A prefix that does not fit costs nothing."""
     rig = rig_of(40, share=0.5)
     hints = rig.tree.tree.sessions.tiers[0]
     long = list(range(18 * PAGE + 1))

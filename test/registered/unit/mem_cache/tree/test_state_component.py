@@ -55,7 +55,7 @@ def test_a_match_ends_where_a_state_is() -> None:
 
 
 def test_the_last_token_is_never_part_of_a_match() -> None:
-    """It is computed for its logits, and the state of the whole prompt has seen it already."""
+    """The last token is computed for its logits. The whole prompt's state has already seen it."""
     rig = StateRig(page_size=4)
     insert(rig, range(8))
     insert(rig, range(12))

@@ -49,7 +49,7 @@ def make_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", name="deepseek")
 def make_deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It chooses 32 tokens to attend to."""
+    """A model whose indexer chooses 32 tokens to attend to."""
     path = tmp_path_factory.mktemp("deepseek")
     heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
     save_tiny_checkpoint(path, "deepseek_v32", eos_token_id=None, **heads)

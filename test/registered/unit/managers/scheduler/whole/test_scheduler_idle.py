@@ -134,7 +134,7 @@ def test_a_check_in_parts_finds_what_a_whole_one_does(
 
 
 def test_an_idle_tick_changes_nothing(model: Path) -> None:
-    """It is for the check alone, so that ranks need not agree on the number of its parts."""
+    """An idle tick only checks, so ranks need not agree on the number of parts of the check."""
     rig = SchedulerRig(model, pool_tokens=400, page_size=PAGE)
     fill(rig, 80)
     ticks = rig.scheduler.state.counters.ticks

@@ -154,7 +154,7 @@ def test_a_health_check_leaves_nothing_in_the_cache(
 def test_a_request_that_ends_has_used_its_prompt_last(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it brings no whole page more."""
+    """The end counts as a use even if the request adds no whole page."""
     rig = make_rig(model, monkeypatch, overlap=True, page_size=8)
     long, short = prompt(1, 16), prompt(2, 16)
     rig.step(rig.request("long", long, greedy(6)))

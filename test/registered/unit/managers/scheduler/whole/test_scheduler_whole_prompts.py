@@ -262,7 +262,7 @@ def test_retraction(page_size: int) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_one_that_fills_the_pool_runs_again(page_size: int) -> None:
-    """It takes no more slots than when it was computed."""
+    """The second run takes no more slots than the first."""
     rig = make_rig(page_size, pool_tokens=192 + page_size)
     for rid, cached in (("cold", 0), ("warm", 191)):
         assert ask(rig, rid, PROMPT, page_size).total == cached

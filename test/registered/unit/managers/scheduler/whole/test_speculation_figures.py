@@ -103,7 +103,7 @@ def test_drafts_after_the_end_do_not_count(model: Path, text: list[int], overlap
     Overlapping steps add a third verification, in vain."""
     with replayed_graphs(), guessed([text], 1.0):
         rig = SchedulerRig(model, overlap=overlaps, **SPECULATES)
-        rig.scheduler._draft_policy.always = False  # It measures.
+        rig.scheduler._draft_policy.always = False  # The policy measures.
         rig.run(rig.request("short", IDS, greedy(7)))
     assert rig.scheduler.state.counters.decode_steps == 2 + overlaps
     figures = last(rig, "short").verifications
