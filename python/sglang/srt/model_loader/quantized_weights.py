@@ -137,6 +137,8 @@ class QuantizedWeight:
             ValueError: Scales, zero points or groups do not fit the weight, or are impossible.
         """
         scales = read(self.scales)
+        if not scales.dtype.is_floating_point:
+            raise ValueError(f"tensor {self.scales!r} has scales of {scales.dtype}")
         if config.packing is Packing.NONE:
             weight = ScaledTensor(elements, scales, config.block, dtype, device)
             self._check_scales(scales, config)
@@ -151,7 +153,10 @@ class QuantizedWeight:
         groups = torch.arange(inputs) // size
         if self.groups is not None:
             # A group of -1 stands for inputs that were not reordered.
-            told = read(self.groups).to(torch.int64)
+            told = read(self.groups)
+            if told.is_floating_point() or told.is_complex():
+                raise ValueError(f"tensor {self.groups!r} has groups of {told.dtype}")
+            told = told.to(torch.int64)
             is_told = told.shape != groups.shape or not bool((told < 0).all())
             groups = told if is_told else groups
         count = -(-inputs // size)
@@ -182,8 +187,6 @@ class QuantizedWeight:
 
         Reads the scales once, in a hundredth of the time in which they are converted to fp32.
         """
-        if not scales.dtype.is_floating_point:
-            raise ValueError(f"tensor {self.scales!r} has scales of {scales.dtype}")
         # torch finds no extremes of fp8.
         numbers = scales if scales.element_size() > 1 else scales.to(torch.float32)
         least, most = (float(one) for one in torch.aminmax(numbers))

@@ -179,6 +179,10 @@ def test_groups_of_minus_one_are_consecutive(plain: Callable[[str], Path], tmp_p
     add(path, {f"{LAYER}.g_idx": mixed})
     with pytest.raises(ValueError, match="groups must name one of 4 groups for each of 128"):
         dict(weights(path))
+    for dtype in (torch.float32, torch.complex64):
+        add(path, {f"{LAYER}.g_idx": torch.zeros(128, dtype=dtype)})
+        with pytest.raises(ValueError, match=f"{LAYER}.g_idx' has groups of {dtype}"):
+            dict(weights(path))
 
 
 def test_zero_points_that_no_config_promises_may_be_absent(
