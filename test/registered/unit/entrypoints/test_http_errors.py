@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -223,7 +224,11 @@ def calls(arguments: dict[str, Any]) -> dict[str, Any]:
         (CHAT, chat(top_logprobs=3), ["top_logprobs", "logprobs"]),
         (CHAT, chat(logprobs=True, top_logprobs=99), ["top_logprobs", "20"]),
         (CHAT, chat(seed=2**70), ["seed"]),
-        (CHAT, {"messages": [*HELLO, calls(nested(800))]}, ["messages", "nested"]),
+        *(
+            (CHAT, {"messages": [*HELLO, calls(nested(800))]}, ["messages", "nested"])
+            # Later Pythons write such a text: their C code has a limit of its own.
+            for _ in range(sys.version_info < (3, 12))
+        ),
         (CHAT, chat(stop_regex="["), ["stop_regex[0] is not a regular expression"]),
         (CHAT, chat(n=0), ["n=0"]),
         (CHAT, chat(stream_options={"include_uses": True}), ["stream_options.include_uses"]),
