@@ -31,7 +31,7 @@ PROMPT = [*range(8 * PAGE), 7]
 LONGER = [*PROMPT[:-1], *range(100, 100 + 3 * PAGE), 7]
 BAD = 5
 """The page of `PROMPT` that another client has begun to put."""
-FORGETS_PUTS = {"put_start_discard_timeout_sec": 4}
+FORGETS_PUTS = {"put_start_discard_timeout_sec": 15}
 EVICTS_SOON = {"default_kv_lease_ttl": 10, "eviction_high_watermark_ratio": 0.6}
 """The ratio leaves room, because objects take up to an eighth more than the master counts."""
 
