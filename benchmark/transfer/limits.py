@@ -39,6 +39,8 @@ from sglang.srt.environ import envs
 SLICE_BYTES: Final = 16 * KIB
 OBJECT_SLICES: Final = 64
 SECONDS: Final = 4.0
+_CALL_S: Final = 120.0
+"""Seconds after which a call that has not returned counts as one that hangs."""
 CASES: Final[dict[str, tuple[str, ...]]] = {
     "an engine": ("engine",),
     "an engine from two threads": ("engine", "same"),
@@ -148,26 +150,29 @@ class Peer(ManagedProcess):
         super().__init__("peer", command, ready=self._facts.exists, log_dir=folder)
 
     def facts(self) -> dict[str, Any]:
-        """Addresses and session of the peer."""
+        """Process id, addresses and session of the peer."""
         ports = [self.master.rpc_port, self.master.metrics_port]
         read: dict[str, Any] = json.loads(self._facts.read_text())
-        return {**read, "master": self.master.address, "control_ports": ports}
+        return {**read, "pid": self.pid, "master": self.master.address, "control_ports": ports}
 
 
-def measure(kinds: tuple[str, ...], slices: int) -> dict[str, Any] | None:
-    """A record of what each user saw, or None if a call did not return."""
+def run_beside_peer(
+    case: Callable[..., None], *arguments: Any, limit_s: float | None = None
+) -> dict[str, Any] | None:
+    """Run `case(facts of the peer, *arguments, connection)` in a process of its own, beside a peer
+    of its own. Returns what it has sent; None: nothing within `limit_s` seconds."""
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="transport-limits-") as folder:
+    with tempfile.TemporaryDirectory(prefix="transport-") as folder:
         master = MooncakeMaster(Path(folder))
         peer = Peer(master, Path(folder))
         try:
             master.start()
             peer.start()
             here, there = spawn.Pipe(duplex=False)
-            user = spawn.Process(target=run_case, args=(peer.facts(), kinds, slices, there))
+            user = spawn.Process(target=case, args=(peer.facts(), *arguments, there))
             user.start()
             there.close()
-            record = here.recv() if here.poll(120) else None
+            record: dict[str, Any] | None = here.recv() if here.poll(limit_s) else None
             user.kill()
             user.join()
         finally:
@@ -186,7 +191,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     for name in args.users:
         for slices in args.slices:
             case = {"users": name, "slices": slices}
-            record = measure(CASES[name], slices)
+            record = run_beside_peer(run_case, CASES[name], slices, limit_s=_CALL_S)
             report.add("hangs", record is None, "yes or no", case)
             if record is not None:
                 report.add("calls", sum(record["calls"]), "count", case, of_users=record["calls"])

@@ -9,23 +9,20 @@ batch read has returned and its engine object has ended. Each case has its own p
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from benchmark.command import Command, Refused
 from benchmark.report import Report
-from benchmark.transfer.limits import Peer
+from benchmark.transfer.limits import run_beside_peer
 from benchmark.transfer.limits_peer import METADATA
-from sglang.embedded_mooncake import LOOPBACK, MooncakeMaster
+from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import KIB, MIB
 from sglang.srt.distributed.device_communicators.mooncake_library import load_transfer_engine
 from sglang.srt.environ import envs
@@ -127,28 +124,6 @@ def run_case(facts: dict[str, Any], case: str, count: int, repeats: int, out: Co
     os._exit(0)  # The end of an undrained ticket may never return.
 
 
-def measure(case: str, count: int, repeats: int) -> dict[str, Any]:
-    """Figures of a case, which gets its own peer and process."""
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="tickets-") as folder:
-        master = MooncakeMaster(Path(folder))
-        peer = Peer(master, Path(folder))
-        try:
-            master.start()
-            peer.start()
-            here, there = spawn.Pipe(duplex=False)
-            arguments = ({**peer.facts(), "pid": peer.pid}, case, count, repeats, there)
-            user = spawn.Process(target=run_case, args=arguments)
-            user.start()
-            there.close()
-            figures: dict[str, Any] = here.recv()
-            user.join()
-        finally:
-            peer.kill()
-            master.kill()
-    return figures
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
@@ -163,7 +138,9 @@ def run(args: argparse.Namespace, report: Report) -> None:
         ways = [case] if case == "read" else [f"{case} batch", f"{case} ticket"]
         for count in args.requests:
             for way in ways:
-                for metric, value in measure(way, count, args.repeats).items():
+                figures = run_beside_peer(run_case, way, count, args.repeats)
+                assert figures is not None, "there is no limit of time"
+                for metric, value in figures.items():
                     about = {"case": case, "requests": count}
                     report.add(metric, value, metric.rpartition("_")[2], about)
 

@@ -88,7 +88,8 @@ def _chunked(
 
 
 def _chunks(part: torch.Tensor) -> torch.Tensor:
-    """Cut [rows, length, heads, dim] into [rows * heads, chunks, tokens, dim], zero-padded."""
+    """Cut [rows, length, heads, dim] into chunks, padded by zeros: [rows * heads, chunks, tokens,
+    dim]."""
     padded = functional.pad(part, (0, 0, 0, 0, 0, -part.shape[1] % CHUNK_TOKENS))
     return padded.transpose(1, 2).reshape(
         -1, padded.shape[1] // CHUNK_TOKENS, CHUNK_TOKENS, part.shape[-1]
