@@ -16,7 +16,3 @@ register_cpu_ci(est_time=2100, suite="nightly-test-cpu", nightly=True, alone=Tru
 @pytest.mark.timeout(3000)
 def test_half_an_hour_of_chaos_breaks_no_rule() -> None:
     assert main(["--minutes", "30"]) == 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -98,7 +98,3 @@ def test_numbers_and_words_hold(setting: str, files: tuple[str, ...]) -> None:
     )
     print(setting, taken(setting), done.stdout.splitlines()[-1:])
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s", "-rs"]))

@@ -71,7 +71,3 @@ def test_make_passes_flags(target: str, script: str) -> None:
     command = [*apart, "make", "-n", target, "PORT=31000", "ARGS=--max-total-tokens 8192"]
     said = subprocess.check_output(command, cwd=REPO, text=True)
     assert said.split() == [f"scripts/{script}.sh", *"--port 31000 --max-total-tokens 8192".split()]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

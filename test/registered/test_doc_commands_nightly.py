@@ -28,7 +28,3 @@ def test_each_block_ends_well_or_serves(page: str, tmp_path: Path) -> None:
             if block.is_commands and not block.reason:
                 print(f"{page}:{block.line}\n{block.text}", flush=True)
                 print(types.run(block)[-2000:], flush=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -235,7 +235,3 @@ def test_an_answer_names_the_tiers() -> None:
     assert describe_answer(answer).endswith("cached: none")
     answer["usage"]["prompt_tokens_details"] = {"cached_tokens": 64}
     assert describe_answer(answer).endswith("cached: 64 tokens")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

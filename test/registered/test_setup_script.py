@@ -330,7 +330,3 @@ def extra(name: str) -> str:
     (wheel,) = project["optional-dependencies"][name]
     assert isinstance(wheel, str)
     return wheel
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

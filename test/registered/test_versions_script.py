@@ -107,7 +107,3 @@ def test_the_workflow_and_the_docs_have_the_combinations() -> None:
     assert {one["combination"]: one["python"] for one in matrix} == PYTHONS
     page = (REPO / "docs" / "deploy.md").read_text(encoding="utf-8")
     assert dict(re.findall(r"^\| `(\w+)` \| (3\.\d+) \|", page, re.MULTILINE)) == PYTHONS
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

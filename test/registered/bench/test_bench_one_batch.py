@@ -185,7 +185,3 @@ def test_this_machine_has_limits() -> None:
     limits = measure_limits("cpu", ModelConfig.from_path(str(BUILTIN_MODEL_DIR)).dtype)
     assert 1e8 < limits.copy_bytes_per_s < 1e13
     assert 1e8 < limits.product_flop_per_s < 1e14
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

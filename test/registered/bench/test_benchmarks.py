@@ -288,7 +288,3 @@ def test_small_runs_have_figures(words: str) -> None:
     """All that a CPU can measure without servers, and that no test above runs."""
     cases = run(*words.split(), "--quick")
     assert cases and all(one["details"] for one in cases)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -56,7 +56,3 @@ def test_recall_is_the_same_from_the_first_tier() -> None:
     cold, l1 = run("words-by-tier", "recall", "--quick")
     assert cold["from_device"] == 0 < l1["from_device"]
     assert cold["score"] == l1["score"]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -72,7 +72,3 @@ def test_an_engine_finds_as_much_in_each_tier() -> None:
     assert both / prompt_tokens < 0.95 * distances.hit_rate(float("inf"))
     for tokens, pages in ((device, L1_PAGES), (both, RATIO * L1_PAGES)):
         assert distances.hit_rate(pages * BLOCK) == pytest.approx(tokens / prompt_tokens, rel=0.1)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-v"]))

@@ -183,7 +183,3 @@ def test_close_fails_pending_compilations_and_leaves_no_process() -> None:
     assert all(ticket.exception(0) is not None for ticket in tickets)
     assert compile_processes() == before
     assert outcome(ask(backend, "regex", "late")).startswith("regex: cannot be compiled now")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rigs.disaggregation.pd_attacks import run_attacks
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -17,7 +15,3 @@ def test_honest_requests_beside_strangers() -> None:
     report = run_attacks(10.0, 4.0, AT_PORTS, has_secret=False)
     assert report.is_good, "\n".join(report.lines())
     assert len(report.attacked) == 40
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -16,7 +16,3 @@ def test_ten_minutes_of_strangers(has_secret: bool) -> None:
     report = run_attacks(300.0, has_secret=has_secret)
     print("\n".join(report.lines()))
     assert report.is_good
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -68,7 +68,3 @@ def test_they_listen_for_clients_alone(servers: dict[str, ForkedServer]) -> None
             if connection.status == psutil.CONN_LISTEN
         }
         assert ports == {httpx.URL(server.url).port}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -229,7 +229,3 @@ def test_a_stuck_prefill_server_costs_its_own_requests_alone() -> None:
 def without_room(message: TokenizedGenerateReqInput) -> TokenizedGenerateReqInput:
     fields = {name: getattr(message, name) for name in message.__struct_fields__}
     return TokenizedGenerateReqInput(**{**fields, "bootstrap": None})
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -304,7 +304,3 @@ def test_a_rank_of_one_side_is_killed(dense: Fleet, side: str) -> None:
         decode = dense.decode(1)
     said(both_servers(prefill, decode, IDS[2])[1])
     assert_given_back(other)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

@@ -148,7 +148,3 @@ def test_every_page_is_compared_with_its_checksum(pair: Pair) -> None:
     pages = -(-meta["prompt_tokens"] // 16)
     assert pages > 4
     assert pair.decode.metrics()[name] - before == pages
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -241,7 +241,3 @@ def test_servers_and_router_tell_what_they_are(pair: ServerPair) -> None:
     lost = decode.request("POST", "/generate", {"text": "a", **room})
     assert lost.status >= 400
     assert "the bootstrap server at http://127.0.0.1:1" in lost.body["error"]["message"]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

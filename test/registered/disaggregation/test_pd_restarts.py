@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rigs.disaggregation.pd_restarts import assert_good, run_restarts
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -15,7 +13,3 @@ TIMES = 4
 
 def test_a_few_restarts() -> None:
     assert_good(run_restarts(TIMES), TIMES)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -18,7 +18,3 @@ def test_fifty_restarts() -> None:
     outcome = run_restarts(TIMES)
     print(outcome)
     assert_good(outcome, TIMES)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -18,7 +18,3 @@ def test_no_request_fails_while_decode_servers_are_restarted() -> None:
 @pytest.mark.timeout(600)
 def test_no_request_fails_while_all_servers_are_restarted() -> None:
     assert_restarts_cost_nothing(2, 2, "")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -133,7 +133,3 @@ def test_both_servers_end_in_order(pair: ServerPair) -> None:
         server.process.send_signal(signal.SIGTERM)
     for server in (*pair.prefill, *pair.decode):
         assert server.process.wait(60) == 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -493,7 +493,3 @@ def test_control_messages_that_are_lost_doubled_and_late(
             names = (f"{share} {turn} {n}" for n in range(8))
             check(pair, single, *map(pair.request, names, prompts))
         assert proxy.counts["lost"] and proxy.counts["doubled"]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

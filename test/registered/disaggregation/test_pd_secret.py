@@ -99,7 +99,3 @@ def test_the_secret_is_nowhere(servers: Servers) -> None:
         assert SECRET not in log_of(server)
         tree = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children()]
         assert SECRET not in str([process.cmdline() for process in tree])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -250,7 +250,3 @@ def test_a_prefill_server_that_is_killed_and_one_in_its_place(servers: Servers, 
         route["instance_id"]
         == servers.prefill.request("GET", "/server_info").body["routes"][0]["instance_id"]
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

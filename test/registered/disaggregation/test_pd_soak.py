@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rigs.disaggregation.pd_soak import run_soak
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -19,7 +17,3 @@ def test_a_round_of_kills_and_stops() -> None:
     assert sum(counts[f"{mode}: {how}"] for mode in ("prefill", "decode") for how in
                ("killed", "stopped")) > 3  # fmt: skip
     assert counts["decode: right"] > 20
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

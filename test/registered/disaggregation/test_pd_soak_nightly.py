@@ -26,7 +26,3 @@ def test_ten_minutes_of_kills_and_stops() -> None:
         for what in ("killed", "stopped", "failed", "aborted"):
             assert outcome.counts[f"{mode}: {what}"] > 5, f"{mode}: {what}"
         assert outcome.counts[f"{mode}: right"] > 500
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -204,7 +204,3 @@ def test_metrics_and_stages_of_both_servers(servers: Servers) -> None:
         (decode, ("num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs")),
     ):
         assert [metrics[f"sglang:{name}"] for name in names] == [0, 0]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -36,7 +36,3 @@ def test_ten_minutes_of_random_work() -> None:
         "rounds without",
     )
     assert_random_work(590.0, run_seed, happened)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -148,7 +148,3 @@ def test_a_server_that_does_not_start_ends_all() -> None:
     assert "serve-pd: error: prefill_server ended with status 1 (" in done.stderr
     assert "store_node runs" in done.stdout
     assert "decode_server runs" not in done.stdout
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final
 
 import httpx
-import pytest
 
 from rigs.disaggregation.pd_servers import ROUTER, TCP
 from rigs.servers.tls_server import Certificates, tls_server
@@ -50,7 +49,3 @@ def test_a_router_reaches_both_kinds_of_servers_over_https(tmp_path: Path) -> No
             assert answer.json()["meta_info"]["completion_tokens"] == 4
         finally:
             router.kill()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-v"]))

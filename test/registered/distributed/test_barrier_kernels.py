@@ -45,7 +45,3 @@ def test_sums_and_greatest_logits_of_ranks_that_come_at_different_times() -> Non
 
 def test_ranks_divide_the_choices_of_an_indexer() -> None:
     assert output_of("rigs.layers.latent_ranks") == []
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

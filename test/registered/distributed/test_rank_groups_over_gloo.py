@@ -230,7 +230,3 @@ def test_a_mistake_of_a_ranks_own_is_not_a_lost_rank() -> None:
 def test_groups_are_asked_for_before_they_are_made() -> None:
     with pytest.raises(RuntimeError, match="call initialize_model_parallel first"):
         get_world_group()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -331,7 +331,3 @@ def test_a_seed_that_is_stopped_or_killed_in_the_middle(seed: EngineServer) -> N
         killed.read()
     for reader in (killed, whole):
         reader.engine.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

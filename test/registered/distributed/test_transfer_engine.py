@@ -252,7 +252,3 @@ def test_the_store_and_the_engine_at_once(here: Here, peers: list[TransferPeer])
         store.close()
     assert len(outcomes) == rounds * num_pages
     assert set(outcomes) == {CacheOutcome.LANDED}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -287,7 +287,3 @@ def test_servers_that_end_while_idle_do_not_pile_up(here: Here) -> None:
     sessions.probe()
     assert wait_until(lambda: not sessions.known, 30)
     assert here.engine.describe()["requests_in_flight"] == {}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

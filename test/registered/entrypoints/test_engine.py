@@ -165,7 +165,3 @@ def test_the_readmes_example_runs(tmp_path: Path, way: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "7391\n"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

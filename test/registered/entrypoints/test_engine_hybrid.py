@@ -67,7 +67,3 @@ def test_a_conversation_goes_on_from_what_was_said(
         params = {"temperature": 0.8, "max_new_tokens": 6, "n": 3, "sampling_seed": 5}
         assert len(engine.generate(input_ids=IDS, sampling_params=params)) == 3
     assert ask(without_cache, turn)[0] == warm
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

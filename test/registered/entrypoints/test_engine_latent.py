@@ -53,7 +53,3 @@ def test_samples_and_grammars(model: Path) -> None:
         assert len(samples) == 3
         digits = engine.generate("hello", {**GREEDY, "ignore_eos": False, "regex": "[0-9]{4}"})
         assert digits["text"].isdigit() and len(digits["text"]) == 4
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

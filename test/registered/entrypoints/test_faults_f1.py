@@ -264,7 +264,3 @@ def test_nearly_valid_bodies_are_answered_or_refused(server: EngineServer) -> No
     server.flush()
     load = server.request("GET", "/get_load").body[0]
     assert (load["num_reqs"], load["num_tokens"]) == (0, 0)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -30,7 +30,3 @@ def test_f1_ten_thousand_nearly_valid_bodies() -> None:
         ask()
         server.flush()
         assert len(server.generate("name", 2, {"ignore_eos": True}).output_ids) == 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

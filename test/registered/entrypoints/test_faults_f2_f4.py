@@ -183,7 +183,3 @@ def test_f4_hundreds_of_disconnects_in_mid_stream_release_everything(
         return sum(c.status == psutil.CONN_CLOSE_WAIT for c in connections)
 
     assert wait_until(lambda: half_closed() == 0, 30), half_closed()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

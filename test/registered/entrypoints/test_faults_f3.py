@@ -256,7 +256,3 @@ def test_f3_slow_clients_are_disconnected_in_time_and_block_no_other(server: Key
     assert len(ends) == len(kinds)
     assert max(seconds for seconds, _ in ends) < GIVEN_UP_S
     assert sum(answer.startswith(b"HTTP/1.1 408 ") for _, answer in ends) == 32
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

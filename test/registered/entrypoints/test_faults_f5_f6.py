@@ -202,7 +202,3 @@ def kill_and_judge(server: EngineServer, name: str) -> None:
     last = server.process.log_tail(2)
     assert f"{name} (pid {victim.pid}, killed by SIGKILL)" in last
     assert "Traceback" not in log_of(server)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -32,7 +32,3 @@ def test_f7_pickled_weights_are_served_on_request(tmp_path: Path) -> None:
     pickled(model)
     with ForkedServer("--load-format", "pt", model=str(model)) as server:
         assert len(server.generate("name", 2, {"ignore_eos": True}).output_ids) == 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

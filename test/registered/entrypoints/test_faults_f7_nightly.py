@@ -15,7 +15,3 @@ register_cpu_ci(est_time=200, suite="nightly-test-cpu", nightly=True)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_f7_one_clear_line(case: Case, tmp_path: Path) -> None:
     start_refused(case, tmp_path).check(case)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -138,7 +138,3 @@ def test_an_address_that_is_taken_is_named() -> None:
     (taken,) = listening_sockets("127.0.0.1", get_free_port(), 1)
     with taken, pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address"):
         listening_sockets("127.0.0.1", taken.getsockname()[1], 1)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

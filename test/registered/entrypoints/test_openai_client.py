@@ -473,7 +473,3 @@ def test_harmless_fields_of_the_router_are_accepted(server: FrontServer) -> None
     reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers)
     assert reply.status_code == 200, reply.text
     assert reply.json()["choices"][0]["message"]["content"] == "us"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -472,7 +472,3 @@ def test_tokenize_under_both_paths(qwen: FrontServer) -> None:
         assert reply["count"] == 2
         back = httpx.post(f"{qwen.url}{prefix}/detokenize", json={"tokens": reply["tokens"]})
         assert back.json() == {"text": "ab"}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -6,8 +6,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-
 from rigs.disaggregation.pd_servers import ROUTER
 from rigs.servers.forked_servers import ForkedServer
 from rigs.servers.rolling_restart import Load, restart_each
@@ -33,7 +31,3 @@ def test_no_request_fails_while_servers_are_restarted(tmp_path: Path) -> None:
         assert not load.failures, load.failures
         print(f"{len(load.seconds)} requests, the slowest {max(load.seconds):.1f} s")
         assert len(load.seconds) == load.num_sent > 50
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-import pytest
 
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.srt.utils.process import kill_process_tree
@@ -53,7 +52,3 @@ def test_it_starts_servers_and_a_router(tmp_path: Path) -> None:
             if program.poll() is None:
                 kill_process_tree(program.pid)
                 program.wait()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import psutil
-import pytest
 
 from rigs.servers.engine_server import EngineServer
 from rigs.servers.forked_servers import ForkedServer
@@ -113,7 +112,3 @@ def test_a_second_signal_kills() -> None:
         assert server.process.wait(GONE_S) == 128 + signal.SIGINT
         stream.end()
         assert wait_until(lambda: all_gone(children), GONE_S)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

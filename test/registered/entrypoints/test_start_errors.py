@@ -280,7 +280,3 @@ def test_ctrl_c_while_processes_import_ends_without_a_traceback(tmp_path: Path) 
         return any("scheduler" in " ".join(one.cmdline()) for one in children)
 
     interrupt(tmp_path / "log", command(), scheduler_runs)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

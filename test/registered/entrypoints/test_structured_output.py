@@ -282,7 +282,3 @@ def test_structural_tags_in_every_place_they_may_be_in(
             messages=ASK,
             response_format={"type": "structural_tag"},
         )
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -101,7 +101,3 @@ def test_an_answer_before_the_end_of_the_body_can_be_read(served: Served) -> Non
         # Without the key: refused before the rest of the body.
         assert sock.recv(4096).startswith(b"HTTP/1.1 401")
     assert "Traceback" not in served.log.read_text(errors="replace")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-v"]))

@@ -110,7 +110,3 @@ def test_no_kernel_is_compiled_in_service(servers: dict[str, EngineServer], name
     log = Path(server.process.log_path).read_text(encoding="utf-8", errors="replace")
     late = [line for line in log.splitlines() if "was compiled in service" in line]
     assert not late, "\n".join(late)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

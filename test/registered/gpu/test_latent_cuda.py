@@ -71,7 +71,3 @@ def test_products_of_fp32_weights_with_many_bf16_rows_are_those_of_fp32() -> Non
         assert got.dtype is torch.float32
         # A bf16 weight would be 2e-3 off.
         assert (got - right).norm() < 3e-5 * right.norm()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

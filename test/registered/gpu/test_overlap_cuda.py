@@ -92,7 +92,3 @@ def test_the_host_does_not_wait_in_a_long_prefill(
     driver.extend([(0, prompt(1, 120))])
     monkeypatch.setattr(driver.runner, "forward", strict)
     driver.extend([(1, prompt(2, 120))])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -118,7 +118,3 @@ def test_rows_on_a_gpu() -> None:
         assert rows.get_buf(4, 104) == words[4]
     ((address, size),) = rows.allocations().items()
     assert address <= rows.address(0) and rows.address(8) <= address + size
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

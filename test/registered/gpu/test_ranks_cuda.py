@@ -256,7 +256,3 @@ def test_words_with_drafts_are_those_of_one_rank_without(
 
 EXPECTED: Final[dict[str, list[int]]] = {}
 """Output of one rank, which runs first."""
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

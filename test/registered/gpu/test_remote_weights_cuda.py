@@ -35,7 +35,3 @@ def test_the_weights_of_device_memory(protocol: str) -> None:
         assert weight_digest(reader) == weight_digest(seed)
         want = seed.generate(PROMPT, max_new_tokens=12)
         assert reader.generate(PROMPT, max_new_tokens=12).output_ids == want.output_ids
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

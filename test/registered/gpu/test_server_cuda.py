@@ -120,7 +120,3 @@ def test_l3_of_this_server_and_of_another(
         assert got.output_ids == expected.output_ids
         assert got.cached["storage_backend"] == L3[backend]
         assert got.cached["storage"] == whole_pages(ids), got.cached
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -117,7 +117,3 @@ def test_a_large_shape(servers: Servers) -> None:
         assert all(0 <= token < VOCAB_SIZE for token in answer.output_ids)
     assert answer.cached["host"] == 5000 // 64 * 64, answer.cached
     server.flush()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -306,7 +306,3 @@ def test_c8_a_node_killed_under_load_of_a_server(
         and ('"miss"' in name or '"failed"' in name)
         for name in grown
     ), "the loss of a third of the objects shows in no counter"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -184,7 +184,3 @@ def test_c3_damage_is_detected_counted_and_recomputed(
     other = make_rig()
     assert other.run([*PROMPT, 1]).storage >= (PAGES - 1) * PAGE
     other.settle()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

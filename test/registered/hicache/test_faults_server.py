@@ -192,7 +192,3 @@ def _find(tree: object, name: str) -> object:
     else:
         return None
     return next((value for value in found if value is not None), None)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -107,7 +107,3 @@ def wait_idle(rig: CacheRig) -> None:
         assert time.monotonic() < deadline
         rig.tick()
         time.sleep(0.05)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

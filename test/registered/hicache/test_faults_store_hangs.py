@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from rigs.caches.cache_rig import Reused
 from rigs.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts
 from rigs.stores.mooncake_cluster import MooncakeCluster
@@ -80,7 +78,3 @@ def test_c7_reads_given_up_while_a_node_hangs_leave_l2_to_others() -> None:
         reader.flush()
         assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size
         assert reader.hi.storage_prefetch.table.stuck_tokens() == 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

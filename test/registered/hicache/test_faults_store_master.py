@@ -233,7 +233,3 @@ def test_c9_a_server_waits_for_the_master() -> None:
         finally:
             starting.join(120)
             server.kill()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -230,7 +230,3 @@ def test_c8_a_node_killed_under_load_of_two_ranks(three_nodes: MooncakeCluster) 
         first, second = run_on_ranks(2, use)
         assert first == second
         assert sum(first) > 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

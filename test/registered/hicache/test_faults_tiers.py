@@ -299,7 +299,3 @@ def test_c18_hostile_extra_keys_stay_inside_the_root(tmp_path: Path, key: str) -
         rig.settle()
     assert [entry.name for entry in (tmp_path / "a").iterdir()] == ["root"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -83,7 +83,3 @@ def test_it_follows_the_server_and_says_so_when_it_is_gone(
                  offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)  # fmt: skip
     browser.wait_for("document.getElementById('state').textContent.startsWith('no answer')")
     assert not browser.evaluate("document.getElementById('view').hidden"), "the last state stays"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from rigs.servers.storage_backend_case import StorageBackendCase, save_checkpoint
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -55,7 +53,3 @@ class TestFileBackendDeepseekV32CP2(FileBackendCase):
     def _get_model_name(cls) -> str:
         directory = cls.enterClassContext(tempfile.TemporaryDirectory())
         return save_checkpoint(Path(directory), "deepseek_v32", num_key_value_heads=8)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

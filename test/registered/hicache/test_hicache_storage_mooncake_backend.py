@@ -5,8 +5,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from rigs.servers.storage_backend_case import StorageBackendCase, save_checkpoint
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -30,7 +28,3 @@ class TestMooncakeBackendQwen330BCP2(StorageBackendCase):
         cluster = cls.enterClassContext(MooncakeCluster(segment_size="64mb"))
         sizes: dict[str, object] = {"--tp-size": 2, "--attn-cp-size": 2}
         return {**sizes, "--hicache-storage-backend": "mooncake"}, cluster.engine_env()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

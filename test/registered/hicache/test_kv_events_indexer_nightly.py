@@ -185,7 +185,3 @@ def test_equal_tokens_under_other_keys_are_not_mixed_up(tmp_path: Path, keyed: b
             assert wait_until(partial(has, mark), 30)
             assert {key: told(key) for key in KEYS} == wanted(holds)
     publisher.shutdown()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

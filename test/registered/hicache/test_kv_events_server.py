@@ -85,7 +85,3 @@ def test_events_tell_what_each_tier_has(tmp_path: Path, ranks: int) -> None:
         assert server.stop() == 0
     finally:
         server.kill()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -127,7 +127,3 @@ def test_tokens_that_were_here_before_count_as_evicted(server: EngineServer) -> 
     after = server.metrics()
     assert after[name("evicted")] - before[name("evicted")] == 5 * PAGE
     assert after[name("new")] - before[name("new")] == PAGE
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -92,7 +92,3 @@ def test_right_from_every_tier(
         if more:
             tokens = sum(len(question.answer) for question in questions)
             print(f"{tokens} digits in {sum(cold)} verifications")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

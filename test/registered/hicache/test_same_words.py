@@ -109,7 +109,3 @@ def check_from_storage(got: Answer, expected: Answer, ids: list[int], backend: s
     assert got.output_ids == expected.output_ids
     assert got.cached["storage_backend"] == backend
     assert got.cached["storage"] == whole_pages(ids), got.cached
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

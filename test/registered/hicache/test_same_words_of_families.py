@@ -168,7 +168,3 @@ def test_state_in_fp8_gives_the_words_of_a_cold_server(
     assert words != other, "words that would hide wrong pages"
     with ForkedServer(*args, *fp8, env=cluster.engine_env(), model=str(model)) as server:
         check_every_tier(server, Asked(words, NAMES["mooncake"]))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

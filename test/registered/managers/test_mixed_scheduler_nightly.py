@@ -43,7 +43,3 @@ def test_each_pair_of_features_meets_and_all_words_are_right() -> None:
             break
     wanted = {frozenset(two) for two in itertools.combinations(FEATURES, 2)}
     assert sorted(map(sorted, wanted - met - NEVER_TOGETHER)) == []
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -83,7 +83,3 @@ def test_20000_steps(driver: str, kind: str) -> None:
     print(f"{driver}, {kind}: {done} steps, {accepted} accepted drafts", flush=True)
     # Most ticks of a pair of servers wait for each other.
     assert accepted > STEPS // (50 if driver == "prefill and decode" else 10)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -19,7 +19,3 @@ register_cpu_ci(est_time=20, suite="base-b-test-cpu")
 def test_random_ticks_leave_ranks_equal(ranks: int, ticks: int) -> None:
     torch.set_num_threads(1)
     run_until_all_happened(ranks, ticks)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -50,7 +50,3 @@ def test_45_minutes_of_ranks_of_all_sizes() -> None:
     print_counts(counts)
     for what in (*WORK, *RARE_WORK):
         assert counts[what] > 10, what
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

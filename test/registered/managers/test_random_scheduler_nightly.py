@@ -49,7 +49,3 @@ def test_twenty_minutes_of_random_work() -> None:
         *(f"with {extra}" for extra in Extra),
     )
     assert_random_work(SECONDS, run_seed, happened)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

@@ -175,7 +175,3 @@ def test_what_cannot_start_says_why_in_one_line(args: dict[str, Any], message: s
         assert "\n" not in ready["message"]
         process.join(30)
         assert process.exitcode == 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -31,7 +31,3 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(flags=size_flags())
 def test_what_is_accepted_is_served_to_its_end_longer(model: Path, flags: dict[str, Any]) -> None:
     assume(is_served_where_accepted(model, flags))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -194,7 +194,3 @@ def test_pages_are_kept_until_a_hanging_stand_alone_client_has_ended(
     finally:
         client.kill()
         master.kill()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

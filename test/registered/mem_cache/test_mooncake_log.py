@@ -94,7 +94,3 @@ def test_a_killed_node_is_a_line_of_each_kind_and_not_of_each_key() -> None:
     # How many of them it says that it stands for depends on how fast they come.
     assert len([line for line in by_mooncake if "Transfer failed for key" in line]) == 1
     assert not BY_MOONCAKE.search(done.stderr)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

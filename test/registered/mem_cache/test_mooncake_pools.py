@@ -133,7 +133,3 @@ def test_a_state_comes_back_with_the_pages_that_it_stands_behind(
         reader.settle()
         assert third.run(PROMPT) == Reused(storage=160), "the write brought back what was missing"
         third.settle()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

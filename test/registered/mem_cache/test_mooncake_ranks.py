@@ -70,7 +70,3 @@ def test_no_object_is_written_twice(
         written = [number for _, number in run_on_ranks(4, run, attn_cp_size=2)]
         assert sum(written) == objects * PAGES and min(written) > 0
         assert run_on_ranks(4, run, attn_cp_size=2) == [([Reused(storage=4 * PAGES)], 0)] * 4
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

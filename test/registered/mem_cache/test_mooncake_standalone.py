@@ -253,7 +253,3 @@ def test_an_absent_client_is_reported_at_once(client: StandaloneClient) -> None:
             )
         )
     assert time.monotonic() - begun < 30, "Mooncake itself would try for longer"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -54,7 +54,3 @@ def test_a_killed_client_serves_again_after_a_restart(tmp_path: Path) -> None:
     finally:
         process.kill()
         master.kill()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

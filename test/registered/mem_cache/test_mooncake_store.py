@@ -383,7 +383,3 @@ def test_the_usage_is_that_of_the_whole_store(
     assert empty.num_objects is not None
     assert full.num_objects == empty.num_objects + 3
     assert full.num_evicted == 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -166,7 +166,3 @@ def test_a_store_node_that_dies_is_a_miss_or_unavailable() -> None:
         assert again.get() == [LANDED] * 3
         assert again.host_is_intact()
         store.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

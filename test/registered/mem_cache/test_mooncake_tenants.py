@@ -98,7 +98,3 @@ def test_a_node_whose_master_does_not_offload_does_not_start(
     with pytest.raises(RuntimeError, match="other ended with status 1"):
         other.start()
     assert "start mooncake_master with --enable_offload=true" in other.log_tail()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

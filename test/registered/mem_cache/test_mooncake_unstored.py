@@ -119,7 +119,3 @@ def test_c22_all_objects_of_a_page_are_kept_or_none(small: MooncakeCluster) -> N
     by_pool = [{key for key in (first, *others) if {f"{key}/{name}"} <= there} for name in pools]
     assert by_pool[0] == by_pool[1]
     store.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

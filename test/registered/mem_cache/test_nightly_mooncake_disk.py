@@ -72,7 +72,3 @@ def test_pages_come_back_from_the_disk_of_a_node(
         store.close()
         assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["client_0"]
         assert cluster.nodes[0].stop() == 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -43,7 +43,3 @@ def test_long_runs_against_a_dict_of_pages(file: str, name: str, examples: int) 
 @pytest.mark.timeout(1200)
 def test_a_listener_knows_all_tiers_after_20_000_prompts(tmp_path: Path) -> None:
     part_of("tree/test_kv_events.py", "random_run")(3, tmp_path, seed=7, steps=20_000)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

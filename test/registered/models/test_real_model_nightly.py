@@ -295,7 +295,3 @@ def test_make_serve_gets_and_serves_it() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The code of heron is" in done.stdout.split(QUESTION, 1)[1]
     assert (installed_smollm2() / "config.json").exists()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

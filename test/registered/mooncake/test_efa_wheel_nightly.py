@@ -89,7 +89,3 @@ def test_a_server_does_not_start_there(environment: dict[str, str]) -> None:
     flags = ("--disaggregation-mode", "prefill", "--device", "cpu")
     done = run(environment, "-m", "sglang.launch_server", *flags)
     assert done.returncode == 1 and REFUSAL in done.stderr
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-v"]))

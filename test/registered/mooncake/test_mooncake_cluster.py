@@ -94,7 +94,3 @@ def test_a_failed_start_reports_the_cause_and_leaves_no_process(tmp_path: Path) 
         with pytest.raises(ChildStartError, match=r"mooncake_master ended .*bogus"):
             second.start()
         assert not second.is_running()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

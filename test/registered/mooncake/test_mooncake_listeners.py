@@ -87,7 +87,3 @@ def test_imports_are_redirected_once() -> None:
     package = importlib.import_module("mooncake")
     libraries = str(Path(os.path.realpath(str(package.__file__))).parent.parent / "mooncake")
     assert bind_redirection().redirect(libraries) == mooncake_log().redirect(libraries) == 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

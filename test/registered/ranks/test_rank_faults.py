@@ -225,7 +225,3 @@ def test_a_rank_that_differs_is_named(model: Path) -> None:
         log = server.process.log_path.read_text()
     assert status == 1
     assert "RanksDiverged: the ranks' states differ: rank 1 has" in log
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

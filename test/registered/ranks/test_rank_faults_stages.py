@@ -92,7 +92,3 @@ def test_a_rank_that_is_gone_in_the_middle_ends_the_server(tmp_path: Path) -> No
         }
         for (stage, sig), end in ends.items():
             print(f"{sig.name} in a {stage}: {end.result()}")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-s"]))

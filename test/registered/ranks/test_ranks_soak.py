@@ -88,7 +88,3 @@ def test_c16_ranks_that_stop_for_moments(tmp_path: Path, family: str, size: int)
 
 def store(path: Path) -> dict[str, str]:
     return {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(path)}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

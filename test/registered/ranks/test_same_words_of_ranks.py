@@ -191,7 +191,3 @@ def test_servers_of_other_sizes_read_what_two_ranks_wrote(
             attach_for_sizes(server)
             assert ask(server) == (words, SOURCES["L3"]), f"TP {size}"
             assert server.stop() == 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

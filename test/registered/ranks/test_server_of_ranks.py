@@ -210,7 +210,3 @@ def test_an_engine_of_two_ranks() -> None:
         assert len(answer["output_ids"]) <= 4
         assert engine.get_server_info()["tp_size"] == 2
         assert engine.flush_cache(timeout=10)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

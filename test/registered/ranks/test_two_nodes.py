@@ -150,7 +150,3 @@ def test_a_node_that_cannot_read_its_weights_ends_the_start_of_both(
     first, second = ends_of_start(Nodes(model, model_of_1=other))
     assert "error: rank 1: " in second and "model.safetensors" in second
     assert "scheduler_TP0 process ended while it started" in first
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

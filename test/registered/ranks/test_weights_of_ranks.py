@@ -209,7 +209,3 @@ def test_a_seeds_rank_that_dies_is_named(seed: ForkedServer, model: Path) -> Non
         r"it does not answer",
     )
     assert re.search(f"error: rank [01]: the seed at {seed.url}: ({'|'.join(what)})", line), line
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q", "-x"]))

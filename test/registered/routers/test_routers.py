@@ -37,7 +37,3 @@ def probes(
 @pytest.mark.parametrize("row", ROWS)
 def test_row(facts: RouterFacts, probes: dict[str, Probe], behind: str, row: str) -> None:
     ROWS[row](facts, probes[behind])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -41,7 +41,3 @@ def test_behind_smg(file: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -71,7 +71,3 @@ def test_requests_of_one_token_have_no_drafts(server: EngineServer) -> None:
     """A prefill server has such requests."""
     ask(server)
     assert alerts(server, lambda: ask(server, 8, max_new_tokens=1)) == set()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -190,7 +190,3 @@ def test_two_ranks_say_the_same_from_every_tier(
         metrics = server.metrics()
         assert metrics['sglang:spec_verifications_total{tier="storage"}'] > 0
         assert server.stop() == 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -80,7 +80,3 @@ def test_no_function_of_the_engine_makes_a_decoder() -> None:
 def test_the_rule_sees_what_it_should(line: str, is_late: bool) -> None:
     assert bool(list(late_uses(f"def f(raw):\n    return {line}"))) is is_late
     assert not list(late_uses(f"WORD = {line}"))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -273,7 +273,3 @@ def test_secrets_come_from_files_alone() -> None:
         assert not any("secretKeyRef" in str(one) for one in container.get("env", ()))
         for word in container.get("args", ()):
             assert word not in ("--api-key", "--admin-api-key"), container["name"]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-v"]))

@@ -435,7 +435,3 @@ def test_rows_and_their_tests_are_read_from_the_page(repo: Path) -> None:
 )
 def test_citations_of_rows_are_found(source: str, ids: set[str]) -> None:
     assert cited_rows(source) == ids
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

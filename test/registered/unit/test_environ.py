@@ -207,7 +207,3 @@ def test_every_variable_is_described_and_its_default_parses() -> None:
 def test_sizes_survive_a_round_trip(size: int) -> None:
     field = envs.MOONCAKE_LOCAL_BUFFER_SIZE
     assert field.parse(field.render(size)) == size
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -97,7 +97,3 @@ def test_the_router_s_launcher_finds_its_imports() -> None:
         assert not launcher.is_port_available(taken)
         (port,) = launcher.find_available_ports(taken, 1)
     assert port != taken
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

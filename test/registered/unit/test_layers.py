@@ -474,7 +474,3 @@ def test_a_cycle_is_found() -> None:
         )
     )
     assert set(cycle) == {"sglang.srt.utils.a", "sglang.srt.utils.b"}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

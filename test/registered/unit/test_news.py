@@ -31,7 +31,3 @@ def test_what_the_package_is_warned_about_is_an_error() -> None:
             warnings.warn_explicit("old", DeprecationWarning, "file.py", 1, module)
     with warnings.catch_warnings(record=True):
         warnings.warn_explicit("old", DeprecationWarning, "file.py", 1, "sglang_router.launch")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

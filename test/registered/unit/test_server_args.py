@@ -428,7 +428,3 @@ def test_a_dynamic_backend_accepts_any_key() -> None:
     config: dict[str, Any] = {"backend_name": "b", "module_path": "m", "anything": [1]}
     args = prepare("--hicache-storage-backend", "dynamic", EXTRA, json.dumps(config))
     assert args.extra_config() == config
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

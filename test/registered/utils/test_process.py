@@ -165,7 +165,3 @@ def test_the_limit_of_open_files_rises_to_the_hard_limit(soft: int, hard: int, t
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert said.stdout.split() == [str(min(then, hard)), str(hard)], said.stderr
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

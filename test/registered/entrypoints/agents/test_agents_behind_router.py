@@ -111,7 +111,3 @@ def test_calls_between_special_tokens(client: openai.OpenAI) -> None:
         tools=[{"type": "function", "function": function}],
     )
     assert reply.choices[0].finish_reason == "tool_calls"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

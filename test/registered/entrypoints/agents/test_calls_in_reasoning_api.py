@@ -134,7 +134,3 @@ def gathered(path: str, events: list[dict[str, Any]]) -> dict[str, Any]:
         "tool_calls": calls,
     }
     return {"choices": [{"message": message, "finish_reason": choices[-1]["finish_reason"]}]}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

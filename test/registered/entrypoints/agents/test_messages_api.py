@@ -451,7 +451,3 @@ def test_a_stream_that_breaks_off_raises(
             list(stream)
     finally:
         server.scheduler.hold_after = server.scheduler.refuse_with = None
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

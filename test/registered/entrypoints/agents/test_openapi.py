@@ -64,7 +64,3 @@ def test_answers_to_generated_requests(server: FrontServer) -> None:
     assert 200 in seen["GET /v1/models"]
     assert seen["POST /v1/embeddings"] == {501}
     assert 400 in seen["POST /v1/chat/completions"]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -23,7 +23,3 @@ def test_no_generated_request_makes_the_server_fail() -> None:
         assert 200 in seen["POST /generate"] | seen["POST /v1/completions"]
         server.flush()
         assert len(server.generate("name", 2, {"ignore_eos": True}).output_ids) == 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

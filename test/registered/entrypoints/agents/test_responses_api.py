@@ -381,7 +381,3 @@ def test_an_aborted_response_says_so(client: openai.OpenAI, server: FrontServer)
         assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
     finally:
         server.scheduler.hold_after = None
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

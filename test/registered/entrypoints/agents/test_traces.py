@@ -91,7 +91,3 @@ def test_mistakes_at_the_start_are_objects_too(
     assert [line["level"] for line in lines] == ["critical", "critical"]
     assert "--nonsense" in lines[0]["message"]
     assert "--page-size" in lines[1]["message"]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -263,7 +263,3 @@ def test_panels_do_not_overlap_and_have_units() -> None:
         places |= cells
         if panel["type"] != "row":
             assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

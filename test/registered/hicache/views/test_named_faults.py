@@ -234,7 +234,3 @@ def test_a_rank_that_lags(tmp_path: Path, switches: Path) -> None:
             work(500)
             (found,) = firing(before, scrape(ranks))["RankLags"]
         assert found["rank"] == str(planted_faults.LAGGARD)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

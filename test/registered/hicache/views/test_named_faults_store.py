@@ -169,7 +169,3 @@ def test_a_dead_master(cluster: MooncakeCluster, server: EngineServer) -> None:
     assert "StoreLeftAlone" in firing(now, now)
     # A view is a second old at most.
     assert wait_until(lambda: hicache_top.ask(server.url, ADMIN_KEY)["store"]["is_left_alone"], 30)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

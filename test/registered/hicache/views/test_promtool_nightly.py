@@ -75,7 +75,3 @@ def test_the_cases_notice_other_rules(promtool: str, tmp_path: Path) -> None:
         (tmp_path / "alerts.yml").write_text(changed, encoding="utf-8")
         done = run(promtool, "test", "rules", CASES.name, folder=tmp_path)
         assert done.returncode == 1 and alert in done.stderr + done.stdout, alert
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

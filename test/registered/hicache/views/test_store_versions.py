@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import pytest
-
 from rigs.servers.engine_server import ADMIN_KEY, EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
 from rigs.views import planted_faults
@@ -65,7 +63,3 @@ def test_a_rolling_upgrade_to_another_format(tmp_path: Path) -> None:
         assert wait_until(partial(sees, new, 0), 30)
         assert old.generate(PROMPT).cached["storage"] == 0
         assert new.generate(PROMPT).cached["storage"] == WHOLE
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -93,7 +93,3 @@ def test_a_file_that_others_may_read_causes_a_warning(
     with caplog.at_level(logging.WARNING):
         assert prepare("--api-key-file", str(key_file)).api_key == KEY
     assert f"{key_file}: others may read the key" in caplog.text
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -271,7 +271,3 @@ def test_the_first_row_that_matches_is_meant() -> None:
         assert row is not None and row.treatment is treatment
     features = [row.feature for row in SGLANG_FLAGS]
     assert len(features) == len(set(features))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

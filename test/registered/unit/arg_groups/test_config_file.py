@@ -148,7 +148,3 @@ def test_files_of_a_certificate_are_checked_at_the_start(tmp_path: Path) -> None
     other = Certificates.make(tmp_path / "other")
     with pytest.raises(ValueError, match="no certificate with its key in PEM"):
         check(made.certfile, other.keyfile)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-v"]))

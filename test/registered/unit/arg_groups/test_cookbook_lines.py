@@ -143,7 +143,3 @@ def test_a_line_is_refused_by_what_it_asks_for(name: str) -> None:
     assert len(lines) == len(features), lines
     for one, feature in zip(lines, features, strict=True):
         assert feature in one and "did you mean" not in one, one
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -90,7 +90,3 @@ def test_one_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
     short.write_text("")
     with pytest.raises(ValueError, match=f"^{FILE} .*expected a file with one line"):
         prepare_server_args([MODE, "prefill", FILE, str(short)])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

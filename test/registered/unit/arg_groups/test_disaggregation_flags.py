@@ -164,7 +164,3 @@ def test_flags_stand_for_variables_while_a_server_starts(
     assert not list(overruled_variables(args))
     with variables_of(prepare(MODE, "prefill")):
         assert not envs.SGLANG_HICACHE_CHECKED_SHARE.is_set()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

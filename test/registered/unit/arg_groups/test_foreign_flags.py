@@ -205,7 +205,3 @@ def test_a_device_that_is_found_later_is_judged_then(caplog: pytest.LogCaptureFi
     caplog.clear()
     prepare_server_args(["--cuda-graph-max-bs", "8", "--device", "cpu"]).on_device("cpu")
     assert len(caplog.records) == 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -84,7 +84,3 @@ def test_those_that_are_named_and_no_others(
 def test_what_is_no_host_is_refused_by_name(text: str, named: str) -> None:
     with pytest.raises(ValueError, match=f"^--disaggregation-prefill-hosts: .*{named}"):
         PrefillHosts.parse(text, "127.0.0.1")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

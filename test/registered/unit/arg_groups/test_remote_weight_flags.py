@@ -137,7 +137,3 @@ def test_refusing_takes_no_torch() -> None:
     )
     assert done.stdout.startswith("no server accepts connections"), done.stdout
     assert done.stdout.endswith(" False\n")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

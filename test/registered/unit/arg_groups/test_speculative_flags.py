@@ -79,7 +79,3 @@ def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path, "glm4_moe", num_nextn_predict_layers=0)
     with pytest.raises(ValueError, match="remove --speculative-algorithm"):
         ModelConfig.from_path(str(tmp_path), has_draft_layer=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

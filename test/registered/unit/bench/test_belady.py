@@ -102,7 +102,3 @@ def test_no_other_choice_hits_more(requests: list[str], spare: int) -> None:
     got = belady_hits(trace, capacity).hit_pages
     assert got == best_hits(trace, capacity)
     assert belady_hits(trace, trace.num_pages).hit_pages == unlimited_hits(trace).hit_pages
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -254,7 +254,3 @@ def test_a_trace_needs_its_path(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--dataset-name", "mooncake"])
     assert ended.value.code == 2
     assert "--dataset-path" in capsys.readouterr().err
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -124,7 +124,3 @@ def test_a_figure_is_a_line_of_the_table_and_of_the_file(
 def test_a_kernel_costs_what_it_adds_to_the_timeline() -> None:
     spans = [(5, 14, "a"), (0, 10, "a"), (2, 8, "b"), (20, 25, "c")]
     assert costs_by_ends(spans) == {"a": [10, 4], "b": [0], "c": [11]}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -155,7 +155,3 @@ def test_groups_of_users_share_no_prompts_and_take_turns() -> None:
     unlimited = CacheSizes(l1_pages=50, l2_pages=0)
     hits = [run(one, unlimited, Arrangement.ONE_TIER).hit_tokens for one in (trace, both)]
     assert hits == [PAGE, 2 * PAGE]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

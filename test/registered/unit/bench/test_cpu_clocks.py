@@ -32,7 +32,3 @@ def test_unknown_ids_have_no_clock() -> None:
     os.waitpid(child, 0)
     with pytest.raises(OSError):
         process_seconds(child)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -101,7 +101,3 @@ def test_what_cannot_be_run_is_refused(
 ) -> None:
     assert main(["gpu-eight", *words]) == 2
     assert message in capsys.readouterr().err
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

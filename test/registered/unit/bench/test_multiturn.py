@@ -189,7 +189,3 @@ def test_errors_name_the_invalid_setting(setting: dict[str, Any], message: str) 
 def test_lengths_are_positive() -> None:
     with pytest.raises(ValueError, match="--request-length 0"):
         Conversations(clients=1, rounds=1, request_len=0, output_len=1)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

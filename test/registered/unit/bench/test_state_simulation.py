@@ -135,7 +135,3 @@ def test_division_of_memory() -> None:
     assert divide(50, 10) is None  # 10 pages are 2 states: fewer than a request needs
     with pytest.raises(ValueError, match="2 states: a request needs 3"):
         StateSettings(num_states=2, alignment=PAGE)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -203,7 +203,3 @@ def test_a_running_state_that_turns_to_zeros_halfway_shows(
             assert ask(rig, question) == (question.answer, 0)
         damaged = [ask(rig, question, zero)[0] for question in questions]
     assert num_right(damaged, questions) <= 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -158,7 +158,3 @@ def test_recalls_in_held_out_conversations(
             right += _answer(model, conversation.messages_before(turn)) == want
     assert asked == 15
     assert right >= 14
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

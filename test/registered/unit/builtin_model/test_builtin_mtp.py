@@ -139,7 +139,3 @@ def test_verify_steps_follow_the_accepted_drafts(train_mtp: Any) -> None:
     assert train_mtp.accepted(logits, torch.tensor([[[5, 6]], [[3, 7]], [[2, 8]]])).tolist() == [
         [1, 3]
     ]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -162,7 +162,3 @@ def test_the_engine_and_transformers_load_what_training_saves(tmp_path: Path) ->
     assert loaded.config.architectures == ["Qwen3_5ForCausalLM"]
     driver = StepDriver(tmp_path, dtype="float32")
     assert_logits_of_batches(loaded.eval(), driver)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -138,7 +138,3 @@ def test_the_table_counts_outcomes_by_event() -> None:
         ["calm", "1", "0", "0", "0", "0", "0"],
         ["kill", "server", "2", "1", "0", "0", "2", "0", "0"],
     ]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

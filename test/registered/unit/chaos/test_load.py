@@ -119,7 +119,3 @@ def test_questions_of_a_book_share_its_facts_and_ask_for_a_code_in_it() -> None:
     name = one.prompt.split()[-1].rstrip("?")
     assert f"The code of {name} is {one.answer}." in facts
     assert question(1, 6, random.Random(1)).prompt[:60] != one.prompt[:60]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -65,7 +65,3 @@ def test_all_else(
     assert ended.value.code == status
     shown = capsys.readouterr()
     assert said in shown.out + shown.err
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

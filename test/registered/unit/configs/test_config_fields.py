@@ -276,7 +276,3 @@ def test_all_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"logit_scale": 2.0}))
     with pytest.raises(ValueError, match=f"{tmp_path}: config.json has settings .*logit_scale=2.0"):
         ModelConfig.from_path(str(tmp_path))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -101,7 +101,3 @@ def test_an_end_token_that_is_none_is_refused_by_name(tmp_path: Path, value: obj
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id="):
         ModelConfig.from_path(str(tmp_path))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -331,7 +331,3 @@ def test_missing_and_torn_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen')
     with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
         ModelConfig.from_path(str(tmp_path))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -228,7 +228,3 @@ def test_plain_weights_can_be_rounded_to_blocks() -> None:
 def test_logs_name_the_format() -> None:
     assert str(of(DEEPSEEK)) == "fp8, 8 bits, a scale for 128 x 128"
     assert str(of({**GPTQ, "group_size": -1})) == "gptq, 4 bits, a scale for 1 x all"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

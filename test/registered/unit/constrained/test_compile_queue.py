@@ -61,7 +61,3 @@ def test_a_job_put_back_runs_first_after_a_long_job_ended() -> None:
     queue.end(over)
     queue.add(job("e"))
     assert queue.may_go_on(take(queue))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -128,7 +128,3 @@ def test_errors_name_the_constraint_that_the_client_sent(backend: XGrammarBacken
 def test_a_grammar_with_reasoning_is_not_the_one_without(backend: XGrammarBackend) -> None:
     plain = Constraint(ConstraintKind.REGEX, "[ab]")
     assert backend.get(plain) is not backend.get(plain._replace(reasoning=Reasoning.BEGUN))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -267,7 +267,3 @@ def test_a_schema_in_a_structural_tag_is_refused_too() -> None:
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": BROKEN}}
     with pytest.raises(GrammarError, match=r"^structural_tag: json_schema: #/maxLength beside"):
         prepare_structural_tag(json.dumps(tag))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

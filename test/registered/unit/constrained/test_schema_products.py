@@ -52,7 +52,3 @@ def test_the_tables_name_what_the_library_does_not_hold_and_nothing_else() -> No
     assert wanted - rows == set()
     for keyword in OVERRIDING:
         assert any(keyword in row.split(" beside ") for row in rows), keyword
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -18,7 +18,3 @@ def test_no_answer_breaks_a_schema_that_is_not_refused(name: str) -> None:
         if made is not None:
             assert not made.wrong, (schema, made.wrong[:3])
             assert not made.is_barren, schema
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

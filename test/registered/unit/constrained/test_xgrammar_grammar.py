@@ -378,7 +378,3 @@ def test_the_cache_drops_the_least_recently_used() -> None:
     large.fail("no")
     cache.finish(large, keep=True)
     assert (cache.num_done, cache.num_bytes) == (1, 8)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

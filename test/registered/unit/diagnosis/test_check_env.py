@@ -168,7 +168,3 @@ def test_the_text_marks_what_is_refused() -> None:
     assert text.splitlines() == [
         "a", " ! x     no", "         do this", "", "b", "   long  yes", "", "1 refused (!)",
     ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-v"]))

@@ -415,7 +415,3 @@ def test_closing_cancels_what_is_coming(rig: DecodeRig) -> None:
     rig.prompt(2).is_cancelled = False
     rig.close()
     assert [rig.prompt(room).is_cancelled for room in (1, 2)] == [True, True]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -281,7 +281,3 @@ def test_a_state_never_comes_without_pages(hybrid: Path) -> None:
         coming.is_settled = True
         rig.step()
     assert has_cached, "some begin with a state that is cached"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

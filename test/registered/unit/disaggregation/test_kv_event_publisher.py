@@ -380,7 +380,3 @@ def test_other_hosts_are_connected_to(context: zmq.Context[zmq.Socket[bytes]]) -
         join(publisher, subscriber)
     finally:
         publisher.shutdown()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -144,7 +144,3 @@ def test_rows_have_room_for_a_hidden_state() -> None:
     assert buffers.address(1) - buffers.address(0) == buffers.row_bytes
     assert buffers.set_buf(1, 7, words)
     assert buffers.get_buf(1, 7) == words
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

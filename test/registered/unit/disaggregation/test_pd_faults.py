@@ -192,7 +192,3 @@ def test_a_flood_of_refused_requests_leaves_nothing_behind() -> None:
         pair.prefill.now += REMEMBER_S + 1
         pair.until(lambda: not rooms._rooms)
         assert not role._rooms
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -75,7 +75,3 @@ def test_servers_with_unlike_state_are_no_pair(models: dict[str, Path], family: 
             reason.message
         )
         assert "start both with the same model" in reason.message
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -298,7 +298,3 @@ def test_a_rank_whose_metadata_has_not_come_holds_up_the_others(
         slow.release()
         pair.until(lambda: "second" in pair.decode.results)
         assert pair.result("second").output_ids == pair.result("first").output_ids
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -215,7 +215,3 @@ def test_stages_are_reported_at_the_end_alone(pair: PdRig) -> None:
         assert last is not None and last.stages is None
         pair.decode.step()
     assert stages(pair.decode, "plain").decode is not None
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

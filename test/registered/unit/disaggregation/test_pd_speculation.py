@@ -105,7 +105,3 @@ def test_a_server_without_speculation_is_no_pair(model: Path, without: str) -> N
         reason = pair.result("unlike").finish_reason
         assert reason is not None and reason.message is not None
         assert "--speculative-algorithm" in reason.message
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

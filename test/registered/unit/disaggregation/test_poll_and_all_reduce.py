@@ -118,7 +118,3 @@ def test_ranks_that_poll_other_requests_are_found_out() -> None:
 
     with pytest.raises(RanksDiverged, match="do not poll the same requests"):
         run_on_ranks(2, work)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

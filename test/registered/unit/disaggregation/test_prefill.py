@@ -335,7 +335,3 @@ def test_a_shutdown_waits_for_readers(rig: PrefillRig) -> None:
     rig.step()
     assert rig.scheduler.is_stopped
     assert rig.end("held").type == "length"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

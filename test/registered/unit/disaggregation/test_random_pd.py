@@ -94,7 +94,3 @@ def test_a_defect_is_noticed(monkeypatch: pytest.MonkeyPatch, defect: str) -> No
     first = 2 if "beside" in defect else 4 if "packed" in defect or "hidden" in defect else 1
     with pytest.raises(AssertionError):
         run_seeds(range(first, 30))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

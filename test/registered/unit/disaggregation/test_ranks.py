@@ -409,7 +409,3 @@ def test_random_failures_leave_right_output_and_exact_ownership(
             assert got.output_ids == wanted[chosen], rid
             num_right += 1
         assert 10 < num_right < len(rids), "some fail, and some do not"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

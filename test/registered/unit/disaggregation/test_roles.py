@@ -371,7 +371,3 @@ def test_bounds_are_positive(
     place, chosen = Place(0), DisaggregationMode(mode)
     with pytest.raises(ValueError, match=f"SGLANG_DISAGGREGATION_{name}=0: it must be at least 1"):
         role_of(chosen, make_manager(chosen, [place.pool], mover), SingleRank())
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

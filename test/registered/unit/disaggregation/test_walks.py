@@ -37,7 +37,3 @@ def test_a_request_enters_few_functions_until_its_first_token(pair: Any) -> None
 
 def test_prefill_and_decode_enter_few_functions_of_their_own(pair: Any) -> None:
     assert_at_most(pair.in_pd, 135, 16, 66)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

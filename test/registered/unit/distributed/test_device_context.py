@@ -92,7 +92,3 @@ def test_the_engine_and_the_store_do_nothing_before_it(monkeypatch: pytest.Monke
     for start in starts:
         with pytest.raises(RuntimeError, match="before a device was set"):
             start()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

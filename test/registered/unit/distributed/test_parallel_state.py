@@ -114,7 +114,3 @@ def test_nccl_is_steered_before_there_is_a_group_unless_the_user_has_steered_it(
     init_distributed_environment("nccl", meeting)
     assert set_at_init == [expected]
     assert envs.NCCL_SOCKET_IFNAME.get() == expected, "communicators are made later"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

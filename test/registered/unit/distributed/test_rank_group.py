@@ -149,7 +149,3 @@ def test_nobody_waits_for_a_rank_that_has_failed() -> None:
     exchange.fail(OSError("no memory"))
     with pytest.raises(RanksDiverged, match="another rank has failed: no memory"):
         exchange.group(0).broadcast(b"tick")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -164,7 +164,3 @@ def test_a_closed_watch_tells_nothing() -> None:
     join(watch)
     store.is_gone = True
     assert told == []
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

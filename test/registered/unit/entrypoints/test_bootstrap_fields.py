@@ -367,7 +367,3 @@ def test_echoed_logprobs_are_refused(decode: FrontServer) -> None:
     field, message = refusal(decode, COMPLETIONS, {**body, "logprobs": 0})
     assert (field, message[:18]) == ("echo", "echo with logprobs")
     assert rooms(decode, COMPLETIONS, body) == [room(7)]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

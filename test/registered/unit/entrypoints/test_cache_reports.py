@@ -100,7 +100,3 @@ def test_the_field_is_checked_and_passed_on(client: httpx.Client, server: FrontS
     answers(client, "/generate", {"text": "a", "return_cache_report": True})
     requests = [m for m in server.scheduler.received if isinstance(m, TokenizedGenerateReqInput)]
     assert requests[-1].return_cache_report
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -97,7 +97,3 @@ def test_policies_of_the_dynamic_backend_of_the_command_line_can_be_changed() ->
         assert attach(server, "dynamic").status_code == 200
         assert attach(server, "dynamic", DYNAMIC).status_code == 403
         assert attached(server) == ["dynamic"]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

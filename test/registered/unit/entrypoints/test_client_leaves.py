@@ -73,7 +73,3 @@ def test_a_client_that_leaves_before_its_answer_closes_the_stream() -> None:
 
     asyncio.run(run())
     assert is_closed
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

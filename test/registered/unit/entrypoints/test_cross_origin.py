@@ -149,7 +149,3 @@ def test_without_an_origin_nothing_of_it_is_in_the_answer(server: FrontServer) -
         reply = ask(server, "GET", path, KEYED)
         assert "vary" not in reply.headers
         assert not [name for name in reply.headers if name.startswith("access-control-")]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

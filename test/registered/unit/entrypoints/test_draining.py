@@ -281,7 +281,3 @@ def test_a_client_that_never_ends_its_request_is_let_go(
         assert not upload.recv(4096)
         upload.close()
     assert not [one for one in caplog.records if one.exc_info or one.levelno >= logging.ERROR]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

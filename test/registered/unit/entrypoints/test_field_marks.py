@@ -293,7 +293,3 @@ def test_no_effort_switches_thinking_off(fields: dict[str, Any], words: str) -> 
     tokenizer.chat_template = "{{ reasoning_effort }}-{{ enable_thinking }}-{{ thinking }}"
     body = ChatBody(messages=[ChatMessage(role="user", content="a")], **fields)
     assert chat_prompt(body, ChatTemplate(tokenizer, None), None, 100) == words
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

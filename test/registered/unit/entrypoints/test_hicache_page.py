@@ -98,7 +98,3 @@ def test_many_askers_are_one_question_a_second(server: FrontServer) -> None:
         answers = list(pool.map(lambda _: ask(server, JSON, "admin"), range(40)))
     assert {answer.status_code for answer in answers} == {200}
     assert num_questions(server) - before <= 2 + time.monotonic() - began
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -295,7 +295,3 @@ def test_an_engine_that_died_is_told() -> None:
         assert answers[0].status_code == 503
         assert httpx.get(f"{server.url}/health").status_code == 503
         assert answers[0].json()["error"]["message"] == "scheduler fell over"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -120,7 +120,3 @@ def test_a_header_names_the_session_where_the_body_does_not(server: FrontServer,
         assert refused.status_code == 400 and "X-SMG-Routing-Key" in refused.text
         assert not server.scheduler.received
         assert session(header, session_id="of the body") == "of the body"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -35,7 +35,3 @@ def test_small_chunks_cost_too_much_in_the_end(
 def test_a_chunked_body_is_taken_in_pieces() -> None:
     meter = BodyMeter(None)
     assert len(meter.take(memoryview(bytes(100_000)))) == 16384
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

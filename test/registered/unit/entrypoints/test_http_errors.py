@@ -492,7 +492,3 @@ def test_nothing_of_all_this_reached_the_scheduler_or_stayed(
     ]
     assert server.context.manager.num_requests == 0
     assert client.post(GENERATE, json={"text": "ok"}).status_code == 200
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

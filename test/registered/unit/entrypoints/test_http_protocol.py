@@ -453,7 +453,3 @@ def test_a_server_that_ends_lets_go_of_its_port() -> None:
         peer = served.connect()
     with closing(peer), pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", served.port), timeout=5)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

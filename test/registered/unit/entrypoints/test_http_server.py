@@ -493,7 +493,3 @@ def test_a_launched_server_has_the_keys_and_its_processes_do_not(
     assert in_environment is None
     with pytest.raises(dataclasses.FrozenInstanceError):
         args.port = 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

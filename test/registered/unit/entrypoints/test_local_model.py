@@ -213,7 +213,3 @@ def test_a_name_that_is_not_cached_is_refused_offline(
     ) as error:
         with_local_model(args_of(tmp_path))
     assert "give its directory" in str(error.value)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

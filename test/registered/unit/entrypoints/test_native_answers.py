@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from sglang.srt.entrypoints.http.sse import json_bytes
 from sglang.srt.entrypoints.native_routes import FREE_ENTRIES, AnswerWriter
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
@@ -121,7 +119,3 @@ def test_formatting_gives_the_event_loop_its_turns() -> None:
         return turns
 
     assert asyncio.run(run()) >= 60_000 // 2048
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

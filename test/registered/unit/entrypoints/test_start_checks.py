@@ -222,7 +222,3 @@ def test_looking_imports_no_torch(flags: str, message: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(message)
     assert done.stdout.endswith(" False\n")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

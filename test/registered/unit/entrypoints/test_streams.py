@@ -78,7 +78,3 @@ def test_leaving_early_closes_all(count: int) -> None:
 
     asyncio.run(run())
     assert all(stream.is_closed for stream in streams)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -121,7 +121,3 @@ def test_words_of_other_tokenizers_begin_where_the_text_has_them() -> None:
     assert tokenizer.decode(ids) == "the hensé hen"
     answer = fresh(told(state_of(output=ids), tokenizer=tokenizer))
     assert answer["text_offset"] == [0, 3, 7, 8, 8, 9]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -209,7 +209,3 @@ def test_a_body_passes_at_most_twenty_stops(
     assert [one for one in walk.functions if ":TokenizerManager." in one] == [SUBMIT]
     order = [walk.functions.index(one) for one in STAGES]
     assert order == sorted(order), walk.functions
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

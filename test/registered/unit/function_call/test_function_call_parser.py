@@ -149,7 +149,3 @@ def test_calls_of_unknown_tools_are_forwarded_on_request(name: str) -> None:
         assert merge_calls(pieces) == [ToolCallItem(0, "rm", '{"all": true}')]
         nameless = marker + '{"name": "", "arguments": {}}'
         assert parse(name, nameless) == (nameless, [])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -215,7 +215,3 @@ def test_random_values_and_lost_tags_give_the_same_in_any_pieces(
         results = [parser.parse_stream_increment(piece) for piece in pieces] + [parser.finish()]
         normal = "".join(result.normal_text for result in results)
         assert (normal, merge_calls([c for result in results for c in result.calls])) == whole
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

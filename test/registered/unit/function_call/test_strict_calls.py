@@ -202,7 +202,3 @@ def test_a_strict_schema_that_is_none_is_refused_by_name() -> None:
     wrong = tool("f", {"type": "object", "properties": {"x": []}}, strict=True)
     with pytest.raises(ApiError, match=r"tools\[0\].function.parameters: #/properties/x must be"):
         use_of("qwen25", [wrong])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

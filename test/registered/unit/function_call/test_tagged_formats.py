@@ -258,7 +258,3 @@ def test_the_last_of_equal_parameters_counts() -> None:
     one = "<parameter=a>1</parameter>"
     text = f"<tool_call><function=add>{one}{one.replace('1', '2')}</function></tool_call>"
     assert parse("qwen3_coder", text) == ("", [("add", {"a": 2})])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

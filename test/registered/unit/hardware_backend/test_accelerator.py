@@ -357,7 +357,3 @@ def test_compiled_kernels_are_counted_and_logged(
 def test_nothing_is_compiled_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     CudaRuntime("cuda:1", RecordedCalls([], ANSWERS)).on_kernel_compiled(pytest.fail)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

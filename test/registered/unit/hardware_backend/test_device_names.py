@@ -171,7 +171,3 @@ def test_what_does_not(source: str) -> None:
 def test_what_counts_as_an_import(source: str) -> None:
     assert find_imports(ast.parse(source), "torch_npu")
     assert not find_imports(ast.parse(source), "torch_npux")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

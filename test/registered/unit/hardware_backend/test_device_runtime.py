@@ -178,7 +178,3 @@ def test_cuda_devices_have_kernels() -> None:
     assert kernels is fused_kernels(torch.device("cuda", 1))
     assert kernels is not None
     assert kernels.plan_gemv(8, 512) == (2, 512, 4)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

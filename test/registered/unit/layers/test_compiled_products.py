@@ -138,7 +138,3 @@ def test_all_programs_of_a_product_run_at_once_on_hopper() -> None:
     tiles, shared = product.Tiles(64, 64, 8, 4, 1), 228 << 10
     found = [product.depth_of(programs, tiles, shared) for programs in (132, 264, 396, 528, 600)]
     assert found == [(2, 4), (2, 3), (1, 4), (1, 3), (1, 4)]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -223,7 +223,3 @@ def test_each_token_has_the_hidden_state_before_it(size: int, wants_logprobs: bo
     for tokens, split in found:
         assert torch.equal(split.before_tokens(before_step), want[tokens])
         assert torch.equal(split.at_last_tokens(), hidden[ends - 1])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

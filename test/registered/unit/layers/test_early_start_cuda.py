@@ -225,7 +225,3 @@ def test_kernels_of_many_rows_do_not_start_early() -> None:
     early_start._starts_early.cache_clear()
     with envs.SGLANG_KERNELS_START_EARLY.override(False):
         assert start(few) == {"EARLY": 0}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -270,7 +270,3 @@ def test_layers_that_start_early_leave_the_same_bits(tokens: int) -> None:
     for _ in range(turns):
         found = run_hybrid(layers, tokens)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

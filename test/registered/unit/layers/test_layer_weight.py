@@ -133,7 +133,3 @@ def test_projections_of_two_formats_lie_side_by_side(is_grouped: bool) -> None:
     for tokens in (1, 3):
         x = torch.randn(tokens, 32)
         torch.testing.assert_close(apart.columns(x), joined.columns(x))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -46,7 +46,3 @@ def test_numbers_of_rows_that_are_multiplied_are_few(monkeypatch: pytest.MonkeyP
         apply_linear(torch.ones(rows, 4, dtype=torch.bfloat16), weight)
         assert rows <= min(n for n in multiplied if n >= rows) <= rows * 1.25
     assert len(multiplied) == 4 * 6  # from 40 to 2,048
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -146,7 +146,3 @@ def test_every_run_and_every_order_of_tokens_gives_the_same_bits() -> None:
     turned = torch.arange(79, -1, -1, device=DEVICE)
     other = run(layer, x[turned].contiguous(), (weights[turned], ids[turned].contiguous()))
     assert torch.equal(other[turned], first)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -129,7 +129,3 @@ def test_only_penalised_rows_are_counted() -> None:
     info = SamplingBatchInfo.from_reqs(params, VOCAB, "cpu", histories=histories_of([[], [1], []]))
     assert info.penalties is not None
     assert info.penalties.rows.tolist() == [1]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

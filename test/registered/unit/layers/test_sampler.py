@@ -256,7 +256,3 @@ def test_logits_are_left_alone_and_logprobs_are_of_the_original() -> None:
     assert values.shape == indices.shape == (3, 2)
     torch.testing.assert_close(values.double(), want.topk(2).values, atol=1e-5, rtol=0)
     assert torch.equal(indices, before.topk(2).indices)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -211,7 +211,3 @@ def test_shapes_of_models_give_the_same_bits_in_each_run(kind: str, tokens: int)
         few = KERNELS.run_experts(x, weights, ids, given)
         assert relative_error(few, want) < 2e-2
         assert torch.equal(KERNELS.run_experts(x, weights, ids, given), few)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

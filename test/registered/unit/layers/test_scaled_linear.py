@@ -292,7 +292,3 @@ def test_shapes_of_models(outputs: int, inputs: int, height: int, tokens: int) -
         x = randn(tokens, inputs, seed=tokens, dtype=HALF)
         want = product(x, weight)
         assert relative_error(KERNELS.multiply_scaled(x, weight), want) < UNIT
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -217,7 +217,3 @@ def test_store_as_fp8() -> None:
     fused_qkv.normalise_rotate_store_(x, None, (angles, sines), loc, *pools)
     assert torch.equal(pools[0][:4].float(), x[:, 8:10].to(torch.float8_e4m3fn).float())
     assert torch.equal(pools[1][:4].float(), x[:, 10:].to(torch.float8_e4m3fn).float())
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -123,7 +123,3 @@ def test_what_sampling_gathers(
 
     ((alone, _),) = on_ranks(1, whole, sample)
     assert on_ranks(2, whole, sample) == [(alone, is_gathered)] * 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

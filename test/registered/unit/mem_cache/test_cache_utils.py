@@ -184,7 +184,3 @@ def test_what_is_no_cache_is_refused() -> None:
 def test_the_default_is_the_engine_s_own() -> None:
     assert type(CacheRig().tree) is RadixCache
     assert create_tree_cache.__module__ == registry.__name__
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -90,7 +90,3 @@ def test_an_eviction_pays_for_no_other_node(policy: str) -> None:
         rig.tree.check_integrity()
     small, large = counts
     assert large <= small + 10
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

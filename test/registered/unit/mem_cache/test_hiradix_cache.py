@@ -324,7 +324,3 @@ def test_short_prompts_are_not_fetched() -> None:
 def test_what_cannot_work_is_refused_at_start(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         two_tiers(**settings)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -156,7 +156,3 @@ def test_whole_pages_replayed_hit_all_but_the_last(rigs: StorageRigs) -> None:
     assert rig.run(prompt) == Reused(device=36)
     rig.flush()
     assert rig.run(prompt) == Reused(storage=36)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

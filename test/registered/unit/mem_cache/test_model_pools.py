@@ -371,7 +371,3 @@ def test_the_start_line_counts_the_bytes_of_all_pools() -> None:
     assert sizes[0] == sizes[1] + 32 * 16
     for rig in rigs:
         rig.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

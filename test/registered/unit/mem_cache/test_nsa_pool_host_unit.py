@@ -235,7 +235,3 @@ def test_an_indexer_with_longer_pages_than_its_anchor_is_refused() -> None:
     longer = NSAIndexerPool(IndexerSpec.of((0,), 6, torch.bfloat16), 64, 8, "cpu")
     with pytest.raises(ValueError, match=r"pages of 8 tokens .* pages of 4"):
         NSAIndexerPoolHost(longer, primary, "page_first")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

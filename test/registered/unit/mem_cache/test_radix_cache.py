@@ -197,7 +197,3 @@ def test_random_requests_lose_no_page(seed: int) -> None:
             ].long()
             for r in running
         )
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -172,7 +172,3 @@ def test_an_attachment_at_run_time_is_made_on_all_ranks_or_on_none(
     monkeypatch.setattr(Picky, "unreachable", frozenset({1}))
     results = run_on_ranks(2, work)
     assert results == [((False, TOLD), (True, "attached dynamic"))] * 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

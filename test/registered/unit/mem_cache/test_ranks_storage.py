@@ -371,7 +371,3 @@ def test_a_page_that_another_rank_writes_needs_no_store_here() -> None:
             rig.close()
 
     assert run_on_ranks(2, work, attn_cp_size=2) == [{"landed": 1}] * 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -343,7 +343,3 @@ def test_a_flushed_prompt_comes_from_storage_or_has_a_counted_reason(rigs: Stora
         "no_state": 1,
         "too_short": 1,
     }
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

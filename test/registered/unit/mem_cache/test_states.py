@@ -372,7 +372,3 @@ def test_slots_of_the_tree_are_known_to_the_cpu() -> None:
         assert isinstance(slot, torch.Tensor)
         assert slot.is_cpu
     rig.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -86,7 +86,3 @@ def test_ranks_agree_on_pages_and_states(storage_dir: Path, policy: str) -> None
         results = list(pool.map(run, range(RANKS)))
     assert results[0] == results[1]
     assert sum(results[0]) > 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -492,7 +492,3 @@ def test_a_check_asks_up_to_a_state_that_l3_is_known_to_have(
     rig.run(PROMPT)
     rig.settle()
     assert object_file(storage_dir, PROMPT[:40], "mamba").is_file()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

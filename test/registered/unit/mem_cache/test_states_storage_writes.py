@@ -98,7 +98,3 @@ def test_the_end_of_a_write_takes_what_nothing_else_keeps_out_of_the_tree(
     rig.settle()
     assert list(rig.hi.nodes()) == []
     assert rig.hi.host_pool.available_size() == rig.hi.host_pool.size
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

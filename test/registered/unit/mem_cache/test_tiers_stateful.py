@@ -177,7 +177,3 @@ def test_what_a_prefetch_continues_leaves_meanwhile(folder: Path) -> None:
     assert rig.hi.metrics.prefetch_outcomes.labels("orphan")._value.get() == 1
     rig.finish(request)
     rig.settle()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -128,7 +128,3 @@ class TwoStatesTiers(StateTiers):
 
 def test_any_order_of_requests_splits_evictions_and_landings() -> None:
     run_machine(TwoStatesTiers, 20)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

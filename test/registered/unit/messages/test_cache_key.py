@@ -50,7 +50,3 @@ def test_two_absent_parts_give_no_key() -> None:
 def test_other_keys_are_not_split(key: str) -> None:
     """Callers of the cache may have keys of their own."""
     assert split_extra_key(key) is None
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -50,7 +50,3 @@ def test_tokens_of_another_form_are_malformed(ids: Any) -> None:
     frame = msgspec.msgpack.encode([{**fields, "input_ids": ids}])
     with pytest.raises(MALFORMED):
         SCHEDULER_DECODER.decode(frame)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import stat
 
-import pytest
-
 from sglang.srt.messages.ipc import IpcAddresses, make_ipc_directory
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -26,7 +24,3 @@ def test_addresses_are_private_and_removable() -> None:
         other.remove()
     assert not os.path.exists(directory.path)
     directory.remove()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -45,7 +45,3 @@ def test_new_lengths_leave_nothing_behind_once_the_caches_are_full(tmp_path: Pat
     unbounded = grown_mb(tmp_path, env | dict.fromkeys(fields, UNBOUNDED))
     # Half of it is each cache's.
     assert grown_mb(tmp_path, env) < unbounded / 10
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

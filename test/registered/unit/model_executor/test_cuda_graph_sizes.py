@@ -36,7 +36,3 @@ def test_padding_is_an_eighth_at_most() -> None:
 def test_none_at_all_is_refused() -> None:
     with pytest.raises(ValueError, match="--cuda-graph-max-bs 0"):
         graph_batch_sizes(0, 8)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -133,7 +133,3 @@ def test_a_server_without_such_features_starts_no_engine(start: Start) -> None:
     start.run(ModelRunner, None)
     assert start.log == ["set_device(1)", "world over hccl on npu:1"]
     assert mooncake_transfer_engine.get_mooncake_transfer_engine() is None
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

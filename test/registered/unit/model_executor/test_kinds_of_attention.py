@@ -286,7 +286,3 @@ def test_a_step_is_captured_where_every_kind_can_be(checkpoint: Path) -> None:
     assert uncaptured([(UNIFORM, one)], lambda backend: backend.captures_extend) == (
         "'uniform' by Capturable"
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -156,7 +156,3 @@ def test_decoding_greedily_goes_on_as_prefill_would(checkpoint: Path) -> None:
 def test_positions_of_an_extend_step() -> None:
     assert compute_extend_positions([0, 5], [2, 3], "cpu").tolist() == [0, 1, 5, 6, 7]
     assert compute_extend_positions([], [], "cpu").tolist() == []
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

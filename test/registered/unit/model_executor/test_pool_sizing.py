@@ -182,7 +182,3 @@ def test_no_more_requests_run_than_have_states() -> None:
     got = size_running_requests(**pool, states=9)
     assert (got.amount, got.reason) == (9, "one for each of 9 states")
     assert size_running_requests(**pool, max_running_requests=12, states=9).amount == 9
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

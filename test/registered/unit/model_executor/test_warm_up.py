@@ -121,7 +121,3 @@ def test_the_last_layer_computes_wanted_rows_and_all_tokens(
 
 def test_masks_are_applied_to_one_row_and_to_several() -> None:
     warm_up_masks(70, "cpu")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -114,7 +114,3 @@ def test_a_gpu_makes_the_same_fp8() -> None:
     (elements, scales), (want, want_scales) = ((one.elements[:, :], one.scales) for one in parts)
     assert torch.equal(elements.cpu().view(torch.uint8), want.view(torch.uint8))
     assert torch.equal(scales.cpu(), want_scales)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

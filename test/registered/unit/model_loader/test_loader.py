@@ -371,7 +371,3 @@ def test_random_weights_are_told_apart_by_the_config_that_they_were_made_for(
     made_for = weights_identity(str(checkpoint), load_format="dummy")
     (checkpoint / "config.json").write_text("{}")
     assert source.identity() == made_for
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -230,7 +230,3 @@ def test_deep_files(tmp_path: Path, name: str) -> None:
         (path / name).write_text(f'{{"a": {"[" * depth}{"]" * depth}}}')
         error = refusal_of(path, loads=False)
         assert error is not None and name in error and "\n" not in error
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

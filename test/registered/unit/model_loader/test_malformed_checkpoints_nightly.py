@@ -50,7 +50,3 @@ def test_tensors(tmp_path: Path, make: Callable[[], Format]) -> None:
     save_tiny_checkpoint(tmp_path / "made", "llama")
     path = write_quantized(tmp_path / "made", tmp_path, make())
     assert sum(assert_told(one, loads=True) for one in malformed_tensors(path, seed=0, share=1))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

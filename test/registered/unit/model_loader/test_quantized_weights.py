@@ -341,7 +341,3 @@ def test_fp8_without_a_format_is_refused(plain: Callable[[str], Path], tmp_path:
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"has no place|has no scales"):
         dict(weights(path))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

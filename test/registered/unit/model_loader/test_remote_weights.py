@@ -318,7 +318,3 @@ def test_a_checksum_is_of_all_bytes(
     if data.numel():
         data[-1, -1] += 1
         assert checksums([data]) != [whole]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

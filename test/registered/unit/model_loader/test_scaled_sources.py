@@ -236,7 +236,3 @@ def test_pickled_files_are_not_rounded(plain: Path) -> None:
     config = ModelConfig.from_path(str(plain), quantization="fp8")
     with pytest.raises(ValueError, match="read from safetensors files only"):
         get_model(config, LoadConfig(load_format="pt", show_progress=False))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

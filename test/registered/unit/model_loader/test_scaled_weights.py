@@ -333,7 +333,3 @@ def test_fp8_asked_for_rounds_a_plain_checkpoint(plain: Callable[[str], Path], f
     assert changed == {merged_name(name) for name in kept(model)}, "others stay exact"
     for name in changed:
         assert (got[name] - exact[name]).norm() < 0.04 * exact[name].norm(), name
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

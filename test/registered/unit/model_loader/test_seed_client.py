@@ -189,7 +189,3 @@ def test_a_server_that_never_answers(behave: Behaviour, timeout: float, message:
             client(listener.getsockname()[1], timeout=timeout).ask(3)
         done.set()
         thread.join()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -170,7 +170,3 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         ValueError, match="6 KV heads cannot be split over 4 ranks: use a --tp-size"
     ):
         placement.kv_head_share(6)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

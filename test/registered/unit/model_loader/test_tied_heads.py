@@ -206,7 +206,3 @@ def test_the_planner_counts_the_head_of_the_files(
     assert row["bytes"][1] == want
     assert main(["--model-path", str(path), "--weights-only", "--json"]) == 0
     assert f'"1": {want}' in capsys.readouterr().out
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -277,7 +277,3 @@ def test_checksums() -> None:
         check_checksums(plan, ours, [digest("a", "b", "c"), digest("d", "x", "f")])
     with pytest.raises(ValueError, match=r"'w' arrived with checksum f, rank 1 of .* has missing"):
         check_checksums(plan, ours, [digest("a", "b", "c"), digest("d", "e")])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

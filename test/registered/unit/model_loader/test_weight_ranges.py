@@ -168,7 +168,3 @@ def test_parts_of_any_replicas_are_the_tensor(
 def test_cells_are_few(size: int) -> None:
     (first, *_), _ = shares_of(["even"], [(4096, 1)], size)
     assert len(first.cells()) == 8 // size
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -138,7 +138,3 @@ def test_dummy_weights_are_config_and_seed(model: Path) -> None:
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         identity(tmp_path)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -259,7 +259,3 @@ def test_sources_tell_the_seeds_identity_after_reading_alone(pair: WeightRig) ->
     source: RemoteInstanceWeights = pair.source()
     with pytest.raises(AssertionError, match="asked before the weights were read"):
         source.identity()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -268,7 +268,3 @@ def test_a_captured_prefill_is_computed_whole(tmp_path: Path) -> None:
         assert counts == [captured]
         found = torch.cat([one.next_token_logits for one in want])
         torch.testing.assert_close(logits, found, rtol=1e-4, atol=1e-4)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

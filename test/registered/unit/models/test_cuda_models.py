@@ -329,7 +329,3 @@ def test_weights_are_equal_to_the_cpus(tmp_path: Path) -> None:
     on_gpu = dict(models[1].weight_slots())
     for name, slot in models[0].weight_slots():
         assert torch.equal(slot.dest, on_gpu[name].dest.cpu())
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -104,7 +104,3 @@ def test_kv_cache_dtype_of_its_own(tmp_path: Path) -> None:
     driver = StepDriver(tmp_path, kv_cache_dtype="bfloat16")
     assert_errs_like_bf16(hf, driver, prompt(80, 6), 20)
     assert driver.runner.kv_bytes_per_token() == 2 * 2 * 16 * 2 * 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

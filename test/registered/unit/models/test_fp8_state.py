@@ -124,7 +124,3 @@ def test_new_tokens_are_read_rounded_however_a_prompt_is_cut(
             step = driver.extend([(0, tokens[begin : begin + size])])
         logits.append(step.next_token_logits)
     torch.testing.assert_close(*logits, rtol=0.02, atol=0.02)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -215,7 +215,3 @@ def test_what_config_json_contradicts_is_said(
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     with pytest.raises(ValueError, match=re.escape(message)):
         StepDriver(tmp_path)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

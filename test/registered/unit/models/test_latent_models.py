@@ -293,7 +293,3 @@ def test_what_cannot_be_is_refused_in_one_line(
     with pytest.raises(ValueError, match=message) as caught:
         StepDriver(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -116,7 +116,3 @@ def test_a_trained_layer_is_as_often_right_in_graphs() -> None:
         counts.append([answer.meta_info["spec_verify_ct"] for answer in answers])
     assert counts[0] == counts[1]
     assert sum(counts[0]) < 4 * 3, "four tokens follow the first digit, its end is one"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

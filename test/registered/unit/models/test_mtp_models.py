@@ -210,7 +210,3 @@ def test_steps_of_the_model_pass_three_quarters_of_its_own_layers(
     driver.extend([(0, prompt(9, 6))], before=counts)
     driver.decode([(0, 5)], before=counts)
     assert len(recorded) == 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

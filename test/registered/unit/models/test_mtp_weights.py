@@ -190,7 +190,3 @@ def test_what_config_json_says_is_refused_in_one_line(
     assert str(caught.value).endswith(": remove --speculative-algorithm")
     assert "\n" not in str(caught.value)
     ModelConfig.from_path(str(tmp_path))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

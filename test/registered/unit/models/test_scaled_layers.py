@@ -123,7 +123,3 @@ def test_kernels_compute_the_definition(path: Path) -> None:
     of_layers = layer_errors(got, want)
     assert of_layers.max() < LAYER, of_layers
     assert farther_than_the_definition(path, logits) < AS_FAR
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -62,7 +62,3 @@ def test_logits_are_those_of_the_reference_products(
     got = logits_of_batches(driver)
     error = (got - want).norm() / want.norm()
     assert error < bound, f"{error:.3f}"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

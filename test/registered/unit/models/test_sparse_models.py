@@ -231,7 +231,3 @@ def test_configs_that_make_no_sense_are_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

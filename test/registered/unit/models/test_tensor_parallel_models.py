@@ -134,7 +134,3 @@ def test_sizes_that_the_ranks_do_not_divide_are_refused(
     save_tiny_checkpoint(tmp_path, family, **overrides)
     with pytest.raises(ValueError, match=message):
         on_rank_threads(4, tmp_path, lambda driver, group: None)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -173,7 +173,3 @@ def test_a_model_without_full_attention_is_refused_with_the_remedy(tmp_path: Pat
     with pytest.raises(ValueError, match=r"window of 12 tokens.*give --context-length 12"):
         ModelConfig.from_path(str(tmp_path))
     assert ModelConfig.from_path(str(tmp_path), context_length=12).sliding_window_layers == ()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

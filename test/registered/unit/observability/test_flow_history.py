@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from sglang.srt.observability.flow_history import FlowHistory
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -50,7 +48,3 @@ def test_the_number_of_samples_is_bounded() -> None:
     for step in range(1000):
         one.history.on_tick(1000.0 + 5 * step)
     assert len(one.latest(6000.0)) == 61
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

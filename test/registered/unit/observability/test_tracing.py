@@ -245,7 +245,3 @@ def test_a_missing_package_is_refused_with_the_remedy(monkeypatch: pytest.Monkey
     monkeypatch.delattr("sglang.srt.observability.tracing", raising=False)
     with pytest.raises(ValueError, match=r"--enable-trace needs .*pip install 'sglang\[trace\]'"):
         start_checks.check_tracing(args)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -225,7 +225,3 @@ def _is_json(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

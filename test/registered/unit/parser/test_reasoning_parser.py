@@ -97,7 +97,3 @@ def test_reasoning_is_streamed_in_pieces() -> None:
     assert parser.parse_stream_increment("<think>one").reasoning_text == "one"
     assert parser.parse_stream_increment(" two </thi").reasoning_text == " two"
     assert parser.parse_stream_increment("nk>three").normal_text == "three"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -192,7 +192,3 @@ def test_refusals_name_the_flag_and_the_remedy(
     qwen: str, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in refusal(capsys, "--model-path", qwen, *flags)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-v"]))

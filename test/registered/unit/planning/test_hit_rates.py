@@ -130,7 +130,3 @@ def test_the_engines_tree_with_answers_finds_as_much() -> None:
     cache.close()
     assert rate(trace, pages) == pytest.approx(found / total, rel=0.1)
     assert rate(TRACE, pages) > 1.2 * found / total
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-v"]))

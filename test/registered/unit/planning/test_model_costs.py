@@ -141,7 +141,3 @@ def test_the_documents_table_is_what_the_tool_says(tmp_path: Path) -> None:
 def test_more_ranks_than_a_model_can_have_are_none() -> None:
     (row,) = weights_by_ranks(ModelConfig.from_path(str(BUILTIN_MODEL_DIR)))
     assert row["bytes"][2] is not None and row["bytes"][32] is None
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-v"]))

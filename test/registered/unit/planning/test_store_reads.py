@@ -138,7 +138,3 @@ def test_the_forecast_of_a_measured_run(tmp_path: Path) -> None:
     assert share == pytest.approx(0.008, abs=0.004)
     assert distances.hit_rate(in_l2) + share == pytest.approx(0.554, rel=0.03)
     assert distances.hit_rate(math.inf) > 1.1 * 0.554, "pages that the store has"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-v"]))

@@ -183,7 +183,3 @@ def test_flags_of_sizes_hold_for_windows_and_that_of_dtypes_does_not(
     args = ServerArgs(model_path=str(tmp_path), mamba_ssm_dtype="bfloat16").resolve()
     check_model_flags(args, config)
     assert "MinistralForCausalLM, which keeps no recurrent states: --mamba-ssm-d" in caplog.text
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -140,7 +140,3 @@ def test_secrets_in_files_are_compared_and_never_told(
     told = checked(*(extra(one, **own) for one in files))
     assert told == [f"{FLAG} secret_key differs between rank 0 and rank 1: {REMEDY}"] * 2
     assert "hunter" not in caplog.text
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

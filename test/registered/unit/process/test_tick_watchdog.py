@@ -52,7 +52,3 @@ def test_a_tick_that_raises_is_over() -> None:
     assert not hung.wait(0.2), "it has looked several times since"
     watchdog.close()
     watchdog.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

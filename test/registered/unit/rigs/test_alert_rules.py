@@ -76,7 +76,3 @@ def test_all_rules_are_understood_and_none_fires_without_servers() -> None:
 def test_labels_that_differ() -> None:
     scraped = at(0.0, info={"instance=a,p=1,q=2": 1, "instance=b,p=1,q=3": 1})
     assert differing_labels(scraped, "info") == {"q"}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

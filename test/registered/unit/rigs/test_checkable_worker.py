@@ -242,7 +242,3 @@ def test_what_fails_on_the_device_is_raised_where_results_are_awaited() -> None:
             device_runtime("cpu").copy_to_host([]).wait()
         device.close()
         assert not ran
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

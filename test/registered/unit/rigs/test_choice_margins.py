@@ -88,7 +88,3 @@ def test_a_text_with_a_near_choice_is_not_decided() -> None:
     logits[1, 1] = 1.01
     assert TextChoices(logits, experts, far).is_decided(2)
     assert not TextChoices(logits, experts, torch.tensor([0.1, NEAR_SCORE])).is_decided(2)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -115,7 +115,3 @@ def test_what_hinders_pasting_is_found(page: str, problem: str | None) -> None:
     else:
         [line] = found
         assert line.startswith(problem)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

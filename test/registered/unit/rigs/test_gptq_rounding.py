@@ -36,7 +36,3 @@ def test_the_error_of_the_output_is_smaller(monkeypatch: pytest.MonkeyPatch, col
     assert np.array_equal(rounded, nearest(rounded))
     assert np.array_equal(weight, kept)
     assert lost(rounded) < 0.15 * lost(nearest(weight))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -86,7 +86,3 @@ def test_an_event_that_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(KVEventLog, "_note", forgetful)
     with pytest.raises(AssertionError, match=r"stored twice|the mirror has blocks that are gone"):
         MixedScheduler(1, PLAIN).run(200)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

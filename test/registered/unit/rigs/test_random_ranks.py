@@ -140,7 +140,3 @@ def test_a_rank_that_lost_a_page_ends_all_and_is_named_by_the_next_tick_sync(
     ):
         run.run(TICKS)
     assert lost
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -56,7 +56,3 @@ def test_allocations_that_fail_on_one_rank_alone_leave_the_ranks_equal(
         seed += 1
     for what in (*sites, *work):
         assert counts[what], f"no {what} in {runs} runs"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -422,7 +422,3 @@ def test_the_worker_has_the_pools_of_its_sizes() -> None:
     worker = CheckableWorker(page_size=16, pool_tokens=64, max_requests=3)
     assert worker.token_to_kv_pool_allocator.available_size() == 64
     assert worker.req_to_token_pool.available_size() == 3
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -134,7 +134,3 @@ def test_eval_args_take_any_object_and_refuse_bad_values() -> None:
         EvalArgs(num_threads=0)
     with pytest.raises(ValueError, match="order must be one of"):
         EvalArgs(order="random")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

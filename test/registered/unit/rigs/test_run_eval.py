@@ -137,7 +137,3 @@ def test_a_missing_server_is_an_os_error() -> None:
         url = closed.url
     with pytest.raises(OSError):
         run_eval(EvalArgs(base_url=url, timeout=5))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rigs.disaggregation.desk_rig import Clock
 from rigs.running_clock import LONGEST_STEP_S, RunningClock
 from sglang.srt.utils.network import wait_until
@@ -24,7 +22,3 @@ def test_a_pause_counts_half_a_second_at_most() -> None:
 def test_it_goes_on_though_nobody_reads_it() -> None:
     with RunningClock() as clock:
         assert wait_until(lambda: clock._seconds > LONGEST_STEP_S, 60), "more than one step"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -78,7 +78,3 @@ def test_seeds_are_named_by_the_first_and_the_last() -> None:
     assert list(parse_seeds("3-5")) == [3, 4, 5]
     with pytest.raises(ValueError):
         parse_seeds("3")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

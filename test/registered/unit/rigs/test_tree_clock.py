@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from rigs.tree_clock import TreeClock
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import kill_process_tree
@@ -33,7 +31,3 @@ def test_children_count_as_long_as_they_live() -> None:
     counted = clock.seconds
     clock.sample()
     assert clock.seconds == counted, "what has ended stays counted"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

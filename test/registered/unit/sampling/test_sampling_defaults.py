@@ -105,7 +105,3 @@ def test_a_probe_is_greedy_without_penalties(server: FrontServer) -> None:
         one for one in server.scheduler.received if isinstance(one, TokenizedGenerateReqInput)
     ]
     assert last.sampling_params.is_greedy and not last.sampling_params.has_penalties
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

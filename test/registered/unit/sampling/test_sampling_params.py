@@ -92,7 +92,3 @@ def test_wire_round_trip_is_small() -> None:
     data = msgspec.msgpack.encode(params)
     assert len(data) < 60
     assert msgspec.msgpack.decode(data, type=SamplingParams) == params
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

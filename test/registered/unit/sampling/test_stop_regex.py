@@ -62,7 +62,3 @@ def test_patterns_with_too_many_unrolled_repeats_are_refused(pattern: str) -> No
 def test_invalid_patterns_are_refused(pattern: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         verify_stop_regexes([pattern])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

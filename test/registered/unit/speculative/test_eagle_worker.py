@@ -72,7 +72,3 @@ def test_drafts_go_on_from_a_snapshot_of_a_plain_step(
     with recorded() as found:
         assert rig.generate([turn], 12) == words
     assert found == wanted
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -176,7 +176,3 @@ def test_admin_force_endpoints_are_found(app: Starlette) -> None:
 
     app.routes.append(Route("/force", force, methods=["POST"]))
     assert app_has_admin_force_endpoints(app)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

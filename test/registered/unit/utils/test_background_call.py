@@ -100,7 +100,3 @@ def test_without_a_thread_the_call_ends_with_an_error(monkeypatch: pytest.Monkey
     call.abandon()
     ended.abandon()
     assert not gate.discarded and not done.discarded, "it is not undone, and nothing is raised"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -71,7 +71,3 @@ def test_work_without_a_thread_is_refused_and_does_not_count() -> None:
     threads.submit(ran.set)
     assert ran.wait(30)
     threads.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -18,7 +18,3 @@ def test_one_user_has_at_most_four_times_what_stays_free(
     own: int, need: int, free: int, is_within: bool
 ) -> None:
     assert is_within_share(own, need, free) is is_within
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -98,7 +98,3 @@ def test_a_vocabulary_of_tiktoken_is_a_tokenizers_file(tmp_path: Path) -> None:
         check_tokenizer_files(str(tmp_path))
     (tmp_path / "tiktoken.model").touch()
     check_tokenizer_files(str(tmp_path))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

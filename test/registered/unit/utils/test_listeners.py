@@ -35,7 +35,3 @@ def test_a_reachable_server_without_a_key_causes_a_warning(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == warns
     assert all(f"--host {host} without an API key" in line for line in lines)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -38,7 +38,3 @@ def test_a_loaded_library_is_found_by_its_path() -> None:
     libc = open_loaded("/", "libc.so")
     assert libc is not None and libc.getpid() == LIBC.getpid()
     assert open_loaded("/", "libnothing") is None
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

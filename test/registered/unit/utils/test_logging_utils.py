@@ -104,7 +104,3 @@ def test_a_disabled_level_starts_no_period(caplog: pytest.LogCaptureFixture) -> 
     logger.setLevel(logging.INFO)
     with caplog.at_level(logging.INFO):
         assert limited.info("k", "heard")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

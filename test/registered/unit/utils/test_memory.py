@@ -53,7 +53,3 @@ def test_memory_freed_below_a_live_object_is_returned() -> None:
     env = child_environment({"MALLOC_MMAP_THRESHOLD_": "1000000"})
     said = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
     assert int(said.stdout) > 150, said.stderr
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -101,7 +101,3 @@ def test_counts_are_read_back() -> None:
     one.labels("late").inc()
     assert counts_by_label(one) == {"miss": 2, "late": 1}
     assert one.labels("miss").count == 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

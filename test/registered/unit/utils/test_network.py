@@ -152,7 +152,3 @@ def test_waiting_for_a_listener_ends_even_if_another_takes_the_port() -> None:
         assert not waiter.is_alive()
     # Without a listener the wait ends at once.
     wait_for_listener_to_end("127.0.0.1", port)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -152,7 +152,3 @@ def test_concurrent_starts_never_remove_each_others_directories(parent: Path) ->
     assert sum(made for made, _ in results) > 100
     assert sum(lost for _, lost in results) == 0
     assert list(parent.iterdir()) == []
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -59,7 +59,3 @@ def test_what_is_disabled_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)
     progress_bar(lines.append, desc="work", total=1, disable=True).update()
     assert (stderr.getvalue(), lines) == ("", [])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

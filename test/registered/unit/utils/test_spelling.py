@@ -41,7 +41,3 @@ KNOWN = ("--page-size", "--dp-size", "--log-requests", "--hicache-ratio", "lru",
 def test_a_name_is_suggested_for_one_typing_error(name: str, meant: str | None) -> None:
     assert near_misspelling(name, KNOWN) == meant
     assert did_you_mean(name, KNOWN) == ("" if meant is None else f"; did you mean {meant}?")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -80,7 +80,3 @@ def test_a_pool_that_cannot_start_leaves_no_thread_behind() -> None:
         if thread.name.startswith("half"):
             thread.join(30)
             assert not thread.is_alive()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

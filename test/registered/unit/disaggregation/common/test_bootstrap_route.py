@@ -121,7 +121,3 @@ def test_a_missing_rank_is_said() -> None:
         assert find(HOST, port, 3, 20) == ROUTE
     finally:
         server.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

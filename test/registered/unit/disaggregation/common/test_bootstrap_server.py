@@ -278,7 +278,3 @@ def test_a_closed_server_leaves_its_port() -> None:
         one.server.close()
         assert is_port_available(HOST, one.port)
         assert idle.recv(1) == b""
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

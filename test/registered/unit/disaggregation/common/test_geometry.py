@@ -369,7 +369,3 @@ def test_models_of_other_heads_do_not_fit() -> None:
     here, there = geometry_of(make_pool(head_num=2)), geometry_of(make_pool(head_num=4))
     why = here.incompatibility(layout_of(there))
     assert why is not None and "heads of pool kv 4 there, 2 here" in why
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -64,7 +64,3 @@ def test_packed_figures_are_those_that_were_measured(
 def test_links_are_protocols() -> None:
     assert LINKS.keys() <= set(SUPPORTED_PROTOCOLS)
     assert UNIT_BYTES % (2 * MIB) == 0, "a driver's page"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

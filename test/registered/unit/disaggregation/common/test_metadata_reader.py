@@ -311,7 +311,3 @@ def test_a_decode_server_without_rows_gets_it_inline(
         prompt = scene.end(scene.begin([9], metadata=MetadataReader()))
     assert (prompt.outcome, bytes_by_way(prompt)) == (TOKEN, INLINE)
     assert warnings_of(caplog) == [], "that is what it was asked for"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

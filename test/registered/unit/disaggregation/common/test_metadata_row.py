@@ -105,7 +105,3 @@ def test_noise_is_never_taken_for_metadata() -> None:
         noise = (5).to_bytes(8, "little") + rng.randbytes(ROW_BYTES - 8)
         with pytest.raises(BadRow):
             unpack_row(noise, 5)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

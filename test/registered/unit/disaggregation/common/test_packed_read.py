@@ -370,7 +370,3 @@ def test_answers_that_cannot_be(scene: Scene, monkeypatch: pytest.MonkeyPatch, k
     monkeypatch.setattr(msgspec.msgpack, "encode", spoiled)
     fill(scene)
     assert scene.failure(scene.begin(OWN, timeouts=LONG_TIMEOUTS)) == why
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -198,7 +198,3 @@ def test_what_cannot_be_packed_is_refused(
     asked = msgspec.structs.replace(FIRST, **fields)
     assert place.packer.ask(asked, PAGES) == Packed(5, 0, failure=why)
     assert place.num_free == NUM_BUFFERS
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -51,7 +51,3 @@ def test_readers_are_the_other_side_of_sources(decode_tp: int, prefill_tp: int, 
         assert readers, "every prefill rank is asked"
         for reader in range(decode_tp):
             assert (reader in readers) == (rank in read[reader])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

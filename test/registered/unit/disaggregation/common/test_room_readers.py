@@ -189,7 +189,3 @@ def test_reading_for_long_is_no_silence(prefill: PrefillRooms, asker: Asker, clo
     asker.hear()
     clock.now += SILENT_S
     assert prefill.outcome(1) is None, "it was heard of until its question was answered"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

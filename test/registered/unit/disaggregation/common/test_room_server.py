@@ -461,7 +461,3 @@ def test_what_ended_last_is_still_reported(
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot listen on 192\.0\.2\.1"):
         PrefillRooms(LAYOUT, "192.0.2.1", unwanted_s=1, silent_s=1)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

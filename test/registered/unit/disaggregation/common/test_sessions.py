@@ -184,7 +184,3 @@ def test_a_prompt_that_fails_ends_the_session_of_a_server_that_is_gone(scene: Sc
     scene.prefill.add_pages(ROOM, [4])
     assert "ended during a transfer" in scene.failure(scene.begin([9]))
     until(lambda: scene.mover.forgotten == [name])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -339,7 +339,3 @@ def test_a_buffer_is_lost_as_long_as_something_may_be_read_into_it(
     until(lambda: third.has_ended)
     assert third.outcome == TOKEN
     scene.assert_read([4, 7], [1, 2])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

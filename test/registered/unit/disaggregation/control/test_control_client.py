@@ -198,7 +198,3 @@ def test_spare_connections_are_bounded_and_end_with_the_pool(
     late = lend(pool, proxy.endpoint)
     pool.give_back(late)
     assert not late._is_open, "nobody would close it"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -484,7 +484,3 @@ def test_frames_come_whole_however_they_are_cut() -> None:
     held.add(as_frame(b"123456"))
     with pytest.raises(FrameTooLong, match="6 bytes; at most 5"):
         held.take()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

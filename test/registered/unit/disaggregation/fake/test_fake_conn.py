@@ -78,7 +78,3 @@ def test_a_decode_server_says_no_more_than_is_wanted(model: Path, wanted: int) -
     rig.run(rig.request("a", prompt(1, 20), greedy(wanted), **fields))
     assert len(rig.results["a"].output_ids) == wanted
     rig.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

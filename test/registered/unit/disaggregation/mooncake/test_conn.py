@@ -301,7 +301,3 @@ def test_an_end_at_the_prefill_server_ends_a_read_that_hangs(
     assert not prompt.has_ended
     scene.mover.release()
     scene.end(prompt)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import re
 import socket
 import threading
 import time
@@ -191,10 +192,13 @@ def test_rooms_of_a_server_that_is_away_are_not_declined_for_ever(
     for room in range(100):
         hasty.peer.decline(room, "aborted")
     until(lambda: hasty.peer.is_idle and not hasty.peer.has_thread)
-    assert (
-        "100 rooms of the prefill server at host:1 could not be declined: the prefill server is "
-        "not found: it cannot be reached"
-    ) in caplog.messages
+    given_up = re.compile(
+        r"(\d+) rooms of the prefill server at host:1 could not be declined: the prefill server is "
+        r"not found: it cannot be reached"
+    )
+    lines = [match for text in caplog.messages if (match := given_up.fullmatch(text))]
+    # The thread may give up some before the last is declined.
+    assert sum(int(match[1]) for match in lines) == 100
 
 
 def test_rooms_that_wait_to_be_declined_are_bounded(
@@ -481,7 +485,3 @@ def test_a_slow_bootstrap_server_costs_a_thread_or_two_whatever_is_asked(
         assert most <= 3, "one that asks, one that waits, and one that is ending"
         assert 1 <= len(peers) <= 10
         assert wait_until(lambda: asking() <= 1, 10), "an idle thread is kept for later"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -93,7 +93,3 @@ def test_a_server_that_is_silent_and_not_found_either_is_said_not_to_be_found(
         server.why = BootstrapError("it cannot be reached")
         until(lambda: asked.poll() == KVPoll.Failed)
     assert failure(asked) == "the prefill server is not found: it cannot be reached"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -130,7 +130,3 @@ def test_a_share_of_the_pages_is_hashed_and_compared() -> None:
     compared = checksums.compare_pages({"kv"}, pages, drawn)
     assert compared.damaged == [7]
     assert compared.outcomes == {"intact": 1, "damaged": 1, "unchecked": 6}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

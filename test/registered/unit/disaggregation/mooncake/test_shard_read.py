@@ -277,7 +277,3 @@ def test_an_injected_failure_says_so(scene: Scene, step: str) -> None:
     why = scene.failure(scene.begin([9], fails_at=step))
     assert why == f"injected by SGLANG_TEST_DISAGG_FAILURE_PROB: {step} failed"
     assert scene.given_up() == why
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -443,7 +443,3 @@ def test_a_process_has_one(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="cannot have a second one"):
         init_mooncake_transfer_engine("10.0.0.2", gpu_id=0)
     assert len(host.engines.made) == 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -53,7 +53,3 @@ def test_wrong_forms_name_the_flag_and_the_remedy(form: str, message: str) -> No
         get_ib_devices_for_gpu(form, 0)
     assert message in str(refused.value)
     assert 'a JSON object by GPU like {"0": "mlx5_0"' in str(refused.value)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -102,7 +102,3 @@ def test_what_is_pinned_is_registered(
         assert not allowed
     else:
         assert allowed
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

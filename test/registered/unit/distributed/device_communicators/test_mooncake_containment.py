@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 
-import pytest
-
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -49,7 +47,3 @@ def test_a_termination_without_a_parser_error_ends_the_process() -> None:
 def test_a_process_with_the_handler_exits_in_order() -> None:
     done = run("print('alive')")
     assert (done.returncode, done.stdout, done.stderr) == (0, "alive\n", "")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

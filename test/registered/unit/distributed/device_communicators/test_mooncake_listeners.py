@@ -63,7 +63,3 @@ def test_the_function_binds_as_libc_does() -> None:
         assert bind(sock.fileno(), address, len(address)) == 0
         assert sock.getsockname()[0] == "127.0.0.1"
         assert bind(sock.fileno(), address, len(address)) == -1, "it has an address already"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

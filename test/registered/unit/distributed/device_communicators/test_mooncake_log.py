@@ -79,7 +79,3 @@ def test_the_last_words_of_a_fatal_error_are_not_lost() -> None:
     assert done.returncode == -signal.SIGABRT
     assert "some.cpp:1] last words" in done.stderr
     assert "alive" not in done.stdout
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -127,7 +127,3 @@ def test_a_wheel_without_the_allocator(
         pytest.raises(ValueError, match=f"BAREX: the installed mooncake wheel .*{cause}.*install"),
     ):
         init_mooncake_custom_mem_pool("cuda:1")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -180,7 +180,3 @@ def test_what_is_no_session_id(engine: MooncakeTransferEngine, name: str) -> Non
 def test_a_probe_is_a_connection(engine: MooncakeTransferEngine, peer: str) -> None:
     assert engine.send_probe(peer) == 0
     assert engine.send_probe(f"127.0.0.1:{get_free_port()}") == -1
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

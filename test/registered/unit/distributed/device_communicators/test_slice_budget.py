@@ -125,7 +125,3 @@ def test_another_thread_may_give_back() -> None:
     thread.start()
     assert budget.acquire(10, time.monotonic() + 10)
     thread.join(30)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -377,7 +377,3 @@ def test_a_transfer_without_a_thread_fails_and_pins_no_memory(
     ):
         engine.begin(peer, TransferOp.READ, apart(1), timeout=30)
     engine.deregister(BASE)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

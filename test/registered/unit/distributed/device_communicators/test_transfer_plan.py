@@ -142,9 +142,3 @@ def test_every_byte_moves_once_to_where_it_belongs(steps: list[tuple[int, int, i
                 offset += step
                 cursor += moved[cursor] == block.length
     assert cursor == len(blocks)
-
-
-if __name__ == "__main__":
-    import pytest
-
-    raise SystemExit(pytest.main([__file__, "-q"]))

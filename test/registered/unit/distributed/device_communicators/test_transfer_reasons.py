@@ -265,7 +265,3 @@ def test_a_long_call_of_a_peer_that_answers_no_contact(
     fakes.answer = lambda _, call: 0
     stopped.go_on.set()
     assert engine.transfer(peer, TransferOp.READ, apart(2), timeout=30).is_done
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

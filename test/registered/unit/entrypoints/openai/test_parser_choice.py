@@ -153,7 +153,3 @@ def test_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
 def test_names_stay_as_they_are() -> None:
     args = ServerArgs(tool_call_parser="glm", reasoning_parser="qwen3").resolve()
     assert with_parsers(args, template(), "LlamaForCausalLM") is args
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

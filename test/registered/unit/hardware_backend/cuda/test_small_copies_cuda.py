@@ -93,7 +93,3 @@ def test_in_inference_mode_and_out_of_it() -> None:
     for inference in (True, False, True):
         with torch.inference_mode(inference):
             assert on_device([1, 2], "cuda").tolist() == [1, 2]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

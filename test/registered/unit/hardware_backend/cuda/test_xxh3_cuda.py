@@ -53,7 +53,3 @@ def test_each_word_counts(data: torch.Tensor) -> None:
         block[0, at + at % 7] ^= 1 << (at // 8 % 8)
         seen.update(runtime.leaf_digests([block]))
     assert len(seen) == 1 + 2 * KIB // 8
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -250,7 +250,3 @@ def test_it_is_chosen_by_name_on_an_npu_alone(
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(ValueError, match="--attention-backend ascend: torch_npu is not installed"):
         create_attention_backend("ascend", config(device="npu:0"))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

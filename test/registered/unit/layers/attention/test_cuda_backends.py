@@ -190,7 +190,3 @@ def captured(backend: AttentionBackend, batch: ForwardBatch, forward: Any) -> Ca
     with torch.cuda.graph(graph, stream=stream):  # noqa: TID251
         out = forward()
     return Captured(graph, out)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

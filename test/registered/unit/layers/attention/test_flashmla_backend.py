@@ -155,7 +155,3 @@ def test_a_gpu_that_does_not_run_the_kernel_is_named_at_the_start(
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"does not run on 'cpu' .Only SM90a.*: use triton"):
         FlashMLABackend(config).warm_up()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -74,7 +74,3 @@ def test_the_docs_have_the_releases() -> None:
     for minor, cell in rows:
         fitting = flashmla_library.fitting_release(f"2.{minor}.0")
         assert (cell == "none") if fitting is None else f"`{fitting}`" in cell, minor
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -225,7 +225,3 @@ def _check_logits(path: Path) -> None:
             got.append(driver.decode(pairs).next_token_logits.clone())
         both.append(torch.cat(got).cpu())
     torch.testing.assert_close(*both, rtol=0.02, atol=0.02)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

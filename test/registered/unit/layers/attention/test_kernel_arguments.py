@@ -78,7 +78,3 @@ def test_attention_knows_which_keys_a_step_writes(monkeypatch: pytest.MonkeyPatc
     some = queries(77, 4, 16, torch.float32, "cpu")
     backend.forward_extend(some, some, some, layer, extend, torch.tensor([66, 76]))
     assert given == [(2, 1), (8, 4), (2, 67)]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

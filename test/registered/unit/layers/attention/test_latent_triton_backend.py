@@ -246,7 +246,3 @@ def _check_logits(path: Path, hf: Any) -> None:
         got.append(driver.decode(pairs).next_token_logits.clone())
         want += [want_long[88 + step], want_short[17 + step]]
     torch.testing.assert_close(torch.cat(got).cpu(), torch.stack(want), rtol=1e-3, atol=1e-3)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

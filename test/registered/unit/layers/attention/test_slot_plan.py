@@ -123,7 +123,3 @@ def test_extend_prefixes() -> None:
     assert got[1].prefix_run == Run(0, 9, 3)
     assert got[2].prefix_slots is not None
     assert got[2].prefix_slots.tolist() == [9, 10, 3]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -58,7 +58,3 @@ def test_the_choice_is_that_of_a_stable_sort() -> None:
     for topk in (1, 7, 39, 40):
         order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
         assert torch.equal(choose_tokens(scores, topk), order.sort(dim=-1).values)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -294,7 +294,3 @@ def test_flashmla_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch
     )
     create_attention_backend("flashmla", right, DSA)
     assert made == ["flashmla_backend.FlashMLABackend"]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -310,7 +310,3 @@ def test_page_indices_are_the_pages_of_the_slots(page_size: int) -> None:
         for row, length in zip(made.rows.tolist(), lens, strict=True)
     ]
     assert torch.equal(got, torch.cat(want))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

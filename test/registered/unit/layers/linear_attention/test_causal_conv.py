@@ -65,7 +65,3 @@ def test_decoding_goes_on_where_a_prefill_ended() -> None:
 def test_a_snapshot_beyond_the_prefill_is_refused(track: list[int]) -> None:
     with pytest.raises(ValueError, match=r"prefills of \[3\]"):
         ExtendPlan.of([3], track, 4, "cpu")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -159,7 +159,3 @@ def test_wide_convolutions_and_odd_heads_are_left_to_torch() -> None:
     assert delta_net(HALF, kernel=MOST_TAPS + 1)._kernels is None
     assert not delta_net(HALF)._takes_chunks
     assert delta_net(HALF, **WHOLE)._takes_chunks
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

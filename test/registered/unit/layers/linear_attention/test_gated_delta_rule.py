@@ -134,7 +134,3 @@ def test_steps_of_decoding() -> None:
         want, each = by_definition(own, states[request])
         assert_close(torch.stack([out[request] for out in outs]), want)
         assert_close(state[request], each[-1])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -187,7 +187,3 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     odd = MambaSpec.of_shapes((0,), (2, 16, 24), (81, 3), **heads)
     with pytest.raises(ValueError, match="81 channels"):
         VerifyBuffers.of(odd, **sizes)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -127,7 +127,3 @@ def test_programs_have_one_layer_or_several(programs: int, monkeypatch: pytest.M
         commit_verified(buffers, states, ids(3), ids(2), ids(8))
     assert relative_error(pool.temporal, want.temporal) < 1e-6
     assert torch.equal(pool.conv, want.conv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

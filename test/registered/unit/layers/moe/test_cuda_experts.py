@@ -88,7 +88,3 @@ def test_a_graph_serves_tokens_that_choose_others(dtype: torch.dtype) -> None:
         graph.replay()
         assert_near(outputs[-1], cpu, given)
         assert torch.equal(outputs[-1], gpu.forward(*given))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -180,7 +180,3 @@ def test_stacked_tensors_fill_the_same_weights(rank: int, size: int) -> None:
 def test_ranks_that_do_not_divide_the_features_are_refused() -> None:
     with pytest.raises(ValueError, match="24 features of an expert cannot be split over 5"):
         experts({}, rank=0, size=5)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -155,7 +155,3 @@ def test_the_input_is_left_as_it_is() -> None:
     x = torch.ones(3, HIDDEN)
     block.forward(x, torch.zeros(3, HIDDEN))
     assert torch.equal(x, torch.ones(3, HIDDEN))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -187,7 +187,3 @@ def test_the_same_experts_and_weights_as_transformers(
     torch.testing.assert_close(
         weights.gather(-1, order), want_weights.gather(-1, want_order), rtol=1e-5, atol=1e-6
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

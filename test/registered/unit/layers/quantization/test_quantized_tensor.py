@@ -100,7 +100,3 @@ def test_words_are_unpacked_from_the_lowest_bits() -> None:
     word = torch.tensor([[0x76543210 - (1 << 32) + (8 << 28)]], dtype=torch.int32)
     assert unpack_words(word, 4, dim=1).tolist() == [[0, 1, 2, 3, 4, 5, 6, 0xF]]
     assert unpack_words(word, 8, dim=0).tolist() == [[0x10], [0x32], [0x54], [0xF6]]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -188,7 +188,3 @@ def test_a_context_that_ends_in_the_middle_of_a_batch_ends_the_loop(
         directory.remove()
     ending.join(20.0)
     assert not ending.is_alive()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-import pytest
 import torch
 
 from rigs.caches.memory_ranks import MemoryExchange, PassedOnGroup
@@ -135,7 +134,3 @@ def test_one_broadcast_a_tick_one_round_while_something_is_under_way_and_none_wh
         f"{max(groups[0].broadcasts)} bytes, a tick sync {groups[0].reductions[0]} bytes in "
         f"{len(groups[0].reductions)} of them"
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

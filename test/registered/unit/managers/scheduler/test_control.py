@@ -133,7 +133,3 @@ def test_shutdown_ends_what_takes_too_long(model: Path) -> None:
     assert reason is not None
     assert (reason.type, reason.status_code) == ("abort", 503)
     rig.assert_clean()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

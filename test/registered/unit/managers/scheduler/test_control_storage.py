@@ -201,7 +201,3 @@ def test_without_the_lower_tiers_there_is_nothing_to_administer(model: Path) -> 
     rig.step(ATTACH, CLEAR, DETACH, GET)
     assert [one.success for one in rig.answers] == [False] * 4
     assert all("--enable-hierarchical-cache" in one.message for one in rig.answers)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

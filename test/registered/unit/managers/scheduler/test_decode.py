@@ -161,7 +161,3 @@ def test_the_launched_batch_decides_whether_drafts_are_verified(
             rig.step()
         rig.run(rig.request(f"joins {nth}", prompt(nth, 9), greedy(20)))
     assert launched == {(1, True), (2, True), (3, False), (4, False)}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

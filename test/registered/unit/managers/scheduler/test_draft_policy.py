@@ -134,7 +134,3 @@ def test_nothing_is_measured_if_asked_to_speculate_always() -> None:
 
 def test_a_server_without_drafts_has_plain_steps() -> None:
     assert set(Clock(DraftPolicy(1, always=False)).run(5, 300)) == {1}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

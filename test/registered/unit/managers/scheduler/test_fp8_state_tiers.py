@@ -126,7 +126,3 @@ def test_engines_with_another_dtype_read_nothing_of_it(
         finally:
             rig.close()
     assert found == [(0, 0, 0), (0, 0, 0), (0, 0, 96)]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

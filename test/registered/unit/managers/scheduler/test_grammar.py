@@ -188,7 +188,3 @@ def test_a_backend_without_threads_refuses_its_request_alone(model: Path) -> Non
     )
     rig.run(rig.request("second", prompt(1, 8), constrained(regex="ab")))
     assert text_of(rig.results["second"].output_ids) == "ab"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

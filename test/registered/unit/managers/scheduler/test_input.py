@@ -71,7 +71,3 @@ def test_abort_in_every_state(model: Path, ticks: int) -> None:
         assert reason.type in ("abort", "length")
     assert rig.results["r3"].finish_reason is not None
     assert rig.results["r3"].finish_reason.type == "abort"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

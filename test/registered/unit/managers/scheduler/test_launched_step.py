@@ -44,7 +44,3 @@ def test_a_step_without_memory_ends_the_scheduler(
     with pytest.raises(StepOutOfMemory, match=f"{_REMEDY}CUDA out of memory.*2 GiB\\.$"):
         rig.run(rig.request("r", prompt(1, 8)))
     rig.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

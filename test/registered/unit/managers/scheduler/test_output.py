@@ -41,7 +41,3 @@ def test_logprobs_only_for_those_who_ask(model: Path, alone: list[list[int]]) ->
     assert {len(top) for top in tops} == {2}
     assert rig.results["without"].last is not None
     assert rig.results["without"].last.output_logprobs is None
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

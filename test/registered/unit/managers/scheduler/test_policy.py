@@ -247,7 +247,3 @@ def test_neither_a_queue_nor_a_target_that_decoding_misses_starves_the_other() -
     prefills, steps = prefills_and_steps(BatchPolicy(0.005), prefill=0.2, step=0.01, waiting=1000)
     assert prefills == MAX_PREFILLS_IN_A_ROW
     assert steps == MAX_PREFILLS_IN_A_ROW * MAX_DECODE_STEPS_A_PREFILL
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -115,7 +115,3 @@ def test_samples_go_on_when_the_first_is_aborted_or_nothing_is_cached(model: Pat
     rig = SchedulerRig(model, disable_radix_cache=True)
     rig.run(rig.request("s", prompt(4, 64)), rig.request("s-1", prompt(4, 64), sample_of="s"))
     assert rig.scheduler.state.counters.prefill_batches == 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

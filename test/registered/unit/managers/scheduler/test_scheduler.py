@@ -143,7 +143,3 @@ def test_a_clock_that_is_set_neither_shortens_a_shutdown_nor_a_flush(
     rig.scheduler.run(channel)
     assert channel.reasons == {"runs": "length"}
     assert channel.answers == {"flush": True}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

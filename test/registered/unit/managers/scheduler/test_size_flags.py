@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from rigs.schedulers.size_flags import is_served_where_accepted, size_flags
@@ -24,7 +23,3 @@ register_cpu_ci(est_time=11, suite="base-a-test-cpu")
 @given(flags=size_flags())
 def test_what_is_accepted_is_served_to_its_end(model: Path, flags: dict[str, Any]) -> None:
     assume(is_served_where_accepted(model, flags))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

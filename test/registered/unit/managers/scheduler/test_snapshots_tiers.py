@@ -309,7 +309,3 @@ def test_whole_pages_replayed_hit_up_to_the_last_position_for_a_snapshot(
             assert words[0] == words[1]
     finally:
         rig.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

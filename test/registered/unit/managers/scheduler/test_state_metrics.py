@@ -189,7 +189,3 @@ def test_a_model_without_states_has_no_such_metric(tmp_path: Path) -> None:
     assert not of_states(rig)
     rig.step(GetInternalStateReq(req_id="state"))
     assert not [name for name in rig.answers.pop().data if "mamba" in name]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -61,7 +61,3 @@ def test_the_line_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
     fields = record.__dict__["fields"]
     assert fields["cached_tokens"] == {"device": 16, "host": 4, "storage": 12}
     assert fields["first_token_seconds"] == 1.0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

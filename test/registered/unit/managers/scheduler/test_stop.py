@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from rigs.models.letters import Letters
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy
 from sglang.srt.messages.io_struct import (
@@ -78,7 +76,3 @@ def test_a_pattern_that_takes_too_long_ends_its_own_request(model: Path) -> None
     assert (reason.type, reason.status_code) == ("abort", 400)
     assert str(reason.message).startswith("stop_regex: ")
     assert len(rig.results["other"].output_ids) == 60
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

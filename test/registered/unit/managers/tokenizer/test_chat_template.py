@@ -54,7 +54,3 @@ def test_the_conversation_is_left_as_it_is(tmp_path: Path) -> None:
     call: dict[str, Any] = {"function": {"name": "f", "arguments": arguments}}
     made.render([{"role": "assistant", "tool_calls": [call]}], add_generation_prompt=False)
     assert call["function"]["arguments"] is arguments
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

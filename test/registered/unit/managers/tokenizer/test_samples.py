@@ -67,7 +67,3 @@ def test_a_router_may_name_a_room_for_each_sample() -> None:
         expand_samples([base], [room(7), room(5), room(6)])
     with pytest.raises(InvalidRequest, match="bootstrap_room has 2 values for 1 outputs"):
         expand_samples([GenerateRequest(text="a", bootstrap=room(7))], [room(7), room(5)])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -112,7 +112,3 @@ def test_a_closed_channel_reads_and_sends_nothing() -> None:
             await one.channel.close()
 
     asyncio.run(run())
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

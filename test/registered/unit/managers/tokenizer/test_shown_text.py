@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,7 +104,3 @@ def test_character_by_character_equals_the_cut_at_the_first_match(text: str, sto
     else:
         t.feed("", ends=True)
     assert t.state.text == text.split(stop)[0]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

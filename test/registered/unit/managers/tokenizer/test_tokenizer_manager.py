@@ -426,7 +426,3 @@ def test_short_and_long_texts_encode_alike() -> None:
         encoder.close()
 
     asyncio.run(run())
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -211,7 +211,3 @@ class AllocatorWalk(RuleBasedStateMachine):
 
 TestAllocatorWalk = AllocatorWalk.TestCase
 TestAllocatorWalk.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

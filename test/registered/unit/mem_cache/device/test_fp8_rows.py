@@ -133,7 +133,3 @@ def test_sizes_without_a_form_in_fp8_are_refused() -> None:
         IndexerSpec.of((0,), 256, FP8)
     with pytest.raises(ValueError, match="override_kv_cache_dim=576: rows of 656 bytes are kept"):
         MLATokenToKVPool(8, 4, FP8, 512, 64, 1, "cpu", override_kv_cache_dim=576)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

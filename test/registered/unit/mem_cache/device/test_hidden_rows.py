@@ -30,7 +30,3 @@ def test_bytes_of_a_row_pool() -> None:
     assert pool.hidden_bytes == 0
     pool.last_hidden = HiddenRows(4, 6, torch.bfloat16, "cpu")
     assert pool.hidden_bytes == 12
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from sglang.srt.layers.forward_batch_info import StateBatch
@@ -79,7 +78,3 @@ def test_a_batch_has_states_where_the_model_keeps_some() -> None:
     assert states.slots.tolist() == [2, 1]
     assert states.track_slots is None
     assert StateBatch.running(ReqToTokenPool(3, 8, "cpu"), torch.tensor([1])) is None
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -87,7 +87,3 @@ def test_registry_makes_the_pool_with_its_own_size() -> None:
     assert (states.size, states.page_size, pools[PoolName.KV].size) == (3, 1, 8)
     with pytest.raises(ValueError, match="needs at least 1 slot, not 0"):
         make_pools([kv, SPEC], 8, 4, "cpu")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

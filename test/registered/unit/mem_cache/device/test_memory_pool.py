@@ -115,7 +115,3 @@ def test_bad_sizes_are_named() -> None:
         ReqToTokenPool(1, 0, "cpu")
     with pytest.raises(ValueError, match="enable_memory_saver"):
         ReqToTokenPool(1, 1, "cpu", enable_memory_saver=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -196,7 +196,3 @@ def test_arguments_that_would_change_the_memory_are_refused() -> None:
         MLATokenToKVPool(*mla, override_kv_cache_dim=656)
     with pytest.raises(ValueError, match="use_dsa: make a DSATokenToKVPool"):
         MLATokenToKVPool(*mla, use_dsa=True)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

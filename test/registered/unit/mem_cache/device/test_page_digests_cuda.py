@@ -68,7 +68,3 @@ def test_many_pages_go_in_several_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_short_rows_are_refused_with_the_remedy() -> None:
     with pytest.raises(UnfitPages, match="use a larger --page-size"):
         CudaPageHasher([layers_of(PAGES, 132, 2)], 1, by_token=False)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -166,7 +166,3 @@ def test_what_cannot_be_held_is_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make_pools(specs, 8, 4, "cpu", num_states=3)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -354,7 +354,3 @@ def test_copy_engines_get_what_they_do_better(
     rows = HostRows(row, page_tokens, page_stride, token_stride, layer_stride, alignment=16)
     part = PartRows(rows, 0, tuple(range(layers)), row)
     assert EngineUse.of([part, part], page_size, io_backend) == use
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

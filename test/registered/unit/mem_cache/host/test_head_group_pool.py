@@ -157,7 +157,3 @@ def test_no_transport_is_given_addresses_of_a_group() -> None:
             ask(SOME)
     with pytest.raises(ValueError, match="leave the pool"):
         group.check_pages(page_slots([PAGES]))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

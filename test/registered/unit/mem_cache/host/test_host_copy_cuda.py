@@ -314,7 +314,3 @@ def test_wrong_indices_are_refused_before_anything_is_issued() -> None:
         host.load_to_device_per_layer(source, good, page_slots([1, 2], 16), 0, "kernel")
     with pytest.raises(ValueError, match="kernel or direct"):
         host.backup_from_device_all_layer(source, good, good, "kernel_ascend")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -218,7 +218,3 @@ def test_what_cannot_be_copied_is_refused(as_npu: Callable[[int], None]) -> None
         other = make_host_pool(pool, layout)
         with pytest.raises(ValueError, match="use --hicache-mem-layout page_first_kv_split or"):
             other.begin_load(pool, good, good, IO)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -135,7 +135,3 @@ def test_named_settings_stay_in_a_shared_store(page_kib: int) -> None:
 def test_only_page_first_is_token_major() -> None:
     token_major = {layout for layout in HostLayout if page_byte_order(layout) == "token_major"}
     assert token_major == {HostLayout.PAGE_FIRST}
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

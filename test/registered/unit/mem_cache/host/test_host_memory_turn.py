@@ -80,7 +80,3 @@ def test_an_error_ends_the_turn() -> None:
     descriptor = os.open(lock_path(), os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(descriptor)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

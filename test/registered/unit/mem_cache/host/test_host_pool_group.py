@@ -164,7 +164,3 @@ def test_a_group_needs_one_anchor_known_names_and_equal_slots() -> None:
     small = MarksPoolHost(pools.marks, 1.0, 0, PAGE, "page_first")
     with pytest.raises(ValueError, match=r"indexer shares.*kv.*16 pages of 4, not 32 of 4"):
         HostPoolGroup([replace(indexer, host_pool=small), kv])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

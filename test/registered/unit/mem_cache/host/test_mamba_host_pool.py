@@ -137,7 +137,3 @@ def test_engines_with_other_states_in_as_many_bytes_share_nothing(
     pools = [host_of(MambaPool(spec, 1, "cpu"), "page_first") for spec in (SPEC, other)]
     assert pools[0].page_bytes == pools[1].page_bytes
     assert pools[0].page_format != pools[1].page_format
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -270,7 +270,3 @@ def test_kv_split_has_two_buffers() -> None:
         "page_first_direct": 1,
         "page_first_kv_split": 2,
     }
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -138,7 +138,3 @@ def page_on_host(make: MakePool, device: str, layout: str, io_backend: str) -> t
 def test_the_host_holds_what_the_layout_says(layout: str, io_backend: str, make: MakePool) -> None:
     on_gpu = page_on_host(make, "cuda", layout, io_backend)
     assert torch.equal(on_gpu, page_on_host(make, "cpu", layout, "direct"))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

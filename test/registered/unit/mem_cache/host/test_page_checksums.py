@@ -104,7 +104,3 @@ def digests_of(
     assert digests is not None
     found: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = digests.numpy()
     return found
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

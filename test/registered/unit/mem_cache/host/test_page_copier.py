@@ -212,7 +212,3 @@ def test_a_device_without_a_copier_is_refused_until_it_has_one(
     assert isinstance(copier, NoCopier)
     assert copier.pools is pools
     assert not copier.prefers_cpu_slots("direct")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

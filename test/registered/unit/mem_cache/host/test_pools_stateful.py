@@ -330,7 +330,3 @@ def _slots(node: TreeNode) -> list[int]:
 @pytest.mark.parametrize("machine", [Allocator, HostPool, Radix])
 def test_against_a_dict_of_pages(machine: type[RuleBasedStateMachine]) -> None:
     run_machine(machine, EXAMPLES, steps=30)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

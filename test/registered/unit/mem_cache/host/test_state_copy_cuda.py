@@ -70,7 +70,3 @@ def test_round_trips_are_bit_exact(
     host.gather_pages(slots[:1], page)
     on_host = page.numpy().tobytes()
     assert on_host == device_bytes(source, of[:1]), "temporal of all layers, then conv"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

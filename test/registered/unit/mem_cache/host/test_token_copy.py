@@ -72,7 +72,3 @@ def test_tokens_go_to_the_host_and_come_back_bit_for_bit(
     done.synchronize()
     assert device_bytes(target, page_slots(INTO)) == device_bytes(source, page_slots(PAGES))
     assert device_bytes(target, untouched) == before
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -130,7 +130,3 @@ def test_a_write_takes_host_pages_in_all_pools_or_in_none() -> None:
     pools.controller.start_writing(is_urgent=True)
     pools.finish_copies()
     pools.controller.shutdown()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -419,7 +419,3 @@ def test_a_stack_with_states_that_cannot_be_built_names_the_pool_and_takes_no_me
         ValueError, match="page_first_kv_split is not for host pool mamba; use one of: layer_first"
     ):
         build_with_states(with_states(), layout="page_first_kv_split")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

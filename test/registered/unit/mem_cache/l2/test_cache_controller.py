@@ -154,7 +154,3 @@ def test_loads_that_no_forward_waited_for_leave_no_events() -> None:
     assert not made
     counter.set_consumer(index)
     counter.wait_until(1)  # The forward before has waited for it.
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -203,7 +203,3 @@ def test_pages_above_a_pinned_host_page_stay_if_l2_is_full() -> None:
     rig.hi.tree.host.unpin(lower)
     rig.settle()
     rig.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

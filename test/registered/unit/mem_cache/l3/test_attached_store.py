@@ -220,7 +220,3 @@ def test_without_a_thread_for_l3_its_client_is_closed(
         )
     assert store.closed == 1
     wait_for(lambda: set(threading.enumerate()) <= before)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -147,7 +147,3 @@ def test_pages_are_left_alone_for_a_period() -> None:
     assert timeouts.leading_allowed([first, second, third]) == 2
     now = 2 * PERIOD_S
     assert timeouts.leading_allowed([first, second, third]) == 3
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -338,7 +338,3 @@ def test_a_close_that_hangs_holds_up_no_request_and_no_end(
     assert not Erratic.closed
     gate.set()
     wait_for(lambda: len(Erratic.closed) == 2)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -110,7 +110,3 @@ def test_heads_that_are_not_split_evenly_are_refused(share: tuple[int, int, int]
     uneven = RankShare(RankSplit.HEADS, *share)
     with pytest.raises(ValueError, match=r"pool kv: rank 0 of 2 has heads .* no even split"):
         shards([uneven, uneven])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

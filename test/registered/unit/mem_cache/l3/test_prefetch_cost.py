@@ -170,7 +170,3 @@ def test_equal_measurements_fade_as_fast_as_they_should() -> None:
     assert 1000 / weights[-1] == pytest.approx(0.25, rel=0.01)
     steady = [(1000, 1.0)] * 50
     assert rate_of(*steady, (1000, 0.5)) == pytest.approx(1250, rel=0.01)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -347,7 +347,3 @@ def test_ranks_of_which_one_reads_faster_let_those_who_joined_go_at_the_same_tic
     finally:
         goes_on.set()
         ranks.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

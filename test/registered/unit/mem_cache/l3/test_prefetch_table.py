@@ -117,7 +117,3 @@ def test_ranks_keep_what_any_of_them_may_be_writing_to() -> None:
 @pytest.mark.parametrize(("host_pages", "pages"), [(4, 1), (64, 8), (100_000, PAGES_PER_CALL)])
 def test_one_call_takes_a_small_share_of_l2(host_pages: int, pages: int) -> None:
     assert pages_per_read(host_pages) == pages
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from rigs.caches.cache_rig import CacheRig, Reused
 from rigs.caches.memory_ranks import EchoGroup
 from rigs.caches.storage_rigs import counts
@@ -241,7 +239,3 @@ def test_pages_of_a_write_that_failed_are_not_stored_and_go_with_their_next_use(
     assert rig.hi.storage_backup.has_stored(node)
     assert len([path for path in storage_dir.rglob("*") if path.is_file()]) == 4
     rig.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

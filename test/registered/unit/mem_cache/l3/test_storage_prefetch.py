@@ -375,7 +375,3 @@ def test_what_was_published_and_evicted_since_is_not_published_again(
         assert serve(rig, "reads itself", FIRST) == Reused(storage=32)
         assert serve(rig, "r", FIRST) == Reused(device=32)
     rig.settle()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

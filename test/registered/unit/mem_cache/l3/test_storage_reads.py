@@ -195,7 +195,3 @@ def test_questions_have_a_size(bench: HangingBench) -> None:
     bench.io.reads.queue.put(operations)
     wait_for(lambda: all(one.outcome is not None for one in operations))
     assert bench.store.questions == [1, 16, 5]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -158,7 +158,3 @@ def test_a_read_gives_nothing_where_a_part_is_damaged(bench: Bench, pool: str) -
     assert bench.write(PAGES - 1) is LANDED
     assert file.read_bytes() == raw
     assert bench.read().landed_pages == 6
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -163,7 +163,3 @@ def test_one_refused_page_takes_its_own_chain_down_and_no_other(
     assert (a.outcome, b.outcome) == (CacheOutcome.FAILED, CacheOutcome.LANDED)
     assert after_a.outcome is CacheOutcome.SHORT
     assert not any("a3" in call for call in store.calls[1:])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -248,7 +248,3 @@ def test_a_log_that_was_dropped_remembers_no_blocks_of_l3(monkeypatch: pytest.Mo
     assert log.take() == [], "they do not know it"
     log.in_store(node, StorageMedium.DISK)
     assert [type(event) for event in log.take()] == [BlockStored]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

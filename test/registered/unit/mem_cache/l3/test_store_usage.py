@@ -83,7 +83,3 @@ def test_failures_are_logged_and_the_usage_is_unknown(
 
 def test_without_a_client_nobody_is_asked() -> None:
     assert StoreUsage().latest(None) is None
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

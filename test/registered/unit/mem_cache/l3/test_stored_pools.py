@@ -169,7 +169,3 @@ def test_ranks_with_equal_bytes_divide_the_keys_of_each_object_among_them() -> N
     assert by_object[0] != by_object[1], "each object has a hash of its own"
     shares = [num_keys(own) for own in written]
     assert sum(shares) == num_keys(objects) == 200 and all(shares)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -76,7 +76,3 @@ def test_every_field_is_needed(field: str) -> None:
     for wrong in ({**whole, field: 1}, {k: v for k, v in whole.items() if k != field}):
         with pytest.raises(ValueError, match=f"dynamic needs '{field}'"):
             dynamic_class(wrong)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

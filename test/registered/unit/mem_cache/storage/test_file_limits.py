@@ -215,7 +215,3 @@ def test_malformed_limits_are_named_at_the_start(
     monkeypatch.setenv(f"SGLANG_HICACHE_FILE_BACKEND_{name}", value)
     with pytest.raises(ValueError, match=f"SGLANG_HICACHE_FILE_BACKEND_{name}='{value}': expected"):
         envs.check_own()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -322,7 +322,3 @@ def test_pages_before_are_returned_once_in_a_minute(folder: Folder) -> None:
     assert room.not_renewed(["a", "b", "c"]) == [(2, "c")]
     folder.now += 60
     assert room.not_renewed(["b"]) == [(0, "b")]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -457,7 +457,3 @@ def test_other_namespaces_are_counted_and_other_folders_are_not(tmp_path: Path) 
     for folder in (own, other, empty):
         (tmp_path / folder).mkdir()
     assert storage.get_usage().num_other_namespaces == 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -353,7 +353,3 @@ def test_malformed_transfers_name_the_field() -> None:
         PoolTransfer(PoolName.KV, nodes_to_load=[])
     with pytest.raises(ValueError, match="'indexer' was not registered"):
         storage.batch_get_v2([PoolTransfer(PoolName.INDEXER, slots, keys=keys)])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -69,7 +69,3 @@ def test_another_server_is_named(port: int, text: bytes, monkeypatch: pytest.Mon
 def test_nobody_there_names_the_remedy() -> None:
     with pytest.raises(StorageUnavailable, match="MOONCAKE_MASTER_METRICS_PORT"):
         read_usage("127.0.0.1", get_free_port())
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -340,7 +340,3 @@ def test_a_probe_ends_after_a_failed_put(bench: Bench) -> None:
     bench.answer(put=lambda *_: NO_MASTER)
     assert not bench.store._moves_bytes()
     assert bench.fakes[0].calls == ["put"]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

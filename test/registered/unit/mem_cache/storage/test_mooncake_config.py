@@ -471,7 +471,3 @@ def test_registering_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mine", "file", "dynamic"):
         with pytest.raises(ValueError, match="is taken"):
             StorageBackendFactory.register_backend(name, "other.module", "Mine")
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -86,7 +86,3 @@ def test_each_client_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"ssd_offload_path .*: cannot use .*: Not a directory"):
         claim_folder(str(tmp_path / "file"))
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

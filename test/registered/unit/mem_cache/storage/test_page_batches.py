@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rigs.stores.host_pools import make_device_pool, make_host_pool, page_slots
 from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
 from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PoolRows
@@ -26,7 +24,3 @@ def test_groups_of_heads_of_a_pool_share_side_memory() -> None:
     )
     assert one.data_ptr() != other.data_ptr()
     assert PoolRows(whole, others=[rows]).memory is not rows.memory
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -110,7 +110,3 @@ def test_slots_outside_the_pool_are_refused() -> None:
     for slots in (torch.arange(1, 1 + PAGE), torch.arange(2 * PAGE, 3 * PAGE)):
         with pytest.raises(ValueError):
             pool.get_page_buffer_meta(slots)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

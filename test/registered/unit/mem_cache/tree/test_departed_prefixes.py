@@ -85,7 +85,3 @@ def test_what_left_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     for seed in range(3, 7):
         rig.run(prompt(seed, 8))
     assert reach(rig, first) == 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

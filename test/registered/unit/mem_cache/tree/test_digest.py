@@ -228,7 +228,3 @@ def test_a_count_that_differs_is_named_before_nodes() -> None:
         explained(one.cache_state(free=5), other.cache_state(free=3))[0]
         == "rank 1 has free: 3, rank 0 5"
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -254,7 +254,3 @@ def test_bigrams_have_hashes_of_their_own() -> None:
     tokens = RadixKey([1, 2, 3, 4])
     assert tokens.page_hashes(1)[0] == get_hash_str([1])
     assert RadixKey([1, 2, 3], is_bigram=True).page_hashes(1)[0] == get_hash_str([(1, 2)])
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

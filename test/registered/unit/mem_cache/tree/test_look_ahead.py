@@ -147,7 +147,3 @@ def test_conversations_in_turn_reuse_what_memory_holds() -> None:
     assert reused[False] == 0
     # Each round all but what the cache lacks: four of six prompts, at least.
     assert reused[True] >= 5 * 4 * 2
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

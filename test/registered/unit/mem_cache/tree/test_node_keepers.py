@@ -151,7 +151,3 @@ def test_a_write_that_waits_is_given_up_with_its_node() -> None:
     assert not writes.postponed
     rig.settle()
     rig.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -63,7 +63,3 @@ def test_a_single_rank_raises_what_the_step_raises() -> None:
     with pytest.raises(StorageUnavailable) as raised:
         on_all_ranks(SingleRank(), fail)
     assert raised.value is error
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -88,7 +88,3 @@ def test_slots_that_no_eviction_would_find_are_named(tier: str) -> None:
             rig.tree.check_integrity()
         getattr(owner, tier).heap.offer(node)
         rig.tree.check_integrity()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

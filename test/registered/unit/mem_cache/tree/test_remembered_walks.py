@@ -153,7 +153,3 @@ def test_pages_that_come_from_l3_between_arrival_and_admission_are_used(tmp_path
         assert match(rig, key).host_hit_length == 24
         rig.tree.release_aborted_request("r")
         rig.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -357,7 +357,3 @@ def test_a_state_is_kept_with_its_prefix() -> None:
         burst(rig, 3 * pool.size)
         assert (rig.run(AGENT).total > 0) == found
         rig.tree.check_integrity()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -398,7 +398,3 @@ def test_a_cache_for_states_needs_a_model_with_states() -> None:
         MambaRadixCache(params)
     with pytest.raises(ValueError, match="models with recurrent states"):
         HiMambaRadixCache(params, HiCacheSettings())
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

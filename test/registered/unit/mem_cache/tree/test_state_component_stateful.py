@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -159,7 +158,3 @@ class States(RuleBasedStateMachine):
 
 def test_any_order_of_requests_splits_and_evictions() -> None:
     run_machine(States, 60)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

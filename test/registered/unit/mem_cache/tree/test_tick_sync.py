@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 
 from rigs.caches.memory_ranks import EchoGroup, MemoryExchange
@@ -159,7 +158,3 @@ def test_the_wait_for_a_late_rank_is_counted_under_its_number() -> None:
     for counter in counters:
         assert counter.labels(1)._value.get() > 0.08, "two of the three waits are known"
         assert counter.labels(0)._value.get() < 0.01
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from rigs.caches.cache_rig import CacheRig, HiCacheSettings
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.decisions import Decision, DecisionLog
@@ -84,7 +82,3 @@ def test_evictions_are_decisions() -> None:
     noted = {entry["what"]: entry["tokens"] for entry in rig.tree.metrics.decisions.latest()}
     assert noted[Decision.EVICTED_DEVICE.value] >= 6 * PAGE
     assert noted[Decision.EVICTED_HOST.value] >= 6 * PAGE
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 
 from rigs.schedulers.scheduler_rig import greedy
 from sglang.srt.managers.scheduler.requests.req import Req
@@ -42,7 +41,3 @@ def test_keys_of_a_request_are_of_its_prompt_and_output() -> None:
     assert req.slots.kv_committed_ids.tolist() == [5, 6]
     scored = Req(msgspec.structs.replace(message, logprob_start_len=1), max_new_tokens=8)
     assert list(scored.match_key()) == [5]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -296,7 +296,3 @@ def test_a_step_and_a_message_cost_the_same_however_many_wait(model: Path, kind:
         return python_work(lambda: rig.step(*asked))
 
     assert work_of_a_tick(1000) < 1.3 * work_of_a_tick(10)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

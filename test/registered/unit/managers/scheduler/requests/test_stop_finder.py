@@ -148,7 +148,3 @@ def test_any_text_in_any_pieces_stops_where_it_first_matches(
         assert all(shown is None or shown <= growing.shown[-1] for shown in growing.shown)  # type: ignore[operator]
         if match is not None:
             break
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

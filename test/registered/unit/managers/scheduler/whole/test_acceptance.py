@@ -103,7 +103,3 @@ def test_acceptance_is_the_same_everywhere(tmp_path: Path) -> None:
     assert 2.5 < lengths["none"] < 3.5, "most drafts are right, and not all"
     for name, length in lengths.items():
         assert length == pytest.approx(lengths["none"], rel=0.02), (name, lengths)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

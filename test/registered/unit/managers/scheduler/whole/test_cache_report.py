@@ -446,7 +446,3 @@ def test_reports_of_requests_that_end_early_are_forgotten(rig: ReportRig) -> Non
     last = rig.results["leaves"].last
     assert last is not None
     assert last.cache_report is None
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

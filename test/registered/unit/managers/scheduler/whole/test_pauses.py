@@ -213,7 +213,3 @@ def test_a_profile_that_cannot_be_made_costs_no_request(
     rig.scheduler._control._profiler.close()
     assert "was not written" in caplog.text and len(rig.results["r"].output_ids) == 3
     rig.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

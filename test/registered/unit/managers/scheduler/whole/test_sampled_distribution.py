@@ -206,7 +206,3 @@ def test_a_draft_accepted_without_agreement_is_found(
     found = chances(draws, logits)
     assert found["temperature", AFTER_ACCEPTED] < RISK**2
     assert found["temperature", FIRST] > RISK
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -301,7 +301,3 @@ def test_drafts_are_those_of_one_rank_from_every_tier(
             last = results["long"].last
             assert last is not None
             assert tier == "none" or getattr(last.cached_tokens_details, tier) == 192
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

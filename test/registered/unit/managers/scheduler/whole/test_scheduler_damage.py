@@ -285,7 +285,3 @@ def test_an_unchecked_hidden_state_costs_drafts_alone(tmp_path: Path) -> None:
             assert ask(rig, ids) == cold(tmp_path, ids)
         assert found != drafts
         assert checked(cache, "unchecked") == 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

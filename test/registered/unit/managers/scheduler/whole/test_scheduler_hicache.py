@@ -462,7 +462,3 @@ def test_a_storm_of_aborts_under_tight_memory_loses_nothing(model: Path, write_p
             assert words[:length] == rig.results[rid].output_ids, rid
     finally:
         rig.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -141,7 +141,3 @@ def test_logprobs_of_prompt_and_output(oracle: GreedyOracle, words: list[list[in
     torch.testing.assert_close(
         torch.tensor(got.input_logprobs + got.logprobs), want, rtol=1e-4, atol=1e-4
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

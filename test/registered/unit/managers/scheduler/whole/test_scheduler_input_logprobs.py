@@ -145,7 +145,3 @@ def test_long_prompts_are_computed_in_parts(
     rig.run(*(wanting(rig, rid, one, 1, top=3) for rid, one in ids.items()))
     for rid, one in ids.items():
         check(oracle, rig, rid, one, 1, 3)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -110,7 +110,3 @@ def test_the_same_words_from_every_tier(model: Path, layout: str) -> None:
             assert rig.results[rid].output_ids == cold, rid
     finally:
         rig.close()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -316,7 +316,3 @@ def test_the_same_words_in_any_traffic(
         # Tiers may free memory by copying to L2 instead.
         was_short = counters.retractions or (tiers and counters.decode_stalls)
         assert was_short, "memory was short"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

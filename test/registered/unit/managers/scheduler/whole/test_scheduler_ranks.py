@@ -310,7 +310,3 @@ def test_nothing_is_broadcast_while_all_is_idle(
         for rig in ranks.rigs:
             assert rig.scheduler._is_verified, "the one idle tick is for checking page ownership"
     assert calls[0] == calls[1]
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -100,7 +100,3 @@ def test_words_and_pages_are_those_of_a_cold_engine(
             assert len(now) == len(ids) // page_size * page_size
             # Sums in another order now and then move a number to the next in its dtype.
             assert (now - then).norm() < 1e-3 * then.norm()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

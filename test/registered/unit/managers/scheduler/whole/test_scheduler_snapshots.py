@@ -299,7 +299,3 @@ def test_random_work_gives_the_words_of_transformers(oracle: GreedyOracle, seed:
         is_whole = reason is not None and reason.type != "abort"
         oracle.assert_words(tokens, output, count if is_whole else len(output))
     rig.assert_clean()
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -349,7 +349,3 @@ def test_a_stop_among_accepted_drafts_drops_the_rest(
     assert got.output_ids == alone[3][: first + 1]
     assert got.finish_reason is not None
     assert got.finish_reason.matched == stop
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

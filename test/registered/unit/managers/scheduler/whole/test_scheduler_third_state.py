@@ -191,7 +191,3 @@ def test_words_are_right_after_retractions_and_where_slots_are_short(make_rig: A
     for _ in range(3):
         assert rig.generate(PROMPTS, 40) == [words_after(tokens, 40) for tokens in PROMPTS]
     assert rig.scheduler.state.counters.retractions > 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -284,7 +284,3 @@ def test_a_model_gives_the_same_words(tmp_path: Path) -> None:
     for rid in ("warm", "beside"):
         assert rig.results[rid].output_ids == rig.results["cold"].output_ids
     assert_equal_pages(rig, ids, before)
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -109,7 +109,3 @@ def test_words_are_right_after_retractions(make_rig: Any, words: list[list[int]]
     for _ in range(3):
         assert rig.generate(PROMPTS, WORDS) == words
     assert rig.scheduler.state.counters.retractions > 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))

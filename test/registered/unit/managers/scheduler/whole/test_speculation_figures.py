@@ -139,7 +139,3 @@ def test_the_lowest_tier_that_contributed() -> None:
     assert CachedTokensDetails(device=8).lowest_tier == "device"
     assert CachedTokensDetails(device=8, host=1).lowest_tier == "host"
     assert CachedTokensDetails(device=8, storage=1).lowest_tier == "storage"
-
-
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))
