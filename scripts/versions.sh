@@ -2,6 +2,8 @@
 # Runs the suites of `make test` with other versions of Python, torch and transformers.
 # Each combination has an environment of its own below .venv/versions:
 #   scripts/versions.sh [oldest|newest]     (without a name: one after the other)
+# Words after a name are flags for test/run_suite.py, in place of both suites:
+#   scripts/versions.sh oldest --suite base-b-test-cpu --root test/registered/routers
 # The Pythons have to be there. docs/deploy.md says what ran.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,6 +18,8 @@ case ${1:-} in
         ;;
     *) echo "versions: no combination '$1'; there are oldest and newest" >&2 && exit 2 ;;
 esac
+suites=("${@:2}")
+[ $# -gt 1 ] || suites=(--suite base-a-test-cpu --suite base-b-test-cpu)
 echo "=== $1: $python, ${packages[*]}"
 "$python" -c 'import ensurepip, venv' || {
     echo "versions: '$1' needs $python with the modules venv and ensurepip" >&2
@@ -34,4 +38,4 @@ pip=("$venv/bin/python" -m pip install --progress-bar off)
 "${pip[@]}" --no-deps --editable .
 "$venv/bin/python" -m pip list --format freeze | grep -E '^(torch|transformers|mooncake.*)='
 PYTHONPATH=test exec "$venv/bin/python" test/run_suite.py --hw cpu --continue-on-error \
-    --at-once 3 --preload --suite base-a-test-cpu --suite base-b-test-cpu
+    --at-once 3 --preload "${suites[@]}"

@@ -81,6 +81,13 @@ def test_each_combination_has_its_environment_and_runs_both_suites(checkout: Pat
     assert not [one for one in packages if re.match(r"(torch|transformers)\b", one)]
 
 
+def test_words_after_a_name_choose_what_runs(checkout: Path) -> None:
+    assert run(checkout, "oldest", "--suite", "some", "--root", "a folder").returncode == 0
+    *_, suites = (checkout / "calls").read_text().splitlines()
+    assert suites.startswith(".venv/versions/oldest/bin/python test/run_suite.py --hw cpu")
+    assert suites.endswith("--preload --suite some --root a folder test")
+
+
 def test_a_failed_installation_runs_no_suite_and_the_other_combination_follows(
     checkout: Path,
 ) -> None:
