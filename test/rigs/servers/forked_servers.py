@@ -127,6 +127,9 @@ class ForkedServer(EngineServer):
 def forking_engines() -> Iterator[None]:
     """Context in which the processes of an `Engine` are forked from one that has imported all."""
     forking = mock.Mock(return_value=_ForkServer())
+    # An engine starts its processes with signals blocked. The fork server would begin there, and
+    # later servers that come from it would never see a signal.
+    forkserver.ensure_running()
     with (
         mock.patch.object(multiprocessing, "get_context", forking),
         # The forked process would import this one's program, a test file, again.
