@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from rigs.disaggregation.pd_servers import ROUTER, ServerPair, assert_alike, server_pair
+from rigs.disaggregation.router_rows import ROUTERS
 from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
-from sglang.embedded_router import SMG
 from sglang.srt.constants import BUILTIN_MODEL_NAME
 from sglang.srt.disaggregation.base.bootstrap_route import find
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
@@ -231,8 +231,8 @@ def test_a_refusal_says_why(pair: ServerPair, stream: bool) -> None:
 def test_servers_and_router_tell_what_they_are(pair: ServerPair) -> None:
     [prefill], [decode] = pair.prefill, pair.decode
     workers = httpx.get(f"{pair.url}/workers", timeout=20).json()["workers"]
-    told = "labels" if ROUTER == SMG else "metadata"
-    modes = {one["url"]: one[told]["disaggregation_mode"] for one in workers}
+    settings = ROUTERS[ROUTER].server_settings
+    modes = {one["url"]: one[settings]["disaggregation_mode"] for one in workers}
     assert modes == {prefill.url: "prefill", decode.url: "decode"}
     [port] = [one["bootstrap_port"] for one in workers if "bootstrap_port" in one]
     found = prefill.request("GET", "/server_info").body

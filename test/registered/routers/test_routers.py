@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from rigs.disaggregation.router_probe import Probe, RouterFacts, running_router
-from rigs.disaggregation.router_rows import ROWS, SGLANG_ROUTER, SMG
+from rigs.disaggregation.router_rows import ROUTERS, ROWS
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=16, suite="base-b-test-cpu")
 
 
-@pytest.fixture(scope="module", params=[SGLANG_ROUTER, SMG], ids=lambda facts: facts.name)
+@pytest.fixture(scope="module", params=ROUTERS.values(), ids=list(ROUTERS))
 def facts(request: pytest.FixtureRequest) -> RouterFacts:
     made: RouterFacts = request.param
     return made

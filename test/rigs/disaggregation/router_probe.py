@@ -78,6 +78,8 @@ class RouterFacts:
     """Statuses of bodies that name no model, by path."""
     unknown_model: Mapping[bool, int]
     """Status of an OpenAI body whose model no server has, by whether it is before a pair."""
+    server_settings: str
+    """Field of a server in `GET /workers` that has what the server says of itself."""
 
 
 class Worker:

@@ -42,6 +42,7 @@ SGLANG_ROUTER: Final = RouterFacts(
     closed_when_client_leaves=frozenset({"prefill", "decode"}),
     without_model={"/v1/chat/completions": 200, "/v1/completions": 422, "/generate": 200},
     unknown_model={True: 200, False: 200},
+    server_settings="metadata",
 )
 SMG: Final = RouterFacts(
     name="smg",
@@ -53,7 +54,10 @@ SMG: Final = RouterFacts(
     closed_when_client_leaves=frozenset({"decode"}),
     without_model={"/v1/chat/completions": 400, "/v1/completions": 400, "/generate": 200},
     unknown_model={True: 503, False: 404},
+    server_settings="labels",
 )
+ROUTERS: Final = {facts.name: facts for facts in (SGLANG_ROUTER, SMG)}
+"""The routers, by package."""
 _PASSED: Final = frozenset(
     {"Authorization", "X-Request-Id", "X-Correlation-Id", "X-SMG-Routing-Key"}
     | {"traceparent", "tracestate"}
@@ -139,6 +143,15 @@ def _leaving(facts: RouterFacts, probe: Probe) -> None:
     assert {name for name, worker in by_name.items() if worker.left} == gone
 
 
+def _settings(facts: RouterFacts, probe: Probe) -> None:
+    if not probe.is_pair:
+        return
+    servers = probe.client.get(f"{probe.url}/workers").json()["workers"]
+    modes = {one["url"]: one[facts.server_settings]["disaggregation_mode"] for one in servers}
+    prefill, decode = probe.workers
+    assert modes == {prefill.url: "prefill", decode.url: "decode"}
+
+
 ROWS: Final[dict[str, Callable[[RouterFacts, Probe], None]]] = {
     "fields": _fields,
     "models": _models,
@@ -146,4 +159,5 @@ ROWS: Final[dict[str, Callable[[RouterFacts, Probe], None]]] = {
     "refusals": _refusals,
     "the other half of a refused request": _other_half,
     "a client that leaves": _leaving,
+    "settings of servers": _settings,
 }
