@@ -10,6 +10,7 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, Stat
 from sglang.srt.layers.linear_attention.delta_net import DeltaNetOptions, GatedDeltaNet
 from sglang.srt.layers.linear_attention.verify import VerifyBuffers
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
@@ -87,7 +88,7 @@ def run_step(
     """The layer's output for a batch (`batch_of`)."""
     nothing: Any = None
     batch = batch_of(pool, len(x), new, states)
-    out, residual = layer.forward(x, torch.zeros_like(x), nothing, batch, rows)
+    out, residual = layer.forward(x, torch.zeros_like(x), LayerStep(nothing, batch, rows))
     if out is None:
         return residual
     assert isinstance(out, torch.Tensor)

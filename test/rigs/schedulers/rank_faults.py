@@ -13,7 +13,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     MooncakeTransferEngine,
 )
 from sglang.srt.distributed.device_communicators.transfer_types import Transfer
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
@@ -100,10 +100,10 @@ def ends_in(stage: str, sig: signal.Signals, rank: int) -> None:
     calls: list[None] = []
 
     def end(*args: Any, **kwargs: Any) -> Any:
-        batch = next((one for one in args if isinstance(one, ForwardBatch)), None)
-        if batch is None or len(batch.input_ids) >= _SHORT:
+        step = next((one for one in args if isinstance(one, LayerStep)), None)
+        if step is None or len(step.batch.input_ids) >= _SHORT:
             calls.append(None)
-        if calls and (batch is None or len(calls) == 2):
+        if calls and (step is None or len(calls) == 2):
             os.kill(os.getpid(), sig)
         return method(*args, **kwargs)
 

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from sglang.srt.layers.activation import scale_by_gates_
 from sglang.srt.layers.attention_kind import FULL_ATTENTION, AttentionKind
 from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery
+from sglang.srt.layers.rotary_embedding import Rotation
+
+
+class LayerStep(NamedTuple):
+    """A step, as a decoder layer and its attention take it."""
+
+    rotation: Rotation
+    batch: ForwardBatch
+    rows: torch.Tensor | None = None
+    """int64 `[bs]`: tokens whose output is needed, each request's last; None: all. The layer stores
+    keys and values of all tokens."""
 
 
 class RadixAttention(torch.nn.Module):

@@ -10,19 +10,20 @@ import torch
 from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
 from sglang.srt.configs.model_config import ModelConfig, positive_int
 from sglang.srt.layers.attention_kind import DSA, MLA, AttentionKind
-from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery
+from sglang.srt.layers.forward_batch_info import IndexQuery
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.mla.latent_attention import Indexer, KVUpProjection, LatentAttention
 from sglang.srt.layers.moe.sparse_moe import RouterOptions, SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.placement import Share, TensorPlacement
-from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
+from sglang.srt.layers.radix_attention import LayerStep
+from sglang.srt.layers.rotary_embedding import apply_rotary
 from sglang.srt.layers.triton_ops.arguments import RoundedRows
 from sglang.srt.mem_cache.device.fp8_rows import FP8
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.nsa_pool import NSASpec, NSATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import StateSpec
-from sglang.srt.models.llama import CachedAttention, DecoderOptions, LlamaForCausalLM
+from sglang.srt.models.llama import CachedAttention, DecoderOptions, LayerSpec, LlamaForCausalLM
 
 _NORM_EPS = 1e-6
 """Epsilon of the norms between projections; other norms have `rms_norm_eps`."""
@@ -36,16 +37,10 @@ class DeepseekV2AttentionMLA(CachedAttention):
 
     kind: AttentionKind = MLA
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        options: DecoderOptions,
-        placement: TensorPlacement,
-        layer_id: int,
-    ) -> None:
+    def __init__(self, layer: LayerSpec) -> None:
         """Raises ValueError: config.json has impossible sizes."""
         super().__init__()
-        placement = placement.at("self_attn")
+        config, placement = layer.config, layer.placement.at("self_attn")
         self.mla = mla = MLAConfig.from_hf(config.hf_config)
         heads = placement.share(config.num_attention_heads, "attention heads")
         bias = bool(getattr(config.hf_config, "attention_bias", False))
@@ -83,17 +78,11 @@ class DeepseekV2AttentionMLA(CachedAttention):
             mla,
             KVUpProjection(heads, mla, placement=placement.at("kv_b_proj")),
             mla.qk_head_dim**-0.5 * config.rope.score_scale(),
-            layer_id,
+            layer.layer_id,
             kind=self.kind,
         )
 
-    def attend(
-        self,
-        x: torch.Tensor | RoundedRows,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, x: torch.Tensor | RoundedRows, step: LayerStep) -> torch.Tensor:
         assert isinstance(x, torch.Tensor), "there is no first weight"
         mla, q_input = self.mla, x
         latent = self.to_latent.forward(x)
@@ -102,24 +91,18 @@ class DeepseekV2AttentionMLA(CachedAttention):
             q_input = self.q_a_layernorm.forward(latent[:, : mla.q_lora_rank].contiguous())
             latent = latent[:, mla.q_lora_rank :]
         q = self.to_queries.forward(q_input).view(len(x), self.num_heads, -1)
-        self._rotate_(q[..., mla.qk_nope_head_dim :], rotation)
+        self._rotate_(q[..., mla.qk_nope_head_dim :], step)
         normed = self.kv_a_layernorm.forward(latent[:, : mla.kv_lora_rank].contiguous())
-        k_rope = self._rotate_(latent[:, mla.kv_lora_rank :].unsqueeze(1), rotation)
+        k_rope = self._rotate_(latent[:, mla.kv_lora_rank :].unsqueeze(1), step)
         row = torch.cat((normed.unsqueeze(1), k_rope), dim=-1)
-        index = self._index(x, q_input, rotation, forward_batch)
+        index = self._index(x, q_input, step)
         latent = row[..., : mla.kv_lora_rank]
-        return self.attn.forward(q, row, latent, forward_batch, rows=rows, index=index)
+        return self.attn.forward(q, row, latent, step.batch, rows=step.rows, index=index)
 
-    def _rotate_(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        return apply_rotary(x, rotation, x, is_interleaved=self.mla.rope_interleave)
+    def _rotate_(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        return apply_rotary(x, step.rotation, x, is_interleaved=self.mla.rope_interleave)
 
-    def _index(
-        self,
-        x: torch.Tensor,
-        q_input: torch.Tensor,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-    ) -> IndexQuery | None:
+    def _index(self, x: torch.Tensor, q_input: torch.Tensor, step: LayerStep) -> IndexQuery | None:
         """Queries that choose the tokens to attend to; None: attend to all tokens."""
         return None
 
@@ -129,14 +112,9 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
 
     kind = DSA
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        options: DecoderOptions,
-        placement: TensorPlacement,
-        layer_id: int,
-    ) -> None:
-        super().__init__(config, options, placement, layer_id)
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__(layer)
+        config, layer_id = layer.config, layer.layer_id
         settings = IndexerConfig.from_hf(config.hf_config)
         self.topk = settings.topk
         after = layer_id + 1
@@ -149,17 +127,12 @@ class DeepseekV32Attention(DeepseekV2AttentionMLA):
                 settings,
                 self.mla,
                 config.hidden_size,
-                placement=placement.at("self_attn").at("indexer"),
+                placement=layer.placement.at("self_attn").at("indexer"),
             )
 
-    def _index(
-        self,
-        x: torch.Tensor,
-        q_input: torch.Tensor,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-    ) -> IndexQuery | None:
+    def _index(self, x: torch.Tensor, q_input: torch.Tensor, step: LayerStep) -> IndexQuery | None:
         """Store the indexer's keys, and return its queries if a context exceeds `topk` tokens."""
+        forward_batch, rotation = step.batch, step.rotation
         is_short = forward_batch.stores_only or forward_batch.longest_context <= self.topk
         if self.indexer is None:
             assert is_short or forward_batch.index is not None, "an earlier layer has an indexer"

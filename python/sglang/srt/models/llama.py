@@ -22,8 +22,8 @@ from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLine
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, compute_logits
 from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation, apply_rotary
+from sglang.srt.layers.radix_attention import LayerStep, RadixAttention
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding, apply_rotary
 from sglang.srt.layers.triton_ops.arguments import RoundedRows, Weight
 from sglang.srt.layers.vocab_parallel_embedding import VocabLogits, VocabParallelEmbedding
 from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
@@ -39,18 +39,13 @@ class SelfAttention(Protocol):
         """The only weight that multiplies the input; None: the input has other uses."""
 
     def forward(
-        self,
-        x: torch.Tensor | RoundedRows,
-        residual: torch.Tensor,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
+        self, x: torch.Tensor | RoundedRows, residual: torch.Tensor, step: LayerStep
     ) -> tuple[ToAdd, torch.Tensor]:
         """See `CachedAttention.forward`."""
 
 
-MakeAttention = Callable[[ModelConfig, "DecoderOptions", TensorPlacement, int], SelfAttention]
-"""Makes the attention module of a layer, from the layer's placement and index."""
+MakeAttention = Callable[["LayerSpec"], SelfAttention]
+"""Makes the attention module of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +65,18 @@ class DecoderOptions:
     """Norm before both parts of a layer, and after the last layer."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What a decoder layer is made from."""
+
+    config: ModelConfig
+    options: DecoderOptions
+    placement: TensorPlacement
+    """The layer's own, such as that of "model.layers.3"."""
+    layer_id: int
+    """A draft layer has the index after the model's last."""
+
+
 class CachedAttention(torch.nn.Module, ABC):
     """Attention to tokens of which something is cached, and a projection."""
 
@@ -81,30 +88,18 @@ class CachedAttention(torch.nn.Module, ABC):
         return None
 
     def forward(
-        self,
-        x: torch.Tensor | RoundedRows,
-        residual: torch.Tensor,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
+        self, x: torch.Tensor | RoundedRows, residual: torch.Tensor, step: LayerStep
     ) -> tuple[ToAdd, torch.Tensor]:
         """Attend, then project; returns the result of `RowParallelLinear.forward`.
 
         Args:
             x: `[num_tokens, hidden_size]`, rounded if a layer has said its `first_weight`.
-            residual: `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `rows`.
-            rows: int64 `[bs]`: tokens whose output is needed; None: all.
+            residual: `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `LayerStep.rows`.
         """
-        return self.o_proj.forward(self.attend(x, rotation, forward_batch, rows), residual)
+        return self.o_proj.forward(self.attend(x, step), residual)
 
     @abstractmethod
-    def attend(
-        self,
-        x: torch.Tensor | RoundedRows,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, x: torch.Tensor | RoundedRows, step: LayerStep) -> torch.Tensor:
         """`forward` before its projection; see `RadixAttention.forward`."""
 
 
@@ -114,15 +109,10 @@ class LlamaAttention(CachedAttention):
     outputs_per_query = 1
     """Outputs of the query projection per element of the queries."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        options: DecoderOptions,
-        placement: TensorPlacement,
-        layer_id: int,
-    ) -> None:
+    def __init__(self, layer: LayerSpec) -> None:
         super().__init__()
-        placement = placement.at("self_attn")
+        config, options, layer_id = layer.config, layer.options, layer.layer_id
+        placement = layer.placement.at("self_attn")
         heads = placement.share(config.num_attention_heads, "attention heads")
         kv_heads = placement.kv_head_share(config.num_key_value_heads)
         self.head_dim = config.head_dim
@@ -164,20 +154,14 @@ class LlamaAttention(CachedAttention):
     def first_weight(self) -> Weight:
         return self.qkv_proj.weight
 
-    def attend(
-        self,
-        x: torch.Tensor | RoundedRows,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, x: torch.Tensor | RoundedRows, step: LayerStep) -> torch.Tensor:
         qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
-        q, k, v = self._prepare(qkv, rotation, forward_batch)
+        q, k, v = self._prepare(qkv, step)
         is_stored = self.attn.kind == FULL_ATTENTION
-        return self.attn.forward(q, k, v, forward_batch, save_kv_cache=not is_stored, rows=rows)
+        return self.attn.forward(q, k, v, step.batch, save_kv_cache=not is_stored, rows=step.rows)
 
     def _prepare(
-        self, qkv: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
+        self, qkv: torch.Tensor, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Normalise and rotate queries and keys, and store keys and values in the layer's pool.
 
@@ -190,7 +174,8 @@ class LlamaAttention(CachedAttention):
         Returns:
             Queries, keys and values as `RadixAttention.forward` takes them.
         """
-        attn, norm, loc = self.attn, self.qk_norm, forward_batch.out_cache_loc
+        attn, norm, rotation = self.attn, self.qk_norm, step.rotation
+        pool, loc = step.batch.token_to_kv_pool, step.batch.out_cache_loc
         has_window = attn.kind == SLIDING_WINDOW
         # Queries and keys lie side by side, so one pass normalises and rotates both.
         num_rotated = attn.num_heads + attn.num_kv_heads
@@ -204,32 +189,27 @@ class LlamaAttention(CachedAttention):
                 None if norm is None else (norm.weight, norm.eps),
                 (rotation.cos, rotation.signed_sin),
                 loc,
-                *forward_batch.token_to_kv_pool.kv_buffer_to_write(attn.layer_id),
+                *pool.kv_buffer_to_write(attn.layer_id),
             )
             return qk[:, : attn.num_heads], qk[:, attn.num_heads :], v
         qk = apply_rotary(qk if norm is None else norm.forward(qk), rotation)
         q, k = qk[:, : attn.num_heads], qk[:, attn.num_heads :]
         if not has_window:
-            forward_batch.token_to_kv_pool.set_kv_buffer(attn, loc, k, v)
+            pool.set_kv_buffer(attn, loc, k, v)
         return q, k, v
 
 
 class LlamaDecoderLayer(torch.nn.Module):
     """Attention and feed-forward, each after a norm and with a residual."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        options: DecoderOptions,
-        placement: TensorPlacement,
-        layer_id: int,
-    ) -> None:
+    def __init__(self, layer: LayerSpec) -> None:
         super().__init__()
+        config, options, placement = layer.config, layer.options, layer.placement
         size, eps = config.hidden_size, config.rms_norm_eps
         make_attention = options.attention or LlamaAttention
-        self.self_attn = make_attention(config, options, placement, layer_id)
+        self.self_attn = make_attention(layer)
         self.mlp: GatedMLP | SparseMoeBlock
-        if layer_id in options.sparse_layers:
+        if layer.layer_id in options.sparse_layers:
             assert options.sparse is not None
             self.mlp = SparseMoeBlock(options.sparse, placement.at("mlp"))
         else:
@@ -241,12 +221,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         )
 
     def forward(
-        self,
-        x: ToAdd,
-        residual: torch.Tensor,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
+        self, x: ToAdd, residual: torch.Tensor, step: LayerStep
     ) -> tuple[ToAdd, torch.Tensor]:
         """Run the layer. The next layer adds its output to the residual.
 
@@ -254,34 +229,30 @@ class LlamaDecoderLayer(torch.nn.Module):
             x: `[num_tokens, hidden_size]`: output of the previous layer, overwritten; None: the
                 residual includes it.
             residual: `[num_tokens, hidden_size]`, overwritten.
-            rows: int64 `[bs]`: tokens whose output is needed, each request's last; None: all. Keys
-                and values of all tokens are stored.
 
         Returns:
             The output (None: the residual includes it) and the residual.
         """
         attention, mlp = self.self_attn, self.mlp
         normed, residual = self.input_layernorm.add_and_round_(x, residual, attention.first_weight)
-        if rows is not None:
-            residual = residual.index_select(0, rows)
-        x, residual = attention.forward(normed, residual, rotation, forward_batch, rows)
+        if step.rows is not None:
+            residual = residual.index_select(0, step.rows)
+        x, residual = attention.forward(normed, residual, step)
         normed, residual = self.post_attention_layernorm.add_and_round_(
             x, residual, mlp.first_weight
         )
         return mlp.forward(normed, residual)
 
-    def store(
-        self, residual: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
-    ) -> None:
+    def store(self, residual: torch.Tensor, step: LayerStep) -> None:
         """Store what the layer caches of tokens, and nothing else; not for recurrent layers.
 
         Args:
             residual: `[num_tokens, hidden_size]`: input of the layer.
-            forward_batch: A step that only stores.
+            step: A step that only stores.
         """
         assert isinstance(self.self_attn, CachedAttention)
         normed = self.input_layernorm.forward(residual)
-        self.self_attn.attend(normed, rotation, forward_batch, rows=None)
+        self.self_attn.attend(normed, step)
 
 
 class LlamaModel(torch.nn.Module):
@@ -295,7 +266,7 @@ class LlamaModel(torch.nn.Module):
             config.vocab_size, config.hidden_size, placement=placement.at("embed_tokens")
         )
         self.decoder_layers = [
-            LlamaDecoderLayer(config, options, placement.at(f"layers.{i}"), i)
+            LlamaDecoderLayer(LayerSpec(config, options, placement.at(f"layers.{i}"), i))
             for i in range(config.num_hidden_layers)
         ]
         self.layers = torch.nn.ModuleList(self.decoder_layers)
@@ -312,14 +283,14 @@ class LlamaModel(torch.nn.Module):
         the step captures them."""
         x: ToAdd = None
         # Kernels that start early may read what was written before the lookup; see `early_start`.
-        rotation = self.rotary_emb.forward(positions)
+        step = LayerStep(self.rotary_emb.forward(positions), forward_batch)
         residual = self.embed_tokens.forward(input_ids)
         *most, last = self.decoder_layers
         for layer in most:
-            x, residual = layer.forward(x, residual, rotation, forward_batch)
+            x, residual = layer.forward(x, residual, step)
         # After the last layer only the last token of each request is read, except by a draft layer.
         rows = None if forward_batch.capture_hidden else forward_batch.rows_for_logits()
-        x, residual = last.forward(x, residual, rotation, forward_batch, rows)
+        x, residual = last.forward(x, residual, step._replace(rows=rows))
         return self.norm.add_(x, residual)[0]
 
 
@@ -383,7 +354,7 @@ class LlamaForCausalLM(CausalLM):
             embed=self.model.embed_tokens.forward,
             rotate=self.model.rotary_emb.forward,
             layer=LlamaDecoderLayer(
-                config, options, placement.at(names.layer), config.num_hidden_layers
+                LayerSpec(config, options, placement.at(names.layer), config.num_hidden_layers)
             ),
             norm=options.norm,
             hidden_size=config.hidden_size,

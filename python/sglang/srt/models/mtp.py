@@ -19,6 +19,7 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import RowParallelLinear
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.layers.rotary_embedding import Rotation
 
 
@@ -85,12 +86,10 @@ class DecoderLayer(Protocol):
     """The methods of a `LlamaDecoderLayer` that a draft layer calls; documented there."""
 
     def forward(
-        self, x: ToAdd, residual: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
+        self, x: ToAdd, residual: torch.Tensor, step: LayerStep
     ) -> tuple[ToAdd, torch.Tensor]: ...
 
-    def store(
-        self, residual: torch.Tensor, rotation: Rotation, forward_batch: ForwardBatch
-    ) -> None: ...
+    def store(self, residual: torch.Tensor, step: LayerStep) -> None: ...
 
 
 class DraftLayer(torch.nn.Module):
@@ -157,7 +156,7 @@ class DraftLayer(torch.nn.Module):
             `CausalLM.draft_logits`, and `hidden` of the next draft.
         """
         residual, rotation = self._join(input_ids, positions, hidden)
-        x, residual = self.layer.forward(None, residual, rotation, forward_batch)
+        x, residual = self.layer.forward(None, residual, LayerStep(rotation, forward_batch))
         return self.norm.add_(x, residual)[0]
 
     def store(
@@ -168,7 +167,8 @@ class DraftLayer(torch.nn.Module):
         forward_batch: ForwardBatch,
     ) -> None:
         """`forward` for a step that only stores: what tokens attend to plays no part in it."""
-        self.layer.store(*self._join(input_ids, positions, hidden), forward_batch)
+        residual, rotation = self._join(input_ids, positions, hidden)
+        self.layer.store(residual, LayerStep(rotation, forward_batch))
 
     def _join(
         self, input_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor

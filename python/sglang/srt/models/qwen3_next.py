@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig, positive_int
-from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
 from sglang.srt.layers.linear_attention.delta_net import (
@@ -20,12 +19,14 @@ from sglang.srt.layers.linear_attention.delta_net import (
 )
 from sglang.srt.layers.moe.sparse_moe import SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
+from sglang.srt.layers.radix_attention import LayerStep
+from sglang.srt.layers.rotary_embedding import apply_rotary
 from sglang.srt.layers.triton_ops.arguments import RoundedRows
 from sglang.srt.mem_cache.device.state_pool import MambaSpec
 from sglang.srt.mem_cache.device.state_spec import RankSplit, StateSpec
 from sglang.srt.models.llama import (
     DecoderOptions,
+    LayerSpec,
     LlamaAttention,
     LlamaForCausalLM,
 )
@@ -40,27 +41,15 @@ class GatedAttention(LlamaAttention):
     # Each head's query is followed by its gate.
     outputs_per_query = 2
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        options: DecoderOptions,
-        placement: TensorPlacement,
-        layer_id: int,
-    ) -> None:
-        super().__init__(config, options, placement, layer_id)
-        own, eps = placement.at("self_attn"), config.rms_norm_eps
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__(layer)
+        own, eps = layer.placement.at("self_attn"), layer.config.rms_norm_eps
         self.q_norm = ZeroCenteredRMSNorm(self.head_dim, eps, placement=own.at("q_norm"))
         self.k_norm = ZeroCenteredRMSNorm(self.head_dim, eps, placement=own.at("k_norm"))
-        self._kernels = fused_kernels(placement.device)
+        self._kernels = fused_kernels(own.device)
 
-    def attend(
-        self,
-        x: torch.Tensor | RoundedRows,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        attn = self.attn
+    def attend(self, x: torch.Tensor | RoundedRows, step: LayerStep) -> torch.Tensor:
+        attn, rotation, batch = self.attn, step.rotation, step.batch
         qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
         sizes = [2 * attn.num_heads, attn.num_kv_heads, attn.num_kv_heads]
         queries, k, v = torch.split(qkv, sizes, dim=1)
@@ -72,14 +61,14 @@ class GatedAttention(LlamaAttention):
                 (self.q_norm.weight, self.k_norm.weight),
                 self.q_norm.eps,
                 (rotation.cos, rotation.signed_sin),
-                forward_batch.out_cache_loc,
-                *forward_batch.token_to_kv_pool.kv_buffer_to_write(attn.layer_id),
+                batch.out_cache_loc,
+                *batch.token_to_kv_pool.kv_buffer_to_write(attn.layer_id),
             )
         else:
             q = apply_rotary(self.q_norm.forward(q), rotation)
             k = apply_rotary(self.k_norm.forward(k), rotation)
         is_stored = self._kernels is not None
-        return attn.forward(q, k, v, forward_batch, not is_stored, rows, gates=gates)
+        return attn.forward(q, k, v, batch, not is_stored, step.rows, gates=gates)
 
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):
@@ -138,14 +127,12 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
         return DraftNames.as_model("mtp", count if isinstance(count, int) else 1)
 
     @classmethod
-    def _make_attention(
-        cls, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement, layer_id: int
-    ) -> GatedAttention | GatedDeltaNet:
+    def _make_attention(cls, layer: LayerSpec) -> GatedAttention | GatedDeltaNet:
         """Full or linear attention, according to config.json."""
-        if layer_id in config.linear_attention_layers:
-            linear = cls._linear_options(config)
-            return GatedDeltaNet(linear, placement.at("linear_attn"), layer_id)
-        return GatedAttention(config, options, placement, layer_id)
+        if layer.layer_id in layer.config.linear_attention_layers:
+            linear = cls._linear_options(layer.config)
+            return GatedDeltaNet(linear, layer.placement.at("linear_attn"), layer.layer_id)
+        return GatedAttention(layer)
 
     @classmethod
     def _linear_options(cls, config: ModelConfig) -> DeltaNetOptions:

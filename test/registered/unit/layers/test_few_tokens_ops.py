@@ -24,6 +24,7 @@ from sglang.srt.layers.moe.sparse_moe import (
     select_experts,
 )
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.layers.triton_ops import early_start
 from sglang.srt.layers.triton_ops.arguments import ExpertChoice
@@ -249,7 +250,7 @@ def run_hybrid(layers: list[Layer], tokens: int) -> list[torch.Tensor]:
         residual, x = randn(tokens, HIDDEN, seed=step, dtype=HALF), None
         for (norm, net, block, _), batch in zip(layers, batches, strict=True):
             normed, residual = norm.add_(x, residual)
-            x, residual = net.forward(normed, residual, nothing, batch, None)
+            x, residual = net.forward(normed, residual, LayerStep(nothing, batch))
             normed, residual = norm.add_(x, residual)
             x, residual = block.forward(normed, residual)
         left.append(norm.add_(x, residual)[0])

@@ -28,7 +28,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.attention_kind import FULL_ATTENTION, AttentionKind
 from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch
 from sglang.srt.layers.placement import TensorPlacement
-from sglang.srt.layers.rotary_embedding import Rotation
+from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.layers.triton_ops.arguments import RoundedRows
 from sglang.srt.mem_cache.device import pool_registry
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
@@ -36,7 +36,7 @@ from sglang.srt.mem_cache.device.pool_registry import register_pool
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateBuffer, StateSpec
 from sglang.srt.model_executor.graph_capture import uncaptured
 from sglang.srt.model_loader import loader
-from sglang.srt.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
+from sglang.srt.models.llama import LayerSpec, LlamaAttention, LlamaForCausalLM, LlamaModel
 from sglang.srt.models.registry import MODEL_CLASSES
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -123,13 +123,9 @@ class UniformAttention(LlamaAttention):
     """Has llama's weights and asks neither queries nor keys."""
 
     def forward(
-        self,
-        x: torch.Tensor | RoundedRows,
-        residual: torch.Tensor,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
+        self, x: torch.Tensor | RoundedRows, residual: torch.Tensor, step: LayerStep
     ) -> tuple[ToAdd, torch.Tensor]:
+        _, forward_batch, rows = step
         qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
         v = qkv[:, -self.attn.num_kv_heads :]
         assert forward_batch.pools is not None
@@ -148,7 +144,8 @@ class MixedForCausalLM(LlamaForCausalLM):
         super().__init__(config, placement)
         for i in UNIFORM_LAYERS:
             place = placement.at(f"model.layers.{i}")
-            attention = UniformAttention(config, self.decoder_options(config), place, i)
+            layer = LayerSpec(config, self.decoder_options(config), place, i)
+            attention = UniformAttention(layer)
             attention.attn.kind = UNIFORM
             assert isinstance(self.model, LlamaModel)
             self.model.decoder_layers[i].self_attn = attention

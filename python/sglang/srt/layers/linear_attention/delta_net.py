@@ -31,7 +31,7 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
-from sglang.srt.layers.rotary_embedding import Rotation
+from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.layers.triton_ops.arguments import (
     MOST_TAPS,
     TILE_DIMS,
@@ -267,22 +267,17 @@ class GatedDeltaNet(torch.nn.Module):
         )
 
     def forward(
-        self,
-        x: torch.Tensor | RoundedRows,
-        residual: torch.Tensor,
-        rotation: Rotation,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None,
+        self, x: torch.Tensor | RoundedRows, residual: torch.Tensor, step: LayerStep
     ) -> tuple[ToAdd, torch.Tensor]:
         """Update the states, then project like `RowParallelLinear.forward`.
 
         Args:
             x: `[num_tokens, hidden_size]`.
-            residual: `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `rows`.
-            rotation: Unused: the states carry positions.
-            rows: int64 `[bs]`: tokens whose output is needed; None: all.
+            residual: `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `LayerStep.rows`.
+            step: Its rotation is unused: the states carry positions.
         """
         assert isinstance(x, torch.Tensor), "there is no first weight"
+        _, forward_batch, rows = step
         forward_batch.begin_layer(self.layer_id)
         is_few = forward_batch.forward_mode is not ForwardMode.EXTEND or len(x) <= SHORT
         if self._kernels is not None and (is_few or self._takes_chunks):
