@@ -31,7 +31,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import Block, Tr
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, RankSplit
 
 LAYERS, HEADS, HEAD_DIM, PAGE = 36, 8, 128, 64
 CASES: Final = {
@@ -44,10 +44,9 @@ CASES: Final = {
 
 def make_pool(begin: int, end: int, tokens: int) -> MHATokenToKVPool:
     share = RankShare(RankSplit.HEADS, begin, end, HEADS)
-    heads = end - begin
-    return MHATokenToKVPool(
-        tokens, PAGE, torch.bfloat16, heads, HEAD_DIM, LAYERS, "cpu", share=share
-    )
+    layers = tuple(range(LAYERS))
+    spec = KVSpec.of_heads(layers, end - begin, HEAD_DIM, torch.bfloat16, share=share)
+    return MHATokenToKVPool.from_spec(spec, tokens, PAGE, "cpu")
 
 
 def num_bytes_of(pool: MHATokenToKVPool) -> list[int]:

@@ -12,7 +12,7 @@ from rigs.caches.state_rig import StateRig, distinct_numbers
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.mem_cache.device.memory_pool import KVCache, MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_pool import MambaSpec
-from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, RankSplit
 
 _LAYERS, _DIM = 3, 4
 _HEAD_STEP = 1000
@@ -28,16 +28,9 @@ class ShardedRig(CacheRig):
     def make_pool(self, size: int) -> KVCache:
         share = self._place().kv_state_share(self.total_heads)
         self.heads = torch.arange(share.begin, share.end, device=RIG_DEVICE)
-        return MHATokenToKVPool(
-            size,
-            self.page_size,
-            self.dtype,
-            len(self.heads),
-            _DIM,
-            _LAYERS,
-            RIG_DEVICE,
-            share=share,
-        )
+        layers = tuple(range(_LAYERS))
+        spec = KVSpec.of_heads(layers, len(self.heads), _DIM, self.dtype, share=share)
+        return MHATokenToKVPool.from_spec(spec, size, self.page_size, RIG_DEVICE)
 
     def _place(self) -> TensorPlacement:
         return TensorPlacement(

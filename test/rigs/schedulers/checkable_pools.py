@@ -22,13 +22,11 @@ from sglang.srt.mem_cache.device.memory_pool import (
     MHATokenToKVPool,
     ReqToTokenPool,
 )
-from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
+from sglang.srt.mem_cache.device.mla_pool import MLASpec
+from sglang.srt.mem_cache.device.nsa_pool import NSASpec, NSATokenToKVPool
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool
-from sglang.srt.mem_cache.device.state_spec import (
-    RankShare,
-    RankSplit,
-)
+from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, RankSplit
 
 _ALL_HEADS: Final = RankShare(RankSplit.HEADS, 0, 1, 1)
 _MOST_HEADS: Final = 16
@@ -172,30 +170,13 @@ class CheckablePools:
     def _token_pool(self) -> KVCache:
         state, layers = self.state, self.state.token_layers
         if state.is_sparse:
-            return NSATokenToKVPool(
-                self.pool_tokens,
-                self.page_size,
-                4,
-                torch.float32,
-                4,
-                len(layers),
-                "cpu",
-                8,
-                layers=layers,
-                index_dtype=torch.bfloat16,
-            )
+            rows = MLASpec.of(layers, 4, 4, torch.float32)
+            sparse = NSASpec.beside(rows, 8, torch.bfloat16)
+            return NSATokenToKVPool.from_spec(sparse, self.pool_tokens, self.page_size, "cpu")
         heads = state.heads
-        return MHATokenToKVPool(
-            self.pool_tokens,
-            self.page_size,
-            torch.float32,
-            heads.end - heads.begin,
-            4,
-            len(layers),
-            "cpu",
-            layers=layers,
-            share=heads,
-        )
+        num = heads.end - heads.begin
+        kv = KVSpec.of_heads(tuple(layers), num, 4, torch.float32, share=heads)
+        return MHATokenToKVPool.from_spec(kv, self.pool_tokens, self.page_size, "cpu")
 
     def model_pools(self) -> ModelPools:
         """All pools, the primary pool first."""

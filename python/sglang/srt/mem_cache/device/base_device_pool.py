@@ -6,7 +6,6 @@ the layer counter keeps their order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -22,6 +21,9 @@ class HasLayerId(Protocol):
     @property
     def layer_id(self) -> int:
         """The layer's place in the model, from 0."""
+
+
+LayerOrId = HasLayerId | int
 
 
 class LayerTransferCounter(Protocol):
@@ -100,7 +102,7 @@ class BaseDevicePool:
             self.layer_transfer_counter.wait_until(layer_id)
         return self._place[layer_id]
 
-    def place_to_write(self, layer: HasLayerId | int) -> int:
+    def place_to_write(self, layer: LayerOrId) -> int:
         """Index of the layer's buffers, to store new tokens. Does not wait, since a load and a
         forward fill different slots.
 
@@ -164,26 +166,20 @@ class PagedDevicePool(BaseDevicePool):
                 buffer[tgt_loc] = buffer[src_loc]
 
 
-def held_layers(
-    layer_num: int,
-    start_layer: int | None,
-    end_layer: int | None,
-    layers: Sequence[int] | None,
-) -> tuple[int, ...]:
-    """Ids of the model layers that a pool holds.
+def held_layers(layer_num: int, start_layer: int | None, end_layer: int | None) -> tuple[int, ...]:
+    """Ids of the consecutive model layers that a pool with SGLang's arguments holds.
 
     Args:
-        start_layer: First layer, if they are consecutive; 0 by default.
+        start_layer: First layer; 0 by default.
         end_layer: Last layer; follows from `layer_num` by default.
-        layers: All layers, if they are not consecutive.
 
     Raises:
         ValueError: The arguments contradict each other.
     """
     first = start_layer or 0
-    held = tuple(range(first, first + layer_num) if layers is None else layers)
-    if len(held) != layer_num or end_layer not in (None, *held[-1:]):
-        raise ValueError(f"layers do not fit together: {layer_num=}, {layers=}, {end_layer=}")
+    held = tuple(range(first, first + layer_num))
+    if end_layer not in (None, *held[-1:]):
+        raise ValueError(f"layers do not fit together: {layer_num=}, {start_layer=}, {end_layer=}")
     return held
 
 

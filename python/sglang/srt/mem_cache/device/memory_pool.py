@@ -15,12 +15,12 @@ import torch
 
 from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.mem_cache.device.base_device_pool import (
-    HasLayerId,
+    LayerOrId,
     PagedDevicePool,
     held_layers,
     refuse_memory_saver,
 )
-from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, StateSpec
+from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
@@ -246,11 +246,7 @@ class KVCache(PagedDevicePool):
 
     @abstractmethod
     def set_kv_buffer(
-        self,
-        layer: HasLayerId | int,
-        loc: torch.Tensor,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
+        self, layer: LayerOrId, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
     ) -> None:
         """Store new tokens. Does not wait, since a load and a forward fill different slots."""
 
@@ -285,10 +281,8 @@ class MHATokenToKVPool(KVCache):
         *,
         start_layer: int | None = None,
         end_layer: int | None = None,
-        layers: Sequence[int] | None = None,
-        share: RankShare | None = None,
     ) -> None:
-        """See `KVCache`.
+        """SGLang's arguments, for all heads of consecutive layers; `from_spec` takes any spec.
 
         Args:
             dtype: Dtype of keys and values as attention sees them.
@@ -296,12 +290,11 @@ class MHATokenToKVPool(KVCache):
             head_dim: Elements of a key of one head.
             enable_memory_saver: Refused.
             v_head_dim: Elements of a value of one head; as `head_dim` by default.
-            start_layer: See `held_layers`; so are `end_layer` and `layers`.
-            share: The model's heads that these are; None: all of them.
+            start_layer: See `held_layers`; so is `end_layer`.
         """
         refuse_memory_saver(enable_memory_saver)
-        held = held_layers(layer_num, start_layer, end_layer, layers)
-        spec = KVSpec.of_heads(held, head_num, head_dim, dtype, v_head_dim=v_head_dim, share=share)
+        held = held_layers(layer_num, start_layer, end_layer)
+        spec = KVSpec.of_heads(held, head_num, head_dim, dtype, v_head_dim=v_head_dim)
         self._set_up(spec, size, page_size, device)
 
     def _set_up(self, spec: KVSpec, size: int, page_size: int, device: torch.device | str) -> None:
@@ -326,11 +319,7 @@ class MHATokenToKVPool(KVCache):
         return self.k_buffer[index].view(self.dtype), self.v_buffer[index].view(self.dtype)
 
     def set_kv_buffer(
-        self,
-        layer: HasLayerId | int,
-        loc: torch.Tensor,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
+        self, layer: LayerOrId, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
     ) -> None:
         """Store new tokens.
 

@@ -13,7 +13,7 @@ import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import (
     FP8_DTYPES,
-    HasLayerId,
+    LayerOrId,
     PagedDevicePool,
     held_layers,
     refuse_memory_saver,
@@ -122,24 +122,22 @@ class MLATokenToKVPool(KVCache):
         end_layer: int | None = None,
         use_dsa: bool = False,
         override_kv_cache_dim: int | None = None,
-        *,
-        layers: Sequence[int] | None = None,
     ) -> None:
-        """See `KVCache`.
+        """SGLang's arguments, for consecutive layers; `from_spec` takes any spec.
 
         Args:
             dtype: Dtype of the rows.
             kv_lora_rank: Elements of the latent vector.
             qk_rope_head_dim: Elements of the rotated part of the key.
             enable_memory_saver: Refused.
-            start_layer: See `held_layers`; so are `end_layer` and `layers`.
+            start_layer: See `held_layers`; so is `end_layer`.
             use_dsa: Refused: the pool of such a model is a `DSATokenToKVPool`.
             override_kv_cache_dim: See `check_row_dim`.
         """
         refuse_memory_saver(enable_memory_saver)
         if use_dsa:
             raise ValueError("use_dsa: make a DSATokenToKVPool, which has the indexer's keys too")
-        held = held_layers(layer_num, start_layer, end_layer, layers)
+        held = held_layers(layer_num, start_layer, end_layer)
         spec = MLASpec.of(held, kv_lora_rank, qk_rope_head_dim, dtype)
         check_row_dim("override_kv_cache_dim", override_kv_cache_dim, spec)
         self._set_up(spec, size, page_size, device)
@@ -169,11 +167,7 @@ class MLATokenToKVPool(KVCache):
         return rows, self._latent(rows)
 
     def set_kv_buffer(
-        self,
-        layer: HasLayerId | int,
-        loc: torch.Tensor,
-        cache_k: torch.Tensor,
-        cache_v: torch.Tensor,
+        self, layer: LayerOrId, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
     ) -> None:
         """Store the rows of new tokens.
 
@@ -187,7 +181,7 @@ class MLATokenToKVPool(KVCache):
 
     def set_mla_kv_buffer(
         self,
-        layer: HasLayerId | int,
+        layer: LayerOrId,
         loc: torch.Tensor,
         cache_k_nope: torch.Tensor,
         cache_k_rope: torch.Tensor,
@@ -206,7 +200,7 @@ class MLATokenToKVPool(KVCache):
 
     def get_mla_kv_buffer(
         self,
-        layer: HasLayerId | int,
+        layer: LayerOrId,
         loc: torch.Tensor,
         dst_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:

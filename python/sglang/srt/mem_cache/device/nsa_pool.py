@@ -10,7 +10,7 @@ import torch
 
 from sglang.srt.mem_cache.device.base_device_pool import (
     BaseDevicePool,
-    HasLayerId,
+    LayerOrId,
     PagedDevicePool,
     held_layers,
     refuse_memory_saver,
@@ -88,7 +88,7 @@ class NSAIndexerPool(PagedDevicePool):
         return self.index_k_buffer[self.wait_for_layer(layer_id)]
 
     def set_index_k_buffer(
-        self, layer: HasLayerId | int, loc: torch.Tensor, index_k: torch.Tensor
+        self, layer: LayerOrId, loc: torch.Tensor, index_k: torch.Tensor
     ) -> None:
         """Store the keys of new tokens. Does not wait, since a load fills other slots.
 
@@ -155,9 +155,6 @@ class NSATokenToKVPool(MLATokenToKVPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
         index_buf_size: int | None = None,
-        *,
-        layers: Sequence[int] | None = None,
-        index_dtype: torch.dtype | None = None,
     ) -> None:
         """See `MLATokenToKVPool`.
 
@@ -165,7 +162,6 @@ class NSATokenToKVPool(MLATokenToKVPool):
             index_head_dim: Elements of an indexer key.
             kv_cache_dim: See `check_row_dim`.
             index_buf_size: Slots of the keys; refused unless the rows have equally many.
-            index_dtype: Dtype of the keys; None: the dtype of the rows.
 
         Raises:
             ValueError: `kv_cache_dim` or `index_buf_size` is wrong; or see `MLATokenToKVPool`.
@@ -176,10 +172,10 @@ class NSATokenToKVPool(MLATokenToKVPool):
                 "it out"
             )
         refuse_memory_saver(enable_memory_saver)
-        held = held_layers(layer_num, start_layer, end_layer, layers)
+        held = held_layers(layer_num, start_layer, end_layer)
         rows = MLASpec.of(held, kv_lora_rank, qk_rope_head_dim, dtype)
         check_row_dim("kv_cache_dim", kv_cache_dim, rows)
-        spec = NSASpec.beside(rows, index_head_dim, index_dtype or dtype)
+        spec = NSASpec.beside(rows, index_head_dim, dtype)
         self._set_up(spec, size, page_size, device)
 
     def _set_up(self, spec: MLASpec, size: int, page_size: int, device: torch.device | str) -> None:
@@ -196,7 +192,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
         return self.index_pool.get_index_k_buffer(layer_id)
 
     def set_index_k_buffer(
-        self, layer: HasLayerId | int, loc: torch.Tensor, index_k: torch.Tensor
+        self, layer: LayerOrId, loc: torch.Tensor, index_k: torch.Tensor
     ) -> None:
         """See `NSAIndexerPool`."""
         self.index_pool.set_index_k_buffer(layer, loc, index_k)

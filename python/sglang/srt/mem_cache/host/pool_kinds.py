@@ -131,8 +131,6 @@ class StatePoolHost(HostKVCache):
         device: str = "cpu",
         allocator_type: str = "default",
         layout: str = "layer_first",
-        *,
-        page_num: int | None = None,
     ) -> None:
         super().__init__(
             device_pool,
@@ -143,7 +141,6 @@ class StatePoolHost(HostKVCache):
             pin_memory,
             device,
             allocator_type,
-            page_num=page_num,
         )
 
     def _part_shape(self, item: tuple[int, ...]) -> tuple[int, ...]:

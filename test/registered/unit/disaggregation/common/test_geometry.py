@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
-from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, RankSplit
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -209,9 +209,8 @@ class Rank:
         kv, states = heads_of(rank, ranks), heads_of(rank, ranks, STATE_HEADS)
         num = kv.end - kv.begin
         self.place = place
-        self.kv = MHATokenToKVPool(
-            8 * PAGE, PAGE, torch.float32, num, 3, 2, "cpu", v_head_dim=2, share=kv
-        )
+        of_kv = KVSpec.of_heads((0, 1), num, 3, torch.float32, v_head_dim=2, share=kv)
+        self.kv = MHATokenToKVPool.from_spec(of_kv, 8 * PAGE, PAGE, "cpu")
         values = states.end - states.begin
         keys = values // 2
         spec = MambaSpec.of_shapes(

@@ -37,7 +37,7 @@ from sglang.srt.disaggregation.common.staging import (
 from sglang.srt.disaggregation.control.protocol import PoolBuffer
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, RankSplit
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -170,9 +170,8 @@ def test_a_page_that_no_buffer_holds_is_refused_by_name(monkeypatch: pytest.Monk
 
 def pool_of(begin: int, end: int) -> MHATokenToKVPool:
     share = RankShare(RankSplit.HEADS, begin, end, 2)
-    return MHATokenToKVPool(
-        PAGE * PAGES, PAGE, torch.float32, end - begin, 2, 2, "cpu", share=share
-    )
+    spec = KVSpec.of_heads((0, 1), end - begin, 2, torch.float32, share=share)
+    return MHATokenToKVPool.from_spec(spec, PAGE * PAGES, PAGE, "cpu")
 
 
 class Scene:

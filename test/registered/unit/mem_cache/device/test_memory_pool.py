@@ -9,6 +9,7 @@ import torch
 
 from rigs.stores.pool_readers import Layer, SpyCounter
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.device.state_spec import KVSpec
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -81,7 +82,8 @@ def test_readers_wait_for_their_layer_and_writers_do_not() -> None:
 
 def test_a_layer_is_the_models_and_the_pool_finds_its_own() -> None:
     """Layers 3 and 7 of a hybrid have keys and values: they are the pool's layers 0 and 1."""
-    pool = MHATokenToKVPool(8, 4, torch.float32, 2, 3, 2, "cpu", layers=[3, 7])
+    spec = KVSpec.of_heads((3, 7), 2, 3, torch.float32)
+    pool = MHATokenToKVPool.from_spec(spec, 8, 4, "cpu")
     assert (pool.start_layer, pool.end_layer, pool.layer_num) == (3, 7, 2)
     pool.set_kv_buffer(Layer(7), torch.tensor([4]), torch.ones(1, 2, 3), torch.ones(1, 2, 3))
     assert pool.get_key_buffer(7) is pool.k_buffer[1]
@@ -106,9 +108,10 @@ def test_move_and_sizes() -> None:
 def test_bad_sizes_are_named() -> None:
     with pytest.raises(ValueError, match="size=6"):
         MHATokenToKVPool(6, 4, torch.float32, 1, 1, 1, "cpu")
-    for layers in ([1], [2, 1]):
-        with pytest.raises(ValueError, match="layers"):
-            MHATokenToKVPool(8, 4, torch.float32, 1, 1, 2, "cpu", layers=layers)
+    with pytest.raises(ValueError, match="layers"):
+        KVSpec.of_heads((2, 1), 1, 1, torch.float32)
+    with pytest.raises(ValueError, match="layers"):
+        MHATokenToKVPool(8, 4, torch.float32, 1, 1, 0, "cpu")
     with pytest.raises(ValueError, match="end_layer=2"):
         MHATokenToKVPool(8, 4, torch.float32, 1, 1, 2, "cpu", end_layer=2)
     with pytest.raises(ValueError, match="max_context_len=0"):

@@ -25,7 +25,7 @@ INDEXER = IndexerSpec.of((7,), 3, torch.bfloat16)
 
 
 def mla_pool(dtype: torch.dtype = torch.float32) -> MLATokenToKVPool:
-    return MLATokenToKVPool(8, 4, dtype, 4, 2, 2, "cpu", layers=(3, 7))
+    return MLATokenToKVPool.from_spec(MLASpec.of((3, 7), 4, 2, dtype), 8, 4, "cpu")
 
 
 def indexer_pool() -> NSAIndexerPool:
@@ -145,7 +145,7 @@ def test_what_cannot_be_held_is_refused() -> None:
     with pytest.raises(ValueError, match="size=6"):
         MLATokenToKVPool(6, 4, torch.float32, 4, 2, 1, "cpu")
     with pytest.raises(ValueError, match="layer_num=3"):
-        MLATokenToKVPool(8, 4, torch.float32, 4, 2, 3, "cpu", layers=(3, 7))
+        MLATokenToKVPool(8, 4, torch.float32, 4, 2, 3, "cpu", start_layer=3, end_layer=7)
     with pytest.raises(ValueError, match="enable_memory_saver"):
         MLATokenToKVPool(8, 4, torch.float32, 4, 2, 1, "cpu", True)
     with pytest.raises(ValueError, match="size=6"):
