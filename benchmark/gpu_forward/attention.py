@@ -23,7 +23,7 @@ from rigs.models.attention_cases import PagedContexts, attention_layer, queries
 from sglang.benchmark.one_batch import Limits
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import AttentionInputs, ForwardBatch
 from sglang.srt.mem_cache.device.state_spec import KVSpec
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
@@ -62,11 +62,12 @@ def time_layer(
         begun = time.perf_counter()
         backend.init_forward_metadata(batch)
         plans.append(time.perf_counter() - begun)
-    ms = median_ms(lambda: backend.forward(q, k, v, layer, batch, save_kv_cache=False), rep=80)
+    inputs = AttentionInputs(q, k, v, save_kv_cache=False)
+    ms = median_ms(lambda: backend.forward(inputs, layer, batch), rep=80)
     torch.cuda.synchronize()
     begun = time.perf_counter()
     for _ in range(10):
-        backend.forward(q, k, v, layer, batch, save_kv_cache=False)
+        backend.forward(inputs, layer, batch)
     launch_s = (time.perf_counter() - begun) / 10
     return {"plan": statistics.median(plans) * 1e3, "launch": launch_s * 1e3, "layer": ms}
 

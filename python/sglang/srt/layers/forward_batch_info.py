@@ -121,6 +121,18 @@ class IndexQuery(NamedTuple):
         return self._replace(q=self.q[tokens], weights=self.weights[tokens], chosen=chosen)
 
 
+class AttentionInputs(NamedTuple):
+    """What a layer gives its attention backend; documented in `RadixAttention.forward`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    save_kv_cache: bool = True
+    rows: torch.Tensor | None = None
+    index_query: IndexQuery | None = None
+    """`index` there."""
+
+
 class AttentionLayer(Protocol):
     """The part of a `RadixAttention` that backends read; documented there."""
 
@@ -136,16 +148,7 @@ class Attention(Protocol):
     """The methods of an `AttentionBackend` that a layer calls; documented there."""
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        rows: torch.Tensor | None = None,
-        *,
-        index: IndexQuery | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor: ...
 
     def forward_decode_gated(

@@ -8,7 +8,7 @@ import torch
 
 from sglang.srt.layers.activation import scale_by_gates_
 from sglang.srt.layers.attention_kind import FULL_ATTENTION, AttentionKind
-from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery
+from sglang.srt.layers.forward_batch_info import AttentionInputs, ForwardBatch, IndexQuery
 from sglang.srt.layers.rotary_embedding import Rotation
 
 
@@ -95,5 +95,6 @@ class RadixAttention(torch.nn.Module):
             gated = backend.forward_decode_gated(q, gates, self, forward_batch)
             if gated is not None:
                 return gated
-        out = backend.forward(q, k, v, self, forward_batch, save_kv_cache, rows, index=index)
+        inputs = AttentionInputs(q, k, v, save_kv_cache, rows, index)
+        out = backend.forward(inputs, self, forward_batch)
         return out if gates is None else scale_by_gates_(out, gates, rows)

@@ -26,7 +26,7 @@ from sglang.srt.layers.attention.attention_registry import (
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention_kind import FULL_ATTENTION, AttentionKind
-from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch
+from sglang.srt.layers.forward_batch_info import AttentionInputs, AttentionLayer, ForwardBatch
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.layers.triton_ops.arguments import RoundedRows
@@ -78,15 +78,9 @@ class UniformBackend(AttentionBackend):
         self.num_planned += 1
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        assert rows is None, "no uniform layer is the last"
+        assert inputs.rows is None, "no uniform layer is the last"
         news = forward_batch.extend_seq_lens_cpu
         assert news is not None
         return torch.cat(

@@ -19,7 +19,12 @@ import torch
 
 from sglang.srt.hardware_backend.npu.runtime import load_torch_npu
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
-from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch, Segment
+from sglang.srt.layers.forward_batch_info import (
+    AttentionInputs,
+    AttentionLayer,
+    ForwardBatch,
+    Segment,
+)
 
 _PAGE_TOKENS: Final = range(16, 513, 16)
 """Pages that the operator reads."""
@@ -77,18 +82,12 @@ class AscendAttnBackend(AttentionBackend):
             ]
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         outs = []
         for one, slots in self._prefills:
-            own = q[one.begin if rows is None else one.end - 1 : one.end].contiguous()
+            own = inputs.q[one.begin if inputs.rows is None else one.end - 1 : one.end].contiguous()
             # A single query sees all keys, and the operator takes no mask for it.
             causal = {"atten_mask": self._causal_mask, "sparse_mode": _CAUSAL}
             out = self._call(

@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.configs.mla_config import MLAConfig
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
-from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch, IndexQuery
+from sglang.srt.layers.forward_batch_info import AttentionInputs, AttentionLayer, ForwardBatch
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
 
@@ -118,18 +118,11 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """Attend from new tokens to their prefix and, causally, to each other.
 
-        If `rows` are given, only each request's last new token attends and has an output. Shapes
-        are those of `RadixAttention.forward`.
+        With `rows`, only each request's last new token attends and has an output.
         """
 
     @abstractmethod
@@ -151,27 +144,22 @@ class AttentionBackend(ABC):
         return None
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        rows: torch.Tensor | None = None,
-        *,
-        index: IndexQuery | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """Store K and V, then attend. Shapes are those of `RadixAttention.forward`.
-
-        `index` is for kinds of attention that choose which tokens are read.
+        """Store K and V, then attend. Returns what `RadixAttention.forward` does, without gates.
 
         Storing comes first, into slots that no load in flight writes. Reading the pool waits for
         this layer's load, which overlaps with earlier layers.
         """
-        assert index is None, f"{type(self).__name__} reads whole contexts"
-        if save_kv_cache:
-            forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        assert inputs.index_query is None, f"{type(self).__name__} reads whole contexts"
+        self.store(inputs, layer, forward_batch)
         if forward_batch.forward_mode.is_decode():
-            return self.forward_decode(q, layer, forward_batch)
-        return self.forward_extend(q, k, v, layer, forward_batch, rows)
+            return self.forward_decode(inputs.q, layer, forward_batch)
+        return self.forward_extend(inputs, layer, forward_batch)
+
+    @staticmethod
+    def store(inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch) -> None:
+        """Store K and V, unless they are stored already."""
+        if inputs.save_kv_cache:
+            pool, loc = forward_batch.token_to_kv_pool, forward_batch.out_cache_loc
+            pool.set_kv_buffer(layer, loc, inputs.k, inputs.v)

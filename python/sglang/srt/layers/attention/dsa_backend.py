@@ -35,7 +35,12 @@ from sglang.srt.layers.attention.slot_plan import (
     Slots,
     longest_run,
 )
-from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch, IndexQuery
+from sglang.srt.layers.forward_batch_info import (
+    AttentionInputs,
+    AttentionLayer,
+    ForwardBatch,
+    IndexQuery,
+)
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.mem_cache.device.fp8_rows import pack, read_rows
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
@@ -114,26 +119,18 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
         self._contexts, self._splits = {}, {}
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        rows: torch.Tensor | None = None,
-        *,
-        index: IndexQuery | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
+        index = inputs.index_query
         if index is None:
-            return super().forward(q, k, v, layer, forward_batch, save_kv_cache, rows)
-        if save_kv_cache:
-            forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            return super().forward(inputs, layer, forward_batch)
+        self.store(inputs, layer, forward_batch)
         pools = Pools.of(forward_batch, layer.layer_id, index)
         if forward_batch.forward_mode.is_decode():
-            return self._decode(q, as_latent(layer), pools, index)
-        k = as_stored(k, pools.rows, self._new_slots, as_latent(layer))
-        return self._extend(q, k, as_latent(layer), pools, index, rows is not None)
+            return self._decode(inputs.q, as_latent(layer), pools, index)
+        k = as_stored(inputs.k, pools.rows, self._new_slots, as_latent(layer))
+        last_only = inputs.rows is not None
+        return self._extend(inputs.q, k, as_latent(layer), pools, index, last_only)
 
     def _decode(
         self, q: torch.Tensor, layer: LatentAttention, pools: Pools, index: IndexQuery

@@ -19,7 +19,7 @@ import torch
 from sglang.srt.constants import MIB
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
-from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch
+from sglang.srt.layers.forward_batch_info import AttentionInputs, AttentionLayer, ForwardBatch
 from sglang.srt.layers.triton_ops.attention.page_indices import page_indices
 
 logger = logging.getLogger(__name__)
@@ -111,14 +111,9 @@ class FlashInferAttnBackend(AttentionBackend):
             self._plan_decode(wrapper, self._pages(forward_batch))
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
+        q, k, v = inputs.q, inputs.k, inputs.v
         assert layer.scaling == self._scaling
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._extending is self._ragged:
@@ -126,7 +121,7 @@ class FlashInferAttnBackend(AttentionBackend):
         else:
             self._extending.run(q, self._paged_pool(layer, forward_batch), out=out)
         out = out.flatten(1)
-        return out if rows is None else out.index_select(0, rows)
+        return out if inputs.rows is None else out.index_select(0, inputs.rows)
 
     def forward_decode(
         self, q: torch.Tensor, layer: AttentionLayer, forward_batch: ForwardBatch

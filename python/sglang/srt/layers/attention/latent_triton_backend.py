@@ -27,6 +27,7 @@ from sglang.srt.layers.attention.dense_attention import (
 from sglang.srt.layers.attention.dsa_backend import Pools
 from sglang.srt.layers.attention.mla_backend import as_latent, as_stored
 from sglang.srt.layers.forward_batch_info import (
+    AttentionInputs,
     AttentionLayer,
     ForwardBatch,
     ForwardMode,
@@ -195,22 +196,12 @@ class LatentTritonBackend(AttentionBackend):
         return 4 * num_tokens * context_len
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        rows: torch.Tensor | None = None,
-        *,
-        index: IndexQuery | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        if save_kv_cache:
-            forward_batch.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        self.store(inputs, layer, forward_batch)
         if forward_batch.forward_mode is ForwardMode.EXTEND:
-            return self.forward_extend(q, k, v, layer, forward_batch, rows, index)
-        return self.forward_decode(q, layer, forward_batch, index)
+            return self.forward_extend(inputs, layer, forward_batch)
+        return self.forward_decode(inputs.q, layer, forward_batch, inputs.index_query)
 
     def forward_decode(
         self,
@@ -231,15 +222,9 @@ class LatentTritonBackend(AttentionBackend):
         return out.flatten(1)
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
-        index: IndexQuery | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
+        q, k, _, _, rows, index = inputs
         if rows is not None:  # a request's last token sees all of its context, as in decoding
             index = None if index is None else index.of(rows)
             return self.forward_decode(q.index_select(0, rows), layer, forward_batch, index)

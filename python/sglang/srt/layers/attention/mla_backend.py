@@ -29,7 +29,7 @@ from sglang.srt.layers.attention.partial_attention import (
 )
 from sglang.srt.layers.attention.slot_plan import VIEW_BYTES, DecodePlan, ExtendSegment
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend, decode_by_plan
-from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch
+from sglang.srt.layers.forward_batch_info import AttentionInputs, AttentionLayer, ForwardBatch
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.mem_cache.device.fp8_rows import read_rows
 from sglang.srt.mem_cache.device.row_buffers import gather_rows
@@ -55,18 +55,12 @@ class MLATorchNativeBackend(TorchNativeAttnBackend):
         self._new_slots = torch.from_numpy(own.astype(np.int64)).to(self._device)
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         latent_layer = as_latent(layer)
         pool = forward_batch.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        k = as_stored(k, pool, self._new_slots, latent_layer)
-        last_only = rows is not None
+        q, k = inputs.q, as_stored(inputs.k, pool, self._new_slots, latent_layer)
+        last_only = inputs.rows is not None
         outs = []
         for segment in self._extend_plan:
             queries = q[segment.end - 1 if last_only else segment.begin : segment.end]

@@ -36,7 +36,7 @@ from sglang.srt.layers.attention.slot_plan import (
     plan_decode,
     plan_extend,
 )
-from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch
+from sglang.srt.layers.forward_batch_info import AttentionInputs, AttentionLayer, ForwardBatch
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
 
@@ -80,15 +80,12 @@ class TorchNativeAttnBackend(AttentionBackend):
         )
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        last_only = rows is not None  # a request's last token sees its whole context: no mask
+        q, k, v = inputs.q, inputs.k, inputs.v
+        last_only = (
+            inputs.rows is not None
+        )  # a request's last token sees its whole context: no mask
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         outs = []
         for segment in self._extend_plan:

@@ -19,7 +19,12 @@ from sglang.srt.layers.attention.dense_attention import (
     dense_attention,
     plan_dense,
 )
-from sglang.srt.layers.forward_batch_info import AttentionLayer, ForwardBatch, ForwardMode
+from sglang.srt.layers.forward_batch_info import (
+    AttentionInputs,
+    AttentionLayer,
+    ForwardBatch,
+    ForwardMode,
+)
 from sglang.srt.layers.triton_ops.attention.decode_attention import decode_attention, make_arrivals
 from sglang.srt.layers.triton_ops.attention.extend_attention import (
     ExtendWork,
@@ -120,14 +125,9 @@ class TritonAttnBackend(AttentionBackend):
         self._plan = _ExtendPlan(paged=work)
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
+        q, k, v, _, rows, _ = inputs
         if rows is not None:  # a request's last token sees all of its context, as in decoding
             return self.forward_decode(q.index_select(0, rows), layer, forward_batch)
         if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:

@@ -17,9 +17,9 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.partial_attention import attend, heads_first
 from sglang.srt.layers.forward_batch_info import (
+    AttentionInputs,
     AttentionLayer,
     ForwardBatch,
-    IndexQuery,
     Segment,
     StateBatch,
 )
@@ -161,39 +161,25 @@ class WindowTorchBackend(AttentionBackend):
         self._plan = self._plan_extend(segments, lens, forward_batch.input_ids.device)
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        rows: torch.Tensor | None = None,
-        *,
-        index: IndexQuery | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """Attend, and store K and V in the rings. `save_kv_cache` is true: only this backend knows
-        the rings."""
-        assert save_kv_cache and index is None, f"{layer.kind} attention stores by itself"
+        """Attend, and store K and V in the rings, which only this backend knows."""
+        stores, has_index = inputs.save_kv_cache, inputs.index_query is not None
+        assert stores and not has_index, f"{layer.kind} attention stores by itself"
         rings, states = self._rings_of(layer, forward_batch)
         if forward_batch.forward_mode.is_decode():
             if states.first_slots is not None:
                 rings.copy(states.first_slots, states.slots)
-            rings.write(states.slots, forward_batch.positions % self._window, k, v)
-            return self.forward_decode(q, layer, forward_batch)
-        out = self.forward_extend(q, k, v, layer, forward_batch, rows)
-        self._store(k, v, rings, states)
+            rings.write(states.slots, forward_batch.positions % self._window, inputs.k, inputs.v)
+            return self.forward_decode(inputs.q, layer, forward_batch)
+        out = self.forward_extend(inputs, layer, forward_batch)
+        self._store(inputs.k, inputs.v, rings, states)
         return out
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        rows: torch.Tensor | None = None,
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
+        q, k, v = inputs.q, inputs.k, inputs.v
         plan = self._plan
         assert plan is not None
         rings, states = self._rings_of(layer, forward_batch)
@@ -208,7 +194,7 @@ class WindowTorchBackend(AttentionBackend):
             keys = heads_first(torch.cat([past_k[past].to(k.dtype), k[new]]))
             values = heads_first(torch.cat([past_v[past].to(v.dtype), v[new]]))
             past_begin += past_len
-            if rows is not None:
+            if inputs.rows is not None:
                 # The last token sees the last keys, up to `window` of them.
                 seen = slice(max(0, keys.shape[2] - self._window), None)
                 last = heads_first(q[segment.end - 1 : segment.end])

@@ -32,7 +32,7 @@ from sglang.srt.layers.attention.attention_registry import (
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention_kind import FULL_ATTENTION
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import AttentionInputs, ForwardBatch
 from sglang.srt.mem_cache.device.state_spec import KVSpec
 from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
 
@@ -143,7 +143,7 @@ def run(
     layer = attention_layer(HEADS, KV_HEADS, DIM)
     backend.init_forward_metadata(batch)
     k, v = (buffer[batch.out_cache_loc] for buffer in batch.token_to_kv_pool.get_kv_buffer(0))
-    return backend.forward(q, k, v, layer, batch, rows=rows)
+    return backend.forward(AttentionInputs(q, k, v, rows=rows), layer, batch)
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])

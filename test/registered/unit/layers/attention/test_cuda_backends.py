@@ -19,7 +19,7 @@ from rigs.models.attention_cases import (
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import AttentionInputs, ForwardBatch
 from sglang.srt.mem_cache.device.state_spec import KVSpec
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -78,8 +78,9 @@ def check_extend(
     # Keys and values lie beside each other, as a projection returns them: strides are not dense.
     kv = torch.stack([made.k.to(BF16)[loc], made.v.to(BF16)[loc]], dim=1)
     layer = attention_layer(*shape)
-    got = backend.forward(q, kv[:, 0], kv[:, 1], layer, batch)
-    last = backend.forward(q, kv[:, 0], kv[:, 1], layer, batch, rows=batch.rows_for_logits())
+    inputs = AttentionInputs(q, kv[:, 0], kv[:, 1])
+    got = backend.forward(inputs, layer, batch)
+    last = backend.forward(inputs._replace(rows=batch.rows_for_logits()), layer, batch)
     begin = 0
     for i, (prefix, new) in enumerate(work):
         want = attend(q[begin : begin + new], *made.context(i, prefix + new), prefix=prefix)
@@ -122,7 +123,7 @@ def test_decode(name: str, shape: tuple[int, int, int], page_size: int) -> None:
     backend = make(name, shape, page_size)
     backend.init_forward_metadata(batch)
     q = queries(len(lens), shape[0], shape[2], BF16, "cuda")
-    got = backend.forward(q, q, q, attention_layer(*shape), batch, save_kv_cache=False)
+    got = backend.forward(AttentionInputs(q, q, q, False), attention_layer(*shape), batch)
     check_decode(made, got, q, lens)
 
 
@@ -140,7 +141,7 @@ def test_a_cached_token_is_read_from_its_page(name: str, page_size: int, is_deco
     backend.init_forward_metadata(batch)
     q = queries(len(lens), shape[0], shape[2], BF16, "cuda")
     other = q[:, : shape[1]].contiguous()
-    got = backend.forward(q, other, other, attention_layer(*shape), batch)
+    got = backend.forward(AttentionInputs(q, other, other), attention_layer(*shape), batch)
     check_decode(made, got, q, lens)
     stored, _ = batch.token_to_kv_pool.get_kv_buffer(0)
     assert torch.equal(stored[page_size:], made.k[page_size:])
@@ -159,7 +160,7 @@ def test_a_graph_replays_whatever_the_lengths_become(name: str, page_size: int) 
     batch.seq_lens.fill_(1)
 
     def forward() -> torch.Tensor:
-        return backend.forward(q, q, q, layer, batch, save_kv_cache=False)
+        return backend.forward(AttentionInputs(q, q, q, False), layer, batch)
 
     got = captured(backend, batch, forward)
     for seed, lens in enumerate(

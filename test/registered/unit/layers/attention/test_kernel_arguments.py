@@ -15,7 +15,7 @@ import sglang
 from rigs.models.attention_cases import PagedContexts, attention_layer, queries
 from sglang.srt.layers.attention import triton_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
-from sglang.srt.layers.forward_batch_info import ForwardMode
+from sglang.srt.layers.forward_batch_info import AttentionInputs, ForwardMode
 from sglang.srt.mem_cache.device.state_spec import KVSpec
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -76,5 +76,6 @@ def test_attention_knows_which_keys_a_step_writes(monkeypatch: pytest.MonkeyPatc
     backend.forward_decode_gated(many, many, layer, verified)
     extend = contexts.extend_batch([3, 30])
     some = queries(77, 4, 16, torch.float32, "cpu")
-    backend.forward_extend(some, some, some, layer, extend, torch.tensor([66, 76]))
+    inputs = AttentionInputs(some, some, some, rows=torch.tensor([66, 76]))
+    backend.forward_extend(inputs, layer, extend)
     assert given == [(2, 1), (8, 4), (2, 67)]

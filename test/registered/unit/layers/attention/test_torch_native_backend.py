@@ -26,7 +26,7 @@ from sglang.srt.layers.attention.partial_attention import (
 )
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention_kind import DSA
-from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.layers.forward_batch_info import AttentionInputs, ForwardBatch, ForwardMode
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
@@ -94,7 +94,7 @@ class Bench:
         )
         backend = TorchNativeAttnBackend(CONFIG, view_bytes=view_tokens * KV.layer_bytes)
         backend.init_forward_metadata(batch)
-        got = backend.forward(q, k, v, self.layer, batch)
+        got = backend.forward(AttentionInputs(q, k, v), self.layer, batch)
         assert torch.equal(self.pool.k_buffer[1][loc], k)
         want = [
             definition(rows, self.pool.k_buffer[1][slots], self.pool.v_buffer[1][slots])
@@ -103,7 +103,7 @@ class Bench:
         torch.testing.assert_close(got, torch.cat(want), rtol=1e-5, atol=1e-5)
         if mode is ForwardMode.EXTEND:
             rows = batch.rows_for_logits()
-            last = backend.forward(q, k, v, self.layer, batch, rows=rows)
+            last = backend.forward(AttentionInputs(q, k, v, rows=rows), self.layer, batch)
             ends = torch.cat([rows[-1:] for rows in want])
             torch.testing.assert_close(last, ends, rtol=1e-5, atol=1e-5)
 
@@ -160,7 +160,7 @@ def test_a_token_that_is_cached_is_stored_as_padding(
     k, v = made.k[last], made.v[last]
     if is_decode:
         k, v = torch.zeros_like(k), torch.zeros_like(v)
-    got = backend.forward(q, k, v, attention_layer(HEADS, KV_HEADS, DIM), batch)
+    got = backend.forward(AttentionInputs(q, k, v), attention_layer(HEADS, KV_HEADS, DIM), batch)
     want = [attend_by_definition(q, made, i, length) for i, length in enumerate(lens)]
     assert_close(got, torch.cat(want), torch.float32)
     stored, _ = batch.token_to_kv_pool.get_kv_buffer(0)
