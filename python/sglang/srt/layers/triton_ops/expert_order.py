@@ -70,7 +70,8 @@ def _lay_out(
     TILE_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> None:
-    """Store where each expert's uses and tiles begin, and the number of tiles."""
+    """Store where each expert's uses and tiles begin, and the number of tiles. Also a kernel by
+    itself, of grid `(1)`."""
     experts = tl.arange(0, BLOCK_E)
     inside = experts < EXPERTS
     # Counts come from atomics, which leave the L1 cache as it was.
@@ -154,20 +155,6 @@ def _rank_kernel(
     _rank(ids_ptr, counts_ptr, ranks_ptr, tl.program_id(0) * BLOCK, total, BLOCK)
 
 
-@triton.jit
-def _lay_out_kernel(
-    counts_ptr: tl.tensor,
-    begins_ptr: tl.tensor,
-    tiles_ptr: tl.tensor,
-    count_ptr: tl.tensor,
-    EXPERTS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-) -> None:
-    """Grid `(1)`; see `_lay_out`."""
-    _lay_out(counts_ptr, begins_ptr, tiles_ptr, count_ptr, EXPERTS, TILE_ROWS, BLOCK_E)
-
-
 @triton.jit(do_not_specialize=["total"])
 def _put_kernel(
     ids_ptr: tl.tensor,
@@ -216,7 +203,7 @@ def order_by_expert(ids: torch.Tensor, num_experts: int, tile_rows: int) -> Expe
         counts.zero_()
         grid = (triton.cdiv(total, _BLOCK),)
         _rank_kernel[grid](ids, counts, ranks, total, BLOCK=_BLOCK, num_warps=4)
-        _lay_out_kernel[(1,)](
+        _lay_out[(1,)](
             counts, begins, tiles, count,
             EXPERTS=num_experts, TILE_ROWS=tile_rows, BLOCK_E=block_e, num_warps=4,
         )  # fmt: skip

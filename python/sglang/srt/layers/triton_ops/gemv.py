@@ -10,6 +10,31 @@ from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early
 
 
 @triton.jit
+def _products(
+    x_ptr: tl.tensor,
+    weights: tl.tensor,
+    cols: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> tl.tensor:
+    """Sums of the products of a vector of K and some rows, `[rows]`. Reads BLOCK_K columns of the
+    rows before it waits for earlier kernels.
+
+    Args:
+        weights: Pointers to the first `cols`, `[rows, BLOCK_K]`.
+    """
+    first = tl.load(weights)
+    await_kernels_before(EARLY)
+    acc = first.to(tl.float32) * tl.load(x_ptr + cols).to(tl.float32)[None, :]
+    for begin in range(BLOCK_K, K, BLOCK_K):
+        w = tl.load(weights + begin)
+        x = tl.load(x_ptr + begin + cols)
+        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    return tl.sum(acc, axis=1)
+
+
+@triton.jit
 def _gemv_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -25,14 +50,7 @@ def _gemv_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)
     weights = weight_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
-    first = tl.load(weights)
-    await_kernels_before(EARLY)
-    acc = first.to(tl.float32) * tl.load(x_ptr + cols).to(tl.float32)[None, :]
-    for begin in range(BLOCK_K, K, BLOCK_K):
-        w = tl.load(weights + begin)
-        x = tl.load(x_ptr + begin + cols)
-        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
-    total = tl.sum(acc, axis=1)
+    total = _products(x_ptr, weights, cols, K, BLOCK_K, EARLY)
     if BIAS:
         total += tl.load(bias_ptr + rows).to(tl.float32)
     tl.store(out_ptr + rows, total.to(out_ptr.dtype.element_ty))
@@ -53,16 +71,10 @@ def _gated_gemv_kernel(
     both = tl.arange(0, 2)
     cols = tl.arange(0, BLOCK_K)
     weights = weight_ptr + (feature + both * N)[:, None] * K + cols[None, :]
-    first = tl.load(weights)
-    await_kernels_before(EARLY)
-    acc = first.to(tl.float32) * tl.load(x_ptr + cols).to(tl.float32)[None, :]
-    for begin in range(BLOCK_K, K, BLOCK_K):
-        w = tl.load(weights + begin)
-        x = tl.load(x_ptr + begin + cols)
-        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    total = _products(x_ptr, weights, cols, K, BLOCK_K, EARLY)
     # Rounded at the same points as in `gemv` and `silu_and_mul`.
     dtype = out_ptr.dtype.element_ty
-    total = tl.sum(acc, axis=1).to(dtype).to(tl.float32)
+    total = total.to(dtype).to(tl.float32)
     gate = tl.sum(tl.where(both == 0, total, 0.0), axis=0)
     up = tl.sum(tl.where(both == 1, total, 0.0), axis=0)
     activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)

@@ -69,16 +69,30 @@ def plan_of(uses: float, dtype: torch.dtype) -> Plan:
 
 
 @triton.jit
-def program_of_tiles(
-    bound: tl.tensor, BLOCKS: tl.constexpr, GROUP: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Tile and block of this program, of a grid of `bound * BLOCKS`. Programs of GROUP tiles with
-    the same block follow each other."""
+def tile_of_program(
+    table_ptr: tl.tensor, bound: tl.tensor, BLOCKS: tl.constexpr, GROUP: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Tile and block of this program, of a grid of `bound * BLOCKS`, and the tile's row of
+    `ExpertTiles.table`. Programs of GROUP tiles with the same block follow each other."""
     group = tl.program_id(0) // (GROUP * BLOCKS)
     within = tl.program_id(0) % (GROUP * BLOCKS)
     first = group * GROUP
     size = tl.minimum(bound - first, GROUP)
-    return first + within % size, within // size
+    tile = first + within % size
+    expert = tl.load(table_ptr + tile * 3)
+    begin = tl.load(table_ptr + tile * 3 + 1)
+    num_rows = tl.load(table_ptr + tile * 3 + 2)
+    return tile, within // size, expert, begin, num_rows
+
+
+@triton.jit
+def uses_of_tile(
+    order_ptr: tl.tensor, begin: tl.tensor, num_rows: tl.tensor, TILE_ROWS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Which rows of a tile have a use, and the uses, int64."""
+    nth = tl.arange(0, TILE_ROWS)
+    used = nth < num_rows
+    return used, tl.load(order_ptr + begin + nth, mask=used, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -145,15 +159,12 @@ def _gate_up_kernel(
     TMA: tl.constexpr,
 ) -> None:
     """Compute `silu(gate) * up` of BLOCK_F features for the rows of one tile."""
-    tile, block = program_of_tiles(bound, tl.cdiv(FEATURES, BLOCK_F), GROUP)
-    expert = tl.load(table_ptr + tile * 3)
-    begin = tl.load(table_ptr + tile * 3 + 1)
-    num_rows = tl.load(table_ptr + tile * 3 + 2)
+    tile, block, expert, begin, num_rows = tile_of_program(
+        table_ptr, bound, tl.cdiv(FEATURES, BLOCK_F), GROUP
+    )
     if tile >= tl.load(count_ptr):
         return
-    nth = tl.arange(0, TILE_ROWS)
-    used = nth < num_rows
-    uses = tl.load(order_ptr + begin + nth, mask=used, other=0).to(tl.int64)
+    used, uses = uses_of_tile(order_ptr, begin, num_rows, TILE_ROWS)
     x_at = x_ptr + (uses // TOP_K * HIDDEN)[None, :] + tl.arange(0, BLOCK_H)[:, None]
     first = expert * 2 * FEATURES + block * BLOCK_F
     mid = (expert * 2 + 1) * FEATURES
@@ -195,15 +206,12 @@ def _down_kernel(
     TMA: tl.constexpr,
 ) -> None:
     """Compute BLOCK_H features of the weighted output for the rows of one tile."""
-    tile, block = program_of_tiles(bound, tl.cdiv(HIDDEN, BLOCK_H), GROUP)
-    expert = tl.load(table_ptr + tile * 3)
-    begin = tl.load(table_ptr + tile * 3 + 1)
-    num_rows = tl.load(table_ptr + tile * 3 + 2)
+    tile, block, expert, begin, num_rows = tile_of_program(
+        table_ptr, bound, tl.cdiv(HIDDEN, BLOCK_H), GROUP
+    )
     if tile >= tl.load(count_ptr):
         return
-    nth = tl.arange(0, TILE_ROWS)
-    used = nth < num_rows
-    uses = tl.load(order_ptr + begin + nth, mask=used, other=0).to(tl.int64)
+    used, uses = uses_of_tile(order_ptr, begin, num_rows, TILE_ROWS)
     inner_at = inner_ptr + (uses * FEATURES)[None, :] + tl.arange(0, BLOCK_F)[:, None]
     first = expert * HIDDEN + block * BLOCK_H
     end = (expert + 1) * HIDDEN

@@ -18,6 +18,23 @@ _WARPS: Final = 1
 
 
 @triton.jit
+def _row_of_program(
+    slots_ptr: tl.tensor,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Token and slot of this program, and for each group its elements and which of them exist."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    group, place = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
+    at = group[:, None] * SIZE + place[None, :]
+    inside = (group < GROUPS)[:, None] & (place < SIZE)[None, :]
+    return token, slot, at, inside
+
+
+@triton.jit
 def _store_kernel(
     values_ptr: tl.tensor,
     slots_ptr: tl.tensor,
@@ -36,12 +53,9 @@ def _store_kernel(
     LEAST: tl.constexpr,
 ) -> None:
     """One program rounds and stores one row, of GROUPS groups of SIZE elements."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
+    token, slot, at, inside = _row_of_program(slots_ptr, GROUPS, SIZE, BLOCK_G, BLOCK_S)
     width = ELEMENTS + 4 * GROUPS + 2 * REST
-    group, place = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
-    at = group[:, None] * SIZE + place[None, :]
-    inside = (group < GROUPS)[:, None] & (place < SIZE)[None, :]
+    group = tl.arange(0, BLOCK_G)
     values = values_ptr + token * values_stride
     x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
     # Divisions as in torch, rounded to nearest; Triton's own is less exact.
@@ -74,12 +88,9 @@ def _gather_kernel(
     BLOCK_R: tl.constexpr,
 ) -> None:
     """One program reads one row."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
+    token, slot, at, inside = _row_of_program(slots_ptr, GROUPS, SIZE, BLOCK_G, BLOCK_S)
     width = ELEMENTS + 4 * GROUPS + 2 * REST
-    group, place = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
-    at = group[:, None] * SIZE + place[None, :]
-    inside = (group < GROUPS)[:, None] & (place < SIZE)[None, :]
+    group = tl.arange(0, BLOCK_G)
     code = tl.load(codes_ptr + slot * width + at, mask=inside, other=0.0)
     scales = scales_ptr + slot * (width // 4) + ELEMENTS // 4
     scale = tl.load(scales + group, mask=group < GROUPS, other=0.0)

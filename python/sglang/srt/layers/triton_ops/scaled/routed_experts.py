@@ -21,8 +21,9 @@ from sglang.srt.layers.triton_ops.rounding import quantize_activations, quantize
 from sglang.srt.layers.triton_ops.routed_experts import (
     load_rows,
     load_weights,
-    program_of_tiles,
     sum_of_uses,
+    tile_of_program,
+    uses_of_tile,
 )
 from sglang.srt.layers.triton_ops.scaled.groups import (
     ROWS_OF_LEFT,
@@ -125,15 +126,12 @@ def _product_kernel(
 
     A row of `x` (there are `num_rows`) has USES uses: TOP_K if it is a token, or 1.
     """
-    tile, block = program_of_tiles(bound, tl.cdiv(N, BLOCK_N), TILES)
-    expert = tl.load(table_ptr + tile * 3)
-    begin = tl.load(table_ptr + tile * 3 + 1)
-    count = tl.load(table_ptr + tile * 3 + 2)
+    tile, block, expert, begin, count = tile_of_program(
+        table_ptr, bound, tl.cdiv(N, BLOCK_N), TILES
+    )
     if tile >= tl.load(count_ptr):
         return
-    nth = tl.arange(0, TILE_ROWS)
-    used = nth < count
-    uses = tl.load(order_ptr + begin + nth, mask=used, other=0).to(tl.int64)
+    used, uses = uses_of_tile(order_ptr, begin, count, TILE_ROWS)
     rows = uses // USES
     cols = tl.arange(0, BLOCK_K) if FP8 else first_halves(BLOCK, BLOCK_K)
     x_at = x_ptr + (rows * K)[None, :] + cols[:, None]
