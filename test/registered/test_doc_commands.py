@@ -56,7 +56,7 @@ def test_what_blocks_leave_running_is_ended(tmp_path: Path) -> None:
         with pytest.raises(AssertionError, match="ended with 1"):
             types.run(Block(3, "bash", "false"))
     assert len(left) == 2
-    assert wait_until(lambda: not any(map(is_alive, left)), 10)
+    assert wait_until(lambda: not any(map(is_alive, left)), 60)
 
 
 def test_the_command_that_set_up_installs() -> None:

@@ -38,7 +38,7 @@ def test_f3_tcp_is_loopback_and_bombs_for_mooncake_do_not_arrive(server: KeyedSe
 def test_f3_bombs_for_mooncake_end_its_port_and_no_server(server: KeyedServer) -> None:
     already = len(server.log())
     assert sum(throw_bombs(member.pid, "127.0.0.1") for member in server.members()) > 0
-    assert wait_until(lambda: "Mooncake's parser cannot take" in server.log()[already:], 10)
+    assert wait_until(lambda: "Mooncake's parser cannot take" in server.log()[already:], 60)
     assert server.ask().status_code == 200
 
 

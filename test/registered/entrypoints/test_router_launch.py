@@ -46,7 +46,7 @@ def test_it_starts_servers_and_a_router(tmp_path: Path) -> None:
             children = psutil.Process(program.pid).children(recursive=True)
             program.send_signal(signal.SIGTERM)
             program.wait(60)
-            gone, alive = psutil.wait_procs(children, timeout=30)
+            gone, alive = psutil.wait_procs(children, timeout=120)
             assert gone and not alive
         finally:
             if program.poll() is None:

@@ -97,7 +97,7 @@ def end_of(server: ForkedServer, family: list[psutil.Process]) -> tuple[int, lis
     begin = time.monotonic()
     status = server.process.wait(END_S)
     seconds = time.monotonic() - begin
-    assert wait_until(lambda: not any(map(is_alive, family)), 10), "processes are left"
+    assert wait_until(lambda: not any(map(is_alive, family)), 60), "processes are left"
     return status, server.process.log_tail(8).splitlines(), seconds
 
 

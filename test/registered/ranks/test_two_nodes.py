@@ -81,7 +81,7 @@ def two_nodes(model: Path) -> Iterator[Nodes]:
         children = nodes.await_ready()
         assert len(children) == 3, "a rank each, and one detokenizer"
         yield nodes
-        assert wait_until(lambda: not any(map(is_alive, children)), 10), "processes are left"
+        assert wait_until(lambda: not any(map(is_alive, children)), 60), "processes are left"
     finally:
         nodes.kill()
 

@@ -188,7 +188,7 @@ class Asker:
 
 def until(is_so: Callable[[], bool]) -> None:
     """Wait until `is_so` holds; fail after ten seconds."""
-    assert wait_until(is_so, 10, interval=0.005)
+    assert wait_until(is_so, 60, interval=0.005)
 
 
 def fill(prefill: PrefillRooms, room: int) -> None:

@@ -38,7 +38,7 @@ SHORT_TIMEOUTS = Timeouts(unknown_room=0.3, waiting=0.3, silence=0.4)
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    assert wait_until(is_so, 10, interval=0.005)
+    assert wait_until(is_so, 60, interval=0.005)
 
 
 class Place:

@@ -298,12 +298,12 @@ def test_a_prefill_server_that_shuts_down_says_so(pair: PdRig) -> None:
     """A server that asks learns of it, even if the request has only just come."""
     pair.decode.step(pair.request("a", PROMPTS[6], room=2))
     rooms = pair.prefill.rooms
-    assert wait_until(lambda: bool(rooms._waiting), 10, interval=0.001)
+    assert wait_until(lambda: bool(rooms._waiting), 60, interval=0.001)
     pair.prefill.step(pair.request("a", PROMPTS[6], room=2), ShutdownReq(timeout=0.0))
     while not pair.prefill.scheduler.is_stopped:
         pair.prefill.step()
     pair.prefill.scheduler.close()
-    assert wait_until(lambda: stepped(pair.decode, "a"), 10, interval=0.001)
+    assert wait_until(lambda: stepped(pair.decode, "a"), 60, interval=0.001)
     assert "the server is shutting down" in why(pair, "a")
 
 

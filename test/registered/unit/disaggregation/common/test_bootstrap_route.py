@@ -98,7 +98,7 @@ def test_an_answer_that_does_not_end_is_given_up() -> None:
         with answering(b"HTTP/1.1 200 OK\r\n" + head, more=more) as port:
             with pytest.raises(BootstrapError, match=message):
                 find(HOST, port, 0, 0.3)
-            assert wait_until(lambda: not asking(), 10), "the thread and its socket have ended"
+            assert wait_until(lambda: not asking(), 60), "the thread and its socket have ended"
 
 
 def test_no_server_is_said_with_its_address() -> None:

@@ -53,7 +53,7 @@ class Place:
         return len(self.staging._free)
 
     def until_free(self, count: int) -> None:
-        assert wait_until(lambda: self.num_free == count, 10, interval=0.002)
+        assert wait_until(lambda: self.num_free == count, 60, interval=0.002)
 
     def ask(self, **fields: int) -> Packed:
         return self.packer.ask(msgspec.structs.replace(FIRST, **fields), PAGES)
@@ -66,7 +66,7 @@ class Place:
             answers.append(self.ask(**fields))
             return len(answers[-1].places) == count
 
-        assert wait_until(is_so, 10, interval=0.002), answers[-1]
+        assert wait_until(is_so, 60, interval=0.002), answers[-1]
         return answers[-1]
 
     def assert_holds(self, place: int, unit: int) -> None:
@@ -176,7 +176,7 @@ def test_a_packing_that_fails_says_why_and_the_next_goes_on(
 
     with monkeypatch.context() as patched:
         patched.setattr(*what, fail)
-        assert wait_until(lambda: place.ask().failure is not None, 10, interval=0.002)
+        assert wait_until(lambda: place.ask().failure is not None, 60, interval=0.002)
     assert place.ask().failure == "packing pages failed: RuntimeError: no memory"
     place.until_free(NUM_BUFFERS)
     place.packed(WINDOW, number=1)

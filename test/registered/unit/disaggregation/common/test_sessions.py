@@ -49,7 +49,7 @@ def test_idle_sessions_of_servers_that_are_gone_end_when_another_is_met(
         used(sessions, session_id)
     peers.gone = {"a", "b"}
     used(sessions, "d")
-    assert wait_until(lambda: sorted(peers.forgotten) == ["a", "b"], 10)
+    assert wait_until(lambda: sorted(peers.forgotten) == ["a", "b"], 60)
     assert sorted(sessions.known) == ["c", "d"]
 
 
@@ -63,9 +63,9 @@ def test_a_server_runs_while_it_accepts_control_connections(peers: LocalMover) -
         sessions.enter("127.0.0.1:2", "i", f"tcp://127.0.0.1:{get_free_port()}")
         sessions.leave("127.0.0.1:2")
         sessions.probe()
-        assert wait_until(lambda: peers.forgotten == ["127.0.0.1:2"], 10)
+        assert wait_until(lambda: peers.forgotten == ["127.0.0.1:2"], 60)
     sessions.probe()
-    assert wait_until(lambda: peers.forgotten == ["127.0.0.1:2", "127.0.0.1:1"], 10)
+    assert wait_until(lambda: peers.forgotten == ["127.0.0.1:2", "127.0.0.1:1"], 60)
 
 
 def test_a_session_with_transfers_in_flight_is_kept(sessions: Sessions, peers: LocalMover) -> None:
@@ -75,10 +75,10 @@ def test_a_session_with_transfers_in_flight_is_kept(sessions: Sessions, peers: L
     used(sessions, "b")
     sessions.leave("a")
     sessions.probe()
-    assert wait_until(lambda: peers.forgotten == ["b"], 10)
+    assert wait_until(lambda: peers.forgotten == ["b"], 60)
     sessions.leave("a")
     sessions.probe()
-    assert wait_until(lambda: peers.forgotten == ["b", "a"], 10)
+    assert wait_until(lambda: peers.forgotten == ["b", "a"], 60)
 
 
 def test_the_sessions_that_were_used_longest_ago_are_forgotten(
@@ -121,7 +121,7 @@ def test_idle_sessions_are_probed_as_time_passes(
     peers.gone = {"a"}
     monkeypatch.setattr(module, "PROBE_EVERY_S", 0.0)
     used(sessions, "b")
-    assert wait_until(lambda: peers.forgotten == ["a"], 10)
+    assert wait_until(lambda: peers.forgotten == ["a"], 60)
 
 
 def test_a_probe_that_takes_long_holds_up_no_prompt(peers: LocalMover) -> None:
@@ -135,14 +135,14 @@ def test_a_probe_that_takes_long_holds_up_no_prompt(peers: LocalMover) -> None:
     sessions = Sessions(peers, runs)
     used(sessions, "a")
     used(sessions, "b")
-    assert wait_until(lambda: bool(probed), 10)
+    assert wait_until(lambda: bool(probed), 60)
     used(sessions, "c")
     sessions.enter("a", "i", "a")
     for _ in range(3):
         sessions.probe()
     assert len(probed) == 1, "one after the other"
     may_end.set()
-    assert wait_until(lambda: peers.forgotten == ["b"], 10)
+    assert wait_until(lambda: peers.forgotten == ["b"], 60)
     assert sorted(sessions.known) == ["a", "c"], "a prompt came from the first meanwhile"
 
 

@@ -47,7 +47,7 @@ PAGE, PAGES = 2, 8
 
 
 def until(is_so: Any) -> None:
-    assert wait_until(is_so, 10, interval=0.005)
+    assert wait_until(is_so, 60, interval=0.005)
 
 
 class Recorded(LocalMover):

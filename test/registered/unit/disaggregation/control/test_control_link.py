@@ -323,7 +323,7 @@ def test_the_last_message_leaves(echo: Echo) -> None:
     link = ControlLink(echo.endpoint, None)
     link.send(b"goodbye")
     link.close()
-    assert wait_until(lambda: echo.taken == [b"goodbye"], 10)
+    assert wait_until(lambda: echo.taken == [b"goodbye"], 60)
 
 
 # ---- what a stranger can do --------------------------------------------------------------------
@@ -369,7 +369,7 @@ def test_a_stranger_is_taken_from_even_less(echo: Echo) -> None:
         began = time.monotonic()
         sock = connect(stack, echo.port)
         sock.sendall(as_frame(b"x") * 1000)
-        assert wait_until(lambda: len(echo.taken) > 2 * UNKEPT_FRAMES_AT_ONCE, 10)
+        assert wait_until(lambda: len(echo.taken) > 2 * UNKEPT_FRAMES_AT_ONCE, 60)
         taken, took = len(echo.taken), time.monotonic() - began
         assert taken <= UNKEPT_FRAMES_AT_ONCE + UNKEPT_FRAMES_A_SECOND * took
 
@@ -413,12 +413,12 @@ def test_idle_connections_make_room(
         late = link_to(echo)
         late.send(b"hello")
         assert late.receive(10) == b"hello"
-        assert wait_until(lambda: len(echo.listener.peers) <= 22, 10)
+        assert wait_until(lambda: len(echo.listener.peers) <= 22, 60)
         opening(idle[0])
         assert idle[0].recv(1) == b"", "the one that was silent for longest was closed"
         kept.send(b"still here")
         assert kept.receive(10) == b"still here"
-    assert wait_until(lambda: open_files() <= before + 3, 10)
+    assert wait_until(lambda: open_files() <= before + 3, 60)
     assert MAX_UNKEPT >= 1000
 
 
