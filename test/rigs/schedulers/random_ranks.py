@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import secrets
 import shlex
 import sys
 import threading
@@ -53,17 +52,6 @@ _MOST_DELAY_S: Final = 0.0005
 _DEADLINE_S: Final = 30.0
 """Limit for a rank that waits for others. It is below the limit of a step, so that the error names
 the missing rank: ranks that have diverged may wait for each other in different collectives."""
-_WORK: Final = (
-    "tokens from host",
-    "tokens from storage",
-    "evicted from host",
-    "write landed",
-    "steps from a state of the tree",
-)
-"""Work that must happen. One seed in four reads from storage; more are drawn until all of it
-has."""
-_MOST_RUNS: Final = 60
-"""Most runs of three tiers. If one in four does some work, the chance that none does is 3e-8."""
 _END: Final = b""
 """Message in place of a tick: the run is over."""
 
@@ -260,24 +248,6 @@ def _command(seed: int, ranks: int, attn_cp_size: int, steps: int) -> list[str]:
     numbers = {"seed": seed, "ranks": ranks, "attn-cp-size": attn_cp_size, "steps": steps}
     words = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
     return ["python", "-m", _MODULE, *words]
-
-
-def run_until_all_happened(ranks: int, steps: int) -> None:
-    """Run drawn seeds, `TICKS_OF_A_SEED` ticks each: at least `steps` ticks, then those with three
-    tiers until all work of the tiers has happened. Raises AssertionError if some never does."""
-    counts: Counter[str] = Counter()
-    # A third of the setups has no L3. They run, but do not count.
-    least_runs = steps * 2 // 3 // TICKS_OF_A_SEED + 1
-    runs = 0
-    while runs < least_runs or (runs < _MOST_RUNS and not all(counts[what] for what in _WORK)):
-        seed = secrets.randbits(31)
-        if runs >= least_runs and Setup.draw(random.Random(seed)).tiers < 3:
-            continue  # Its ticks are not needed, and what is still missing needs three tiers.
-        outcome = run_ranks(seed, ranks, TICKS_OF_A_SEED)
-        counts.update(outcome.counts)
-        runs += outcome.setup.tiers == 3
-    for what in _WORK:
-        assert counts[what], f"no {what} in {runs} runs of three tiers"
 
 
 def run_for(

@@ -1,6 +1,6 @@
 """A slice of the random work on several ranks, and proof that it can fail.
 
-The long run is `test_random_ranks_long.py`.
+`test_random_ranks_nightly.py` draws seeds.
 """
 
 from __future__ import annotations
