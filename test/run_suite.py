@@ -40,8 +40,8 @@ UNIT_SUITES: Final = frozenset({"base-a-test-cpu"})
 """Suites whose files start no processes: one pytest runs many of them and imports torch once."""
 PROCESSES: Final = min(2, os.cpu_count() or 1)
 """Processes of a unit suite at the same time. More would cost more imports than they save."""
-PARTS: Final = 2 * PROCESSES
-"""Parts of a unit suite, each in a process and within its time."""
+PARTS: Final = 3 * PROCESSES
+"""Parts of a unit suite, each in a process and within its time. The last one may run by itself."""
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 """Environment of processes that share cores: torch's threads wait for each other by spinning."""
 
