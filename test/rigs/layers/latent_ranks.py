@@ -71,8 +71,9 @@ def check(ranks: int, device: str) -> None:
         save_tiny_checkpoint(directory, "deepseek_v32", **SIZES)
         right = logits_of(StepDriver(directory, page_size=16, device="cpu"))
         results = run_ranks(
-            ranks, logits_of_rank, directory, device, device=device, timeout_s=_TIMEOUT_S
-        )
+            ranks, logits_of_rank, directory, device, device=device, timeout_s=_TIMEOUT_S,
+            preload=["rigs.layers.latent_ranks"],
+        )  # fmt: skip
         for found, shared in results:
             torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-3)
             # The first of two layers: tokens 37 to 79 under masks, then blocks of 8. The last layer
