@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import zmq
 
+from rigs.servers.forked_servers import forking_engines
 from sglang.srt.hardware_backend.cuda.runtime import CudaRuntime
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.mem_cache.tree.radix_key import token_array
@@ -84,6 +85,7 @@ def scheduler(**args: Any) -> Iterator[tuple[Peer, Any, dict[str, Any]]]:
         process = spawn.Process(
             target=run_scheduler_process,
             args=(ServerArgs(**args).resolve(), ipc, None, theirs),
+            name="scheduler",
         )
         process.start()
         stack.callback(process.join, 10)
@@ -169,7 +171,7 @@ def test_auto_means_the_best_device_of_the_machine(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(args: dict[str, Any], message: str) -> None:
-    with scheduler(**args) as (_, process, ready):
+    with forking_engines(), scheduler(**args) as (_, process, ready):
         assert ready["status"] == "error"
         assert message in ready["message"]
         assert "\n" not in ready["message"]
