@@ -1,147 +1,43 @@
-"""The same words from one to eight ranks, and with context parallelism: tiny models, real
-servers, every tier. `deepseek_v32` also drafts tokens under context parallelism."""
+"""The same words from one to four ranks, and with context parallelism: tiny models, real
+servers, every tier. `deepseek_v32` also drafts tokens under context parallelism.
+
+`test_same_words_of_ranks_nightly.py` has eight ranks.
+"""
 
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from rigs.drafts.guesses import guess_in_rank
 from rigs.models.tiny_models import save_tiny_checkpoint
-from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import EngineServer
 from rigs.servers.forked_servers import ForkedServer
-from rigs.servers.request_battery import GREEDY, Results, battery, differences
 from rigs.stores.mooncake_cluster import MooncakeCluster
-from sglang.srt.constants import BUILTIN_MODEL_DIR
+from rigs.words_of_ranks import FAMILIES, PAGE, SOURCES, ask, assert_same_words, flags
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=80, suite="base-b-test-cpu")
 
-HEADS: Final[dict[str, Any]] = {"num_attention_heads": 8, "vocab_size": 2176, "eos_token_id": 2}
-"""Two KV heads: of four ranks each has one that another has too."""
-LATENT: Final[dict[str, Any]] = {**HEADS, "num_key_value_heads": 8}
-DELTA: Final[dict[str, Any]] = {**HEADS, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
-FAMILIES: Final = {
-    "qwen3": HEADS,
-    "qwen3_moe": HEADS,
-    "deepseek_v32": LATENT,
-    "qwen3_next": DELTA,
-    "qwen3_5": DELTA,
-}
 TP: Final = ((1, 1), (2, 1), (4, 1))
 SIZES: Final = {
     "qwen3": (*TP, (4, 2)),
     "qwen3_moe": ((1, 1), (4, 1), (2, 2)),
-    "deepseek_v32": ((1, 1), (8, 1), (8, 2)),
+    "deepseek_v32": ((1, 1), (4, 1), (4, 2)),
     "qwen3_next": ((1, 1), (4, 1)),
     "qwen3_5": TP[:2],
 }
 """Numbers of ranks, and how many of them divide a prompt; the first is the reference."""
-DRAFTING: Final = ("deepseek_v32",)
-IDS: Final = prompt(1, 200)
-PAGE: Final = 16
-WHOLE: Final = 192
-"""Tokens of the whole pages of IDS."""
-SOURCES: Final = {"L1": (WHOLE, 0, 0), "L2": (0, WHOLE, 0), "L3": (0, 0, WHOLE)}
-TOLERANCE: Final = 1e-4
-
-
-def flags(
-    family: str, size: int, backend: str = "file", *, cp_size: int = 1, chunk: int = 64
-) -> list[str]:
-    words = {
-        "tp-size": size,
-        "attn-cp-size": cp_size,
-        "device": "cpu",
-        "tokenizer-path": BUILTIN_MODEL_DIR,
-        "page-size": PAGE,
-        "max-total-tokens": 1024,
-        "max-running-requests": 8,
-        "chunked-prefill-size": chunk,
-        "hicache-storage-backend": backend,
-        "hicache-storage-prefetch-policy": "wait_complete",
-        "hicache-storage-backend-extra-config": json.dumps({"prefetch_threshold": PAGE}),
-        "hicache-ratio": 4,
-    }
-    if family in ("qwen3_next", "qwen3_5"):
-        words["max-mamba-cache-size"] = 24
-    return [
-        "--enable-hierarchical-cache",
-        "--constrained-json-disable-any-whitespace",
-        *(text for name, value in words.items() for text in (f"--{name}", str(value))),
-    ]
-
-
-def ask(server: EngineServer) -> tuple[list[int], tuple[int, int, int]]:
-    """The words, and how many tokens of the prompt came from the device, the host and the store."""
-    answer = server.generate(IDS, sampling=GREEDY)
-    found = answer.cached
-    return answer.output_ids, (found["device"], found["host"], found.get("storage", 0))
-
-
-def push_out(server: EngineServer) -> None:
-    """Fill L1 with other prompts."""
-    for seed in range(100, 105):
-        server.generate(prompt(seed, 220), max_new_tokens=1)
-
-
-def words_of(server: ForkedServer, *, restarts: bool) -> tuple[list[int], Results]:
-    """A server's answers to IDS, equal from every tier and after a restart, and to the battery."""
-    cold, found = ask(server)
-    assert found == (0, 0, 0)
-    assert ask(server) == (cold, SOURCES["L1"])
-    results = battery(server)
-    server.flush()
-    assert ask(server) == (cold, SOURCES["L3"])
-    push_out(server)
-    assert ask(server) == (cold, SOURCES["L2"])
-    assert server.stop() == 0
-    if restarts:
-        server.start()
-        assert ask(server) == (cold, SOURCES["L3"]), "from the store of a server that ended"
-    return cold, results
+ONE_HEAD_EACH: Final[dict[str, dict[str, Any]]] = {
+    "deepseek_v32": {"num_attention_heads": 4, "num_key_value_heads": 4}
+}
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_ranks_say_what_one_rank_says(tmp_path: Path, family: str) -> None:
-    model = tmp_path / "model"
-    drafts = family in DRAFTING
-    save_tiny_checkpoint(model, family, mtp=drafts, **FAMILIES[family])
-    expected: tuple[list[int], Results] | None = None
-    for size, cp_size in SIZES[family]:
-        sizes = f"TP {size}, CP {cp_size}"
-        env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / f"store {sizes}")}
-        words, in_rank = flags(family, size, cp_size=cp_size), None
-        if drafts and cp_size > 1:
-            assert expected is not None
-            # Ranks cut chunks of 96 tokens within pages.
-            words = flags(family, size, cp_size=cp_size, chunk=96)
-            words += ["--speculative-algorithm", "NEXTN"]
-            in_rank = partial(guess_in_rank, [[*IDS, *expected[0]]], 0.8)
-        with ForkedServer(*words, env=env, model=str(model), in_rank=in_rank) as server:
-            found = words_of(server, restarts=(size, cp_size) == SIZES[family][-1])
-        if expected is None:
-            expected = found
-            check(found[1])
-        assert found[0] == expected[0], sizes
-        assert differences(found[1], expected[1], TOLERANCE) == [], sizes
-
-
-def check(results: Results) -> None:
-    """Assert that the results have everything that is compared."""
-    assert all(answer["ids"] for answers in results.values() for answer in answers)
-    (schema,) = results["schema"]
-    assert json.loads(schema["text"])["name"] in ("heron", "stork")
-    assert len({tuple(sample["ids"]) for sample in results["samples"]}) == 3
-    (logprobs,) = results["log probabilities"]
-    assert len(logprobs["logprobs"]) > 4 * 70
-    (stopped,) = results["stop"]
-    assert stopped["end"]["type"] == "stop"
+    assert_same_words(tmp_path, family, SIZES[family], **ONE_HEAD_EACH.get(family, {}))
 
 
 def test_ranks_write_to_mooncake_and_read_from_it(tmp_path: Path) -> None:

@@ -1,0 +1,14 @@
+"""The words of one rank from eight, which have a head each, and from four times two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rigs.words_of_ranks import assert_same_words
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=50, suite="nightly-test-cpu", nightly=True)
+
+
+def test_eight_ranks_say_what_one_rank_says(tmp_path: Path) -> None:
+    assert_same_words(tmp_path, "deepseek_v32", ((1, 1), (8, 1), (8, 2)))
