@@ -99,7 +99,8 @@ class PrefillRooms(RoomServer):
 
     def take_claimed(self) -> list[int]:
         """Rooms that a decode server asks for, and that were not taken yet."""
-        self.check()
+        for sender in self.senders.values():
+            sender.poll()
         claimed = [
             number
             for number, room in list(self._rooms.items())

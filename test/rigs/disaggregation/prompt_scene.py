@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -113,7 +114,13 @@ class Prompt(MooncakeKVReceiver):
         servers.new_reader = lambda: (reader, fails_at)  # type: ignore[method-assign]
         super().__init__(cast(MooncakeKVDecodeManager, _Servers(servers)), ("host", 1), room)
         self._server = servers.find(("host", 1))
-        self.on_known(sources)
+        self._room.sources = tuple(sources)
+
+    @property
+    def has_returned(self) -> threading.Event:
+        """Set when no thread reads the prompt, or will."""
+        assert self._read is not None, "it is read"
+        return self._read.has_returned
 
     @property
     def outcome(self) -> FirstToken | str | None:

@@ -13,7 +13,6 @@ from sglang.srt.disaggregation.base.conn import (
     BaseKVReceiver,
     BootstrapAddr,
     KVPoll,
-    KVPoller,
     KVTransferError,
 )
 from sglang.srt.disaggregation.common.metadata_reader import CONTROL, TRANSPORT
@@ -205,9 +204,8 @@ class DecodeRole(Role):
     def _poll(self) -> None:
         asked = [one for one in self._waiting.values() if one.asked is not None]
         others = [*self._transferring.values(), *self._lingering]
-        pollers: list[KVPoller] = [*(one.receiver for one in asked), *others]
-        polls = poll_and_all_reduce(pollers, self._group)
         requests = [*asked, *others]
+        polls = poll_and_all_reduce(requests, self._group)
         if KVPoll.Failed in polls:
             self._fail_polled(requests, polls)
         for one, poll in zip(requests, polls, strict=True):

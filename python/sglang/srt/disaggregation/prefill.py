@@ -116,18 +116,19 @@ class PrefillRole(Role):
         bootstrap = req.spec.bootstrap
         if bootstrap is None:
             return None
-        number = bootstrap.room
-        if self._is_taken(number):
-            return room_taken(number)
-        self._rooms[number] = PrefillRoom(self._new_sender(bootstrap), self._state.now, req.rid)
+        room = self._open_room(bootstrap, req.rid)
+        if room is None:
+            return room_taken(bootstrap.room)
+        self._rooms[bootstrap.room] = room
         return None
 
-    def _new_sender(self, bootstrap: Bootstrap) -> BaseKVSender:
-        address = bootstrap.host, bootstrap.port
-        return self._sender_class(self._kv_manager, address, bootstrap.room)
-
-    def _is_taken(self, number: int) -> bool:
-        return number in self._rooms or number in self._past
+    def _open_room(self, bootstrap: Bootstrap, rid: str = "") -> PrefillRoom | None:
+        """A room for request `rid`; None: another request has the room."""
+        number = bootstrap.room
+        if number in self._rooms or number in self._past:
+            return None
+        sender = self._sender_class(self._kv_manager, (bootstrap.host, bootstrap.port), number)
+        return PrefillRoom(sender, self._state.now, rid)
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
         bootstrap = message.bootstrap
@@ -141,8 +142,9 @@ class PrefillRole(Role):
             self.on_declined(bootstrap, why)
 
     def on_declined(self, bootstrap: Bootstrap, reason: str) -> None:
-        if not self._is_taken(bootstrap.room):
-            self._end_room(PrefillRoom(self._new_sender(bootstrap), self._state.now), reason)
+        room = self._open_room(bootstrap)
+        if room is not None:
+            self._end_room(room, reason)
 
     def _end_room(self, room: PrefillRoom, why: str) -> None:
         number = room.sender.bootstrap_room

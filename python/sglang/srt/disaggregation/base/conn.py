@@ -143,17 +143,17 @@ class BaseKVSender(KVPoller):
         bootstrap_addr: The bootstrap server that the request names.
         bootstrap_room: Number of the room. No other request has it; `clear` was called on the
             sender of an earlier one.
+
+    Attributes:
+        num_sent: Number of pages given to `send`.
     """
 
+    num_sent: int
+
+    @abstractmethod
     def __init__(
         self, mgr: BaseKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
-    ) -> None:
-        self.bootstrap_room = bootstrap_room
-
-    @property
-    @abstractmethod
-    def num_sent(self) -> int:
-        """Number of pages given to `send`."""
+    ) -> None: ...
 
     @abstractmethod
     def send(self, kv_indices: Sequence[int]) -> None:
@@ -188,11 +188,10 @@ class BaseKVReceiver(KVPoller):
 
     metadata: FirstToken | None
 
+    @abstractmethod
     def __init__(
         self, mgr: BaseKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
-    ) -> None:
-        self.bootstrap_room = bootstrap_room
-        self.metadata = None
+    ) -> None: ...
 
     @abstractmethod
     def init(self) -> None:

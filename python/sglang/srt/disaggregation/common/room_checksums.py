@@ -92,28 +92,26 @@ class RoomChecksums:
         self, pools: Sequence[_Pool], pages: Sequence[int], drawn: Sequence[bool]
     ) -> list[list[bytes]]:
         """Checksums of the pages that are `drawn`; an empty list for the others."""
-        found = iter(self._digests(pools, list(itertools.compress(pages, drawn))))
-        return [next(found) if one else [] for one in drawn]
-
-    def _digests(self, pools: Sequence[_Pool], pages: Sequence[int]) -> list[list[bytes]]:
-        if not pages:
-            return []
+        hashed = list(itertools.compress(pages, drawn))
+        if not hashed:
+            return [[] for _ in drawn]
         self._runtime.enter_thread()
         columns = []
         with self._lock, self._stream.use():
             begun = [
-                None if pool.hasher is None else pool.hasher.digests(_slots(pool, pages))
+                None if pool.hasher is None else pool.hasher.digests(_slots(pool, hashed))
                 for pool in pools
             ]
         for copies in begun:
             if copies is None:
-                columns.append([_NONE] * len(pages))
+                columns.append([_NONE] * len(hashed))
                 continue
             (digests,) = copies.wait()
             assert digests is not None
             raw = digests.numpy().tobytes()
             columns.append([raw[at : at + DIGEST_BYTES] for at in range(0, len(raw), DIGEST_BYTES)])
-        return [[column[index] for column in columns] for index in range(len(pages))]
+        rows = map(list, zip(*columns, strict=True))
+        return [next(rows) if one else [] for one in drawn]
 
 
 @dataclass(slots=True)

@@ -95,15 +95,6 @@ class Room:
     def was_received(self) -> bool:
         return bool(self.received) and not self.reading
 
-    def poll(self) -> KVPoll:
-        if self.was_received:
-            return KVPoll.Success
-        if self.failure is not None:
-            return KVPoll.Failed
-        if self.reader is None:
-            return KVPoll.Bootstrapping
-        return KVPoll.Transferring if self.is_complete else KVPoll.WaitingForInput
-
 
 class RoomServer:
     """Rooms by number. The scheduler's thread opens, ends and forgets them; one thread,
@@ -208,10 +199,18 @@ class RoomServer:
             assert room.has_ended, f"room {room.number} is open"
             del self._rooms[room.number]
 
-    def check(self) -> None:
-        """Raises RuntimeError if the thread that answers decode servers has failed."""
+    def poll(self, room: Room) -> KVPoll:
+        """Progress of a room; see `BaseKVSender`. Raises RuntimeError if the thread that answers
+        decode servers has failed."""
         if self._defect is not None:
             raise RuntimeError("decode servers are no longer answered") from self._defect
+        if room.was_received:
+            return KVPoll.Success
+        if room.failure is not None:
+            return KVPoll.Failed
+        if room.reader is None:
+            return KVPoll.Bootstrapping
+        return KVPoll.Transferring if room.is_complete else KVPoll.WaitingForInput
 
     def close(self) -> None:
         """Answer the waiting questions whose rooms have changed, and end the thread. Idempotent."""
@@ -251,8 +250,10 @@ class RoomServer:
                 async with asyncio.timeout(_POLL_S):
                     await self._wakes.wait()
             self._wakes.clear()
-            for peer, raw in listener.take(MAX_QUESTIONS):
-                self._read(peer, raw)
+            for _ in range(min(MAX_QUESTIONS, len(listener.ready))):
+                peer = listener.ready.popleft()
+                if (raw := peer.take()) is not None:
+                    self._read(peer, raw)
             if self._has_changes or self._loop.time() >= last_look + _POLL_S:
                 self._has_changes = False
                 last_look = self._loop.time()

@@ -28,12 +28,12 @@ from sglang.srt.disaggregation.control.frames import (
     OF_CLIENT,
     OF_SERVER,
     OPENING_DECODER,
-    FrameBuffer,
     FrameTooLong,
     Greeting,
     Proof,
     Refused,
     as_frame,
+    take_frame,
 )
 from sglang.srt.disaggregation.control.protocol import (
     ANSWERED_DECODER,
@@ -187,7 +187,7 @@ class ControlLink:
         self._break()
 
     def _connect(self) -> None:
-        self._held = FrameBuffer(MAX_ANSWER_BYTES)
+        self._received = bytearray()
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._greeting: Greeting | None = None
         self._is_connected = self._is_open = self._is_greeted = False
@@ -250,7 +250,7 @@ class ControlLink:
         except OSError:
             part = b""
         if part:
-            self._held.add(part)
+            self._received += part
         else:
             self._break()
 
@@ -275,7 +275,7 @@ class ControlLink:
 
     def _take(self) -> bytes | None:
         try:
-            while (message := self._held.take()) is not None:
+            while (message := take_frame(self._received, MAX_ANSWER_BYTES)) is not None:
                 if self._is_greeted:
                     return message
                 self._shake_hands(message)

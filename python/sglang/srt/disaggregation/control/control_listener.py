@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -20,12 +20,12 @@ from sglang.srt.disaggregation.control.frames import (
     OF_SERVER,
     PROOF_DECODER,
     VERSION,
-    FrameBuffer,
     FrameTooLong,
     Greeting,
     Refused,
     Welcome,
     as_frame,
+    take_frame,
 )
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.bounded_listener import Listener, OpenConnections, most_connections
@@ -66,7 +66,7 @@ class ControlPeer(asyncio.BufferedProtocol):
         """The listener's sweeps when its last frame was taken, or it connected."""
         self._is_open = listener.secret is None
         """True if its frames are messages: it has proved the secret."""
-        self._held = FrameBuffer(MAX_QUESTION_BYTES if self._is_open else MAX_PROOF_BYTES)
+        self._received = bytearray()
         self._message: bytes | None = None
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._is_kept = False
@@ -79,9 +79,10 @@ class ControlPeer(asyncio.BufferedProtocol):
             self.transport.write(as_frame(message))
 
     def keep(self) -> None:
-        """Keep the connection until it is silent, however many others come."""
-        self._is_kept = True
-        self._listener.unkept.remove_idle(self)
+        """Keep the connection until it is silent, however many others come. Idempotent."""
+        if not self._is_kept:
+            self._is_kept = True
+            self._listener.unkept.remove_idle(self)
 
     def take(self) -> bytes | None:
         """Take the message that was announced; None: the client is gone."""
@@ -110,13 +111,14 @@ class ControlPeer(asyncio.BufferedProtocol):
         return self._listener.scratch
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._held.add(self._listener.scratch[:nbytes])
+        self._received += self._listener.scratch[:nbytes]
         self._look()
 
     def _look(self) -> None:
         """Announce the next frame if it is whole, else go on reading."""
+        most = MAX_QUESTION_BYTES if self._is_open else MAX_PROOF_BYTES
         try:
-            while (message := self._held.take()) is not None:
+            while (message := take_frame(self._received, most)) is not None:
                 if self._is_open:
                     self._message = message
                     self.transport.pause_reading()
@@ -125,6 +127,7 @@ class ControlPeer(asyncio.BufferedProtocol):
                 if (refusal := self._refusal(message)) is not None:
                     self._refuse(refusal)
                     return
+                most = MAX_QUESTION_BYTES
         except FrameTooLong as error:
             self._listener.bad.add(error)
             self.transport.abort()
@@ -153,7 +156,6 @@ class ControlPeer(asyncio.BufferedProtocol):
         if not secret.is_proof(proof.mac, OF_CLIENT, self._nonce, proof.nonce):
             return "has another secret"
         self._is_open = True
-        self._held.max_bytes = MAX_QUESTION_BYTES
         self.keep()
         mac = secret.proof(OF_SERVER, self._nonce, proof.nonce)
         self.send(msgspec.msgpack.encode(Welcome(mac)))
@@ -181,7 +183,7 @@ class ControlListener:
         port: The port that it listens on.
         unkept: Connections that are not kept.
         bad: Counts connections that were refused.
-        ready: Connections with a frame, each once.
+        ready: Connections with a frame to take, each once, the longest waiting first.
         num_sweeps: Looks for silent connections so far.
         scratch: Memory for the bytes of the next read of any connection.
     """
@@ -220,14 +222,6 @@ class ControlListener:
             most=min(MAX_CONNECTIONS, most_connections() // 2),
         )
         self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)
-
-    def take(self, most: int) -> Iterator[tuple[ControlPeer, bytes]]:
-        """Take at most `most` frames, one of each connection, the longest waiting first."""
-        for _ in range(min(most, len(self.ready))):
-            peer = self.ready.popleft()
-            message = peer.take()
-            if message is not None:
-                yield peer, message
 
     async def close(self, linger_s: float) -> None:
         """Close all connections, after at most `linger_s` seconds for messages to leave."""

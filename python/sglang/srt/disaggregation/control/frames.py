@@ -64,27 +64,17 @@ def as_frame(message: bytes) -> bytes:
     return len(message).to_bytes(_LENGTH_BYTES, "big") + message
 
 
-class FrameBuffer:
-    """Received bytes that were not taken yet; frames have at most `max_bytes`."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._held = bytearray()
-
-    def add(self, part: bytes | memoryview) -> None:
-        self._held += part
-
-    def take(self) -> bytes | None:
-        """Take the message of the next frame; None: the frame is not whole yet. Raises FrameTooLong
-        if it will never be whole."""
-        if len(self._held) < _LENGTH_BYTES:
-            return None
-        length = int.from_bytes(self._held[:_LENGTH_BYTES], "big")
-        if length > self.max_bytes:
-            raise FrameTooLong(f"a frame of {length} bytes; at most {self.max_bytes} are read")
-        end = _LENGTH_BYTES + length
-        if len(self._held) < end:
-            return None
-        message = bytes(self._held[_LENGTH_BYTES:end])
-        del self._held[:end]
-        return message
+def take_frame(received: bytearray, max_bytes: int) -> bytes | None:
+    """Take the message of the next frame from the front of `received`; None: the frame is not whole
+    yet. Raises FrameTooLong if the message has more than `max_bytes`."""
+    if len(received) < _LENGTH_BYTES:
+        return None
+    length = int.from_bytes(received[:_LENGTH_BYTES], "big")
+    if length > max_bytes:
+        raise FrameTooLong(f"a frame of {length} bytes; at most {max_bytes} are read")
+    end = _LENGTH_BYTES + length
+    if len(received) < end:
+        return None
+    message = bytes(received[_LENGTH_BYTES:end])
+    del received[:end]
+    return message

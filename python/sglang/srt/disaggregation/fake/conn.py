@@ -13,6 +13,7 @@ from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
     BaseKVReceiver,
     BaseKVSender,
+    BootstrapAddr,
     KVArgs,
     KVPoll,
     KVTransferError,
@@ -47,6 +48,11 @@ class FakeKVSender(BaseKVSender):
     num_sent = 0
     _is_complete = False
 
+    def __init__(
+        self, mgr: BaseKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
+    ) -> None:
+        self.bootstrap_room = bootstrap_room
+
     def send(self, kv_indices: Sequence[int]) -> None:
         self.num_sent += len(kv_indices)
 
@@ -70,7 +76,13 @@ class FakeKVReceiver(BaseKVReceiver):
     """A prompt that has come as soon as there are slots for it."""
 
     has_ended = True
+    metadata = None
     _has_slots = False
+
+    def __init__(
+        self, mgr: BaseKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
+    ) -> None:
+        self.bootstrap_room = bootstrap_room
 
     def init(self) -> None:
         pass

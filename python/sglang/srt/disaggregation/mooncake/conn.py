@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import threading
 import uuid
 from abc import abstractmethod
 from collections import Counter
@@ -58,8 +57,13 @@ from sglang.srt.disaggregation.common.staging import (
     register_new,
 )
 from sglang.srt.disaggregation.control.protocol import RowsLayout
-from sglang.srt.disaggregation.mooncake.prefill_server import DecodeRank, FindRank, PrefillServer
-from sglang.srt.disaggregation.mooncake.prefill_servers import TOO_MANY, PrefillServers, PromptRead
+from sglang.srt.disaggregation.mooncake.prefill_server import (
+    AskedRoom,
+    DecodeRank,
+    FindRank,
+    PrefillServer,
+)
+from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers, PromptRead
 from sglang.srt.disaggregation.mooncake.shard_read import (
     OwnSlots,
     SharedReads,
@@ -304,21 +308,19 @@ class MooncakeKVSender(BaseKVSender):
     def __init__(
         self, mgr: MooncakeKVPrefillManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
     ) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        self.bootstrap_room = bootstrap_room
+        self.num_sent = 0
         self._mgr = mgr
         self._rooms = mgr.rooms
         self._room = self._rooms.open_room(bootstrap_room)
         self._unsent: FirstToken | None = None
-
-    @property
-    def num_sent(self) -> int:
-        return len(self._room.pages)
 
     def send(self, kv_indices: Sequence[int]) -> None:
         checksums = self._mgr.checksums.draw_pages(kv_indices)
         with self._rooms.lock:
             self._room.pages += kv_indices
             self._room.checksums += checksums
+        self.num_sent += len(kv_indices)
         self._rooms.wake()
 
     def send_aux(self, metadata: FirstToken) -> None:
@@ -339,11 +341,10 @@ class MooncakeKVSender(BaseKVSender):
         self._rooms.wake()
 
     def poll(self) -> KVPoll:
-        """See `BaseKVSender`. Raises RuntimeError if decode servers are no longer answered."""
-        self._rooms.check()
+        """See `RoomServer.poll`."""
         if self._unsent is not None:
             self.send_aux(self._unsent)
-        return self._room.poll()
+        return self._rooms.poll(self._room)
 
     def failure_exception(self) -> NoReturn:
         raise KVTransferError(self._room.failure or "")
@@ -362,44 +363,23 @@ class MooncakeKVSender(BaseKVSender):
 class MooncakeKVReceiver(BaseKVReceiver):
     """Receives one prompt on one rank.
 
-    A `PrefillServer` first asks whether the prefill server has the request. Then the thread
-    `disagg-prompt` reads the prompt. The scheduler's thread calls the methods of `BaseKVReceiver`;
-    any thread may call `on_known` and `fail`.
-
-    Attributes:
-        has_returned: Set when no thread reads, or will.
+    A `PrefillServer` first asks whether the prefill server has the request. Then a `PromptRead`
+    reads the prompt. Both say how far they are. Scheduler's thread.
     """
 
     def __init__(
         self, mgr: MooncakeKVDecodeManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
     ) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        self.has_returned = threading.Event()
+        self.bootstrap_room, self.metadata = bootstrap_room, None
         self._servers = mgr.prefill_servers
         self._address = bootstrap_addr
+        self._room = AskedRoom(bootstrap_room)
         self._server: PrefillServer | None = None
-        self._sources: Sequence[Route] = ()
-        """Ranks to read from, once the prefill server has the request."""
-        self._failure: str | None = None
+        """The server that is asked about the room; None: none is yet, or can be."""
         self._read: PromptRead | None = None
-        self._lock = threading.Lock()
 
     def init(self) -> None:
-        self._server = self._servers.find(self._address)
-        if self._server is None:
-            self.fail(TOO_MANY)
-        else:
-            self._server.ask(self)
-
-    def on_known(self, sources: Sequence[Route]) -> None:
-        """See `RoomAsker`."""
-        self._sources = sources
-
-    def fail(self, why: str) -> None:
-        """Note that the prompt will not come; the first reason counts."""
-        with self._lock:
-            if self.metadata is None and self._failure is None:
-                self._failure = why
+        self._server = self._servers.ask(self._address, self._room)
 
     def send_metadata(
         self,
@@ -408,49 +388,34 @@ class MooncakeKVReceiver(BaseKVReceiver):
         state_indices: Sequence[int] = (),
         decode_prefix_len: int = 0,
     ) -> None:
-        server, servers = self._server, self._servers
-        assert server is not None, "the prefill server has the request"
-        server.leave(self)
+        assert self._server is not None, "the prefill server has the request"
+        self._server.leave(self._room)
+        page_size = self._servers.rank.geometry.pools[0].page_size
         own = OwnSlots(
             pages=kv_indices,
-            first_page=decode_prefix_len // servers.rank.geometry.pools[0].page_size,
+            first_page=decode_prefix_len // page_size,
             state=next(iter(state_indices), None),
         )
-        reader, fails_at = servers.new_reader()
-        self._read = read = PromptRead(
-            room=self.bootstrap_room,
-            own=own,
-            reader=reader,
-            fails_at=fails_at,
-            rank=servers.rank,
-            server=server,
-            sources=self._sources,
-            failure=lambda: self._failure,
-            on_failure=self.fail,
-        )
-        try:
-            servers.reading.submit(lambda: self._run(read))
-        except RuntimeError as error:
-            self.fail(f"no thread for the prompt: {error}")
-            self.has_returned.set()
+        self._read = self._servers.read(self._server, self._room, own)
 
     def poll(self) -> KVPoll:
+        read = self._read
+        if read is None:
+            if self._room.failure is not None:
+                return KVPoll.Failed
+            return KVPoll.WaitingForInput if self._room.sources else KVPoll.Bootstrapping
+        self.metadata = read.metadata
         if self.metadata is not None:
             return KVPoll.Success
-        if self._failure is not None:
-            return KVPoll.Failed
-        if self._read is not None:
-            return KVPoll.Transferring
-        return KVPoll.WaitingForInput if self._sources else KVPoll.Bootstrapping
+        return KVPoll.Transferring if read.failure is None else KVPoll.Failed
 
     def failure_exception(self) -> NoReturn:
-        raise KVTransferError(self._failure or "")
+        part = self._room if self._read is None else self._read
+        raise KVTransferError(part.failure or "")
 
     @property
     def has_ended(self) -> bool:
-        if self._read is None:
-            return True
-        return self.has_returned.is_set() and all(one.has_ended for one in self._read.shards)
+        return self._read is None or self._read.has_ended
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """Amounts read so far, and the seconds of the slowest shard."""
@@ -464,18 +429,8 @@ class MooncakeKVReceiver(BaseKVReceiver):
 
     def abort(self, reason: str) -> None:
         if self._read is not None:
-            self.fail(reason)
+            self._read.fail(reason)
             return
         if self._server is not None:
-            self._server.leave(self)
+            self._server.leave(self._room)
         self._servers.decline(self._address, self.bootstrap_room, reason)
-
-    def _run(self, read: PromptRead) -> None:
-        """The prompt's thread. Never raises."""
-        metadata = read.run()
-        with self._lock:
-            if self._failure is None:
-                self.metadata = metadata
-        self.has_returned.set()
-        if self.metadata is None:
-            read.rank.reads.sessions.probe()

@@ -13,9 +13,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -67,23 +67,6 @@ _MAX_DECLINED_WAITING: Final = 4096
 """Most rooms that wait to be declined; the oldest beyond that are forgotten."""
 
 
-class RoomAsker(Protocol):
-    """A request that waits until its prefill server has its room. It hears one of both, in the
-    thread that asks."""
-
-    bootstrap_room: int
-
-    def on_known(self, sources: tuple[Route, ...]) -> None:
-        """The prefill server has the room.
-
-        Args:
-            sources: Its ranks to read from.
-        """
-
-    def fail(self, why: str) -> None:
-        """The prompt will not come."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRank:
     """A decode rank as it asks prefill servers, and reads from them. Any thread.
@@ -117,15 +100,19 @@ class DecodeRank:
 
 
 @dataclass(slots=True, eq=False)
-class _AskedRoom:
-    """Written by the thread alone."""
+class AskedRoom:
+    """A room, and what its prefill server says of it. The thread that asks alone writes it; any
+    thread may read it."""
 
-    asker: RoomAsker
-    since: float
+    number: int
+    sources: tuple[Route, ...] = ()
+    """Ranks to read the prompt from, once the prefill server has the room; () until then."""
+    failure: str | None = None
+    """Why the prompt will not come."""
+    since: float = field(default_factory=time.monotonic)
     """Time at which asking began, by `time.monotonic`."""
     serial: int | None = None
     """First question with the room; None: there was none."""
-    is_known: bool = False
     unknown_since: float | None = None
     """Time of the first answer that the room is not known; None: there was none."""
 
@@ -147,7 +134,7 @@ class PrefillServer:
         self.where = base_url(host, port).removeprefix("http://")
         self._rank = rank
         self._threads = threads
-        self._rooms: dict[int, _AskedRoom] = {}
+        self._rooms: dict[int, AskedRoom] = {}
         self._declined: dict[int, _Declined] = {}
         self.has_thread = False
         self._closes_at: float | None = None
@@ -179,18 +166,17 @@ class PrefillServer:
         with self._lock:
             return not (self._rooms or self._declined)
 
-    def ask(self, asker: RoomAsker) -> None:
+    def ask(self, room: AskedRoom) -> None:
         """Begin to ask about a room."""
         with self._lock:
-            self._rooms[asker.bootstrap_room] = _AskedRoom(asker, time.monotonic())
+            self._rooms[room.number] = room
         self._wake_or_start()
 
-    def leave(self, asker: RoomAsker) -> None:
+    def leave(self, room: AskedRoom) -> None:
         """Ask no more about a room. Idempotent."""
         with self._lock:
-            one = self._rooms.get(asker.bootstrap_room)
-            if one is not None and one.asker is asker:
-                del self._rooms[asker.bootstrap_room]
+            if self._rooms.get(room.number) is room:
+                del self._rooms[room.number]
 
     def decline(self, room: int, reason: str) -> None:
         with self._lock:
@@ -355,8 +341,8 @@ class PrefillServer:
         with self._lock:
             rooms = list(self._rooms.items())
             declined = dict(islice(self._declined.items(), MAX_DECLINED))
-        unknown = dict([(room, one) for room, one in rooms if not one.is_known][:MAX_POLLED_ROOMS])
-        known = [room for room, one in rooms if one.is_known][:MAX_POLLED_ROOMS]
+        unknown = dict([(room, one) for room, one in rooms if not one.sources][:MAX_POLLED_ROOMS])
+        known = [room for room, one in rooms if one.sources][:MAX_POLLED_ROOMS]
         if not (unknown or known or declined):
             return None
         question = RoomsPoll(
@@ -366,7 +352,7 @@ class PrefillServer:
             {room: one.reason for room, one in declined.items()},
         )
         # A request may have the room of an earlier one.
-        asked: list[_AskedRoom | _Declined] = [*unknown.values(), *declined.values()]
+        asked: list[AskedRoom | _Declined] = [*unknown.values(), *declined.values()]
         new = [one for one in asked if one.serial is None]
         if question == before and not new:
             return before
@@ -390,20 +376,19 @@ class PrefillServer:
             if (why := answer.ended.get(room)) is not None:
                 self._fail(one, f"the prefill server ended the request: {why}")
             elif room in known:
-                one.is_known = True
-                one.asker.on_known(self._routes)
+                one.sources = self._routes
             else:
                 one.unknown_since = one.unknown_since or self._heard
 
     # -- failures --------------------------------------------------------------------------------
 
-    def _fail(self, one: _AskedRoom, why: str) -> None:
-        one.asker.fail(why)
-        self.leave(one.asker)
+    def _fail(self, room: AskedRoom, why: str) -> None:
+        room.failure = room.failure or why
+        self.leave(room)
 
     def _fail_rooms(self, why: str, *, only_known: bool = False) -> None:
         with self._lock:
-            rooms = [one for one in self._rooms.values() if one.is_known or not only_known]
+            rooms = [one for one in self._rooms.values() if one.sources or not only_known]
         for one in rooms:
             self._fail(one, why)
 
@@ -431,7 +416,7 @@ class PrefillServer:
             rooms = list(self._rooms.values())
         for one in rooms:
             since = one.unknown_since
-            if not one.is_known and since is not None and now - since >= timeouts.unknown_room:
+            if not one.sources and since is not None and now - since >= timeouts.unknown_room:
                 self._fail(one, "the prefill server does not know the request in time")
 
     def _drop_declined(self, declined: Mapping[int, _Declined], why: str) -> None:

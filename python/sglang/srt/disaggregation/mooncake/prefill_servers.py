@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import BootstrapAddr
 from sglang.srt.disaggregation.common.geometry import IncompatibleLayouts, RankPlace
 from sglang.srt.disaggregation.control.control_client import ControlClient, RoomFailed, incompatible
 from sglang.srt.disaggregation.control.protocol import Hello, KVLayout
-from sglang.srt.disaggregation.mooncake.prefill_server import CLOSE_S, DecodeRank, PrefillServer
+from sglang.srt.disaggregation.mooncake.prefill_server import (
+    CLOSE_S,
+    AskedRoom,
+    DecodeRank,
+    PrefillServer,
+)
 from sglang.srt.disaggregation.mooncake.shard_read import (
     STEPS,
     OwnSlots,
@@ -51,7 +55,7 @@ class PrefillServers:
         self._failure_prob = failure_prob
         self._num_readers = 0
         self._asking = CallThreads("disagg-peer")
-        self.reading = CallThreads("disagg-prompt")
+        self._reading = CallThreads("disagg-prompt")
         self._servers: dict[BootstrapAddr, PrefillServer] = {}
         """Keys are canonical host and port; the last used comes last."""
 
@@ -79,6 +83,27 @@ class PrefillServers:
         self._servers[key] = server
         return server
 
+    def ask(self, address: BootstrapAddr, room: AskedRoom) -> PrefillServer | None:
+        """Ask the prefill server with this bootstrap server about a room. None: it is not asked,
+        and the room says why."""
+        server = self.find(address)
+        if server is None:
+            room.failure = TOO_MANY
+        else:
+            server.ask(room)
+        return server
+
+    def read(self, server: PrefillServer, room: AskedRoom, own: OwnSlots) -> PromptRead:
+        """Read the prompt of a room that `server` has."""
+        reader, fails_at = self.new_reader()
+        read = PromptRead(room, own, server, self.rank, reader, fails_at)
+        try:
+            self._reading.submit(read.run)
+        except RuntimeError as error:
+            read.fail(f"no thread for the prompt: {error}")
+            read.has_returned.set()
+        return read
+
     def decline(self, address: BootstrapAddr, room: int, reason: str) -> None:
         if self.rank.place.rank:
             return  # One rank speaks for all.
@@ -94,74 +119,91 @@ class PrefillServers:
             server.close()
         wait_until(lambda: not any(server.has_thread for server in self._servers.values()), CLOSE_S)
         self._asking.close()
-        self.reading.close()
+        self._reading.close()
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PromptRead:
     """Reads a prompt from all its prefill ranks. The thread that calls `run` reads the shard of the
     first one, and one thread `disagg-shard` reads each further shard. A failed shard ends the
     others.
 
     Args:
+        room: Room of the prompt, with its prefill ranks.
         reader, fails_at: See `PrefillServers.new_reader`.
-        failure: Reason why the prompt will not come, or None.
-        on_failure: Fails the prompt; the first reason counts.
 
-    Attributes:
-        shards: Set before anything is read; any thread may look at them.
+    Attributes: Any thread may look at them.
+        shards: Set before anything is read.
+        metadata: Results of the prefill, once all was read.
+        failure: Why the prompt will not come.
+        has_returned: Set when no thread reads, or will.
     """
 
-    room: int
+    room: AskedRoom
     own: OwnSlots
+    server: PrefillServer
+    rank: DecodeRank
     reader: str
     fails_at: str | None
-    rank: DecodeRank
-    server: PrefillServer
-    sources: Sequence[Route]
-    failure: Callable[[], str | None]
-    on_failure: Callable[[str], None]
     shards: Sequence[ShardRead] = ()
+    metadata: FirstToken | None = None
+    failure: str | None = None
+    has_returned: threading.Event = field(default_factory=threading.Event)
     _clients: list[ControlClient] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self) -> FirstToken | None:
-        """Read the prompt; return its metadata, or None if it has failed. Never raises. All shards
-        have ended then, unless the transport never lets go of the slots."""
-        pool = self.server.clients
+    @property
+    def has_ended(self) -> bool:
+        """True if no read into the slots is in flight, or will begin."""
+        return self.has_returned.is_set() and all(one.has_ended for one in self.shards)
+
+    def fail(self, why: str) -> None:
+        """Note that the prompt will not come; the first reason counts. Any thread."""
+        with self._lock:
+            if self.metadata is None and self.failure is None:
+                self.failure = why
+
+    def run(self) -> None:
+        """Read the prompt. Never raises. All shards have ended then, unless the transport never
+        lets go of the slots."""
         try:
-            for one in self.sources:
-                self._clients.append(pool.lend(one.endpoint, one.instance_id, self.failure))
             self.shards = self._begin()
         except RoomFailed as error:
-            self._fail(str(error), error)
-            return None
+            self._give_up(str(error), error)
         except Exception as error:
             logger.exception("a prompt could not be received")
-            self._fail(f"receiving the prompt failed: {type(error).__name__}: {error}", error)
-            return None
-        first, *others = self.shards
+            self._give_up(f"receiving the prompt failed: {type(error).__name__}: {error}", error)
         threads = []
-        for shard in others:
+        for shard in self.shards[1:]:
             thread = threading.Thread(target=shard.run, name="disagg-shard", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
-                self.on_failure(f"no thread for a part of the prompt: {error}")
+                self.fail(f"no thread for a part of the prompt: {error}")
                 shard.run()  # Ends at once, because the prompt has failed.
             else:
                 threads.append(thread)
-        first.run()
+        for shard in self.shards[:1]:
+            shard.run()
         for thread in threads:
             thread.join()
         for shard in self.shards:
             if shard.metadata is not None:
-                pool.give_back(shard.client)
-        return first.metadata
+                self.server.clients.give_back(shard.client)
+        with self._lock:
+            if self.failure is None:
+                self.metadata = self.shards[0].metadata
+        self.has_returned.set()
+        if self.metadata is None:
+            self.rank.reads.sessions.probe()
 
     def _begin(self) -> list[ShardRead]:
         """The reads of all shards. Raises RoomFailed if the prefill ranks' pages do not fit, or one
         of them does not answer."""
-        rank, where = self.rank, self.server.where
+        rank, where, sources = self.rank, self.server.where, self.room.sources
+        for one in sources:
+            client = self.server.clients.lend(one.endpoint, one.instance_id, lambda: self.failure)
+            self._clients.append(client)
         layouts = []
         for client in self._clients:
             if client.layout is None:
@@ -171,16 +213,16 @@ class PromptRead:
                 client.layout = layout
             layouts.append(client.layout)
         try:
-            pieces = rank.geometry.slices(layouts, self.room)
+            pieces = rank.geometry.slices(layouts, self.room.number)
         except IncompatibleLayouts as error:
             raise incompatible(where, str(error)) from None
         shards: list[ShardRead] = []
-        ways = zip(self.sources, self._clients, layouts, pieces, strict=True)
+        ways = zip(sources, self._clients, layouts, pieces, strict=True)
         for route, client, layout, piece in ways:
             theirs = RankPlace(route.rank, route.num_ranks, route.attn_tp_size)
             readers = theirs.partners(rank.place)
             shard = Shard(
-                room=self.room,
+                room=self.room.number,
                 reader=self.reader,
                 where=where,
                 part=readers.index(rank.place.rank),
@@ -190,9 +232,9 @@ class PromptRead:
                 own=self.own,
             )
             fails_at = None if shards else self.fails_at
-            shards.append(ShardRead(shard, rank.reads, client, self.on_failure, fails_at))
+            shards.append(ShardRead(shard, rank.reads, client, self.fail, fails_at))
         return shards
 
-    def _fail(self, why: str, error: Exception) -> None:
-        self.on_failure(why)
-        give_up(self._clients, self.room, self.reader, str(error))
+    def _give_up(self, why: str, error: Exception) -> None:
+        self.fail(why)
+        give_up(self._clients, self.room.number, self.reader, str(error))

@@ -22,6 +22,7 @@ from rigs.disaggregation.desk_rig import (
     until,
 )
 from rigs.running_clock import RunningClock
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
@@ -371,12 +372,13 @@ def test_a_server_that_fails_ends_the_scheduler(
     def fail(question: Question) -> Answer:
         raise KeyError("a defect")
 
-    prefill.check()
+    prefill.open(1)
+    assert prefill.senders[1].poll() == KVPoll.Bootstrapping
     monkeypatch.setattr(prefill, "_answer", fail)
     asker.send(Hello())
     until(lambda: not prefill._thread.is_alive())
     with pytest.raises(RuntimeError, match="decode servers are no longer answered") as raised:
-        prefill.check()
+        prefill.senders[1].poll()
     assert isinstance(raised.value.__cause__, KeyError)
 
 

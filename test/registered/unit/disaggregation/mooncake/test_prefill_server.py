@@ -81,7 +81,7 @@ def test_a_room_is_known_when_its_request_is_there_and_is_not_claimed(server: Se
     assert not is_known(receiver)
     server.prefill.open(ROOM)
     until(lambda: is_known(receiver))
-    assert list(receiver._sources) == [server.route]
+    assert list(receiver._room.sources) == [server.route]
     assert not is_known(other)
     assert not server.prefill.take_claimed(), "it would be computed without slots here"
     server.prefill.open(6)
@@ -100,7 +100,7 @@ def test_a_known_room_is_watched_until_there_are_slots(server: Server) -> None:
     server.prefill.open(6)
     receiver, left = server.ask(), server.ask(6)
     until(lambda: is_known(receiver) and is_known(left))
-    server.peer.leave(left)
+    server.peer.leave(left._room)
     server.prefill.end(ROOM, "out of memory")
     server.prefill.end(6, "out of memory")
     assert failure(receiver) == "the prefill server ended the request: out of memory"
@@ -143,7 +143,7 @@ def test_questions_keep_a_pace_whatever_is_asked(
 def test_the_last_request_of_a_room_counts(server: Server) -> None:
     first = server.ask()
     until(lambda: is_unknown(server, ROOM))
-    server.peer.leave(first)
+    server.peer.leave(first._room)
     second = server.ask()
     server.prefill.open(ROOM)
     until(lambda: is_known(second))
@@ -293,7 +293,7 @@ def test_all_ranks_to_read_from_are_looked_up_once(server: Server) -> None:
     server.prefill.open(6)
     receivers = [server.ask(), server.ask(6)]
     until(lambda: all(is_known(one) for one in receivers))
-    assert [one.rank for one in receivers[0]._sources] == [0, 1, 2]
+    assert [one.rank for one in receivers[0]._room.sources] == [0, 1, 2]
     assert server.look_ups == [0, 1, 2]
 
 
@@ -366,10 +366,10 @@ def test_a_replaced_server_fails_what_the_old_one_knew(hasty: Server) -> None:
     hasty.prefill.open(6)
     assert failure(known) in (
         "the prefill server was replaced by another instance",
-        SILENT.format(known._sources and known._sources[0].endpoint),
+        SILENT.format(known._room.sources and known._sources[0].endpoint),
     )
     until(lambda: is_known(young))
-    assert young._sources[0].instance_id == "another"
+    assert young._room.sources[0].instance_id == "another"
 
 
 def test_another_instance_at_the_old_address_is_noticed(hasty: Server) -> None:
@@ -426,7 +426,7 @@ def test_the_thread_ends_when_nothing_is_asked_for_a_while(
     server.prefill.open(ROOM)
     receiver = server.ask()
     until(lambda: is_known(receiver))
-    server.peer.leave(receiver)
+    server.peer.leave(receiver._room)
     until(lambda: not server.peer.has_thread)
     server.prefill.open(6)
     again = server.ask(6)

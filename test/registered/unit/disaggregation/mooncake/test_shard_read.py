@@ -18,9 +18,9 @@ from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.control.frames import (
     MAX_QUESTION_BYTES,
     VERSION,
-    FrameBuffer,
     Greeting,
     as_frame,
+    take_frame,
 )
 from sglang.srt.disaggregation.control.protocol import (
     Answer,
@@ -162,10 +162,10 @@ class OddPrefill:
 
     def _talk(self, peer: socket.socket) -> None:
         self._send(peer, Greeting(VERSION, bytes(NONCE_BYTES), wants_proof=False))
-        held = FrameBuffer(MAX_QUESTION_BYTES)
+        received = bytearray()
         while part := peer.recv(4096):
-            held.add(part)
-            while (message := held.take()) is not None:
+            received += part
+            while (message := take_frame(received, MAX_QUESTION_BYTES)) is not None:
                 asked = msgspec.msgpack.decode(message, type=Asked)
                 self.heard.append(asked.question)
                 for answer in self._answer(asked):
