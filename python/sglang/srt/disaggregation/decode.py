@@ -130,6 +130,7 @@ class DecodeRole(Role):
         self._wait_s = wait_s
         self._silent_s = silent_s
         self._group = group or SingleRank()
+        self._hidden_bytes = state.pools.req_to_token_pool.hidden_bytes
         self._waiting: dict[str, DecodeRequest] = {}
         """Requests that wait for slots, by id, in order of arrival."""
         self._transferring: dict[str, DecodeRequest] = {}
@@ -157,10 +158,10 @@ class DecodeRole(Role):
         room, port, state = bootstrap.room, bootstrap.port, self._state
         receiver = self._receiver_class(self._kv_manager, (bootstrap.host, port), room)
         peer = canonical_host(bootstrap.host), port
-        hidden_bytes = state.pools.req_to_token_pool.hidden_bytes
         self._waiting[req.rid] = DecodeRequest(
-            req, peer, state.now, state.vocab_size, hidden_bytes, receiver, room
+            req, peer, state.now, state.vocab_size, self._hidden_bytes, receiver, room
         )
+        req.is_computed_elsewhere = True
         return None
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
@@ -175,9 +176,6 @@ class DecodeRole(Role):
         if bootstrap.room not in self._owners:
             address = bootstrap.host, bootstrap.port
             self._receiver_class(self._kv_manager, address, bootstrap.room).abort(reason)
-
-    def is_remote(self, req: Req) -> bool:
-        return req.rid in self._waiting
 
     def may_compute(self, req: Req) -> bool:
         return req.rid not in self._waiting
@@ -267,7 +265,8 @@ class DecodeRole(Role):
             if has_retracted or progress.grammar_ticket is not None:
                 continue
             share = shares[one.peer]
-            if one.peer not in blocked and self._is_within_share(one.req, share):
+            # The first prompt of a server may have any share: else a long one would never come.
+            if one.peer not in blocked and (not share or self._is_within_share(one.req, share)):
                 if not self._hold(one):
                     return
                 share.append(one)
@@ -296,8 +295,6 @@ class DecodeRole(Role):
 
     def _is_within_share(self, req: Req, share: Sequence[DecodeRequest]) -> bool:
         """True if `req` may have slots beside the other prompts of its prefill server."""
-        if not share:
-            return True  # Otherwise a long prompt would never come.
         state, queues, page_size = self._state, self._state.queues, self._state.limits.page_size
         free_rows = state.limits.max_running_requests - queues.num_holders
         if not is_within_share(len(share), 1, free_rows):

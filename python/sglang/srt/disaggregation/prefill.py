@@ -120,6 +120,7 @@ class PrefillRole(Role):
         if room is None:
             return room_taken(bootstrap.room)
         self._rooms[bootstrap.room] = room
+        req.decodes_elsewhere = True
         return None
 
     def _open_room(self, bootstrap: Bootstrap, rid: str = "") -> PrefillRoom | None:
@@ -169,9 +170,6 @@ class PrefillRole(Role):
         row = self._state.pools.req_to_token_pool.req_to_token[req.slots.row]
         slots = row[sender.num_sent * page_size : work.end : page_size]
         sender.send(slots.div(page_size, rounding_mode="floor").tolist())
-
-    def keeps(self, req: Req) -> bool:
-        return req.spec.bootstrap is not None
 
     def is_read(self, req: Req) -> bool:
         bootstrap = req.spec.bootstrap

@@ -62,14 +62,14 @@ class SamplingBatchInfo:
         device: torch.device | str,
         *,
         eos_token_ids: Sequence[int] = (),
-        histories: Sequence[TokenHistory] | None = None,
+        histories: Sequence[TokenHistory | None] | None = None,
         grammars: Sequence[GrammarRow] = (),
     ) -> SamplingBatchInfo:
         """Collect the parameters of a batch's requests, verified before.
 
         Args:
             eos_token_ids: Tokens that `min_new_tokens` masks, in addition to stop tokens.
-            histories: One for each request, used only if it has a penalty; None: empty ones.
+            histories: One for each request with a penalty, None for others; None: empty ones.
             grammars: The constrained rows, which apply `min_new_tokens` themselves.
         """
         plain: list[int] = []
@@ -98,7 +98,7 @@ class SamplingBatchInfo:
                 params,
                 penalised,
                 histories=[
-                    TokenHistory((), ()) if histories is None else histories[row]
+                    (histories[row] if histories is not None else None) or TokenHistory((), ())
                     for row in penalised
                 ],
                 vocab_size=vocab_size,

@@ -189,7 +189,11 @@ def make_prefill_batch(
             out_cache_loc=out_slots[0] if len(works) == 1 else torch.cat(out_slots),
             req_to_token_pool=pools.req_to_token_pool,
             token_to_kv_pool=pools.token_to_kv_pool,
-            states=_states_of(works, pools, rows_on_device, is_decode=is_decode),
+            states=(
+                None
+                if pools.req_to_token_pool.mamba_pool is None
+                else _states_of(works, pools, rows_on_device, is_decode=is_decode)
+            ),
             extend_prefix_lens_cpu=prefix_lens,
             extend_seq_lens_cpu=extend_lens,
             return_logprob=return_logprob,
@@ -248,7 +252,8 @@ class DecodeBatch:
         self.reqs: list[Req] = []
         self.width = width
         self._pools = pools
-        self._is_stale = False
+        self.is_stale = False
+        """True if requests joined or left since the last step, so that tensors by row are void."""
         self._num_joined = 0
         self.has_joined = False
         """True if requests may have joined since the last step."""
@@ -266,9 +271,6 @@ class DecodeBatch:
         """The verification in flight that a prepared one follows."""
         self._states: StateBatch | None = None
 
-    def __len__(self) -> int:
-        return len(self.reqs)
-
     def update(self, queues: RequestQueues, *, in_flight: bool) -> None:
         """Take the requests that decode, from the same `queues` in each call. Each has a row, and
         exactly one token without keys and values that no step in flight computes. Requests that
@@ -281,26 +283,21 @@ class DecodeBatch:
             self.has_joined |= queues.num_joined != self._num_joined
             self._num_joined = queues.num_joined
             self.reqs = reqs
-            self._is_stale = True
+            self.is_stale = True
 
     def change_width(self, width: int) -> None:
         """Compute `width` tokens of each request from the next step on. No step is in flight."""
-        self.width, self._is_stale = width, True
-
-    @property
-    def is_stale(self) -> bool:
-        """True if requests joined or left since the last step, so that tensors by row are void."""
-        return self._is_stale
+        self.width, self.is_stale = width, True
 
     def next_seq_lens(self) -> list[int]:
-        if self._is_stale or self.width > 1:
+        if self.is_stale or self.width > 1:
             return [req.progress.next_seq_len for req in self.reqs]
         return self._seq_lens_cpu
 
     def prepare(self) -> bool:
         """Give each request the slots of its next tokens. False: too few are free, and nothing
         changed."""
-        if self._is_stale or self.width > 1:
+        if self.is_stale or self.width > 1:
             self._rebuild()
         if self.width > 1:
             return self._prepare_verification()
@@ -445,8 +442,9 @@ class DecodeBatch:
             else:
                 self._behind = Behind(self._input_ids, self._accepted, places)
         self._input_ids = known
-        self._states = StateBatch.running(pools.req_to_token_pool, self._rows)
+        if pools.req_to_token_pool.mamba_pool is not None:
+            self._states = StateBatch.running(pools.req_to_token_pool, self._rows)
         last = pools.req_to_token_pool.req_to_token[self._rows, self._seq_lens - 1]
         self._last_loc = last.to(torch.int64)
         self._return_logprob, self._top_logprobs_nums = _top_logprobs_nums(reqs)
-        self._is_stale = False
+        self.is_stale = False

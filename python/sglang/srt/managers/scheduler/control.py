@@ -19,7 +19,6 @@ from sglang.srt.managers.scheduler.profiler import StepProfiler
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.cache_view import cache_view
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3.hicache_administration import StorageAdministration
 from sglang.srt.mem_cache.tree.session_hints import Session
 from sglang.srt.messages.cache_report import CacheReport
@@ -165,7 +164,8 @@ class ControlHandler:
             "waiting": len(state.queues.waiting),
             "steps in flight": int(state.in_flight is not None),
         }
-        counts.update(state.tree.is_busy())
+        if state.hicache is not None:
+            counts.update(state.hicache.is_busy())
         return {kind: count for kind, count in counts.items() if count}
 
     def tick(self) -> None:
@@ -174,7 +174,8 @@ class ControlHandler:
         self._history.on_tick(self._state.now)
         if self._profiler.is_running:
             self._profiler.tick()
-        self._end_change()
+        if self._change is not None:
+            self._end_change(self._change)
         if not self._flushes:
             return
         busy = self.busy()
@@ -305,8 +306,8 @@ class ControlHandler:
     @property
     def _administration(self) -> StorageAdministration | None:
         """Changes of L3 at run time; None: the cache has no tiers below L1."""
-        tree = self._state.tree
-        return tree.administration if isinstance(tree, HiRadixCache) else None
+        hicache = self._state.hicache
+        return None if hicache is None else hicache.administration
 
     def _begin_change(self, req_id: str, begin: Callable[[StorageAdministration], None]) -> None:
         """Begin a change of L3 on an idle hierarchical cache. A ValueError has the reason why it
@@ -319,11 +320,10 @@ class ControlHandler:
         begin(administration)
         self._change = _Pending(req_id, self._state.now + LONGEST_STORAGE_CHANGE_S)
 
-    def _end_change(self) -> None:
+    def _end_change(self, change: _Pending) -> None:
         """Answer the change of L3 under way if it has ended, or has taken too long."""
-        administration, change = self._administration, self._change
-        if change is None or administration is None:
-            return
+        administration = self._administration
+        assert administration is not None, "it has begun the change"
         if self.is_draining:
             administration.give_up("the server is shutting down")
         elif self._state.now >= change.deadline:
@@ -418,7 +418,7 @@ class InputHandler:
             return
         self._num_arrivals += 1
         self._state.queues.arrive(req)
-        if not req.is_probe and not self._role.is_remote(req):
+        if not (req.is_probe or req.is_computed_elsewhere):
             self._look_ahead(req)
 
     def _refuse(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
@@ -472,11 +472,12 @@ class InputHandler:
             report.add_span("match", began, ended, known)
             req.report.cache = report
         tree.note_waiting(req.rid, req.arrival_number, match.last_host_node)
-        tree.prefetch_from_storage(
-            req.rid,
-            match.last_host_node,
-            key.token_ids[known:],
-            extra_key=req.spec.extra_key,
-            only_join=queues.is_prompt_ahead(req.spec.sample_of),
-            report=req.report.cache,
-        )
+        if self._state.hicache is not None:
+            self._state.hicache.prefetch_from_storage(
+                req.rid,
+                match.last_host_node,
+                key.token_ids[known:],
+                extra_key=req.spec.extra_key,
+                only_join=queues.is_prompt_ahead(req.spec.sample_of),
+                report=req.report.cache,
+            )

@@ -26,36 +26,31 @@ class DecodeScheduler:
     def __init__(
         self,
         state: SchedulerState,
-        is_kept: Callable[[Req], bool] = lambda req: False,
         verifies_ahead: Callable[[int], bool] = lambda batch_size: False,
     ) -> None:
-        """Args:
-        is_kept: True if another server reads the computed pages of a request's prompt: then they
-            must stay where they are.
-        verifies_ahead: See `TpModelWorker.verifies_ahead`.
-        """
+        """`verifies_ahead`: See `TpModelWorker.verifies_ahead`."""
         self._state = state
-        self._is_kept = is_kept
         self._verifies_ahead = verifies_ahead
         self._log = RateLimitedLogger(logger)
-        self._sampling_info: SamplingBatchInfo | None = None
+        self.sampling_info: SamplingBatchInfo | None = None
+        """Sampling parameters of the prepared step; None: they have to be collected."""
         self.is_stalled = False
 
     def gather(self) -> int:
         """Bring the batch up to date with the requests that decode; return its size."""
         state = self._state
         state.decode_batch.update(state.queues, in_flight=state.in_flight is not None)
-        return len(state.decode_batch)
+        return len(state.decode_batch.reqs)
 
     def can_run_ahead(self) -> bool:
         """True if the next step can be prepared before the step in flight is processed."""
-        state, batch, info = self._state, self._state.decode_batch, self._sampling_info
+        state, batch, info = self._state, self._state.decode_batch, self.sampling_info
         if batch.width > 1:
             assert state.in_flight is not None, "only then it matters"
             if state.in_flight.is_prefill:
                 return True
             # A row has no more slots than those of one verification at the longest context.
-            return self._verifies_ahead(len(batch)) and not any(
+            return self._verifies_ahead(len(batch.reqs)) and not any(
                 req.is_sampled_by_history or req.progress.next_seq_len >= state.limits.context_len
                 for req in batch.reqs
             )
@@ -70,14 +65,14 @@ class DecodeScheduler:
         while no step is in flight, because only then all ended requests are known."""
         state = self._state
         batch = state.decode_batch
-        while len(batch):
+        while batch.reqs:
             state.make_room(self._needed_tokens())
             if batch.is_stale:
-                self._sampling_info = None
+                self.sampling_info = None
             if batch.prepare():
                 self.is_stalled = False
-                if self._sampling_info is None:
-                    self._sampling_info = state.sampling_info(batch.reqs, width=batch.width)
+                if self.sampling_info is None:
+                    self.sampling_info = state.sampling_info(batch.reqs, width=batch.width)
                 state.estimate.on_decode_step()
                 return True
             if state.in_flight is not None:
@@ -91,11 +86,6 @@ class DecodeScheduler:
                 return False
         self.is_stalled = False
         return False
-
-    @property
-    def sampling_info(self) -> SamplingBatchInfo:
-        assert self._sampling_info is not None
-        return self._sampling_info
 
     def _needed_tokens(self) -> int:
         page_size, batch = self._state.limits.page_size, self._state.decode_batch
@@ -116,7 +106,7 @@ class DecodeScheduler:
         coming = 0
         while True:
             # A transfer that fills or reads the slots of a held request cannot be stopped.
-            computing = [req for req in queues.computing if not self._is_kept(req)]
+            computing = [req for req in queues.computing if not req.decodes_elsewhere]
             candidates = [*queues.decoding, *computing]
             if queues.num_holders == 1:
                 self._stall_or_give_up(candidates[0])

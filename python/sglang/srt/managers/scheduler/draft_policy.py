@@ -82,7 +82,7 @@ class DraftPolicy:
 
     def width(self, batch_size: int) -> int:
         """Tokens of each request in a step of `batch_size` requests: `num_draft_tokens`, or 1."""
-        if self._width == 1 or batch_size > self._most:
+        if batch_size > self._most:
             return 1
         if self.always or self._class(batch_size).verifies:
             return self._width
@@ -93,7 +93,7 @@ class DraftPolicy:
 
         If two ticks in a row launch a step of one kind, the time between them is a step's.
         """
-        if self._width == 1 or self.always:
+        if self.always:
             return
         kind = None
         if step is not None and not step.is_prefill and len(step.reqs) <= self._most:

@@ -30,6 +30,7 @@ from sglang.srt.messages.io_struct import CachedTokensDetails, abort_reason
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.state import SchedulerState
+    from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 logger = logging.getLogger(__name__)
@@ -92,17 +93,18 @@ class PrefillScheduler:
             works.append(work)
         if queues.partial is None:
             self._add_waiting(adder, works)
-        self._issue_loads()
+        if state.hicache is not None:
+            self._issue_loads(state.hicache)
         if not works:
             return None
         load, self._unawaited_load = self._unawaited_load, -1
         return works, load
 
-    def _issue_loads(self) -> None:
+    def _issue_loads(self, hicache: HiRadixCache) -> None:
         """Issue the loads that are queued. The next batch waits for them: they fill slots that the
         tree shows, even if their request is not admitted after all."""
-        load = self._state.tree.ready_to_load_host_cache()
-        self._unawaited_load = self._unawaited_load if load == -1 else load
+        if (load := hicache.ready_to_load_host_cache()) != -1:
+            self._unawaited_load = load
 
     def hold(self, req: Req) -> AddOutcome:
         """Hold a waiting request: lock the cached part of its prompt, and allocate slots for the
@@ -176,8 +178,10 @@ class PrefillScheduler:
         self, req: Req, extend_tokens: int, slots: torch.Tensor, first_state: int = 0
     ) -> PrefillWork:
         """The next work of `req`, with the snapshot that it leaves."""
-        track_slot, track_len = self._state.snapshots.in_prefill(req, extend_tokens)
-        return PrefillWork(req, extend_tokens, slots, first_state, track_slot, track_len)
+        snapshots, snapshot = self._state.snapshots, (0, 0)
+        if snapshots is not None:
+            snapshot = snapshots.in_prefill(req, extend_tokens)
+        return PrefillWork(req, extend_tokens, slots, first_state, *snapshot)
 
     def _start(self, req: Req, outcome: AddOutcome) -> None:
         """Note that the batch computes all that is left of the prompt of `req`, or a part of it."""
@@ -187,7 +191,7 @@ class PrefillScheduler:
             self._state.queues.admit(req)
 
     def _add_waiting(self, adder: PrefillAdder, works: list[PrefillWork]) -> None:
-        state, queues = self._state, self._state.queues
+        state, queues, hicache = self._state, self._state.queues, self._state.hicache
         self._blocked_by = None
         added = {work.req.rid for work in works}
         for req in order_waiting(
@@ -197,7 +201,7 @@ class PrefillScheduler:
                 continue
             if not self._may_compute(req):
                 continue
-            if not state.tree.check_prefetch_progress(req.rid):
+            if hicache is not None and not hicache.check_prefetch_progress(req.rid):
                 continue
             outcome, work = self._try_add(req, adder)
             if work is not None:
@@ -217,8 +221,8 @@ class PrefillScheduler:
     def _shortage(self) -> tuple[int, int, bool]:
         """The facts, besides pages, that admission depends on. While they stay the same, nothing
         has come free."""
-        queues = self._state.queues
-        has_state = self._state.snapshots.has_room(queues.decoding)
+        queues, snapshots = self._state.queues, self._state.snapshots
+        has_state = snapshots is None or snapshots.has_room(queues.decoding)
         return queues.num_holders, len(queues.waiting), has_state
 
     def _waits_for_prompt(self, req: Req, added: set[str]) -> bool:
@@ -243,17 +247,19 @@ class PrefillScheduler:
         prefix, plan = self._reuse(req, adder)
         progress = req.progress
         if plan.is_admitted:
-            if len(state.queues.waiting) == 1:
+            if state.hicache is not None and len(state.queues.waiting) == 1:
                 # No other load can join: its bytes set out before the rest is done.
-                self._issue_loads()
+                self._issue_loads(state.hicache)
             plan = self._begin(req, len(prefix.slots), plan)
-            # The prompt is cut where it should leave a snapshot on its way.
-            tokens = state.snapshots.shorten(
-                plan.extend_tokens, progress.kv_committed_len, prefix.branching
-            )
-            if tokens != plan.extend_tokens:
-                plan = AddPlan(AddOutcome.CHUNKED, tokens)
-            first_state = tree.pin_state(prefix.node)
+            first_state = 0
+            if state.snapshots is not None:
+                first_state = tree.pin_state(prefix.node)
+                # The prompt is cut where it should leave a snapshot on its way.
+                tokens = state.snapshots.shorten(
+                    plan.extend_tokens, progress.kv_committed_len, prefix.branching
+                )
+                if tokens != plan.extend_tokens:
+                    plan = AddPlan(AddOutcome.CHUNKED, tokens)
             slots = self._alloc(req, plan.extend_tokens, prefix.slots)
             if slots is not None:
                 self._commit(req, prefix)
@@ -307,11 +313,14 @@ class PrefillScheduler:
         if not has_load or not plan.is_admitted:
             return prefix, plan
         quota = free - ceil_to_page(rest, state.limits.page_size)
+        states = None
+        if state.snapshots is not None:
+            states = state.snapshots.room_to_load(state.queues.decoding)
         params = InitLoadBackParams(
             match.best_match_node,
             host,
             mem_quota=quota,
-            mamba_quota=state.snapshots.room_to_load(state.queues.decoding),
+            mamba_quota=states,
             req=req.slots,
             report=req.report.cache,
         )
@@ -344,7 +353,8 @@ class PrefillScheduler:
         page_size = state.limits.page_size
         assert begin % page_size == 0, "what is cached or was computed before is whole pages"
         if req.slots.req_pool_idx is None:
-            state.snapshots.make_room(state.queues.decoding)
+            if state.snapshots is not None:
+                state.snapshots.make_room(state.queues.decoding)
             if not pools.req_to_token_pool.available_size():
                 return None
         slots = self._padding_slot
@@ -370,7 +380,10 @@ class PrefillScheduler:
         slots.last_node = prefix.node
         slots.cache_protected_len = len(prefix.slots)
         tree.note_scheduled(req.rid)
-        from_storage = min(tree.pop_prefetch_loaded_tokens(req.rid), prefix.from_host)
+        from_storage, backend = 0, None
+        if (hicache := self._state.hicache) is not None:
+            backend = hicache.storage_backend_name
+            from_storage = min(hicache.pop_prefetch_loaded_tokens(req.rid), prefix.from_host)
         if req.report.was_scheduled:
             return
         # For the client and the metrics: only its first prefill counts.
@@ -383,7 +396,7 @@ class PrefillScheduler:
             device=device,
             host=host,
             storage=storage,
-            storage_backend=tree.storage_backend_name,
+            storage_backend=backend,
         )
         if report.cache is not None:
             ends = PrefixEnds(

@@ -147,7 +147,7 @@ class ResultProcessor:
             if work.is_last_chunk:
                 self._end_prefill(req)
                 self._append(req, row, result)
-                (kept if self._role.keeps(req) else complete).append(req)
+                (kept if req.decodes_elsewhere else complete).append(req)
         for req, reason in zip(kept, self._stop_checker.check(kept), strict=True):
             self._role.hand_over(req, reason)
             state.queues.hold(req)
@@ -156,6 +156,7 @@ class ResultProcessor:
         state.counters.prefill_batches += 1
 
     def _on_decode(self, step: LaunchedStep) -> None:
+        snapshots = self._state.snapshots
         alive: list[Req] = []
         for row, req in enumerate(step.reqs):
             progress = req.progress
@@ -163,7 +164,8 @@ class ResultProcessor:
                 continue  # The request ended while this step was in flight.
             progress.num_in_flight -= 1
             progress.kv_committed_len += 1
-            self._state.snapshots.on_decoded(req)
+            if snapshots is not None:
+                snapshots.on_decoded(req)
             self._append(req, row, step.result)
             alive.append(req)
         if step.has_joined:
@@ -175,7 +177,7 @@ class ResultProcessor:
     def _on_verified(self, step: LaunchedStep) -> None:
         """Each request gets the tokens up to the one after its last accepted draft. One that ends
         at an earlier token drops the others."""
-        result, width = step.result, step.width
+        result, width, snapshots = step.result, step.width, self._state.snapshots
         # Others ended while this step was in flight.
         going_on = [
             (row, req) for row, req in enumerate(step.reqs) if req.progress.finish_reason is None
@@ -185,7 +187,8 @@ class ResultProcessor:
             for req, row in newest.items():
                 req.progress.num_in_flight -= 1
                 req.progress.kv_committed_len += 1
-                self._state.snapshots.on_decoded(req)
+                if snapshots is not None:
+                    snapshots.on_decoded(req)
                 self._append(req, row * width + nth, result)
                 self._count_verified(req, is_draft=nth > 0)
             if nth == 0 and step.has_joined:
@@ -215,10 +218,12 @@ class ResultProcessor:
 
     def _end_prefill(self, req: Req) -> None:
         """Note the first token of `req`, or a later one if its prompt was computed again."""
-        now = time.monotonic()
-        seconds = req.report.end_prefill(now)
-        if seconds is not None and not req.is_probe:
-            self._state.metrics.observe_stage("prefill", seconds)
+        now, report = time.monotonic(), req.report
+        if report.stages.prefill is not None:
+            return
+        report.stages.prefill, report.stage_began = now - report.stage_began, now
+        if not req.is_probe:
+            self._state.metrics.observe_stage("prefill", report.stages.prefill)
             self._state.recent.on_first_token(req, now)
 
     def _observe_first_decode(self, reqs: list[Req]) -> None:
@@ -263,7 +268,7 @@ class ResultProcessor:
         state, report = self._state, req.report
         if report.stages.prefill is not None:
             seconds = time.monotonic() - report.stage_began
-            if self._role.keeps(req):
+            if req.decodes_elsewhere:
                 report.stages.transfer = seconds
             elif req.progress.output_ids:
                 report.stages.decode = seconds

@@ -36,7 +36,8 @@ class Role:
     Scheduler's thread."""
 
     def on_arrival(self, req: Req) -> FinishReason | None:
-        """A request was accepted. Returns the reason to refuse it after all, or None."""
+        """A request was accepted; sets where its parts are done. Returns the reason to refuse it
+        after all, or None."""
         return None
 
     def on_refusal(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
@@ -46,10 +47,6 @@ class Role:
         """A request was refused before it came here. Another request may have the same room."""
         raise AssertionError("a server that does both has no rooms")
 
-    def is_remote(self, req: Req) -> bool:
-        """True if the prompt of a waiting request is computed elsewhere."""
-        return False
-
     def may_compute(self, req: Req) -> bool:
         """True if the prompt of a waiting request may be computed here now."""
         return True
@@ -57,19 +54,15 @@ class Role:
     def on_computed(self, work: PrefillWork) -> None:
         """A part of a prompt has its keys and values."""
 
-    def keeps(self, req: Req) -> bool:
-        """True if a request with a complete prompt stays held here, since it decodes elsewhere."""
-        return False
-
     def is_read(self, req: Req) -> bool:
         """True if another server may be reading computed pages of `req`, whose prompt is not
         complete."""
         return False
 
     def hand_over(self, req: Req, reason: FinishReason | None) -> None:
-        """The prompt of a kept request was computed and its first token sampled. `reason`: why the
-        request ends with that token; None: it goes on."""
-        raise AssertionError("this server keeps no request")
+        """The prompt of a request that decodes elsewhere was computed and its first token sampled.
+        `reason`: why the request ends with that token; None: it goes on."""
+        raise AssertionError("all requests decode here")
 
     def tick(self) -> TransferUpdate:
         """Act on arrivals and ended transfers, and begin the transfers that can begin."""

@@ -47,7 +47,8 @@ from sglang.srt.managers.scheduler.requests.stop import StopChecker
 from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcessor
 from sglang.srt.managers.scheduler.role import Role
 from sglang.srt.managers.scheduler.snapshots import Snapshots
-from sglang.srt.managers.scheduler.state import RecentRequests, SchedulerState
+from sglang.srt.managers.scheduler.state import RecentRequests, SchedulerState, StatusLine
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.messages.io_struct import (
     BatchTokenIDOutput,
     ControlReqOutput,
@@ -160,7 +161,7 @@ class Scheduler:
         self._input = InputHandler(
             state, self._control, self._results, outputs, self._grammar, self._role
         )
-        self._decode = DecodeScheduler(state, self._role.keeps, resources.worker.verifies_ahead)
+        self._decode = DecodeScheduler(state, resources.worker.verifies_ahead)
         self._batch_policy = BatchPolicy(server_args.target_inter_token_latency)
         resources.tree.watch_workload(state.workload)
         resources.tree.watch_queues(state.queues)
@@ -172,41 +173,40 @@ class Scheduler:
         """The self check under way."""
         self._is_verified = False
         self._log = RateLimitedLogger(logger)
+        self._status = StatusLine(state)
         self.is_stopped = False
 
     def step(self, tick: Tick) -> list[SchedulerOutput]:
         """One tick: messages in, at most one batch, outputs out."""
         with self._resources.tick_guard():
-            return self._step(tick)
-
-    def _step(self, tick: Tick) -> list[SchedulerOutput]:
-        state = self.state
-        self._check = None  # This step may change the state that was checked.
-        state.now = tick.now
-        state.counters.ticks += 1
-        state.tree.begin_tick(tick.now)
-        for message in tick.messages:
-            self._input.handle(message)
-        state.tree.check_hicache_events()
-        if self._damaged():
-            self._settle()
-        if self._control.is_drained():
-            self._input.abort(None, _SHUT_DOWN)
-            self.is_stopped = True
-        self._grammar.apply_results(tick.grammars, state.queues)
-        if state.queues.aborted:
-            self._settle()
-            self._input.end_aborted()
-        self._control.tick()
-        self._results.follow_transfers(self._role.tick())
-        self._did_forward = not self.is_stopped and self._run_batch()
-        if self._resources.publish_events is not None and (events := state.tree.take_events()):
-            self._resources.publish_events(events)
-        if self._did_forward:
-            self._is_verified = False
-            if self._resources.group.rank == 0:
-                self._log_status()
-        return self._outputs.take()
+            state = self.state
+            self._check = None  # This step may change the state that was checked.
+            state.now = tick.now
+            state.counters.ticks += 1
+            state.tree.begin_tick(tick.now)
+            for message in tick.messages:
+                self._input.handle(message)
+            if state.hicache is not None:
+                state.hicache.check_hicache_events()
+            if self._damaged():
+                self._settle()
+            if self._control.is_drained():
+                self._input.abort(None, _SHUT_DOWN)
+                self.is_stopped = True
+            self._grammar.apply_results(tick.grammars, state.queues)
+            if state.queues.aborted:
+                self._settle()
+                self._input.end_aborted()
+            self._control.tick()
+            self._results.follow_transfers(self._role.tick())
+            self._did_forward = not self.is_stopped and self._run_batch()
+            if self._resources.publish_events is not None and (events := state.tree.take_events()):
+                self._resources.publish_events(events)
+            if self._did_forward:
+                self._is_verified = False
+                if self._resources.group.rank == 0 and self._log.info("status", "%s", self._status):
+                    state.recent = RecentRequests()
+            return self._outputs.take()
 
     def run(self, channel: Channel) -> None:
         """Rank 0's loop: make ticks, send them to the other ranks and step, until a shutdown is
@@ -284,9 +284,11 @@ class Scheduler:
         state = self.state
         was_in_flight = state.in_flight is not None
         launched = None if self._control.is_paused else self._launch()
-        self._draft_policy.on_tick(state.now, launched)
-        # Issued while the device computes, since issuing copies takes the CPU milliseconds.
-        state.tree.start_writing_host_cache()
+        if state.limits.decode_tokens > 1:
+            self._draft_policy.on_tick(state.now, launched)
+        if state.hicache is not None:
+            # Issued while the device computes, since issuing copies takes the CPU milliseconds.
+            state.hicache.start_writing_host_cache()
         before, state.in_flight = state.in_flight, launched
         if before is not None:
             self._process(before)
@@ -331,7 +333,8 @@ class Scheduler:
         if step.is_prefill:
             # The device began it when the step before it ended.
             seconds = now - max(step.launched, self._last_end)
-            self.state.tree.note_prefill(sum(work.extend_len for work in step.works), seconds)
+            if (hicache := self.state.hicache) is not None:
+                hicache.note_prefill(sum(work.extend_len for work in step.works), seconds)
         self._last_end = now
 
     def _launch(self) -> LaunchedStep | None:
@@ -386,6 +389,7 @@ class Scheduler:
         if not self._prepare_decode():
             return None
         info = self._decode.sampling_info
+        assert info is not None, "the step is prepared"
         batch = decoding.worker_batch(info, self.state.snapshots)
         started = time.monotonic()
         result, token_ids, accepted = self._forward(batch)
@@ -421,7 +425,7 @@ class Scheduler:
         """
         state, decode, batch = self.state, self._decode, self.state.decode_batch
         while num_ready := decode.gather():
-            width = self._draft_policy.width(num_ready)
+            width = self._draft_policy.width(num_ready) if state.limits.decode_tokens > 1 else 1
             is_same = width == batch.width
             if state.in_flight is not None and not (is_same and decode.can_run_ahead()):
                 self._settle()
@@ -436,22 +440,6 @@ class Scheduler:
             self._settle()
         return False
 
-    def _log_status(self) -> None:
-        state = self.state
-        was_written = self._log.info(
-            "status",
-            "running %d, waiting %d, slots %d/%d, prefill tokens %d, decode steps %d; %s",
-            state.queues.num_holders,
-            len(state.queues.waiting),
-            state.used_tokens(),
-            state.limits.pool_tokens,
-            state.counters.prefill_tokens,
-            state.counters.decode_steps,
-            state.recent,
-        )
-        if was_written:
-            state.recent = RecentRequests()
-
 
 def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerState:
     worker = resources.worker
@@ -465,8 +453,14 @@ def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> Sched
         token_to_kv_pool=worker.token_to_kv_pool,
         device=torch.device(allocator.device),
     )
+    snapshots, tree = None, resources.tree
+    if tree.mamba_snapshot_alignment is not None:
+        pool = worker.req_to_token_pool.mamba_pool
+        assert pool is not None, "the tree keeps its states"
+        snapshots = Snapshots(tree, pool, interval)
     return SchedulerState(
-        tree=resources.tree,
+        tree=tree,
+        hicache=tree if isinstance(tree, HiRadixCache) else None,
         pools=pools,
         limits=BatchLimits(
             page_size=allocator.page_size,
@@ -484,5 +478,5 @@ def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> Sched
         vocab_size=worker.vocab_size,
         eos_token_ids=worker.eos_token_ids,
         metrics=resources.metrics,
-        snapshots=Snapshots(resources.tree, worker.req_to_token_pool.mamba_pool, interval),
+        snapshots=snapshots,
     )

@@ -8,8 +8,6 @@ snapshot together with the pages before it.
 
 Running states come first. If no slot is free for a request that is about to start, the tree evicts
 its oldest snapshot; if it has none, a decoding request gives up a slot for snapshots.
-
-For a model without recurrent states all calls have no effect.
 """
 
 from __future__ import annotations
@@ -51,22 +49,23 @@ def first_to_give_up(spares: Sequence[Spare]) -> Spare:
 
 
 class Snapshots:
-    """Snapshots of the requests of one scheduler. Scheduler thread only.
+    """Snapshots of the requests of one scheduler, whose tree keeps states of the pool. Scheduler
+    thread only.
 
-    The tree takes over snapshots, and evicts its oldest if slots are short. The pool is used if the
-    tree keeps states. `interval` is the number of tokens between the snapshots of a request that
-    decodes; 0: it leaves none.
+    The tree takes over snapshots, and evicts its oldest if slots are short. `interval` is the
+    number of tokens between the snapshots of a request that decodes; 0: it leaves none.
 
     Raises:
         ValueError: The interval is no multiple of the distance between possible snapshots.
     """
 
-    def __init__(self, tree: RadixCache, pool: StatePool | None, interval: int) -> None:
+    def __init__(self, tree: RadixCache, pool: StatePool, interval: int) -> None:
+        assert tree.mamba_snapshot_alignment is not None, "the tree keeps states"
         self._tree = tree
         self._alignment = tree.mamba_snapshot_alignment
-        self._pool = None if self._alignment is None else pool
+        self._pool = pool
         self._interval = interval
-        if self._alignment is not None and interval % self._alignment:
+        if interval % self._alignment:
             raise ValueError(
                 f"--mamba-track-interval {interval} must be a multiple of {self._alignment} "
                 "tokens: snapshots end with a page and with a chunk of the kernel"
@@ -76,20 +75,18 @@ class Snapshots:
         """Free a slot, if none is free, for a request that is about to start. One of the requests
         that decode may lose its snapshot, or the slot for its next one."""
         self._evict()
-        if self._pool is not None and not self._pool.available_size():
+        if not self._pool.available_size():
             self._give_up_spare(decoding)
 
     def has_room(self, decoding: Iterable[Req]) -> bool:
         """True if a slot is free, or `make_room` may free one."""
-        if self._pool is None or self._pool.available_size():
+        if self._pool.available_size():
             return True
         return bool(self._tree.mamba_evictable_size() or _spares_of(decoding))
 
-    def room_to_load(self, decoding: Iterable[Req]) -> int | None:
+    def room_to_load(self, decoding: Iterable[Req]) -> int:
         """Number of states that may be loaded for a request that is about to start; frees a slot
-        for one as `make_room` does if the tree has none to evict. None: the model has no states."""
-        if self._pool is None:
-            return None
+        for one as `make_room` does if the tree has none to evict."""
         free, evictable = self._pool.available_size(), self._tree.mamba_evictable_size()
         quota = states_to_load(free, evictable, len(_spares_of(decoding)))
         if quota and not free + evictable:
@@ -97,7 +94,7 @@ class Snapshots:
         return quota
 
     def _evict(self) -> None:
-        if self._pool is not None and not self._pool.available_size():
+        if not self._pool.available_size():
             self._tree.evict(EvictParams(mamba_num=1))
 
     def _give_up_spare(self, decoding: Iterable[Req]) -> None:
@@ -113,7 +110,7 @@ class Snapshots:
         else:
             slot, slots.mamba_track_slot = slots.mamba_track_slot, None
             slots.mamba_last_track_seqlen = None
-        assert slot is not None and self._pool is not None, "a spare is a slot of the pool"
+        assert slot is not None, "a spare is a slot of the pool"
         self._pool.free(slot)
 
     def shorten(self, extend_len: int, begin: int, branching: int | None) -> int:
@@ -127,7 +124,7 @@ class Snapshots:
     def in_prefill(self, req: Req, extend_len: int) -> tuple[int, int]:
         """Slot for the snapshot of a prefill, and the number of its tokens before it; 0 and 0: no
         snapshot is taken."""
-        if self._alignment is None or req.is_probe:
+        if req.is_probe:
             return 0, 0
         begin = req.progress.kv_committed_len
         # A state after the last token of a prompt is of no use to the same prompt.
@@ -162,7 +159,7 @@ class Snapshots:
             tokens in this step it is taken; None: no request leaves one. The number is at most 0 if
             the snapshot is taken only if the request is earlier.
         """
-        if self._alignment is None or not self._interval:
+        if not self._interval:
             return None
         taken = {
             row: (slot, width - after)
@@ -191,7 +188,6 @@ class Snapshots:
         queued before every later use of the slot."""
         slot, req.slots.snapshot_slot = req.slots.snapshot_slot, None
         if slot is not None:
-            assert self._pool is not None, "the pool alone hands out such slots"
             self._pool.free(slot)
 
     def _track(self, req: Req, length: int, *, is_reached: bool) -> int:
@@ -218,7 +214,6 @@ class Snapshots:
 
     def _take(self) -> torch.Tensor | None:
         """A slot, int64 `[1]` on the CPU; None: there is no room."""
-        assert self._pool is not None, "the tree keeps states of this pool"
         self._evict()
         taken = self._pool.take(1)
         return None if taken is None else torch.tensor(taken)

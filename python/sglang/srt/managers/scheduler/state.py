@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.launched_step import LaunchedStep
     from sglang.srt.managers.scheduler.requests.req import Req
     from sglang.srt.managers.scheduler.snapshots import Snapshots
+    from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
     from sglang.srt.observability.engine_metrics import SchedulerMetrics
 
 
@@ -116,7 +117,10 @@ class SchedulerState:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     metrics: SchedulerMetrics
-    snapshots: Snapshots
+    hicache: HiRadixCache | None
+    """`tree`, if it has tiers below L1."""
+    snapshots: Snapshots | None
+    """None: the tree keeps no recurrent states."""
     queues: RequestQueues = field(default_factory=RequestQueues)
     in_flight: LaunchedStep | None = None
     """The launched step whose results have not been processed."""
@@ -194,10 +198,12 @@ class SchedulerState:
         self.trim(req, progress.num_in_flight)
         self.tree.cache_finished_req(slots, is_insert=not req.is_probe)
         rows.free(slots)
-        slots.history.forget()
+        if slots.history is not None:
+            slots.history.forget()
         progress.kv_committed_len = 0
         slots.prefix_indices = NO_SLOTS
-        self.snapshots.release(req)
+        if self.snapshots is not None:
+            self.snapshots.release(req)
 
     def trim(self, req: Req, count: int) -> None:
         """Give back whole pages of slots of the last `count` tokens in flight of `req`. The tokens
@@ -261,4 +267,21 @@ class SchedulerState:
             eos_token_ids=self.eos_token_ids,
             histories=[req.slots.history for req in reqs for _ in range(width)],
             grammars=grammars,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StatusLine:
+    """The status line of the log. It is composed when it is written, not in each tick."""
+
+    state: SchedulerState
+
+    def __str__(self) -> str:
+        state = self.state
+        queues, counters = state.queues, state.counters
+        return (
+            f"running {queues.num_holders}, waiting {len(queues.waiting)}, "
+            f"slots {state.used_tokens()}/{state.limits.pool_tokens}, "
+            f"prefill tokens {counters.prefill_tokens}, decode steps {counters.decode_steps}; "
+            f"{state.recent}"
         )

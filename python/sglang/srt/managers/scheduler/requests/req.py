@@ -119,29 +119,21 @@ class RequestSlots:
     snapshot_in_flight: int | None = None
     """Tokens of the snapshot that a decode step in flight writes to `snapshot_slot`; None: none is
     in flight."""
-    history: TokenHistory = field(init=False)
-    """Token counts for penalties, on the device while the request runs."""
+    history: TokenHistory | None = None
+    """Token counts, on the device while the request runs; None: it has no penalties."""
+    rid: str = field(init=False)
+    extra_key: str | None = field(init=False)
+    priority: int = field(init=False)
+    session: Session | None = field(init=False)
+    """The session whose prefix it keeps; None: it names none."""
 
     def __post_init__(self) -> None:
-        self.history = TokenHistory(self.progress.prompt_ids, self.progress.output_ids)
-
-    @property
-    def rid(self) -> str:
-        return self.spec.rid
-
-    @property
-    def extra_key(self) -> str | None:
-        return self.spec.extra_key
-
-    @property
-    def session(self) -> Session | None:
-        """The session whose prefix it keeps; None: it names none."""
-        key, name = self.spec.extra_key, self.spec.session_id
-        return None if name is None else Session.of(key, name)
-
-    @property
-    def priority(self) -> int:
-        return self.spec.priority
+        spec, progress = self.spec, self.progress
+        self.rid, self.extra_key, self.priority = spec.rid, spec.extra_key, spec.priority
+        name = spec.session_id
+        self.session = None if name is None else Session.of(spec.extra_key, name)
+        if spec.sampling_params.has_penalties:
+            self.history = TokenHistory(progress.prompt_ids, progress.output_ids)
 
     @property
     def kv_committed_len(self) -> int:
@@ -188,14 +180,6 @@ class RequestReport:
     stage_began: float = 0.0
     """`time.monotonic()` at which the stage that is not over began, once it was scheduled."""
 
-    def end_prefill(self, now: float) -> float | None:
-        """Note that the first token is known. Returns the seconds of the prefill, or None if it is
-        not the request's first prefill, and does not count."""
-        if self.stages.prefill is not None:
-            return None
-        self.stages.prefill, self.stage_began = now - self.stage_began, now
-        return self.stages.prefill
-
 
 @dataclass(slots=True, eq=False)
 class Req:
@@ -212,14 +196,21 @@ class Req:
     turn: int = 0
     """See `policy.Arrival`; set by `RequestQueues`."""
     report: RequestReport = field(default_factory=RequestReport)
+    rid: str = field(init=False)
     is_probe: bool = field(init=False)
     """True for a health check, which is neither counted nor cached."""
+    is_computed_elsewhere: bool = False
+    """True if another server computes its prompt; the role sets it on arrival."""
+    decodes_elsewhere: bool = False
+    """True if another server reads its computed prompt, and decodes; the role sets it on arrival.
+    The request stays held here, and its pages where they are."""
     progress: RequestProgress = field(init=False)
     slots: RequestSlots = field(init=False)
     _match_key: RadixKey | None = None
 
     def __post_init__(self) -> None:
-        self.is_probe = self.spec.rid.startswith(HEALTH_CHECK_RID_PREFIX)
+        self.rid = self.spec.rid
+        self.is_probe = self.rid.startswith(HEALTH_CHECK_RID_PREFIX)
         self.progress = RequestProgress(self.spec.input_ids)
         self.slots = RequestSlots(self.spec, self.progress)
 
@@ -238,10 +229,6 @@ class Req:
         most = max(1, min(params.max_new_tokens, max_request_tokens - len(message.input_ids)))
         stops = () if params.ignore_eos else (*eos_token_ids, *(params.stop_token_ids or ()))
         return cls(message, most, frozenset(stops), arrival_number)
-
-    @property
-    def rid(self) -> str:
-        return self.spec.rid
 
     @property
     def rest_new_tokens(self) -> int:

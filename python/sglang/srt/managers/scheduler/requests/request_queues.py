@@ -29,8 +29,10 @@ class RequestState(Enum):
 
 _HOLDING: Final = (RequestState.COMPUTING, RequestState.DECODING, RequestState.HELD)
 _LIVING: Final = (RequestState.WAITING, *_HOLDING)
-_WAITING_WEIGHT: Final = 0x1F83D9ABFB41BD6B
-_HOLDING_WEIGHT: Final = 0x1BE0CD19137E2179
+_WEIGHTS: Final = {
+    RequestState.WAITING: 0x1F83D9ABFB41BD6B,
+    **dict.fromkeys(_HOLDING, 0x1BE0CD19137E2179),
+}
 """Factors of a request's name in the digest."""
 
 
@@ -139,7 +141,8 @@ class RequestQueues:
     def admit(self, req: Req) -> None:
         """Note that the next step computes the whole rest of the prompt of `req`."""
         self._compute(req, "admit")
-        self._forget_partial(req)
+        if req is self.partial:
+            self.partial = None
 
     def cut(self, req: Req) -> None:
         """Note that the next step computes a part of the prompt of `req`; later steps do more."""
@@ -167,13 +170,11 @@ class RequestQueues:
         is_in_flight = req is not self.partial and self.state_of(req) is RequestState.COMPUTING
         assert not is_in_flight, f"retract: the prompt of request {req.rid} is in flight"
         self._leave(req, "retract", *_HOLDING)
-        self._forget_partial(req)
         self._enter(req, RequestState.WAITING)
 
     def redo(self, req: Req) -> None:
         """Let `req` wait again. Its steps were dropped, and it gave its slots back."""
         self._leave(req, "redo", RequestState.COMPUTING)
-        self._forget_partial(req)
         self._enter(req, RequestState.WAITING)
 
     def finish(self, req: Req, reason: FinishReason, *, lingers: bool = False) -> None:
@@ -184,7 +185,6 @@ class RequestQueues:
             self._lingering[id(req)] = req
         del self._alive[req.rid], self._states[req.rid]
         self._aborted.pop(req.rid, None)
-        self._forget_partial(req)
         req.progress.finish_reason = reason
 
     def let_go(self, req: Req) -> None:
@@ -208,21 +208,15 @@ class RequestQueues:
         self._enter(req, RequestState.COMPUTING)
         self.num_admitted += 1
 
-    def _forget_partial(self, req: Req) -> None:
-        if req is self.partial:
-            self.partial = None
-
     def _leave(self, req: Req, transition: str, *allowed: RequestState) -> None:
         state = self.state_of(req)
         assert state in allowed, f"{transition}: request {req.rid} is {state.value}"
+        if req is self.partial:
+            self.partial = None
         del self._in[state][req.rid]
-        self.digest = (self.digest - hash_of(req.rid) * _weight(state)) % MODULUS
+        self.digest = (self.digest - hash_of(req.rid) * _WEIGHTS[state]) % MODULUS
 
     def _enter(self, req: Req, state: RequestState) -> None:
         self._states[req.rid] = state
         self._in[state][req.rid] = req
-        self.digest = (self.digest + hash_of(req.rid) * _weight(state)) % MODULUS
-
-
-def _weight(state: RequestState) -> int:
-    return _WAITING_WEIGHT if state is RequestState.WAITING else _HOLDING_WEIGHT
+        self.digest = (self.digest + hash_of(req.rid) * _WEIGHTS[state]) % MODULUS
