@@ -14,7 +14,6 @@ JSON_OBJECT_SCHEMA: Final = '{"type":"object"}'
 
 MAX_CONSTRAINT_BYTES: Final = 64 << 10
 """Longest text of a constraint."""
-_NO_TEXTS: Final = (None,) * 4
 
 
 class ConstraintKind(str, Enum):
@@ -51,28 +50,6 @@ class Constraint(NamedTuple):
     kind: ConstraintKind
     text: str
     reasoning: Reasoning = Reasoning.NONE
-
-
-def constraint_of(
-    json_schema: str | None,
-    regex: str | None,
-    ebnf: str | None,
-    structural_tag: str | None = None,
-) -> Constraint | None:
-    """The constraint among a request's sampling parameters, or None. Raises ValueError if there are
-    several."""
-    texts = (json_schema, regex, ebnf, structural_tag)
-    if texts == _NO_TEXTS:
-        return None
-    given = [
-        Constraint(kind, text)
-        for kind, text in zip(ConstraintKind, texts, strict=True)
-        if text is not None
-    ]
-    if len(given) > 1:
-        names = " and ".join(constraint.kind.value for constraint in given)
-        raise ValueError(f"{names} are given together: keep one of them")
-    return given[0]
 
 
 def constraint_of_response_format(

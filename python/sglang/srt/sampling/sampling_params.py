@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from sglang.srt.constrained.constraint import Constraint, Reasoning, constraint_of
+from sglang.srt.constrained.constraint import Constraint, ConstraintKind, Reasoning
 
 GREEDY_TEMPERATURE = 1e-6
 """Temperatures below this mean greedy decoding, because dividing by them would overflow fp32."""
@@ -29,6 +29,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 4096
 MAX_LOGIT_BIASES = 4096
 MAX_SAMPLES = 128
+_NO_TEXTS: Final = (None,) * len(ConstraintKind)
 NO_DEFAULTS: Final[Mapping[str, float]] = MappingProxyType({})
 """Values of fields that a request does not name: those of `SamplingParams`."""
 
@@ -93,10 +94,18 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     @property
     def constraint(self) -> Constraint | None:
         """The constraint on the output, or None. Raises ValueError if there are several."""
-        found = constraint_of(self.json_schema, self.regex, self.ebnf, self.structural_tag)
-        if found is None or self.reasoning is Reasoning.NONE:
-            return found
-        return found._replace(reasoning=self.reasoning)
+        texts = (self.json_schema, self.regex, self.ebnf, self.structural_tag)
+        if texts == _NO_TEXTS:
+            return None
+        given = [
+            Constraint(kind, text, self.reasoning)
+            for kind, text in zip(ConstraintKind, texts, strict=True)
+            if text is not None
+        ]
+        if len(given) > 1:
+            names = " and ".join(constraint.kind.value for constraint in given)
+            raise ValueError(f"{names} are given together: keep one of them")
+        return given[0]
 
     @property
     def stop_strings(self) -> list[str]:
@@ -122,7 +131,7 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         value and range."""
         if not 1 <= self.n <= MAX_SAMPLES:
             raise ValueError(f"n={self.n} must be from 1 to {MAX_SAMPLES}")
-        constraint_of(self.json_schema, self.regex, self.ebnf, self.structural_tag)
+        _ = self.constraint
         _require_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _require_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _require_float("min_p", self.min_p, 0.0, 1.0)

@@ -18,7 +18,7 @@ from sglang.srt.constrained.constraint import (
     Constraint,
     ConstraintKind,
     GrammarError,
-    constraint_of,
+    Reasoning,
     constraint_of_response_format,
 )
 from sglang.srt.constrained.grammar import (
@@ -33,6 +33,7 @@ from sglang.srt.constrained.grammar import (
 )
 from sglang.srt.constrained.schema_check import prepare_json_schema, prepare_structural_tag
 from sglang.srt.constrained.xgrammar_backend import GrammarCache
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -342,11 +343,12 @@ def test_response_format_maps_to_a_constraint() -> None:
 
 
 def test_a_request_has_at_most_one_constraint() -> None:
-    assert constraint_of(None, None, None) is None
-    assert constraint_of(None, "a", None) == Constraint(ConstraintKind.REGEX, "a")
-    assert constraint_of(None, None, None, "t") == Constraint(ConstraintKind.STRUCTURAL_TAG, "t")
+    assert SamplingParams().constraint is None
+    assert SamplingParams(regex="a").constraint == Constraint(ConstraintKind.REGEX, "a")
+    tagged = SamplingParams(structural_tag="t", reasoning=Reasoning.BEGUN)
+    assert tagged.constraint == Constraint(ConstraintKind.STRUCTURAL_TAG, "t", Reasoning.BEGUN)
     with pytest.raises(ValueError, match="json_schema and ebnf are given together"):
-        constraint_of("{}", None, "x")
+        _ = SamplingParams(json_schema="{}", ebnf="x").constraint
 
 
 def test_invalid_arguments_of_a_backend_are_refused() -> None:
