@@ -173,7 +173,7 @@ class EvictionHeap:
     def offer(self, node: TreeNode) -> None:
         """Add `node` if it is a candidate. Call it whenever the node may have become one."""
         if node.id not in self.places and self._is_candidate(node):
-            entry = self._entry_of(node)
+            entry = self._strategy.eviction_order(node), node.id, node
             self._heap.append(entry)
             self._rise(len(self._heap) - 1, entry)
 
@@ -181,7 +181,7 @@ class EvictionHeap:
         """Update the place of `node`, if it is a candidate."""
         place = self.places.get(node.id)
         if place is not None:
-            entry = self._entry_of(node)
+            entry = self._strategy.eviction_order(node), node.id, node
             if entry[0] != self._heap[place][0]:
                 self._put(place, entry)
 
@@ -218,9 +218,6 @@ class EvictionHeap:
         above = self._heap[(place - 1) // 2] if place else self._heap[0]
         is_in_order = above[:2] <= self._heap[place][:2]
         assert is_in_order and self._heap[place][2] is node, f"{node} is in another's place"
-
-    def _entry_of(self, node: TreeNode) -> _Entry:
-        return self._strategy.eviction_order(node), node.id, node
 
     def _remove(self, place: int) -> None:
         """Remove the entry at `place`, whose node has no place any more."""

@@ -28,8 +28,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     not_supported,
 )
 from sglang.srt.mem_cache.device.state_pool import StatePool, state_pool
-from sglang.srt.mem_cache.tree.decisions import Decision
-from sglang.srt.mem_cache.tree.hicache_metrics import CacheMetrics, StateMetrics
+from sglang.srt.mem_cache.tree.hicache_metrics import CacheMetrics, Decision, StateMetrics
 from sglang.srt.mem_cache.tree.kv_events import KVEventLog
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
@@ -110,8 +109,8 @@ class RadixCache(BasePrefixCache):
         if components:
             path = self.tree.usable(known, len(params.key))
         on_device = [node for node in path if node.value is not None]
-        last_device = on_device[-1] if on_device else self.root_node
-        last = path[-1] if path else self.root_node
+        last_device = on_device[-1] if on_device else self.tree.root
+        last = path[-1] if path else self.tree.root
         match = MatchResult(
             device_indices=self.tree.values_of(on_device),
             last_device_node=last_device,
@@ -164,12 +163,10 @@ class RadixCache(BasePrefixCache):
         if is_insert and not self.disable and not req.last_node.is_condemned:
             whole = self._insertable(req)
             if whole > kept:
-                key, slots = self._committed(req)
-                known, path = self._insert_for(req, key[:whole], slots)
+                slots, known, path = self._insert_committed(req, whole)
                 # Pages that another request inserted meanwhile: these are doubles.
                 self.tree.device.free(slots[kept:known])
                 kept = whole
-                self._hand_over(req, path[-1])
             else:
                 path = self.tree.path_to(req.last_node)
             _count_hit(path)
@@ -180,7 +177,7 @@ class RadixCache(BasePrefixCache):
         for component in self.tree.components:
             component.release(req)
         self.dec_lock_ref(req.last_node)
-        req.last_node = self.root_node
+        req.last_node = self.tree.root
         req.cache_protected_len = 0
 
     def cache_unfinished_req(self, req: CacheableRequest, chunked: bool = False) -> None:
@@ -202,12 +199,11 @@ class RadixCache(BasePrefixCache):
             if self.tree.components:
                 req.prefix_indices = self._slots_of(req, 0)
                 if 0 < whole == begin:
-                    self._hand_over(req, req.last_node)
+                    for component in self.tree.components:
+                        component.take_from(req, req.last_node)
             self._on_insert(path)
             return
-        key, slots = self._committed(req)
-        known, path = self._insert_for(req, key[:whole], slots)
-        self._hand_over(req, path[-1])
+        slots, known, path = self._insert_committed(req, whole)
         self._on_insert(path)
         if known > begin:
             # Pages that another request inserted meanwhile: these are doubles.
@@ -222,13 +218,22 @@ class RadixCache(BasePrefixCache):
         req.cache_protected_len = whole
         req.prefix_indices = slots
 
-    def _insert_for(
-        self, req: CacheableRequest, key: RadixKey, slots: torch.Tensor
-    ) -> tuple[int, list[TreeNode]]:
-        """`PrefixTree.insert` of what `req` computed."""
+    def _insert_committed(
+        self, req: CacheableRequest, whole: int
+    ) -> tuple[torch.Tensor, int, list[TreeNode]]:
+        """Give the tree the first `whole` tokens of `req`, and its states.
+
+        Returns:
+            Slots of all tokens whose KV has been computed, int64; and what `PrefixTree.insert`
+            returns.
+        """
         session = None if self.tree.device.events is None else req.session
         name = None if session is None else session.name
-        return self.tree.insert(key, slots, req.priority, name)
+        key, slots = RadixKey(req.kv_committed_ids[:whole], req.extra_key), self._slots_of(req, 0)
+        known, path = self.tree.insert(key, slots, req.priority, name)
+        for component in self.tree.components:
+            component.take_from(req, path[-1])
+        return slots, known, path
 
     def _insertable(self, req: CacheableRequest) -> int:
         """Number of tokens of `req` that the tree can use."""
@@ -236,13 +241,6 @@ class RadixCache(BasePrefixCache):
         for component in self.tree.components:
             length = component.insertable(req, length)
         return length
-
-    def _hand_over(self, req: CacheableRequest, end: TreeNode) -> None:
-        for component in self.tree.components:
-            component.take_from(req, end)
-
-    def _committed(self, req: CacheableRequest) -> tuple[RadixKey, torch.Tensor]:
-        return RadixKey(req.kv_committed_ids, req.extra_key), self._slots_of(req, 0)
 
     def _slots_of(self, req: CacheableRequest, begin: int) -> torch.Tensor:
         """int64: slots of the tokens whose KV has been computed, from token `begin` on."""

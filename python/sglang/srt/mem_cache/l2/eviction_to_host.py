@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.mem_cache.tree.decisions import Decision
+from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang.srt.mem_cache.tree.decisions import Decision
+from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from sglang.srt.mem_cache.l3.storage_reads import CheckOperation
 from sglang.srt.mem_cache.l3.storage_writes import StorageOperation
-from sglang.srt.mem_cache.tree.decisions import Decision
+from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.mem_cache.tree.tick_sync import MAX_SETTLED, Progress, Status
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of

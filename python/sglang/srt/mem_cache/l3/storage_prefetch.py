@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.l3.prefetch_table import (
     PrefetchPolicy,
     PrefetchTable,
 )
-from sglang.srt.mem_cache.tree.decisions import Decision
+from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tick_sync import Progress
 from sglang.srt.mem_cache.tree.tree_node import TreeNode

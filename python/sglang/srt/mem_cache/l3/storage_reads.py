@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.l3.storage_writes import PAGES_PER_CALL
 from sglang.srt.mem_cache.l3.stored_pools import usable_pages
 from sglang.srt.mem_cache.storage.types import CacheOutcome
-from sglang.srt.mem_cache.tree.decisions import Decision
+from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.utils.threads import leave_cores_to_model
 

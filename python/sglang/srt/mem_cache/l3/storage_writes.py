@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, join_transfe
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.mem_cache.l3.stored_pools import num_keys
 from sglang.srt.mem_cache.storage.types import CacheOutcome
-from sglang.srt.mem_cache.tree.decisions import Decision
+from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.threads import leave_cores_to_model, lower_priority

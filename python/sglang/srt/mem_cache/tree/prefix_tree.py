@@ -115,7 +115,7 @@ class PrefixTree:
         self.root = self._new_node(ROOT_ID, RadixKey([]))
         self._walks.clear()
         self._touched.clear()
-        self._next_node_id = ROOT_ID + 1
+        self._ids = itertools.count(ROOT_ID + 1)
         self._condemned: dict[int, TreeNode] = {}
         """Nodes out of the tree whose slots are still locked or pinned, by id."""
         self._clock = 0
@@ -149,7 +149,7 @@ class PrefixTree:
             common = child.key.match(key, page_size, done)
             if common < len(child.key.ids):
                 self._walks.clear()
-                child = child.split_off_front(common, self._take_id(), page_size)
+                child = child.split_off_front(common, next(self._ids), page_size)
             path.append(child)
             done += common
             node = child
@@ -210,7 +210,7 @@ class PrefixTree:
 
     def add_leaf(self, key: RadixKey, parent: TreeNode) -> TreeNode:
         """A new node below `parent`, on no tier yet."""
-        node = self._new_node(self._take_id(), key)
+        node = self._new_node(next(self._ids), key)
         node.creation_time = node.last_access_time = self._clock
         self._walks.clear()
         node.attach(parent, self.page_size)
@@ -251,7 +251,7 @@ class PrefixTree:
         locked must not insert.
         """
         if begin:
-            node.split_off_front(begin, self._take_id(), self.page_size)
+            node.split_off_front(begin, next(self._ids), self.page_size)
             self._walks.clear()
         above = node.parent
         assert above is not None, "the root has no pages"
@@ -304,11 +304,6 @@ class PrefixTree:
 
     def _new_node(self, node_id: int, key: RadixKey) -> TreeNode:
         return TreeNode(node_id, key, [component.weights for component in self.components])
-
-    def _take_id(self) -> int:
-        node_id = self._next_node_id
-        self._next_node_id += 1
-        return node_id
 
     def values_of(self, nodes: list[TreeNode]) -> torch.Tensor:
         """int64: the device slots of `nodes` that are on the device, in their order."""

@@ -6,7 +6,7 @@ import random
 
 from rigs.caches.cache_rig import CacheRig, HiCacheSettings
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.tree.decisions import Decision, DecisionLog
+from sglang.srt.mem_cache.tree.hicache_metrics import Decision, DecisionLog
 from sglang.srt.mem_cache.tree.tier_use import HostUse, busiest_prefixes
 from sglang.test.ci.ci_register import register_cpu_ci
 
