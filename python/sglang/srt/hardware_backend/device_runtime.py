@@ -13,6 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -86,20 +87,18 @@ class MemPool(Protocol):
         """Context manager: this thread's device allocations come from this pool."""
 
 
+@dataclass(slots=True, eq=False)
 class HostCopies:
     """Copies of tensors to the CPU.
 
     They run in order with the current stream, so a tensor may be overwritten later. `wait` waits
     only for them, not for work queued after them.
-
-    Args:
-        tensors: The tensors on the CPU.
-        copied: Reached when the copies are complete; None: they are.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor | None], copied: Event | None = None) -> None:
-        self._tensors = list(tensors)
-        self._copied = copied
+    _tensors: list[torch.Tensor | None]
+    """The tensors on the CPU."""
+    _copied: Event | None = None
+    """Reached when the copies are complete; None: they are."""
 
     @property
     def is_done(self) -> bool:

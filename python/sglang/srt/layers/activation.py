@@ -97,7 +97,8 @@ class GatedMLP(torch.nn.Module):
                 kernels.gated_gemv(x, weight, out, config)
                 return out
         both = self.gate_up_proj.forward(x)
-        down = takes_rounded(self.down_proj.weight, len(x))
-        if kernels is not None and down is not None:
-            return kernels.round_rows(both, down, is_gated=True)
+        if kernels is not None:
+            down = takes_rounded(self.down_proj.weight, len(x))
+            if down is not None:
+                return kernels.round_rows(both, down, is_gated=True)
         return silu_and_mul(both)

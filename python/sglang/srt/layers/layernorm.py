@@ -68,8 +68,10 @@ class RMSNorm(WeightedLayer):
         Args:
             consumer: The only weight that multiplies the normalised sum; None: it has others.
         """
+        if self._kernels is None or isinstance(x, PendingSum):
+            return self.add_(x, residual)
         scaled = takes_rounded(consumer, len(residual))
-        if self._kernels is None or isinstance(x, PendingSum) or scaled is None:
+        if scaled is None:
             return self.add_(x, residual)
         rounded = self._kernels.add_and_round_(
             x, residual, self.weight, self.eps, scaled, self.is_centered

@@ -190,7 +190,8 @@ class PooledEngine:
 
     def move(self, op: TransferOp, peer: str, requests: Sequence[Request]) -> int:
         """Move one batch, and return Mooncake's code. Blocks; releases the GIL."""
-        raw = self.raw
+        raw = self._raw
+        assert raw is not None, "ended"
         call = (
             raw.batch_transfer_sync_write
             if op is TransferOp.WRITE

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 from weakref import WeakSet
 
@@ -90,7 +91,9 @@ class Peer:
         with self._lock:
             now = time.monotonic()
             calls = list(self._calls.values())
-        began = min((started for _, started, _ in calls), default=now)
+        if not calls:
+            return
+        began = min(started for _, started, _ in calls)
         # Mooncake itself ends a call after a timeout.
         moving_s = min(
             sum(num_bytes for *_, num_bytes in calls) / LEAST_RATE, envs.MC_TRANSFER_TIMEOUT.get()
@@ -103,7 +106,8 @@ class Peer:
         """The engine object with an open connection; None: another thread's attempt lasts beyond
         `deadline`. The caller's own attempt blocks until the peer answers. Raises PeerUnreachable
         if no process accepts connections at its address, or the peer was forgotten."""
-        if not self._connecting.acquire(timeout=_seconds_until(deadline)):
+        timeout = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        if not self._connecting.acquire(timeout=timeout):  # -1: no limit
             return None
         try:
             if self._engine is not None:
@@ -249,6 +253,7 @@ OnFailure = Callable[[PooledEngine, Batch, CallFailed], bool]
 """Handles a failed call. Returns False if there was not enough time for all of its requests."""
 
 
+@dataclass(slots=True, eq=False)
 class TransferWorker:
     """Moves one transfer's requests to or from one peer, and records an outcome for each block.
 
@@ -258,27 +263,16 @@ class TransferWorker:
     by one, to find the ones that fail.
     """
 
-    def __init__(
-        self,
-        peer: Peer,
-        op: TransferOp,
-        transfer: Transfer,
-        requests: Sequence[Request],
-        deadline: float | None,
-        batch_bytes: int,
-    ) -> None:
-        """Args:
-        requests: Requests for all blocks of the transfer.
-        deadline: `time.monotonic()` seconds after which no request is begun; None: no deadline.
-        """
-        self._peer = peer
-        self._op = op
-        self._transfer = transfer
-        self._requests = requests
-        self._deadline = deadline
-        self._batch_bytes = batch_bytes
-        self._has_left = False
-        """True if blocks stay in flight for good."""
+    _peer: Peer
+    _op: TransferOp
+    _transfer: Transfer
+    _requests: Sequence[Request]
+    """Requests for all blocks of the transfer."""
+    _deadline: float | None
+    """`time.monotonic()` seconds after which no request is begun; None: no deadline."""
+    _batch_bytes: int
+    _has_left: bool = False
+    """True if blocks stay in flight for good."""
 
     def run(self) -> None:
         """Move all requests that can begin in time. Never raises: errors go to the transfer."""
@@ -366,11 +360,6 @@ class TransferWorker:
         self._transfer.end(batch.first, batch.last, outcome)
         if outcome is BlockOutcome.DONE and not batch.is_last_whole:
             self._transfer.end(batch.last, batch.last, BlockOutcome.NOT_SENT)
-
-
-def _seconds_until(deadline: float | None) -> float:
-    """Timeout for `Lock.acquire`, in seconds; -1: no limit."""
-    return -1 if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _stall_seconds() -> float:

@@ -65,7 +65,7 @@ class CpuRuntime(DeviceRuntime):
         return tensor
 
     def copy_to_host(self, tensors: Sequence[torch.Tensor | None]) -> HostCopies:
-        return HostCopies(tensors)
+        return HostCopies(list(tensors))
 
     def memory(self) -> tuple[int, int]:
         memory = psutil.virtual_memory()
