@@ -9,9 +9,10 @@ import msgspec
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferError
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.room_server import RoomServer
-from sglang.srt.disaggregation.control.control_client import ControlLink
+from sglang.srt.disaggregation.control.control_client import ControlClient
 from sglang.srt.disaggregation.control.protocol import (
     Answer,
     Answered,
@@ -148,11 +149,28 @@ def failure(poller: Any) -> str:
     raise AssertionError("it raises")
 
 
+class Link(ControlClient):
+    """A connection whose messages are bytes, without questions that are repeated."""
+
+    def __init__(self, endpoint: str, secret: DeploymentSecret | None) -> None:
+        timeouts = Timeouts(unknown_room=60, waiting=60, silence=SILENT_S)
+        super().__init__(endpoint, "instance", secret, timeouts)
+
+    def send(self, message: bytes) -> None:
+        if self._is_open:
+            self._write(message)
+        else:
+            self._unsent = message
+
+    def receive(self, timeout: float) -> bytes | None:
+        return self._receive(timeout)
+
+
 class Asker:
     """A decode server's connection, which is open."""
 
     def __init__(self, port: int, secret: DeploymentSecret | None = None) -> None:
-        self.link = ControlLink(f"tcp://127.0.0.1:{port}", secret)
+        self.link = Link(f"tcp://127.0.0.1:{port}", secret)
         self._number = 0
         self.until_open()
 

@@ -276,17 +276,18 @@ class RoomServer:
             has_named_a_room = bool(answer.known or answer.ended)
         else:
             has_named_a_room = getattr(question, "room", None) in self._rooms
-        if has_named_a_room:
-            sender.keep()  # Rooms cannot be guessed.
+        waits = False
         if isinstance(question, Waitable) and getattr(question, "may_wait", True):
-            if not _has_changes(answer, question):
-                number, _, until = self._waiting.get(sender, (None, None, 0.0))
+            number, _, until = self._waiting.pop(sender, (None, None, 0.0))
+            waits = not _has_changes(answer, question)
+            if waits:
                 if number != asked.number:  # A repeated one has waited since it first came.
                     until = self._clock() + LONG_POLL_S
                 self._waiting[sender] = asked.number, question, until
-                return
-            self._waiting.pop(sender, None)
-        self._reply(sender, asked.number, answer)
+        if has_named_a_room:
+            sender.keep()  # Rooms cannot be guessed.
+        if not waits:
+            sender.send(msgspec.msgpack.encode(Answered(asked.number, self.instance_id, answer)))
 
     def _answer(self, question: Question) -> Answer:
         if isinstance(question, Hello):
@@ -359,16 +360,14 @@ class RoomServer:
                     answers.append((sender, number, answer))
         for sender, number, answer in answers:
             del self._waiting[sender]
-            self._reply(sender, number, answer)
+            # If the answer is lost, it will be asked for again.
+            sender.send(msgspec.msgpack.encode(Answered(number, self.instance_id, answer)))
 
     def _state_of(self, question: Waitable, now: float) -> RoomsStatus | RoomStatus | Packed:
-        if isinstance(question, RoomsPoll):
-            return self._rooms_status_of(question)
+        if isinstance(question, Poll):
+            return self._status_of(question, now)
         if isinstance(question, Pack):
             return self._packed_of(question, now)
-        return self._status_of(question, now)
-
-    def _rooms_status_of(self, question: RoomsPoll) -> RoomsStatus:
         there = {
             number: one
             for number in (*question.rooms, *question.known)
@@ -421,11 +420,6 @@ class RoomServer:
             first_token=one.metadata if is_inline else None,
             row=None if is_inline else one.row,
         )
-
-    def _reply(self, sender: ControlPeer, number: int, answer: Answer) -> None:
-        # An answer that is lost will be asked for again.
-        message = Answered(number, self.instance_id, answer)
-        sender.send(msgspec.msgpack.encode(message))
 
 
 def _has_changes(answer: Answer, question: Waitable) -> bool:

@@ -58,7 +58,7 @@ POLL_S: Final = 0.1
 MAX_SPARE: Final = 16
 """Most open connections of a prefill server that wait for the next prompt."""
 LINGER_S: Final = 1.0
-"""Most seconds for which `ControlLink.close` waits until the last message can be sent."""
+"""Most seconds for which `ControlClient.close` waits until the last message can be sent."""
 _RETRY_S: Final = 0.1
 """Seconds from the end of a connection to the next attempt."""
 _READ_BYTES: Final = 64 * KIB
@@ -86,11 +86,6 @@ def incompatible(where: str, refusal: str) -> RoomFailed:
 def repeat_s(timeouts: Timeouts) -> float:
     """Seconds for an answer before a question is repeated."""
     return min(REPEAT_S, timeouts.silence / 4)
-
-
-class HandshakeFailed(RuntimeError):
-    """The server refuses this client, or does not prove the secret. The message is one line that
-    follows the server's name, and has the remedy."""
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
@@ -130,40 +125,148 @@ class Waker:
         self._writer.close()
 
 
-class ControlLink:
-    """A connection to a server, made anew whenever it breaks. For one thread.
+class ControlClient:
+    """Questions to one prefill rank, one at a time, over a connection that is made anew whenever it
+    breaks. For one thread.
 
-    A message may get lost on the way; its sender repeats it.
+    A message may get lost on the way; it is repeated.
 
     Args:
+        instance_id: The instance that has to answer.
         secret: The secret that both ends prove; None: neither has one.
-        waker: Ends `receive`.
+        waker: Ends the wait for an answer.
+        why_cancelled: Reason why the answers are not wanted any more, or None.
+
+    Attributes:
+        layout: Layout of the instance, once a user of the client has asked for it, and can read it.
     """
 
     def __init__(
-        self, endpoint: str, secret: DeploymentSecret | None, waker: Waker | None = None
+        self,
+        endpoint: str,
+        instance_id: str,
+        secret: DeploymentSecret | None,
+        timeouts: Timeouts,
+        *,
+        waker: Waker | None = None,
+        why_cancelled: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Raises ValueError if the endpoint is no such address."""
-        self._address = parse_endpoint(endpoint)
+        """Raises RoomFailed if the endpoint is no such address."""
+        try:
+            self._address = parse_endpoint(endpoint)
+        except ValueError as error:
+            raise RoomFailed(f"the prefill server has a wrong endpoint: {error}") from None
+        self.layout: KVLayout | None = None
+        self.endpoint = endpoint
+        self.instance_id = instance_id
         self._secret = secret
+        self._timeouts = timeouts
         self._waker = waker
+        self._why_cancelled = why_cancelled
+        self._repeat_s = repeat_s(timeouts)
+        self._number = 0
+        self._heard = time.monotonic()
+        """Time of the prefill server's last answer, or of the first question."""
+        self._sent = 0.0
+        self._overdue: float | None = None
+        """Time at which the limit for an answer was first seen to be over; None: it is not."""
         self._num_attempts = 0
         self._socket: socket.socket | None = None
         self._retry_at = 0.0
         self._unsent: bytes | None = None
+        """Message that waits until the connection is open; another one takes its place."""
         self._connect()
 
-    def send(self, message: bytes) -> None:
-        """Send `message`, now or when the connection is open; another one takes its place then.
-        Does not block."""
+    def resume(self, why_cancelled: Callable[[], str | None]) -> bool:
+        """Begin to ask for another prompt. False: the connection is closed, or will be soon."""
+        self._why_cancelled = why_cancelled
+        if time.monotonic() >= self._heard + self._timeouts.silence / 2:
+            return False  # The server closes those that are silent for long.
+        with contextlib.suppress(RoomFailed):
+            while self._receive(0.0) is not None:
+                pass  # A late answer to the last prompt.
+        return self._is_open
+
+    def ask(self, question: Question, kind: type[_A]) -> _A:
+        """Ask, and repeat the question until there is an answer of type `kind`. Raises RoomFailed
+        if there is no answer in time, another instance answers, or the room was cancelled."""
+        self.begin(question)
+        while (answer := self.keep_alive(question, kind, POLL_S)) is None:
+            pass
+        return answer
+
+    def begin(self, question: Question) -> None:
+        """Ask, without waiting. All questions until the next `begin` are one question with growing
+        progress of the asker: an answer to any of them counts."""
+        self._number += 1
+        self._heard, self._overdue = time.monotonic(), None
+        self.advance(question)
+
+    def advance(self, question: Question) -> None:
+        """Send the last question with the asker's new progress, at once, or when the connection is
+        open. Does not block."""
+        message = msgspec.msgpack.encode(Asked(self._number, question))
         if self._is_open:
             self._write(message)
         else:
             self._unsent = message
+        self._sent = time.monotonic()
 
-    def receive(self, timeout: float) -> bytes | None:
+    def keep_alive(self, question: Question, kind: type[_A], timeout: float = 0.0) -> _A | None:
+        """Repeat the question if it is due, and wait at most `timeout` seconds for an answer to it
+        or to an earlier one. Raises RoomFailed like `ask`; its time limit begins with the last
+        answer. An answer that is there counts, however late it is looked at: this server may have
+        stood still."""
+        if (why := self._why_cancelled()) is not None:
+            raise RoomFailed(why)
+        now = time.monotonic()
+        if now >= self._heard + self._timeouts.silence:
+            if self._overdue is None:
+                self._overdue = now
+            elif now >= self._overdue + POLL_S:
+                raise NotAnswered(
+                    f"the prefill server at {self.endpoint} has not answered for "
+                    f"{self._timeouts.silence:g} s"
+                )
+        if now >= self._sent + self._repeat_s:
+            self.advance(question)
+        answer = self.receive_answer(timeout)
+        return answer if isinstance(answer, kind) else None
+
+    def receive_answer(self, timeout: float) -> Answer | None:
+        """The answer to the last question, after at most `timeout` seconds; None: none has come.
+        Raises RoomFailed if another instance answers, or the server refuses this client."""
+        raw = self._receive(timeout)
+        if raw is None:
+            return None
+        try:
+            message = ANSWERED_DECODER.decode(raw)
+        except MALFORMED as error:
+            logger.warning("a bad message of the prefill server at %s: %s", self.endpoint, error)
+            return None
+        if self.instance_id != message.instance_id:
+            raise Replaced("the prefill server was replaced by another instance")
+        self._heard, self._overdue = time.monotonic(), None
+        return message.answer if message.number == self._number else None
+
+    def close(self, until: float | None = None) -> None:
+        """Close the connection. Its last message may wait for it until a time by
+        `time.monotonic`, or `LINGER_S` from now."""
+        end = time.monotonic() + LINGER_S if until is None else until
+        with contextlib.suppress(RoomFailed):
+            while self._unsent is not None and (left := end - time.monotonic()) > 0:
+                self._receive(left)
+        self._break()
+
+    def drop(self) -> None:
+        self._unsent = None
+        self._break()
+
+    # -- the connection --------------------------------------------------------------------------
+
+    def _receive(self, timeout: float) -> bytes | None:
         """The next message, after at most `timeout` seconds; None: none has come, or the waker was
-        woken. Raises HandshakeFailed if the secrets differ, or no such server is there."""
+        woken. Raises RoomFailed if the secrets differ, or no such server is there."""
         end = time.monotonic() + timeout
         while (message := self._take()) is None:
             left = end - time.monotonic()
@@ -172,19 +275,6 @@ class ControlLink:
             if left <= 0.0:
                 return self._take()
         return message
-
-    def close(self, until: float | None = None) -> None:
-        """Close the connection. Its last message may wait for it until a time by
-        `time.monotonic`, or `LINGER_S` from now."""
-        end = time.monotonic() + LINGER_S if until is None else until
-        with contextlib.suppress(HandshakeFailed):
-            while self._unsent is not None and (left := end - time.monotonic()) > 0:
-                self.receive(left)
-        self._break()
-
-    def drop(self) -> None:
-        self._unsent = None
-        self._break()
 
     def _connect(self) -> None:
         self._received = bytearray()
@@ -286,13 +376,15 @@ class ControlLink:
             ) from error
         return None
 
-    def _handshake_failed(self, why: str) -> HandshakeFailed:
+    def _handshake_failed(self, why: str) -> RoomFailed:
+        """The error for a server that refuses this client, or does not prove the secret. `why` has
+        the remedy."""
         self._unsent = None  # The message will never be sent.
         self._break()
-        return HandshakeFailed(why)
+        return RoomFailed(f"the prefill server at {self.endpoint} {why}")
 
     def _shake_hands(self, message: bytes) -> None:
-        """Take the next step of the handshake. Raises HandshakeFailed."""
+        """Take the next step of the handshake. Raises RoomFailed."""
         step = OPENING_DECODER.decode(message)
         if isinstance(step, Refused):
             raise self._handshake_failed(f"refuses this server, which {step.reason}")
@@ -313,116 +405,6 @@ class ControlLink:
             raise self._handshake_failed(f"does not prove the secret of this server: {_SAME}")
         self._is_greeted = True
         self._open()
-
-
-class ControlClient(ControlLink):
-    """Questions to one prefill rank, one at a time, over a link of its own.
-
-    Args:
-        instance_id: The instance that has to answer.
-        why_cancelled: Reason why the answers are not wanted any more, or None.
-
-    Attributes:
-        layout: Layout of the instance, once a user of the client has asked for it, and can read it.
-    """
-
-    def __init__(
-        self,
-        endpoint: str,
-        instance_id: str,
-        secret: DeploymentSecret | None,
-        timeouts: Timeouts,
-        *,
-        waker: Waker | None = None,
-        why_cancelled: Callable[[], str | None] = lambda: None,
-    ) -> None:
-        """Raises RoomFailed if the endpoint is no such address."""
-        self.layout: KVLayout | None = None
-        self.endpoint = endpoint
-        self._timeouts = timeouts
-        self._why_cancelled = why_cancelled
-        self._repeat_s = repeat_s(timeouts)
-        self._number = 0
-        self._heard = time.monotonic()
-        """Time of the prefill server's last answer, or of the first question."""
-        self._sent = 0.0
-        self._overdue: float | None = None
-        """Time at which the limit for an answer was first seen to be over; None: it is not."""
-        self.instance_id = instance_id
-        try:
-            super().__init__(endpoint, secret, waker)
-        except ValueError as error:
-            raise RoomFailed(f"the prefill server has a wrong endpoint: {error}") from None
-
-    def resume(self, why_cancelled: Callable[[], str | None]) -> bool:
-        """Begin to ask for another prompt. False: the connection is closed, or will be soon."""
-        self._why_cancelled = why_cancelled
-        if time.monotonic() >= self._heard + self._timeouts.silence / 2:
-            return False  # The server closes those that are silent for long.
-        with contextlib.suppress(HandshakeFailed):
-            while self.receive(0.0) is not None:
-                pass  # A late answer to the last prompt.
-        return self._is_open
-
-    def ask(self, question: Question, kind: type[_A]) -> _A:
-        """Ask, and repeat the question until there is an answer of type `kind`. Raises RoomFailed
-        if there is no answer in time, another instance answers, or the room was cancelled."""
-        self.begin(question)
-        while (answer := self.keep_alive(question, kind, POLL_S)) is None:
-            pass
-        return answer
-
-    def begin(self, question: Question) -> None:
-        """Ask, without waiting. All questions until the next `begin` are one question with growing
-        progress of the asker: an answer to any of them counts."""
-        self._number += 1
-        self._heard, self._overdue = time.monotonic(), None
-        self.advance(question)
-
-    def advance(self, question: Question) -> None:
-        """Send the last question with the asker's new progress, at once."""
-        self.send(msgspec.msgpack.encode(Asked(self._number, question)))
-        self._sent = time.monotonic()
-
-    def keep_alive(self, question: Question, kind: type[_A], timeout: float = 0.0) -> _A | None:
-        """Repeat the question if it is due, and wait at most `timeout` seconds for an answer to it
-        or to an earlier one. Raises RoomFailed like `ask`; its time limit begins with the last
-        answer. An answer that is there counts, however late it is looked at: this server may have
-        stood still."""
-        if (why := self._why_cancelled()) is not None:
-            raise RoomFailed(why)
-        now = time.monotonic()
-        if now >= self._heard + self._timeouts.silence:
-            if self._overdue is None:
-                self._overdue = now
-            elif now >= self._overdue + POLL_S:
-                raise NotAnswered(
-                    f"the prefill server at {self.endpoint} has not answered for "
-                    f"{self._timeouts.silence:g} s"
-                )
-        if now >= self._sent + self._repeat_s:
-            self.advance(question)
-        answer = self.receive_answer(timeout)
-        return answer if isinstance(answer, kind) else None
-
-    def receive_answer(self, timeout: float) -> Answer | None:
-        """The answer to the last question, after at most `timeout` seconds; None: none has come.
-        Raises RoomFailed if another instance answers, or the server refuses this client."""
-        try:
-            raw = self.receive(timeout)
-        except HandshakeFailed as error:
-            raise RoomFailed(f"the prefill server at {self.endpoint} {error}") from None
-        if raw is None:
-            return None
-        try:
-            message = ANSWERED_DECODER.decode(raw)
-        except MALFORMED as error:
-            logger.warning("a bad message of the prefill server at %s: %s", self.endpoint, error)
-            return None
-        if self.instance_id != message.instance_id:
-            raise Replaced("the prefill server was replaced by another instance")
-        self._heard, self._overdue = time.monotonic(), None
-        return message.answer if message.number == self._number else None
 
 
 class ClientPool:

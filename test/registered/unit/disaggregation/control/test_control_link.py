@@ -17,10 +17,11 @@ from typing import Final
 import msgspec
 import pytest
 
+from rigs.disaggregation.desk_rig import Link
 from rigs.running_clock import RunningClock
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.control import control_client, control_listener
-from sglang.srt.disaggregation.control.control_client import ControlLink, HandshakeFailed
+from sglang.srt.disaggregation.control.control_client import RoomFailed
 from sglang.srt.disaggregation.control.control_listener import (
     FRAMES_A_SECOND,
     FRAMES_AT_ONCE,
@@ -123,18 +124,18 @@ def echo(new_echo: Callable[..., Echo]) -> Echo:
 
 
 @pytest.fixture
-def link_to() -> Iterator[Callable[[Echo, DeploymentSecret | None], ControlLink]]:
+def link_to() -> Iterator[Callable[[Echo, DeploymentSecret | None], Link]]:
     with contextlib.ExitStack() as stack:
 
-        def new(echo: Echo, secret: DeploymentSecret | None = None) -> ControlLink:
-            link = ControlLink(echo.endpoint, secret)
+        def new(echo: Echo, secret: DeploymentSecret | None = None) -> Link:
+            link = Link(echo.endpoint, secret)
             stack.callback(link.close)
             return link
 
         yield new
 
 
-LinkTo = Callable[..., ControlLink]
+LinkTo = Callable[..., Link]
 
 
 def connect(stack: contextlib.ExitStack, port: int) -> socket.socket:
@@ -191,9 +192,8 @@ def test_unlike_secrets_do_not_and_the_remedy_is_named(
     echo = new_echo(theirs)
     link = link_to(echo, mine)
     link.send(b"a question")
-    with pytest.raises(
-        HandshakeFailed, match=f"^{why}.*--disaggregation-secret-file or SGLANG_DIS"
-    ):
+    says = f"^the prefill server at {echo.endpoint} {why}"
+    with pytest.raises(RoomFailed, match=f"{says}.*--disaggregation-secret-file or SGLANG_DIS"):
         link.receive(10)
     assert not echo.taken
     lines = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
@@ -255,7 +255,7 @@ def test_garbage_is_no_proof(new_echo: Callable[..., Echo], raw: bytes) -> None:
 
 def test_a_server_that_does_not_prove_the_secret_is_not_believed(link_to: LinkTo) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        link = ControlLink(f"tcp://127.0.0.1:{listener.getsockname()[1]}", SECRET)
+        link = Link(f"tcp://127.0.0.1:{listener.getsockname()[1]}", SECRET)
         link.send(b"a question")
         peer, _ = listener.accept()
         with peer:
@@ -263,7 +263,7 @@ def test_a_server_that_does_not_prove_the_secret_is_not_believed(link_to: LinkTo
             assert link.receive(0.1) is None
             peer.sendall(as_frame(msgspec.msgpack.encode(Welcome(b"m" * 32))))
             with pytest.raises(
-                HandshakeFailed, match="does not prove the secret of this server: give b"
+                RoomFailed, match="does not prove the secret of this server: give b"
             ):
                 link.receive(10)
         link.close()
@@ -275,21 +275,19 @@ def test_a_server_that_does_not_prove_the_secret_is_not_believed(link_to: LinkTo
 )
 def test_another_kind_of_server_is_said(sent: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        link = ControlLink(f"tcp://127.0.0.1:{listener.getsockname()[1]}", None)
+        link = Link(f"tcp://127.0.0.1:{listener.getsockname()[1]}", None)
         peer, _ = listener.accept()
         with peer:
             peer.sendall(sent)
-            with pytest.raises(
-                HandshakeFailed, match=r"is none that this release understands .* start"
-            ):
+            with pytest.raises(RoomFailed, match=r"is none that this release understands .* start"):
                 link.receive(10)
         link.close()
 
 
 @pytest.mark.parametrize("endpoint", ["", "a:1", "tcp://", "tcp://a", "http://a:1", "ipc://a:1"])
 def test_an_endpoint_is_an_address(endpoint: str) -> None:
-    with pytest.raises(ValueError, match="is not of the form tcp://HOST:PORT"):
-        ControlLink(endpoint, None)
+    with pytest.raises(RoomFailed, match=r"wrong endpoint: .* is not of the form tcp://HOST:PORT"):
+        Link(endpoint, None)
 
 
 # ---- breaks ------------------------------------------------------------------------------------
@@ -312,7 +310,7 @@ def test_a_link_connects_anew(new_echo: Callable[..., Echo], link_to: LinkTo) ->
 def test_nothing_blocks_while_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_client, "LINGER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        link = ControlLink(f"tcp://127.0.0.1:{silent.getsockname()[1]}", SECRET)
+        link = Link(f"tcp://127.0.0.1:{silent.getsockname()[1]}", SECRET)
         with RunningClock() as clock:
             link.send(b"a question")
             assert link.receive(0.0) is None
@@ -322,7 +320,7 @@ def test_nothing_blocks_while_nobody_answers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_last_message_leaves(echo: Echo) -> None:
-    link = ControlLink(echo.endpoint, None)
+    link = Link(echo.endpoint, None)
     link.send(b"goodbye")
     link.close()
     assert wait_until(lambda: echo.taken == [b"goodbye"], 60)
