@@ -341,12 +341,12 @@ class DecodeRole(Role):
             return False
         progress, page_size = req.progress, state.limits.page_size
         begin, end = progress.kv_committed_len, progress.num_tokens
-        row = state.pools.req_to_token_pool.req_to_token[req.slots.row]
-        slots = row[begin:end:page_size]
+        rows = state.pools.req_to_token_pool
+        slots = rows.req_to_token[req.slots.row, begin:end:page_size]
         # On a GPU this waits for the step in flight, which is necessary: the step may write to
         # pages that a request gave back meanwhile, and the reads are not queued after it.
         pages = slots.div(page_size, rounding_mode="floor").tolist()
-        state_slot = state.pools.req_to_token_pool.state_of(req.slots.row)
+        state_slot = None if rows.mamba_pool is None else rows.state_of(req.slots.row)
         # The same wait covers the zeroing of a recurrent state, which never comes without pages:
         # the tree gives no state of a whole prompt, since its last token has to be computed.
         assert pages or state_slot is None, "the last token of a hybrid's prompt is not cached"

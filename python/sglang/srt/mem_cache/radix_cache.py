@@ -147,7 +147,8 @@ class RadixCache(BasePrefixCache):
         prefix_len, path = self.tree.insert(key, params.value, params.priority)
         was_there = [one.on_insert(path[-1], params) for one in self.tree.components]
         if not params.chunked:
-            _count_hit(path)
+            for node in path:
+                node.hit_count += 1
         self._on_insert(path)
         return InsertResult(prefix_len=prefix_len, total_len=len(key), mamba_exist=any(was_there))
 
@@ -169,7 +170,8 @@ class RadixCache(BasePrefixCache):
                 kept = whole
             else:
                 path = self.tree.path_to(req.last_node)
-            _count_hit(path)
+            for node in path:
+                node.hit_count += 1
             if req.session is not None and path:
                 self.tree.refresh(self.tree.sessions.keep(req.session, path[-1]))
             self._on_insert(path)
@@ -229,7 +231,8 @@ class RadixCache(BasePrefixCache):
         """
         session = None if self.tree.device.events is None else req.session
         name = None if session is None else session.name
-        key, slots = RadixKey(req.kv_committed_ids[:whole], req.extra_key), self._slots_of(req, 0)
+        slots = self._slots_of(req, 0)
+        key = RadixKey(req.kv_committed_ids[:whole], req.extra_key)
         known, path = self.tree.insert(key, slots, req.priority, name)
         for component in self.tree.components:
             component.take_from(req, path[-1])
@@ -273,11 +276,13 @@ class RadixCache(BasePrefixCache):
     def note_scheduled(self, rid: str) -> None:
         """Record that request `rid` has locked its prefix: it waits no more, and no pages are read
         for it."""
-        self.tree.refresh(self.tree.look_ahead.remove(rid))
+        if unmarked := self.tree.look_ahead.remove(rid):
+            self.tree.refresh(unmarked)
 
     def release_aborted_request(self, rid: str) -> None:
         """Forget a waiting request that will not run, and its prefetch."""
-        self.tree.refresh(self.tree.look_ahead.remove(rid))
+        if unmarked := self.tree.look_ahead.remove(rid):
+            self.tree.refresh(unmarked)
 
     # ---- locks, eviction, sizes ------------------------------------------------------------
 
@@ -465,9 +470,3 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
 def mamba_pool_of(params: CacheInitParams) -> StatePool | None:
     """The pool of the model's recurrent states on the device; None: the model has none."""
     return state_pool(() if params.model_pools is None else params.model_pools.pools)
-
-
-def _count_hit(path: list[TreeNode]) -> None:
-    """Count one more request that used all of `path`."""
-    for node in path:
-        node.hit_count += 1

@@ -133,6 +133,19 @@ class RateLimitedLogger:
         self._logger.log(level, message, *args)
         return True
 
+    def suppresses(self, level: int, kind: str) -> bool:
+        """True if a line of `kind` would not be written now; it counts as suppressed. For lines
+        that are costly to compose."""
+        if not self._logger.isEnabledFor(level):
+            return True
+        now = self._clock()
+        with self._lock:
+            window = self._windows.get(kind)
+            if window is None or now - window.started >= self._period:
+                return False
+            window.suppressed += 1
+            return True
+
     def info(self, kind: str, message: str, *args: object) -> bool:
         return self.log(logging.INFO, kind, message, *args)
 

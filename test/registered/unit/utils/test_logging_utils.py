@@ -96,6 +96,21 @@ def test_one_line_per_kind_and_period(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_a_line_that_is_not_composed_counts_as_suppressed(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    logger = logging.getLogger("t3")
+    limited = RateLimitedLogger(logger, period=10.0, clock=lambda: now)
+    with caplog.at_level(logging.INFO):
+        assert not limited.suppresses(logging.INFO, "status")
+        assert limited.info("status", "first")
+        assert limited.suppresses(logging.INFO, "status")
+        assert limited.suppresses(logging.DEBUG, "other"), "nobody hears it"
+        now = 10.0
+        assert not limited.suppresses(logging.INFO, "status")
+        assert limited.info("status", "second")
+    assert caplog.messages == ["first", "second (1 more like it since the last such line)"]
+
+
 def test_a_disabled_level_starts_no_period(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("t2")
     limited = RateLimitedLogger(logger, period=10.0, clock=lambda: 0.0)

@@ -102,29 +102,6 @@ def accepts_connections(endpoint: str) -> bool:
     return any(can_connect(*address) for _ in range(2))
 
 
-class Waker:
-    """Ends the wait of a client in another thread, now or the next one. Any thread."""
-
-    def __init__(self) -> None:
-        self.reader, self._writer = socket.socketpair()
-        """Readable when it was woken."""
-        self.reader.setblocking(False)
-        self._writer.setblocking(False)
-
-    def wake(self) -> None:
-        with contextlib.suppress(OSError):  # The socket is full, which wakes too, or closed.
-            self._writer.send(b"\0")
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self.reader.recv(4096):
-                pass
-
-    def close(self) -> None:
-        self.reader.close()
-        self._writer.close()
-
-
 class ControlClient:
     """Questions to one prefill rank, one at a time, over a connection that is made anew whenever it
     breaks. For one thread.
@@ -134,7 +111,8 @@ class ControlClient:
     Args:
         instance_id: The instance that has to answer.
         secret: The secret that both ends prove; None: neither has one.
-        waker: Ends the wait for an answer.
+        waker: Socket that does not block. Any byte to it ends the wait for an answer, now or the
+            next one.
         why_cancelled: Reason why the answers are not wanted any more, or None.
 
     Attributes:
@@ -148,7 +126,7 @@ class ControlClient:
         secret: DeploymentSecret | None,
         timeouts: Timeouts,
         *,
-        waker: Waker | None = None,
+        waker: socket.socket | None = None,
         why_cancelled: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Raises RoomFailed if the endpoint is no such address."""
@@ -305,15 +283,17 @@ class ControlClient:
         waker was readable."""
         poll = select.poll()
         if self._waker is not None:
-            poll.register(self._waker.reader, select.POLLIN)
+            poll.register(self._waker, select.POLLIN)
         pause = max(self._retry_at - time.monotonic(), 0.0)
         if self._socket is None:
             ready = dict(poll.poll(min(pause, timeout) * 1000))
         else:
             poll.register(self._socket, select.POLLIN if self._is_connected else select.POLLOUT)
             ready = dict(poll.poll(timeout * 1000))
-        if self._waker is not None and self._waker.reader.fileno() in ready:
-            self._waker.clear()
+        if self._waker is not None and self._waker.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                while self._waker.recv(_READ_BYTES):
+                    pass
             return False
         if self._socket is None:
             if pause <= timeout:

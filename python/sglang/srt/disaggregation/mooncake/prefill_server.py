@@ -8,8 +8,10 @@ them about all rooms at once, over one connection. It ends when there is nothing
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +31,6 @@ from sglang.srt.disaggregation.control.control_client import (
     NotAnswered,
     Replaced,
     RoomFailed,
-    Waker,
     incompatible,
     repeat_s,
 )
@@ -145,7 +146,10 @@ class PrefillServer:
         self.clients = ClientPool(rank.secret, rank.reads.timeouts)
         """For prompts; kept open while there is a thread."""
         self._log = RateLimitedLogger(logger)
-        self._waker = Waker()
+        self._waker, self._woken = socket.socketpair()
+        """A byte to the first ends the thread's wait, which is for the second too."""
+        self._waker.setblocking(False)
+        self._woken.setblocking(False)
         # Only the thread uses these:
         self._routes: tuple[Route, ...] = ()
         """The ranks to read from; (): they have to be looked up."""
@@ -193,14 +197,14 @@ class PrefillServer:
                 self._closes_at = time.monotonic() + CLOSE_S
             self._rooms.clear()
             if not self.has_thread:
-                self._waker.close()
-        self._waker.wake()
+                self._close_waker()
+        self._wake()
 
     def _wake_or_start(self) -> None:
         with self._lock:
             is_new, self.has_thread = not self.has_thread, True
         if not is_new:
-            self._waker.wake()
+            self._wake()
             return
         try:
             self._threads.submit(self._run)
@@ -208,6 +212,14 @@ class PrefillServer:
             self._fail_all(f"no thread for the prefill server at {self.where}: {error}")
             with self._lock:
                 self.has_thread = False
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # The socket is full, which wakes too, or closed.
+            self._waker.send(b"\0")
+
+    def _close_waker(self) -> None:
+        self._waker.close()
+        self._woken.close()
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -244,7 +256,7 @@ class PrefillServer:
                 self.has_thread = False
                 self.clients.close()
                 if self._closes_at is not None:
-                    self._waker.close()
+                    self._close_waker()
             return self.has_thread
 
     def _poll_rooms(self) -> None:
@@ -263,7 +275,7 @@ class PrefillServer:
             first.instance_id,
             self._rank.secret,
             self._rank.reads.timeouts,
-            waker=self._waker,
+            waker=self._woken,
         )
         try:
             why = self._rank.geometry.incompatibility(self._greet(client))

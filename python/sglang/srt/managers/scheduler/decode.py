@@ -47,7 +47,7 @@ class DecodeScheduler:
         state, batch, info = self._state, self._state.decode_batch, self.sampling_info
         if batch.width > 1:
             assert state.in_flight is not None, "only then it matters"
-            if state.in_flight.is_prefill:
+            if state.in_flight.works:
                 return True
             # A row has no more slots than those of one verification at the longest context.
             return self._verifies_ahead(len(batch.reqs)) and not any(

@@ -96,7 +96,7 @@ class DraftPolicy:
         if self.always:
             return
         kind = None
-        if step is not None and not step.is_prefill and len(step.reqs) <= self._most:
+        if step is not None and not step.works and len(step.reqs) <= self._most:
             kind = len(step.reqs).bit_length(), step.width
         if kind is not None and kind == self._last:
             assert step is not None

@@ -55,7 +55,8 @@ class TpModelWorker:
     ) -> tuple[LogitsProcessorOutput, torch.Tensor]:
         """Run one step. The second result is each request's next token, int64 `[bs]` on the
         device; of a verification the token after each of its tokens."""
-        batch.take_up()
+        if batch.verified is not None:
+            batch.take_up()
         counter = self.token_to_kv_pool.layer_transfer_counter
         if counter is not None:
             counter.set_consumer(batch.hicache_consumer_index)
@@ -150,10 +151,6 @@ class LaunchedStep:
     """True if requests may have joined since the decode step before."""
     load: int = -1
     """The load from L2 that a prefill batch waits for; -1: none."""
-
-    @property
-    def is_prefill(self) -> bool:
-        return bool(self.works)
 
 
 class StepOutOfMemory(RuntimeError):

@@ -80,7 +80,9 @@ class PrefillScheduler:
         state, queues = self._state, self._state.queues
         if queues.partial is None:
             is_full = queues.num_holders >= state.limits.max_running_requests
-            if not queues.waiting or is_full or self._is_blocked():
+            if not queues.waiting or is_full:
+                return None
+            if self._blocked_by is not None and self._is_blocked():
                 return None
         others = [req for req in queues.holders() if req is not queues.partial]
         reserved = sum(state.reserve_for(req) for req in others)
@@ -171,24 +173,22 @@ class PrefillScheduler:
             return None
         rest = req.progress.uncommitted_tokens - plan.extend_tokens
         adder.commit(plan, rest + self._state.reserve_for(req))
-        self._start(req, plan.outcome)
-        return self._work(req, plan.extend_tokens, slots)
+        return self._work(req, plan, slots)
 
     def _work(
-        self, req: Req, extend_tokens: int, slots: torch.Tensor, first_state: int = 0
+        self, req: Req, plan: AddPlan, slots: torch.Tensor, first_state: int = 0
     ) -> PrefillWork:
-        """The next work of `req`, with the snapshot that it leaves."""
+        """The next work of `req`, all that is left of its prompt or a part of it, with the snapshot
+        that it leaves. The request counts as computing from now on."""
         snapshots, snapshot = self._state.snapshots, (0, 0)
         if snapshots is not None:
-            snapshot = snapshots.in_prefill(req, extend_tokens)
-        return PrefillWork(req, extend_tokens, slots, first_state, *snapshot)
-
-    def _start(self, req: Req, outcome: AddOutcome) -> None:
-        """Note that the batch computes all that is left of the prompt of `req`, or a part of it."""
-        if outcome is AddOutcome.CHUNKED:
+            snapshot = snapshots.in_prefill(req, plan.extend_tokens)
+        work = PrefillWork(req, plan.extend_tokens, slots, first_state, *snapshot)
+        if plan.outcome is AddOutcome.CHUNKED:
             self._state.queues.cut(req)
         else:
             self._state.queues.admit(req)
+        return work
 
     def _add_waiting(self, adder: PrefillAdder, works: list[PrefillWork]) -> None:
         state, queues, hicache = self._state, self._state.queues, self._state.hicache
@@ -197,9 +197,10 @@ class PrefillScheduler:
         for req in order_waiting(
             state.policy, queues.waiting, self._matched_tokens, queues.num_admitted
         ):
-            if req.progress.grammar_ticket is not None or self._waits_for_prompt(req, added):
+            first = req.spec.sample_of
+            if req.progress.grammar_ticket is not None or not self._may_compute(req):
                 continue
-            if not self._may_compute(req):
+            if first is not None and self._waits_for_prompt(first, added):
                 continue
             if hicache is not None and not hicache.check_prefetch_progress(req.rid):
                 continue
@@ -207,7 +208,6 @@ class PrefillScheduler:
             if work is not None:
                 works.append(work)
                 added.add(req.rid)
-                self._start(req, outcome)
                 if outcome is AddOutcome.ADDED:
                     continue
             elif outcome is AddOutcome.NO_MEMORY:
@@ -225,11 +225,12 @@ class PrefillScheduler:
         has_state = snapshots is None or snapshots.has_room(queues.decoding)
         return queues.num_holders, len(queues.waiting), has_state
 
-    def _waits_for_prompt(self, req: Req, added: set[str]) -> bool:
-        """True if another request computes the prompt of `req` and is not launched yet; this batch
-        has the requests `added`. Once it is launched, the cache has the prompt."""
-        first, queues = req.spec.sample_of, self._state.queues
-        if first is None or not self._shares_prompts:
+    def _waits_for_prompt(self, first: str, added: set[str]) -> bool:
+        """True if a sample waits for request `first`, which computes their prompt and is not
+        launched yet; this batch has the requests `added`. Once it is launched, the cache has the
+        prompt."""
+        queues = self._state.queues
+        if not self._shares_prompts:
             return False
         ahead = queues.find(first)
         if ahead is None or not self._may_compute(ahead):
@@ -264,8 +265,9 @@ class PrefillScheduler:
             if slots is not None:
                 self._commit(req, prefix)
                 rest = progress.uncommitted_tokens - plan.extend_tokens
+                work = self._work(req, plan, slots, first_state)
                 adder.commit(plan, rest + state.reserve_for(req))
-                return plan.outcome, self._work(req, plan.extend_tokens, slots, first_state)
+                return plan.outcome, work
             if first_state:
                 tree.unpin_state(prefix.node)
             progress.kv_committed_len = 0

@@ -121,7 +121,7 @@ class ResultProcessor:
     def process(self, step: LaunchedStep) -> None:
         """Wait for the end of `step`, and give its requests their results."""
         step.result.wait()
-        if step.is_prefill:
+        if step.works:
             self._on_prefill(step)
         elif step.width > 1:
             self._on_verified(step)

@@ -47,7 +47,7 @@ from sglang.srt.managers.scheduler.requests.stop import StopChecker
 from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcessor
 from sglang.srt.managers.scheduler.role import Role
 from sglang.srt.managers.scheduler.snapshots import Snapshots
-from sglang.srt.managers.scheduler.state import RecentRequests, SchedulerState, StatusLine
+from sglang.srt.managers.scheduler.state import RecentRequests, SchedulerState
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.messages.io_struct import (
     BatchTokenIDOutput,
@@ -173,7 +173,6 @@ class Scheduler:
         """The self check under way."""
         self._is_verified = False
         self._log = RateLimitedLogger(logger)
-        self._status = StatusLine(state)
         self.is_stopped = False
 
     def step(self, tick: Tick) -> list[SchedulerOutput]:
@@ -193,7 +192,8 @@ class Scheduler:
             if self._control.is_drained():
                 self._input.abort(None, _SHUT_DOWN)
                 self.is_stopped = True
-            self._grammar.apply_results(tick.grammars, state.queues)
+            if tick.grammars:
+                self._grammar.apply_results(tick.grammars, state.queues)
             if state.queues.aborted:
                 self._settle()
                 self._input.end_aborted()
@@ -204,8 +204,8 @@ class Scheduler:
                 self._resources.publish_events(events)
             if self._did_forward:
                 self._is_verified = False
-                if self._resources.group.rank == 0 and self._log.info("status", "%s", self._status):
-                    state.recent = RecentRequests()
+                if not (self._resources.group.rank or self._log.suppresses(logging.INFO, "status")):
+                    self._log_status()
             return self._outputs.take()
 
     def run(self, channel: Channel) -> None:
@@ -258,7 +258,7 @@ class Scheduler:
 
     def is_idle(self) -> bool:
         """True if no work is left until a message comes."""
-        return not self._control.busy() and not self._control.is_waiting
+        return not (self._control.is_waiting or self._control.busy())
 
     def poll_timeout_ms(self) -> int:
         """Milliseconds for which the loop may wait for a message."""
@@ -330,7 +330,7 @@ class Scheduler:
             given = self.state.counters.decode_tokens - before
             self._draft_policy.on_verified(step, given, going_on)
         now = time.monotonic()
-        if step.is_prefill:
+        if step.works:
             # The device began it when the step before it ended.
             seconds = now - max(step.launched, self._last_end)
             if (hicache := self.state.hicache) is not None:
@@ -394,7 +394,8 @@ class Scheduler:
         started = time.monotonic()
         result, token_ids, accepted = self._forward(batch)
         self._batch_policy.on_decode()
-        info.accumulate(token_ids)
+        if info.penalties is not None:
+            info.accumulate(token_ids)
         has_joined = decoding.has_joined
         decoding.advance(token_ids, accepted)
         return LaunchedStep(
@@ -439,6 +440,21 @@ class Scheduler:
             # retracted.
             self._settle()
         return False
+
+    def _log_status(self) -> None:
+        state = self.state
+        if self._log.info(
+            "status",
+            "running %d, waiting %d, slots %d/%d, prefill tokens %d, decode steps %d; %s",
+            state.queues.num_holders,
+            len(state.queues.waiting),
+            state.used_tokens(),
+            state.limits.pool_tokens,
+            state.counters.prefill_tokens,
+            state.counters.decode_steps,
+            state.recent,
+        ):
+            state.recent = RecentRequests()
 
 
 def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerState:

@@ -258,8 +258,10 @@ class SchedulerState:
         params_of_rows = []
         for req in reqs:
             own = req.spec.sampling_params
-            others = _GREEDY if req.is_sampled_by_history else own
-            params_of_rows += [own, *[others] * (width - 1)]
+            params_of_rows.append(own)
+            if width > 1:
+                others = _GREEDY if req.is_sampled_by_history else own
+                params_of_rows += [others] * (width - 1)
         return SamplingBatchInfo.from_reqs(
             params_of_rows,
             self.vocab_size,
@@ -267,21 +269,4 @@ class SchedulerState:
             eos_token_ids=self.eos_token_ids,
             histories=[req.slots.history for req in reqs for _ in range(width)],
             grammars=grammars,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StatusLine:
-    """The status line of the log. It is composed when it is written, not in each tick."""
-
-    state: SchedulerState
-
-    def __str__(self) -> str:
-        state = self.state
-        queues, counters = state.queues, state.counters
-        return (
-            f"running {queues.num_holders}, waiting {len(queues.waiting)}, "
-            f"slots {state.used_tokens()}/{state.limits.pool_tokens}, "
-            f"prefill tokens {counters.prefill_tokens}, decode steps {counters.decode_steps}; "
-            f"{state.recent}"
         )

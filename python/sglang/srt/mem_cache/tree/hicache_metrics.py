@@ -134,7 +134,7 @@ class CacheMetrics:
         """Count prompt tokens that were not reused, by reason; see `missed`."""
         for reason, count in tokens.items():
             self.missed.labels(reason).inc(count)
-            if reason in _WHY_MISSED:
+            if count and reason in _WHY_MISSED:
                 self.decisions.note(Decision.NOT_REUSED, _WHY_MISSED[reason], count)
 
     def flows(self) -> dict[str, int]:

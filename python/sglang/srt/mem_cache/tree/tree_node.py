@@ -263,7 +263,7 @@ class TreeNode(PoolSlots):
     def attach(self, parent: TreeNode, page_size: int) -> None:
         """Make this node a child of `parent`. A node that was in a tree comes back at its former
         place, so that the digest of its states has not changed."""
-        self.parent = parent
+        self.parent, weight = parent, self._weight()
         parent.children[self.key.child_key(page_size)] = self
         parent.device_children += self.value is not None
         parent.host_children += self.host_value is not None
@@ -272,7 +272,7 @@ class TreeNode(PoolSlots):
             self.prefix = prefix_with(begin, self.key.ids)
         self.span = span_of(begin, self.prefix)
         self.tree_digest = parent.tree_digest
-        self.tree_digest.change(self.span, self._weight())
+        self.tree_digest.change(self.span, weight)
         for state in self.states:
             state.tree_digest, state.factor = self.tree_digest, self.prefix.intdigest()
 

@@ -79,7 +79,7 @@ def test_first_tokens_go_out_before_their_second_is_launched(
     assert len(rig.results["first"].output_ids) == 1
     rig.step(rig.request("second", prompt(2, 9), greedy(1)))
     assert rig.scheduler.state.in_flight is not None
-    assert not rig.scheduler.state.in_flight.is_prefill
+    assert not rig.scheduler.state.in_flight.works
     rig.run()
 
 
@@ -185,7 +185,7 @@ def test_a_decode_step_comes_between_prompts(model: Path, monkeypatch: pytest.Mo
     rig.step(*(rig.request(f"r{i}", prompt(i, 16), greedy(8)) for i in range(5)))
     kinds = []
     while rig.scheduler.state.in_flight is not None:
-        kinds.append("prompt" if rig.scheduler.state.in_flight.is_prefill else "step")
+        kinds.append("prompt" if rig.scheduler.state.in_flight.works else "step")
         rig.step()
     assert kinds[:8] == ["prompt", *["prompt", "step"] * 3, "prompt"]
 
