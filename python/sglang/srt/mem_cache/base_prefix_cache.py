@@ -232,10 +232,6 @@ class BasePrefixCache:
         their checksums; pages that differ are condemned. Call it before results of a step that read
         these pages are used. A collective."""
 
-    def start_writing_host_cache(self) -> None:
-        """Start the queued copies to the host now, in order after all launched work; otherwise the
-        next tick starts them."""
-
     def check_hicache_events(self) -> None:
         """Run one scheduler tick: act on finished copies and transfers, as the ranks agree on them.
 
@@ -274,9 +270,6 @@ class BasePrefixCache:
         """Take the number of tokens that L3 contributed to `req_id`."""
         return 0
 
-    def note_prefill(self, tokens: int, seconds: float) -> None:
-        """Record that a prefill of `tokens` took `seconds`, which is the cost of missing pages."""
-
     def watch_workload(self, workload: Callable[[], Workload]) -> None:
         """Set the function that gives the present workload. Its cost grows with the number of
         requests in the queue."""
@@ -284,11 +277,6 @@ class BasePrefixCache:
     def watch_queues(self, queues: ReplicatedState) -> None:
         """Set the queues that are compared between the ranks, together with the cache's own
         state."""
-
-    @property
-    def storage_backend_name(self) -> str | None:
-        """Class name of the L3 backend, as `cached_tokens_details` shows it; None without one."""
-        return None
 
     def tiers(self) -> list[str]:
         """One line per tier below L1: its size, and the reason for the size."""

@@ -226,6 +226,8 @@ class HiRadixCache(RadixCache):
         self._prefetch_sync.close()
 
     def start_writing_host_cache(self) -> None:
+        """Start the queued copies to the host now, in order after all launched work; otherwise the
+        next tick starts them."""
         self.cache_controller.start_writing()
 
     # ---- L2 --------------------------------------------------------------------------------
@@ -330,6 +332,7 @@ class HiRadixCache(RadixCache):
         self._from_storage.pop(rid, None)
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
+        """Record that a prefill of `tokens` took `seconds`, which is the cost of missing pages."""
         if self.store.attached is not None:
             self.store.attached.prefill_rate.add(tokens, seconds)
 
@@ -393,7 +396,7 @@ class HiRadixCache(RadixCache):
 
     @property
     def storage_backend_name(self) -> str | None:
-        """Class name of the backend, as `cached_tokens_details` shows it."""
+        """Class name of the L3 backend, as `cached_tokens_details` shows it; None without one."""
         return None if self.store.attached is None else self.store.attached.backend_name
 
     def tiers(self) -> list[str]:

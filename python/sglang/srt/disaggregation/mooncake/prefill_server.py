@@ -102,8 +102,8 @@ class DecodeRank:
 
 @dataclass(slots=True, eq=False)
 class AskedRoom:
-    """A room, and what its prefill server says of it. The thread that asks alone writes it; any
-    thread may read it."""
+    """A room, and what its prefill server says of it. `PrefillServer` writes it, mostly in the
+    thread that asks; its receiver only reads it."""
 
     number: int
     sources: tuple[Route, ...] = ()
