@@ -47,7 +47,7 @@ class Clock:
 
 def _step(size: int, width: int) -> LaunchedStep:
     reqs: list[Any] = [None] * size
-    return cast(LaunchedStep, SimpleNamespace(is_prefill=not size, reqs=reqs, width=width))
+    return cast(LaunchedStep, SimpleNamespace(works=[None] * (not size), reqs=reqs, width=width))
 
 
 @pytest.fixture
