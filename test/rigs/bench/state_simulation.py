@@ -119,7 +119,9 @@ class SimulatedStateCache(SimulatedCache):
             alignment=None if states is None else states.alignment,
         )
         self._interval = 0 if states is None else states.track_interval
-        self._snapshots = Snapshots(self._tree, pool, self._interval)
+        self._snapshots = None
+        if pool is not None and self._tree.mamba_snapshot_alignment is not None:
+            self._snapshots = Snapshots(self._tree, pool, self._interval)
         self._chunk_tokens = chunk_tokens
         self.snapshots_kept = 0
 
@@ -144,7 +146,8 @@ class SimulatedStateCache(SimulatedCache):
         before = self.states_in_l1
         self._tree.cache_finished_req(req.slots)
         self.snapshots_kept += self.states_in_l1 - before
-        self._snapshots.release(req)
+        if self._snapshots is not None:
+            self._snapshots.release(req)
         self._rows.free(req.slots)
         self._settle()
         return device, host
@@ -181,9 +184,12 @@ class SimulatedStateCache(SimulatedCache):
         self._take_row(req)
         while rest := progress.uncommitted_tokens:
             extend = min(rest, self._chunk_tokens)
-            extend = self._snapshots.shorten(extend, progress.kv_committed_len, branching)
+            slot = length = 0
+            if self._snapshots is not None:
+                extend = self._snapshots.shorten(extend, progress.kv_committed_len, branching)
             self._grow(req, progress.kv_committed_len + extend)
-            slot, length = self._snapshots.in_prefill(req, extend)
+            if self._snapshots is not None:
+                slot, length = self._snapshots.in_prefill(req, extend)
             if first_state:
                 tree.unpin_state(slots.last_node)
                 first_state = 0
@@ -197,7 +203,7 @@ class SimulatedStateCache(SimulatedCache):
         """Decode up to the last token of `answer`; only snapshots have an effect."""
         begin, end = len(req.spec.input_ids), len(req.spec.input_ids) + len(answer)
         req.progress.output_ids.extend(answer.tolist())
-        if self._interval:
+        if self._snapshots is not None and self._interval:
             first = (begin // self._interval + 1) * self._interval
             for length in range(first, end, self._interval):
                 self._grow(req, length)
@@ -209,7 +215,8 @@ class SimulatedStateCache(SimulatedCache):
 
     def _take_row(self, req: Req) -> None:
         """A row, and with recurrent states one to run on."""
-        self._snapshots.make_room(())
+        if self._snapshots is not None:
+            self._snapshots.make_room(())
         rows = self._rows.alloc([req.slots])
         assert rows is not None, "requests are served one after the other"
         prefix = req.slots.prefix_indices

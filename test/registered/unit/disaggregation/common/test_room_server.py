@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +26,10 @@ from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.srt.disaggregation.control.control_client import ControlClient, RoomFailed
-from sglang.srt.disaggregation.control.control_listener import UNKEPT_FRAMES_A_SECOND
+from sglang.srt.disaggregation.control.control_listener import (
+    UNKEPT_FRAMES_A_SECOND,
+    ControlPeer,
+)
 from sglang.srt.disaggregation.control.protocol import (
     MAX_POLLED_ROOMS,
     Answer,
@@ -437,14 +439,14 @@ def test_what_ended_last_is_still_reported(
     asker.send(Poll(1, "me", 0))
     asker.look(1)
     replying, go_on = threading.Event(), threading.Event()
-    reply = prefill._reply
+    send = ControlPeer.send
 
-    def slow(*args: Any) -> None:
+    def slow(peer: ControlPeer, message: bytes) -> None:
         replying.set()
         assert go_on.wait(10)
-        reply(*args)
+        send(peer, message)
 
-    monkeypatch.setattr(prefill, "_reply", slow)
+    monkeypatch.setattr(ControlPeer, "send", slow)
     prefill.open(2)
     prefill.end(2, "while the thread is busy, another ends")
     busy.send(Poll(2, "busy", 0))

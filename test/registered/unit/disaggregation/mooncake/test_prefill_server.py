@@ -366,7 +366,7 @@ def test_a_replaced_server_fails_what_the_old_one_knew(hasty: Server) -> None:
     hasty.prefill.open(6)
     assert failure(known) in (
         "the prefill server was replaced by another instance",
-        SILENT.format(known._room.sources and known._sources[0].endpoint),
+        SILENT.format(known._room.sources and known._room.sources[0].endpoint),
     )
     until(lambda: is_known(young))
     assert young._room.sources[0].instance_id == "another"
