@@ -18,7 +18,9 @@ from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 from sglang.srt.disaggregation.prefill import PrefillRole
+from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
+from sglang.srt.messages.io_struct import FinishReason
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=34, suite="base-a-test-cpu")
@@ -39,6 +41,12 @@ def forget_the_reads(role: DecodeRole, req: Any, reason: Any) -> bool:
     return True
 
 
+def decode_here(role: PrefillRole, req: Req) -> FinishReason | None:
+    reason = ON_ARRIVAL(role, req)
+    req.decodes_elsewhere = False
+    return reason
+
+
 def read_half(rows: HiddenRows, row: int) -> bytes:
     half = READ(rows, row)[: rows.row_bytes // 2]
     return half + bytes(len(half))
@@ -48,6 +56,7 @@ def send_one_page_less(sender: MooncakeKVSender, pages: list[int]) -> None:
     SEND(sender, [*pages[:-1], 1])
 
 
+ON_ARRIVAL: Callable[..., FinishReason | None] = PrefillRole.on_arrival
 ON_END: Callable[..., bool] = DecodeRole.on_end
 SEND: Callable[..., None] = MooncakeKVSender.send
 BLOCKS: Callable[..., Any] = ShardSlice.page_blocks
@@ -76,7 +85,7 @@ DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
         lambda *args: STATES(*args)[:-1],
     ),
     "rooms are not ended": (MooncakeKVSender, "abort", lambda *args: None),
-    "requests decode where they were computed": (PrefillRole, "keeps", lambda *args: False),
+    "requests decode where they were computed": (PrefillRole, "on_arrival", decode_here),
 }
 
 
