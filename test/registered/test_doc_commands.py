@@ -36,7 +36,7 @@ def is_slow(block: Block) -> bool:
     return block.text.startswith("make ")
 
 
-def test_the_readmes(tmp_path: Path) -> None:
+def test_the_readmes_commands_run(tmp_path: Path) -> None:
     blocks = [one for one in blocks_of(README.read_text()) if one.is_commands and not one.reason]
     before = visible()
     with reader(REPO, tmp_path) as types:

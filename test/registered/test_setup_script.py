@@ -249,7 +249,7 @@ def test_without_a_name_the_first_python_that_fits_is_taken(checkout: Path) -> N
     assert "with Python 3.13 /opt/c;" in set_up(checkout, None).stdout
 
 
-def test_missing_modules_of_a_python(checkout: Path) -> None:
+def test_missing_modules_of_a_python_are_installed_or_named(checkout: Path) -> None:
     """Debian has them in a package of each version; others are refused."""
     (checkout / "no-ensurepip").touch()
     said = refused(checkout, interpreter(checkout, "mine", "3.13 /opt/a"))

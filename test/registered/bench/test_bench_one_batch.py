@@ -43,7 +43,7 @@ def bench(*flags: str, cwd: Path) -> str:
     return done.stdout
 
 
-def test_figures_of_several_settings(tmp_path: Path) -> None:
+def test_each_combination_of_sizes_gets_a_record(tmp_path: Path) -> None:
     printed = bench(
         *("--batch-size", "1", "3", "--input-len", "40", "--output-len", "1", "6"),
         *("--run-name", "small", "--page-size", "16", "--log-decode-step", "2"),
@@ -157,13 +157,13 @@ def test_sizes_that_do_not_fit_give_one_line(
     assert re.search(message, line), line
 
 
-def test_figures_of_known_times() -> None:
+def test_figures_follow_from_the_times_of_steps() -> None:
     times = BatchTimes(4, 100, 4, prefill=2.0, decode_steps=[0.5, 1.0, 0.25])
     figures = times.figures()
     assert [figures[name] for name in FIGURES] == [2.0, 200.0, 0.5, 8.0, 3.75, 416 / 3.75]
 
 
-def test_limits() -> None:
+def test_limits_count_the_bytes_and_products_of_a_step() -> None:
     """Hand count: 4 layers of 192 x (192 + 64) x 2 and 3 x 192 x 512 weights, head 2,176 x 192."""
     model = ModelConfig.from_path(str(BUILTIN_MODEL_DIR), dtype="float32")
     kv, other, head = 192 * 128, 192 * 384 + 3 * 192 * 512, 2176 * 192

@@ -21,7 +21,7 @@ register_cpu_ci(est_time=55, suite="base-b-test-cpu")
 ROOT = Path(__file__).parents[3]
 
 
-def test_simulate_trace(tmp_path: Path) -> None:
+def test_no_policy_beats_belady_or_an_unlimited_cache(tmp_path: Path) -> None:
     plot = tmp_path / "hits.png"
     small = ("--num-prompts", "150", "--fractions", "0.2", "1", "--policies", "lru", "lfu")
     trace, *replays = run("simulate", "trace", *small, "--plot", str(plot))
@@ -54,7 +54,7 @@ def test_simulate_turns_uses_the_queue() -> None:
     )
 
 
-def test_simulate_states() -> None:
+def test_no_number_of_states_beats_dense_hits() -> None:
     small = ("--num-prompts", "60", "--copies", "2", "--fractions", "0.5", "1")
     memory = ("--alignments", "64", "--state-pages", "16", "--memory-ratios", "0.3", "99")
     trace, dense, *replays = run("simulate", "states", *small, *memory)
@@ -129,7 +129,7 @@ def test_options_that_cannot_be_measured_are_refused(words: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize("store", [(), ("--no-store",)])
-def test_storage_keys(store: tuple[str, ...]) -> None:
+def test_keys_are_timed_for_each_set_of_pools(store: tuple[str, ...]) -> None:
     cases = run("storage", "keys", "--pages", "8", "--repeats", "3", *store)
     assert len(cases) == 4 * 3 * 2
     asked = [one["pools"] for one in cases if "keys_of_question" in one]
@@ -139,7 +139,7 @@ def test_storage_keys(store: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["file", "mooncake"])
-def test_storage_backends(backend: str) -> None:
+def test_backends_are_timed_with_and_without_checksums(backend: str) -> None:
     small = ("--mib", "8", "--repeats", "1", "--layers", "4", "--page-sizes", "16")
     layouts = ("--layouts", "layer_first", "page_first")
     cases = run("storage", "backends", "--backends", backend, *layouts, *small)
@@ -177,7 +177,7 @@ def few_that_share(path: Path) -> tuple[Path, int]:
     return path, blocks * 64
 
 
-def test_against_a_real_server(tmp_path: Path) -> None:
+def test_load_generators_measure_a_real_server(tmp_path: Path) -> None:
     plot, output, replayed = (tmp_path / name for name in ("rounds.png", "load", "replay"))
     trace, shared_tokens = few_that_share(tmp_path / "trace")
     with ForkedServer("--page-size", "16") as server:
@@ -233,7 +233,7 @@ def test_context_parallel_counts_what_is_expected() -> None:
     assert one["prefill_cp_given"] == pytest.approx(kv + 64 * 4 / 1e6, abs=2e-4)
 
 
-def test_pages_between_ranks_without_gpus() -> None:
+def test_quick_reads_between_ranks_need_no_gpu() -> None:
     copies, *reads = run("gpu-pd", "pages", "--quick")
     assert copies["copies"] == "one unit" and copies["pack"] > 0
     assert {one["way"] for one in reads} == {"direct", "packed", "chosen"}
@@ -243,7 +243,7 @@ def test_pages_between_ranks_without_gpus() -> None:
     assert [one["blocks"] for one in reads] == [blocks[one["pages"]] for one in reads]
 
 
-def test_rank_collectives() -> None:
+def test_each_tick_of_ranks_counts_its_collectives() -> None:
     cases = run("ranks", "collectives", "--ranks", "2", "3", "--ticks", "25")
     ticks = [one for one in cases if "tick" in one]
     assert [one["ranks"] for one in ticks] == [2] * 6 + [3] * 6
@@ -256,7 +256,7 @@ def test_rank_collectives() -> None:
     assert all(one["p10"] > 0 for of_size in ways for one in of_size)
 
 
-def test_unused_tiers() -> None:
+def test_costs_are_told_with_and_without_tiers() -> None:
     *both, _ = run("cpu-costs", "unused", "--quick")
     with_tiers, without = sorted(both, key=lambda one: str(one["tiers"]))
     assert (with_tiers["tiers"], without["tiers"]) == ("with", "without")
@@ -264,7 +264,7 @@ def test_unused_tiers() -> None:
     assert with_tiers["scheduler in the forward"] > 0
 
 
-def test_http_path() -> None:
+def test_costs_of_the_http_path_are_told_by_process() -> None:
     speeds, echo, engine = run("cpu-costs", "http-path", "--quick")
     assert speeds["echo"] > 0 and speeds["engine"] > 0
     processes = {"server", "scheduler", "detokenizer", "client"}

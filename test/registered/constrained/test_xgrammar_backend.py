@@ -157,7 +157,7 @@ def test_a_killed_compile_process_is_replaced(backend: XGrammarBackend) -> None:
     assert outcome(ask(backend, "regex", "behind")) == "ready"
 
 
-def test_limits_of_memory_and_of_the_queue() -> None:
+def test_too_large_and_too_many_constraints_are_refused() -> None:
     backend = make(GrammarLimits(compile_memory=1 << 20, max_compiling=1, compile_threads=1))
     try:
         first = ask(backend, "json_schema", HUGE_SCHEMA)

@@ -10,7 +10,7 @@ register_cpu_ci(est_time=30, suite="base-b-test-cpu")
 AT_PORTS = ("flood", "endless", "idle", "bombs")
 
 
-def test_honest_requests_beside_strangers() -> None:
+def test_honest_requests_succeed_beside_strangers() -> None:
     """Without a secret, which would keep most of it out."""
     report = run_attacks(10.0, 4.0, AT_PORTS, has_secret=False)
     assert report.is_good, "\n".join(report.lines())

@@ -12,7 +12,7 @@ register_cpu_ci(est_time=900, suite="nightly-test-cpu", nightly=True)
 
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("has_secret", [False, True])
-def test_ten_minutes_of_strangers(has_secret: bool) -> None:
+def test_honest_requests_succeed_beside_ten_minutes_of_strangers(has_secret: bool) -> None:
     report = run_attacks(300.0, has_secret=has_secret)
     print("\n".join(report.lines()))
     assert report.is_good

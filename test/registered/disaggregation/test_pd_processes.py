@@ -135,7 +135,7 @@ def scatter(prefill: RoleProcess, decode: RoleProcess) -> dict[str, TokenizedGen
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_prefill_is_lost(prefill: RoleProcess, decode: RoleProcess, how: signal.Signals) -> None:
+def test_decode_goes_on(prefill: RoleProcess, decode: RoleProcess, how: signal.Signals) -> None:
     made = scatter(prefill, decode)
     prefill.signal(how)
     for rid in ("reading", "waiting", "unknown"):
@@ -169,7 +169,7 @@ def test_prefill_is_lost(prefill: RoleProcess, decode: RoleProcess, how: signal.
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_decode_is_lost(prefill: RoleProcess, decode: RoleProcess, how: signal.Signals) -> None:
+def test_prefill_goes_on(prefill: RoleProcess, decode: RoleProcess, how: signal.Signals) -> None:
     made = scatter(prefill, decode)
     decode.signal(how)
     never = make("never asked for")

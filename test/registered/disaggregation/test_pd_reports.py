@@ -115,7 +115,7 @@ def test_the_router_passes_the_field_of_completions_on(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("way", ["direct", "router"])
-def test_one_trace_through_both_servers(pair: Pair, way: str) -> None:
+def test_both_servers_record_spans_of_one_trace(pair: Pair, way: str) -> None:
     trace = secrets.token_hex(16)
     if way == "direct":
         pair.direct("/generate", BODY, trace)

@@ -114,7 +114,7 @@ def test_cached_tokens_are_the_prefill_servers(pair: ServerPair) -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_samples_and_batches(whole: EngineServer, pair: ServerPair, kind: str) -> None:
+def test_samples_are_those_of_one_server(whole: EngineServer, pair: ServerPair, kind: str) -> None:
     """The same seeds draw the same words."""
     words = []
     for server in (whole, pair):
@@ -139,7 +139,7 @@ def test_samples_and_batches(whole: EngineServer, pair: ServerPair, kind: str) -
     assert len(words[1]) == (3 if kind == "chat" else 6)
 
 
-def test_a_batch_of_token_ids(whole: EngineServer, pair: ServerPair) -> None:
+def test_a_batch_of_ids_gets_the_words_of_one_server(whole: EngineServer, pair: ServerPair) -> None:
     body = {
         "input_ids": [[65, 66, 67], list(range(40, 90)), [70]],
         "sampling_params": {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True},
@@ -166,7 +166,7 @@ def test_grammars_hold_on_both_servers(pair: ServerPair) -> None:
             assert found["text"].lstrip().startswith("{")
 
 
-def test_many_at_once(whole: EngineServer, pair: ServerPair) -> None:
+def test_many_at_once_get_the_words_of_one_server(whole: EngineServer, pair: ServerPair) -> None:
     bodies = [
         {
             "text": FACTS * (number % 4) + f"The number {number} is",

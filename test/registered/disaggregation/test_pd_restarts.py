@@ -11,5 +11,5 @@ register_cpu_ci(est_time=4, suite="base-b-test-cpu")
 TIMES = 4
 
 
-def test_a_few_restarts() -> None:
+def test_restarts_lose_no_request() -> None:
     assert_good(run_restarts(TIMES), TIMES)

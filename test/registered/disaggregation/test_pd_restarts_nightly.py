@@ -14,7 +14,7 @@ TIMES = 50
 
 
 @pytest.mark.timeout(1100)
-def test_fifty_restarts() -> None:
+def test_fifty_restarts_lose_no_request() -> None:
     outcome = run_restarts(TIMES)
     print(outcome)
     assert_good(outcome, TIMES)

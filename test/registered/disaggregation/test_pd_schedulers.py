@@ -193,7 +193,7 @@ def sampled(max_new_tokens: int) -> SamplingParams:
     return params
 
 
-def test_sampling_with_a_seed(pair: PdRig, single: SchedulerRig) -> None:
+def test_seeds_draw_the_words_of_one_server(pair: PdRig, single: SchedulerRig) -> None:
     messages = [pair.request(f"seed {n}", PROMPTS[5], sampled(30), seed=n) for n in range(4)]
     check(pair, single, *messages)
     words = {tuple(pair.result(f"seed {n}").output_ids) for n in range(4)}
@@ -206,7 +206,7 @@ def test_penalties_count_the_first_token_too(pair: PdRig, single: SchedulerRig) 
 
 
 @both_ways
-def test_logprobs_and_the_most_likely_tokens(pair: PdRig, single: SchedulerRig) -> None:
+def test_logprobs_are_those_of_one_server(pair: PdRig, single: SchedulerRig) -> None:
     message = pair.request(
         "tops", PROMPTS[6], greedy(9), return_logprob=True, top_logprobs_num=3, stream=False
     )
@@ -247,7 +247,7 @@ def test_stop_tokens_and_stop_strings(pair: PdRig, single: SchedulerRig, place: 
 @both_ways
 @pytest.mark.parametrize("length", [5, 16, 100])
 @pytest.mark.parametrize("wanted", [0, 1, 2])
-def test_few_tokens(pair: PdRig, single: SchedulerRig, wanted: int, length: int) -> None:
+def test_few_tokens_come(pair: PdRig, single: SchedulerRig, wanted: int, length: int) -> None:
     message = pair.request("few", prompt(40 + wanted, length), greedy(wanted))
     check(pair, single, message)
     assert len(pair.result("few").output_ids) == wanted
@@ -274,7 +274,7 @@ def test_a_stream_has_its_tokens_one_by_one(pair: PdRig, single: SchedulerRig) -
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_pages_of_other_sizes(
+def test_pages_of_other_sizes_give_the_same_output(
     engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig, page_size: int
 ) -> None:
     """Pages of one token let the cache hold a whole prompt."""

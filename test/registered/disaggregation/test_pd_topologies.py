@@ -186,7 +186,7 @@ def test_prompts_and_answers_come_from_the_store(servers: Servers) -> None:
     assert details["storage_backend"] == "MooncakeStore"
 
 
-def test_metrics_and_stages_of_both_servers(servers: Servers) -> None:
+def test_both_servers_measure_transfers_and_stages(servers: Servers) -> None:
     with router(servers.prefill[:1], servers.decode[:1]) as url:
         found = generate(url, text="Where has the time gone? " * 9, sampling_params={})["meta_info"]
     stages = found["stages"]

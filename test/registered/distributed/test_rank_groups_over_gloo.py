@@ -102,7 +102,7 @@ def least() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("size", "cp"), [(2, 1), (3, 1), (4, 1), (4, 4), (4, 2), (6, 2), (6, 3)])
-def test_the_least_over_the_ranks_of_any_groups(size: int, cp: int) -> None:
+def test_every_rank_gets_the_least_over_any_groups(size: int, cp: int) -> None:
     last = size - 1
     wanted = [0, -last, 5, 2**62 - last, -(2**62) - last]
     assert run_ranks(size, least, attn_cp_size=cp) == [[wanted, wanted[3:], wanted]] * size

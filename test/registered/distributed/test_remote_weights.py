@@ -75,7 +75,7 @@ def words(server: EngineServer) -> list[Any]:
     return list(answer.meta_info["output_token_logprobs"])
 
 
-def test_a_chain_of_three(tmp_path: Path) -> None:
+def test_a_reader_is_a_seed_for_the_next_server(tmp_path: Path) -> None:
     """The second and third have no weight files; the third reads when the first is gone."""
     store = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "store")}
     flags = (
@@ -105,7 +105,7 @@ def test_a_chain_of_three(tmp_path: Path) -> None:
             assert second.stop() == 0
 
 
-def test_another_dtype_and_random_weights() -> None:
+def test_random_weights_are_read_in_another_dtype() -> None:
     flags = ("--dtype", "float32")
     random = ("--load-format", "dummy")
     with (
@@ -193,7 +193,7 @@ def test_a_seed_whose_files_have_changed(tmp_path: Path) -> None:
             assert digest(reader)["identity"] == digest(server)["identity"] == loaded
 
 
-def test_a_server_without_the_flag_and_no_server_at_all(tmp_path: Path) -> None:
+def test_a_seed_without_the_flag_and_a_missing_one_are_named(tmp_path: Path) -> None:
     with ForkedServer() as server:
         reply = server.request("GET", f"{SEED_PATH}?rank=0")
         assert (reply.status, START_SEED in str(reply.body)) == (400, True)

@@ -104,7 +104,7 @@ def parts_of(size: int, gap: int) -> list[slice]:
 
 
 @pytest.mark.parametrize("size", [64 * KIB, MIB, 16 * MIB])
-def test_writes_and_reads(here: Here, peers: list[TransferPeer], size: int) -> None:
+def test_what_was_written_is_read_back(here: Here, peers: list[TransferPeer], size: int) -> None:
     here.got[:] = 0
     here.round_trip(peers[0], parts_of(size, gap=64))
 
@@ -123,13 +123,13 @@ def test_rdma_without_a_device_is_refused_or_becomes_tcp_where_that_is_allowed(
     here.engine.close()
 
 
-def test_odd_places_and_sizes(here: Here, peers: list[TransferPeer]) -> None:
+def test_odd_ranges_leave_their_neighbours_alone(here: Here, peers: list[TransferPeer]) -> None:
     here.got[:] = 0
     here.round_trip(peers[0], [slice(1, 2), slice(5, 70_001), slice(70_001, SIZE - 3)])
     assert here.got[0] == here.got[2] == here.got[-1] == 0, "neighbouring bytes are untouched"
 
 
-def test_ten_thousand_blocks_at_once_from_several_threads(
+def test_ten_thousand_blocks_of_several_threads_arrive(
     here: Here, peers: list[TransferPeer]
 ) -> None:
     """Seven transfers, six of them with one peer: calls of 512 requests, which without a budget
@@ -183,7 +183,7 @@ def test_local_memory_that_is_not_registered_is_refused(
         here.engine.transfer_sync(peers[0].session_id, other.ctypes.data, peers[0].address, 100)
 
 
-def test_upstreams_calls(here: Here, peers: list[TransferPeer]) -> None:
+def test_upstreams_calls_answer_with_numbers(here: Here, peers: list[TransferPeer]) -> None:
     session_id, address, local = peers[0].session_id, peers[0].address, here.sent.ctypes.data
     assert here.engine.transfer_sync(session_id, local, address, 4096) == 0
     assert here.engine.batch_transfer_sync(session_id, [local], [address + SIZE], [1]) == -1

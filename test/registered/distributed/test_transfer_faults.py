@@ -107,7 +107,7 @@ def peer() -> Iterator[TransferPeer]:
 
 
 @pytest.mark.parametrize("op", [READ, WRITE])
-def test_a_stopped_peer(here: Here, peer: TransferPeer, op: TransferOp) -> None:
+def test_a_stopped_peer_holds_no_caller(here: Here, peer: TransferPeer, op: TransferOp) -> None:
     assert here.move(WRITE, peer, timeout=LONG).is_done
     here.memory[:] = 0xA5
     peer.suspend()
@@ -157,7 +157,7 @@ def test_one_stopped_peer_holds_up_no_other(here: Here, peer: TransferPeer) -> N
     assert here.settles()
 
 
-def test_a_killed_peer(here: Here, peer: TransferPeer) -> None:
+def test_a_killed_peer_fails_the_transfer(here: Here, peer: TransferPeer) -> None:
     assert here.move(WRITE, peer, timeout=LONG).is_done
     peer.kill()
     for _ in range(3):
@@ -207,7 +207,7 @@ def test_a_peer_that_was_replaced_at_the_same_address(here: Here) -> None:
         assert here.settles()
 
 
-def test_a_poisoned_connection(here: Here, peer: TransferPeer) -> None:
+def test_calls_succeed_after_a_poisoned_connection(here: Here, peer: TransferPeer) -> None:
     """Some 2,500 requests at once break a connection of Mooncake's for good before 0.3.14. Calls of
     ours succeed after it; `test_a_broken_connection_is_replaced` has the case without a network."""
     assert here.move(WRITE, peer, timeout=LONG).is_done

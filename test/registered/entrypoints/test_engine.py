@@ -53,7 +53,7 @@ def test_a_checkpoint_gives_sampling_values_and_the_tokenizer_the_end(tmp_path: 
     assert first["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
 
 
-def test_generate_one_many_and_by_ids(engine: sglang.Engine) -> None:
+def test_prompts_alone_many_and_by_ids_are_generated(engine: sglang.Engine) -> None:
     one = engine.generate(PROMPT, GREEDY)
     assert len(one["output_ids"]) == 8
     many = engine.generate([PROMPT, "hello"], GREEDY)
@@ -67,7 +67,7 @@ def test_generate_one_many_and_by_ids(engine: sglang.Engine) -> None:
     assert "".join(text for _, _, text in entries).startswith(one["text"])
 
 
-def test_a_prompt_alone(engine: sglang.Engine) -> None:
+def test_a_prompt_is_scored_without_output(engine: sglang.Engine) -> None:
     nothing = {"max_new_tokens": 0}
     scored = engine.generate(PROMPT, nothing, return_logprob=True, logprob_start_len=0)
     assert (scored["text"], scored["output_ids"]) == ("", [])
@@ -111,7 +111,7 @@ def test_a_stream_that_is_left_is_aborted(engine: sglang.Engine) -> None:
     assert engine.get_server_info()["internal_states"][0]["num_running_reqs"] == 0
 
 
-def test_async_generate(engine: sglang.Engine) -> None:
+def test_async_generation_gives_the_same_text(engine: sglang.Engine) -> None:
     async def run() -> tuple[Any, list[Any]]:
         whole = await engine.async_generate(PROMPT, GREEDY)
         stream = await engine.async_generate(PROMPT, GREEDY, stream=True)

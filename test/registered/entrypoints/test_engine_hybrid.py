@@ -44,7 +44,7 @@ def without_cache(model: Path) -> Iterator[sglang.Engine]:
         yield engine
 
 
-def test_the_same_words_cold_and_from_every_tier(
+def test_every_tier_gives_the_words_of_no_cache(
     model: Path,
     without_cache: sglang.Engine,
     cluster: MooncakeCluster,

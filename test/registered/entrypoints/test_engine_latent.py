@@ -42,11 +42,11 @@ def cold(model: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", ["auto", "page_first_kv_split"])
-def test_the_same_words_cold_and_from_every_tier(model: Path, cold: list[int], layout: str) -> None:
+def test_every_tier_gives_the_words_of_no_cache(model: Path, cold: list[int], layout: str) -> None:
     assert_same_words_from_every_tier(model, cold, "file", hicache_mem_layout=layout)
 
 
-def test_samples_and_grammars(model: Path) -> None:
+def test_samples_and_grammars_are_served(model: Path) -> None:
     with start_engine(model) as engine:
         params = {"temperature": 0.8, "max_new_tokens": 6, "n": 3, "sampling_seed": 5}
         samples = engine.generate(input_ids=IDS, sampling_params=params)

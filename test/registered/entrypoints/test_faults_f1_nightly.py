@@ -14,7 +14,7 @@ register_cpu_ci(est_time=180, suite="nightly-test-cpu", nightly=True)
 
 
 @pytest.mark.timeout(900)
-def test_f1_ten_thousand_nearly_valid_bodies() -> None:
+def test_f1_ten_thousand_nearly_valid_bodies_are_answered() -> None:
     with EngineServer() as server, httpx.Client(timeout=30) as client:
 
         @settings(

@@ -178,7 +178,7 @@ def http_attacks() -> list[bytes]:
     ]
 
 
-def test_f3_hostile_bytes_on_the_http_port(server: KeyedServer) -> None:
+def test_f3_hostile_bytes_leave_the_http_port_serving(server: KeyedServer) -> None:
     already = len(server.log())
     rss = server.members()[0].memory_info().rss
     for data in http_attacks() * 3:

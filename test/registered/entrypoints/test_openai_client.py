@@ -36,7 +36,7 @@ def client(server: FrontServer) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_the_served_model_is_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["echo"]
     assert client.models.retrieve("echo").id == "echo"
 
@@ -50,7 +50,7 @@ def test_embeddings_and_rankings_are_refused_by_name(client: openai.OpenAI) -> N
     assert refusal.value.status_code == 501
 
 
-def test_chat(client: openai.OpenAI) -> None:
+def test_a_chat_has_a_message_and_usage(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model="echo", messages=HELLO, max_completion_tokens=7)
     [choice] = reply.choices
     assert (choice.message.role, choice.message.content) == ("assistant", PROMPT[:7])
@@ -93,7 +93,7 @@ def test_messages_are_tokenized_as_chat_does(client: openai.OpenAI) -> None:
             tokenize(**body)
 
 
-def test_loads(client: openai.OpenAI) -> None:
+def test_idle_loads_count_no_request(client: openai.OpenAI) -> None:
     body: Any = client.get("/loads", cast_to=object)
     assert body["dp_rank_count"] == len(body["loads"]) == 1
     [load] = body["loads"]
@@ -137,7 +137,7 @@ def test_chat_stop_in_a_stream_shows_nothing_of_it(client: openai.OpenAI) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat_logprobs(client: openai.OpenAI, stream: bool) -> None:
+def test_a_chat_has_logprobs_and_bytes_of_each_token(client: openai.OpenAI, stream: bool) -> None:
     options: Any = {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}
     reply: Any = client.chat.completions.create(
         model="echo", messages=HELLO, stream=stream, **options
@@ -162,7 +162,7 @@ def test_chat_messages_reach_the_template(client: openai.OpenAI) -> None:
     assert reply.choices[0].message.content == expected[:46]
 
 
-def test_continue_final_message(client: openai.OpenAI) -> None:
+def test_a_final_message_is_continued(client: openai.OpenAI) -> None:
     messages: Any = [*HELLO, {"role": "assistant", "content": "sure"}]
     reply = client.chat.completions.create(
         model="echo",
@@ -196,7 +196,7 @@ def test_seed_and_sampling_reach_the_scheduler(server: FrontServer, client: open
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_cached_tokens_details(client: openai.OpenAI, stream: bool) -> None:
+def test_cached_tokens_are_told_by_tier(client: openai.OpenAI, stream: bool) -> None:
     reply: Any = client.chat.completions.create(
         model="echo",
         messages=HELLO,
@@ -209,7 +209,7 @@ def test_cached_tokens_details(client: openai.OpenAI, stream: bool) -> None:
     assert [a.sglext["cached_tokens_details"] for a in answers] == [details]
 
 
-def test_completions(client: openai.OpenAI) -> None:
+def test_completions_take_texts_and_ids_alone_and_in_batches(client: openai.OpenAI) -> None:
     reply = client.completions.create(model="echo", prompt="hello")
     assert reply.choices[0].text == ("hello" * 4)[:16]
     assert reply.choices[0].finish_reason == "length"
@@ -221,7 +221,7 @@ def test_completions(client: openai.OpenAI) -> None:
     assert [choice.index for choice in ids.choices] == [0, 1]
 
 
-def test_completions_stream(client: openai.OpenAI) -> None:
+def test_streamed_completions_add_up(client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model="echo",
         prompt=["ab", "cé"],
@@ -243,7 +243,7 @@ def test_completions_stream(client: openai.OpenAI) -> None:
     assert usage.completion_tokens == 6
 
 
-def test_completion_logprobs(client: openai.OpenAI) -> None:
+def test_a_completion_has_logprobs_and_offsets(client: openai.OpenAI) -> None:
     reply = client.completions.create(model="echo", prompt="abc", max_tokens=3, logprobs=2)
     logprobs = reply.choices[0].logprobs
     assert logprobs is not None

@@ -178,7 +178,7 @@ def test_what_the_template_is_given(templates: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_calls(templates: dict[str, str], stream: bool, parallel: bool) -> None:
+def test_several_calls_are_told(templates: dict[str, str], stream: bool, parallel: bool) -> None:
     text = '{"name":"f","parameters":{}};{"name":"g","parameters":{"x":1}}'
     want = [["f", "{}"], ["g", '{"x":1}']][: 2 if parallel else 1]
     with front_server(chat_template=templates["last"], tool_call_parser="llama3") as server:
@@ -436,7 +436,7 @@ def test_strict_tools_that_the_model_may_call(
 
 
 @pytest.mark.parametrize("parser", [None, "qwen"])
-def test_a_template_without_tools(
+def test_a_template_without_tools_ignores_or_enforces_them(
     templates: dict[str, str], caplog: pytest.LogCaptureFixture, parser: str | None
 ) -> None:
     """Tools that the model may call are ignored; calls that it must make are enforced."""
@@ -466,7 +466,7 @@ def test_a_template_without_tools(
         assert "twice" in reply.json()["error"]["message"]
 
 
-def test_tokenize_under_both_paths(qwen: FrontServer) -> None:
+def test_both_paths_tokenize_and_back(qwen: FrontServer) -> None:
     for prefix in ("", "/v1"):
         reply = httpx.post(f"{qwen.url}{prefix}/tokenize", json={"prompt": "ab"}).json()
         assert reply["count"] == 2

@@ -68,7 +68,7 @@ def test_the_key_and_the_flags_of_the_file_count_and_the_command_line_wins(serve
     assert f"ready to roll! {served.url}" in log and KEY not in log
 
 
-def test_probes_answer_over_https(served: Served) -> None:
+def test_probes_are_answered_over_https(served: Served) -> None:
     with served.certificates.client() as client:
         for path in ("/health", "/health_generate"):
             assert client.get(served.url + path).status_code == 200

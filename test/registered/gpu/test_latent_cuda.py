@@ -51,7 +51,7 @@ def test_logits_equal_those_of_a_cpu(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_words_cold_and_warm(tmp_path: Path, family: str, dtype: str) -> None:
+def test_warm_words_are_those_of_cold_ones(tmp_path: Path, family: str, dtype: str) -> None:
     save_tiny_checkpoint(tmp_path, family, eos_token_id=None)
     prompts = [prompt(seed, 60) for seed in range(3)]
     state: dict[str, Any] = {"kv_cache_dtype": dtype}

@@ -77,7 +77,7 @@ def metadata_bytes(decode: EngineServer, way: str) -> float:
 @pytest.mark.parametrize(
     ("protocol", "memory"), [("tcp", ""), ("nvlink_intra", ""), ("nvlink_intra", INTRA_NODE)]
 )
-def test_the_words_of_one_server(protocol: str, memory: str, expected: list[list[int]]) -> None:
+def test_words_are_one_servers(protocol: str, memory: str, expected: list[list[int]]) -> None:
     if protocol not in wheel_protocols():
         pytest.skip(f"the installed mooncake wheel was built without {protocol}")
     env = {
@@ -105,7 +105,7 @@ def test_the_words_of_one_server(protocol: str, memory: str, expected: list[list
             server.flush()  # checks page ownership, too
 
 
-def test_rows_on_a_gpu() -> None:
+def test_rows_on_a_gpu_are_read_by_other_threads() -> None:
     """One thread reads what another one wrote, in whatever order rows are used."""
     rows = MetadataBuffers(8, torch.device("cuda"))
     words = [FirstToken(token_id=n, prompt_len=9, prompt_digest="d" * n) for n in range(8)]

@@ -122,7 +122,7 @@ def sums() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_sums(ranks: int) -> None:
+def test_sums_are_the_same_bits_on_all_ranks(ranks: int) -> None:
     if count_gpus() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     first, *others = run_ranks(ranks, sums, device="cuda")
@@ -164,7 +164,7 @@ def greatest() -> list[list[int]]:
     return found
 
 
-def test_the_greatest_logit_of_all_ranks() -> None:
+def test_all_ranks_choose_the_greatest_logit() -> None:
     """The last number of rows has more keys than there is memory for: it is gathered."""
     first, second = run_ranks(2, greatest, device="cuda")
     assert first == second
@@ -202,7 +202,7 @@ def words(server: EngineServer, seed: int) -> tuple[list[int], tuple[int, int, i
 
 
 @pytest.mark.parametrize("sizes", [("1", "1"), ("2", "1"), ("2", "2")], ids="x".join)
-def test_the_same_words_from_every_tier(tmp_path: Path, sizes: tuple[str, str]) -> None:
+def test_every_tier_gives_the_words_of_no_cache(tmp_path: Path, sizes: tuple[str, str]) -> None:
     ranks, cp = sizes
     env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
     with EngineServer(

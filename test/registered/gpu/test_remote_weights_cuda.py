@@ -21,7 +21,7 @@ PROMPT = "The code of heron is 7391. What is the code of heron?"
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "nvlink_intra"])
-def test_the_weights_of_device_memory(protocol: str) -> None:
+def test_weights_are_read_between_device_memories(protocol: str) -> None:
     if protocol not in wheel_protocols():
         pytest.skip(f"the installed mooncake wheel was built without {protocol}")
     env = {"MOONCAKE_PROTOCOL": protocol}

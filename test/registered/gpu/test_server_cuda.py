@@ -92,7 +92,9 @@ def test_the_server_says_where_it_runs(servers: Servers) -> None:
 
 
 @pytest.mark.parametrize(("io", "layout"), PAIRS)
-def test_l1_and_l2(servers: Servers, cold: tuple[list[int], Answer], io: str, layout: str) -> None:
+def test_l1_and_l2_give_the_cold_words(
+    servers: Servers, cold: tuple[list[int], Answer], io: str, layout: str
+) -> None:
     ids, expected = cold
     server = servers[f"{io} {layout}"]
     assert server.generate(ids).output_ids == expected.output_ids
@@ -108,7 +110,7 @@ def test_l1_and_l2(servers: Servers, cold: tuple[list[int], Answer], io: str, la
 
 
 @pytest.mark.parametrize("backend", L3)
-def test_l3_of_this_server_and_of_another(
+def test_l3_of_either_server_gives_the_words_of_no_cache(
     servers: Servers, cold: tuple[list[int], Answer], backend: str, tmp_path: Path
 ) -> None:
     ids, expected = cold

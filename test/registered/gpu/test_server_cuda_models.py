@@ -91,7 +91,7 @@ def test_a_grammar_holds(servers: Servers) -> None:
 
 
 @pytest.mark.parametrize("name", ["graphs", "fp8", "tiers"])
-def test_recall_under_load(servers: Servers, name: str) -> None:
+def test_facts_are_recalled_under_load(servers: Servers, name: str) -> None:
     result = run_eval(
         EvalArgs(
             base_url=servers[name].url,
@@ -107,7 +107,7 @@ def test_recall_under_load(servers: Servers, name: str) -> None:
         assert result["cached_tokens_details"]["host"] > 1000, result
 
 
-def test_a_large_shape(servers: Servers) -> None:
+def test_long_prompts_of_a_large_shape_load_from_l2(servers: Servers) -> None:
     server = servers["large"]
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(5000)] for _ in range(3)]

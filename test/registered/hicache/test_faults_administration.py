@@ -138,7 +138,7 @@ def test_the_transport_of_the_store_is_in_the_server_info(server: EngineServer) 
     assert transport() is None
 
 
-def test_c17_a_life_of_a_backend_over_http(cluster: MooncakeCluster, server: EngineServer) -> None:
+def test_c17_backends_come_and_go_over_http(cluster: MooncakeCluster, server: EngineServer) -> None:
     prompt = tokens(17)
     cold = server.generate(prompt).output_ids
     assert administer(server, "GET").body["hicache_storage_backend"] is None
@@ -235,7 +235,7 @@ def assert_from_storage(server: EngineServer, prompt: list[int], cold: list[int]
     assert answer.output_ids == cold
 
 
-def test_c17_administration_from_many_sides_at_once(server: EngineServer) -> None:
+def test_c17_the_first_of_several_administrators_wins(server: EngineServer) -> None:
     """The first of several calls wins; none hangs, and no page is lost."""
     administer(server, "PUT", **MOONCAKE)
     replies: list[HttpReply] = []

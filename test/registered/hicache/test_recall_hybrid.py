@@ -70,7 +70,7 @@ def check(server: EngineServer, question: HeldoutQuestion, tier: str | None) -> 
     [("file", ()), ("mooncake", ()), ("mooncake", ("--speculative-algorithm", "NEXTN"))],
     ids=["file", "mooncake", "speculation"],
 )
-def test_right_from_every_tier(
+def test_facts_are_recalled_from_every_tier(
     questions: list[HeldoutQuestion], backend: str, more: tuple[str, ...], tmp_path: Path
 ) -> None:
     flags = ("--hicache-storage-backend", backend, *TIERS, *more)

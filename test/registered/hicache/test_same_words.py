@@ -69,7 +69,7 @@ L3_LAYOUTS = {HostLayout.PAGE_FIRST_DIRECT, HostLayout.PAGE_FIRST_KV_SPLIT}
 
 
 @pytest.mark.parametrize("layout", sorted(set(HostLayout) - L3_LAYOUTS))
-def test_l1_and_l2(cold: tuple[list[int], Answer], layout: str) -> None:
+def test_l1_and_l2_give_the_cold_words(cold: tuple[list[int], Answer], layout: str) -> None:
     with ForkedServer(
         "--enable-hierarchical-cache", "--hicache-mem-layout", layout, *SMALL_L1
     ) as server:
@@ -80,7 +80,7 @@ def test_l1_and_l2(cold: tuple[list[int], Answer], layout: str) -> None:
     ("backend", "layout"),
     [("file", "auto"), ("mooncake", "auto"), ("mooncake", "page_first_kv_split")],
 )
-def test_every_tier_of_this_server_of_another_and_after_a_restart(
+def test_every_tier_of_any_server_gives_the_words_of_no_cache(
     cold: tuple[list[int], Answer], backend: str, layout: str, tmp_path: Path
 ) -> None:
     ids, expected = cold

@@ -140,7 +140,7 @@ def check_every_tier(server: ForkedServer, cold: Asked) -> None:
         ("ministral", "mooncake", STATES),
     ],
 )
-def test_the_same_words_cold_from_every_tier_and_after_a_restart(
+def test_every_tier_of_any_server_gives_the_words_of_no_cache(
     tmp_path: Path, cluster: MooncakeCluster, family: str, backend: str, states: tuple[str, ...]
 ) -> None:
     model = save_tiny_checkpoint(tmp_path / "model", family, vocab_size=2176, eos_token_id=2)

@@ -69,7 +69,7 @@ def seeds_of(kind: str, drawn: Callable[[int], tuple[CheckableState, int]]) -> I
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["dense", "sparse", "states"])
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_20000_steps(driver: str, kind: str) -> None:
+def test_drafts_keep_every_invariant_for_20000_steps(driver: str, kind: str) -> None:
     torch.set_num_threads(1)
     drawn, run_seed = DRIVERS[driver]
     done, accepted = 0, 0

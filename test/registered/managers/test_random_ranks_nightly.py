@@ -35,7 +35,7 @@ RARE_WORK = ("read late", "read failed", "retractions", "states evicted from hos
 
 
 @pytest.mark.timeout(1800)
-def test_20000_ticks_of_ranks_that_split_heads_and_prompts() -> None:
+def test_ranks_that_split_heads_and_prompts_agree_for_20000_ticks() -> None:
     torch.set_num_threads(1)
     counts = run_for(0.0, secrets.randbits(31), [(4, 2)], least_ticks=TICKS)
     assert counts["ticks"] >= TICKS
@@ -44,7 +44,7 @@ def test_20000_ticks_of_ranks_that_split_heads_and_prompts() -> None:
 
 
 @pytest.mark.timeout(SECONDS + 600.0)
-def test_45_minutes_of_ranks_of_all_sizes() -> None:
+def test_ranks_of_all_sizes_agree_for_45_minutes() -> None:
     torch.set_num_threads(1)
     counts = run_for(SECONDS, secrets.randbits(31))
     print_counts(counts)

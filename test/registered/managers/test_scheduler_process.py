@@ -107,7 +107,7 @@ def generate(rid: str, max_new_tokens: int) -> TokenizedGenerateReqInput:
     )
 
 
-def test_life_of_a_scheduler(tmp_path: Path) -> None:
+def test_a_scheduler_drops_hostile_messages_and_ends_when_told(tmp_path: Path) -> None:
     with scheduler(max_total_tokens=4096, page_size=16) as (peer, process, ready):
         assert ready["status"] == "ready"
         assert ready["max_total_num_tokens"] == 4096

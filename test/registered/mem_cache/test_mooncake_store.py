@@ -221,7 +221,7 @@ def test_a_missing_page_ends_the_prefix(bench: Bench) -> None:
 # -- extra pools ---------------------------------------------------------------------------------
 
 
-def test_pages_and_states_of_extra_pools(bench: Bench) -> None:
+def test_pages_and_states_of_extra_pools_move_together(bench: Bench) -> None:
     store, trailing = bench.store, PoolHitPolicy.TRAILING_PAGES
     indexer = make_host_pool(make_device_pool(head_dim=2), "page_first")
     states = make_device_pool(page_size=1)

@@ -247,7 +247,7 @@ def check_person(text: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_json_by_a_schema(client: openai.OpenAI, stream: bool) -> None:
+def test_the_output_fits_a_schema(client: openai.OpenAI, stream: bool) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     reply = chat(
         client, "Anna is 31 and lives in Paris. As JSON?", response_format=form, stream=stream

@@ -65,7 +65,7 @@ def title_of(process: psutil.Process) -> str:
     return " ".join(process.cmdline()).strip()
 
 
-def test_the_recall_task_by_the_openai_client(server: EngineServer) -> None:
+def test_the_openai_client_gets_the_recalled_facts(server: EngineServer) -> None:
     conversations = [heldout_conversation(seed, 600) for seed in range(8)]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
@@ -83,7 +83,7 @@ def test_the_recall_task_by_the_openai_client(server: EngineServer) -> None:
             assert list(pool.map(ask, range(len(conversations)))) == [True] * len(conversations)
 
 
-def test_what_operators_see(server: EngineServer) -> None:
+def test_operators_see_each_rank(server: EngineServer) -> None:
     titles = sorted(map(title_of, family_of(server)))
     assert [title for title in titles if title.startswith("sglang::scheduler")] == [
         "sglang::scheduler_TP0",
@@ -202,7 +202,7 @@ def test_what_is_on_its_way_to_l3_is_written_before_the_end(tmp_path: Path) -> N
         assert cached(server) == (cold, (0, 0, WHOLE))
 
 
-def test_an_engine_of_two_ranks() -> None:
+def test_an_engine_of_two_ranks_generates() -> None:
     with forking_engines():
         made = sglang.Engine(tp_size=2, device="cpu", max_total_tokens=2048)
     with made as engine:

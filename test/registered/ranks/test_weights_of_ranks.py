@@ -106,7 +106,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_chain_of_two_ranks_one_and_two_again(model: Path, tmp_path: Path) -> None:
+def test_weights_travel_from_two_ranks_to_one_and_back(model: Path, tmp_path: Path) -> None:
     """The third server reads after the first is gone. Equal splits share the pages of L3."""
     bare = without_weights(model, tmp_path / "bare")
     store = {STORE: str(tmp_path / "store")}

@@ -35,5 +35,5 @@ def probes(
 
 @pytest.mark.parametrize("behind", ["pair", "plain"])
 @pytest.mark.parametrize("row", ROWS)
-def test_row(facts: RouterFacts, probes: dict[str, Probe], behind: str, row: str) -> None:
+def test_row_holds(facts: RouterFacts, probes: dict[str, Probe], behind: str, row: str) -> None:
     ROWS[row](facts, probes[behind])

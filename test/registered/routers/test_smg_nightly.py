@@ -31,7 +31,7 @@ FILES: Final = (
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("file", FILES)
-def test_behind_smg(file: str) -> None:
+def test_files_about_routers_pass_behind_smg(file: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", str(REGISTERED / file)],
         env=child_environment({envs.SGLANG_TEST_ROUTER.name: SMG}),

@@ -106,7 +106,7 @@ def test_answers_are_those_without_speculation(
     assert differences(battery(server), plain[1], TOLERANCE) == []
 
 
-def test_figures(server: ForkedServer) -> None:
+def test_figures_of_speculation_are_told(server: ForkedServer) -> None:
     meta = ask(server)["meta_info"]
     count, length = meta["spec_verify_ct"], meta["spec_accept_length"]
     assert 39 / 4 <= count <= 39 / 2
@@ -149,7 +149,7 @@ def test_a_stop_string_among_drafts(
         assert got["meta_info"]["finish_reason"]["matched"] == stop
 
 
-def test_an_abort_between_verifications(server: ForkedServer) -> None:
+def test_an_abort_between_verifications_frees_everything(server: ForkedServer) -> None:
     body = {"rid": "goes", "input_ids": IDS, "stream": True}
     body["sampling_params"] = {**GREEDY, "max_new_tokens": 300}
     with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as response:

@@ -29,7 +29,7 @@ register_cpu_ci(est_time=2, suite="base-a-test-cpu")
         ("1t", 1 << 40),
     ],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_are_read_with_units(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
@@ -56,7 +56,7 @@ def test_switches_of_three_positions(
 
 
 @pytest.mark.parametrize(("text", "share"), [("0", 0.0), ("0.25", 0.25), (" 1 ", 1.0)])
-def test_shares(monkeypatch: pytest.MonkeyPatch, text: str, share: float) -> None:
+def test_shares_are_read(monkeypatch: pytest.MonkeyPatch, text: str, share: float) -> None:
     monkeypatch.setenv("SGLANG_TEST_DISAGG_FAILURE_PROB", text)
     assert envs.SGLANG_TEST_DISAGG_FAILURE_PROB.get() == share
 

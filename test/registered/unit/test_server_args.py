@@ -338,7 +338,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_extra_config_from_a_file(tmp_path: Path, name: str) -> None:
+def test_extra_config_is_read_from_a_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text(SPELLINGS[name])
     args = prepare("--hicache-storage-backend", "mooncake", EXTRA, f"@{path}")
@@ -381,7 +381,7 @@ def test_events_are_published_only_if_that_is_asked_for() -> None:
         ("file", '{"prefetch_threshold": ' + "9" * 5000 + "}", "cannot read its value: Exceeds"),
     ],
 )
-def test_bad_extra_config(backend: str, text: str, message: str) -> None:
+def test_bad_extra_config_is_refused(backend: str, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         prepare("--hicache-storage-backend", backend, EXTRA, text)
     assert "\n" not in str(error.value)

@@ -48,7 +48,7 @@ def test_killing_a_tree_includes_children_in_other_sessions() -> None:
     assert not any(is_alive(child) for child in children)
 
 
-def test_killing_only_the_children() -> None:
+def test_only_the_children_are_killed() -> None:
     process = start(TREE)
     kill_process_tree(process.pid, include_parent=False)
     assert process.wait(30) == 0  # `wait` in the script returned

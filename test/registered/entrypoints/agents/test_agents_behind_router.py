@@ -73,7 +73,7 @@ def last(server: FrontServer) -> TokenizedGenerateReqInput:
 
 
 @pytest.mark.parametrize("fields", [{}, {"store": True}, {"store": False}])
-def test_a_response(server: FrontServer, client: openai.OpenAI, fields: dict[str, Any]) -> None:
+def test_responses_pass(server: FrontServer, client: openai.OpenAI, fields: dict[str, Any]) -> None:
     reply = client.responses.create(model="echo", input="abc", **fields)
     assert (reply.output_text, reply.status, reply.store) == ("abc", "completed", False)
     params = last(server).sampling_params
@@ -100,7 +100,7 @@ def test_an_earlier_response_is_refused_by_name(client: openai.OpenAI) -> None:
         client.responses.create(model="echo", input="abc", previous_response_id="resp_1")
 
 
-def test_calls_between_special_tokens(client: openai.OpenAI) -> None:
+def test_calls_between_special_tokens_are_found(client: openai.OpenAI) -> None:
     """The router adds `skip_special_tokens: true` to chats, which would remove the markers."""
     [call] = client.responses.create(model="echo", input=KIMI_CALL, tools=[tool("f")]).output
     assert call.type == "function_call"

@@ -94,7 +94,7 @@ def prompt_of(server: FrontServer, **body: Any) -> str:
     return str(server.engine.tokenizer.decode(request_of(server).input_ids))
 
 
-def test_a_text(client: anthropic.Anthropic) -> None:
+def test_a_text_has_blocks_a_stop_reason_and_usage(client: anthropic.Anthropic) -> None:
     reply = client.messages.create(**said("abc"))
     assert (reply.type, reply.role, reply.model) == ("message", "assistant", "echo")
     [block] = reply.content
@@ -184,7 +184,7 @@ def test_a_tool_round_trip(client: anthropic.Anthropic) -> None:
     assert (second.content[0].text, second.stop_reason) == ("is g", "end_turn")
 
 
-def test_json_output(client: anthropic.Anthropic, server: FrontServer) -> None:
+def test_a_schema_constrains_the_output(client: anthropic.Anthropic, server: FrontServer) -> None:
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     config: Any = {"format": {"type": "json_schema", "schema": schema}}
     reply = client.messages.create(**said('{"x": 5}', output_config=config))
@@ -245,9 +245,7 @@ def test_blocks_are_turns_of_the_template(shown: FrontServer) -> None:
         ),
     ],
 )  # fmt: skip
-def test_fields_that_shape_the_prompt(
-    shown: FrontServer, fields: dict[str, Any], prompt: str
-) -> None:
+def test_fields_reach_the_prompt(shown: FrontServer, fields: dict[str, Any], prompt: str) -> None:
     assert prompt_of(shown, **fields) == prompt
 
 
@@ -420,7 +418,7 @@ def test_keys_and_paths_are_refused_in_the_clients_form(server: FrontServer) -> 
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
 
 
-def test_a_failure_of_the_engine(client: anthropic.Anthropic, server: FrontServer) -> None:
+def test_engine_failures_are_overloads(client: anthropic.Anthropic, server: FrontServer) -> None:
     scheduler = server.scheduler
     scheduler.refuse_with = abort_reason("no memory", 503)
     try:

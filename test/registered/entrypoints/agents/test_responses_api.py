@@ -78,7 +78,7 @@ def prompt_of(server: FrontServer, **body: Any) -> str:
     return str(server.engine.tokenizer.decode(request_of(server).input_ids))
 
 
-def test_a_text(client: openai.OpenAI) -> None:
+def test_a_text_has_items_echoed_fields_and_usage(client: openai.OpenAI) -> None:
     reply = ask(client, "abc", metadata={"k": "v"}, temperature=0.5)
     assert (reply.output_text, reply.status, reply.incomplete_details) == ("abc", "completed", None)
     assert (reply.object, reply.model, reply.error) == ("response", "echo", None)
@@ -124,7 +124,7 @@ def test_reasoning_tokens_are_counted_up_to_the_answer(client: openai.OpenAI) ->
     assert usage.output_tokens == len(THOUGHT) + 1
 
 
-def test_only_the_first_call_without_parallel_ones(client: openai.OpenAI) -> None:
+def test_without_parallel_calls_only_the_first_is_told(client: openai.OpenAI) -> None:
     reply = ask(client, CALLS, tools=[F, G], parallel_tool_calls=False)
     assert [item.name for item in reply.output] == ["f"]
 
@@ -150,7 +150,7 @@ class Point(BaseModel):
     x: int
 
 
-def test_parse(client: openai.OpenAI, server: FrontServer) -> None:
+def test_parse_sends_a_schema_and_reads_it(client: openai.OpenAI, server: FrontServer) -> None:
     reply = client.responses.parse(model="echo", input='{"x": 5}', text_format=Point)
     assert reply.output_parsed == Point(x=5)
     schema = json.loads(request_of(server).sampling_params.json_schema or "")
@@ -329,7 +329,7 @@ def test_what_asks_for_nothing_is_accepted(shown: FrontServer) -> None:
     assert prompt_of(shown, input="a", **fields) == plain
 
 
-def test_sampling_values_of_sglang_and_the_id(server: FrontServer, client: openai.OpenAI) -> None:
+def test_sglangs_fields_reach_the_scheduler(server: FrontServer, client: openai.OpenAI) -> None:
     values = {
         "top_k": 5, "min_p": 0.25, "repetition_penalty": 1.5, "frequency_penalty": 0.5,
         "presence_penalty": -0.5,
@@ -346,7 +346,7 @@ def test_sampling_values_of_sglang_and_the_id(server: FrontServer, client: opena
     assert reply.id.startswith("resp_")
 
 
-def test_a_failure_of_the_engine(client: openai.OpenAI, server: FrontServer) -> None:
+def test_engine_failures_are_server_errors(client: openai.OpenAI, server: FrontServer) -> None:
     scheduler = server.scheduler
     scheduler.refuse_with = abort_reason("no memory", 503)
     try:

@@ -111,7 +111,7 @@ def test_a_client_that_never_repeats_a_prefix(server: EngineServer) -> None:
     assert alerts(server, lambda: ask(server, 2, 3, 4)) == {"PromptsDoNotRepeat"}
 
 
-def test_a_thrashing_l1(server: EngineServer) -> None:
+def test_a_thrashing_l1_raises_its_alert(server: EngineServer) -> None:
     two, four = (1, 2), (1, 2, 3, 4)
     assert len(two) * PAGES < L1_PAGES < len(four) * PAGES
     ask(server, *two)
@@ -149,7 +149,7 @@ def test_a_starved_prefill_queue(server: EngineServer) -> None:
         assert shows(server, lambda seen: seen["queues"]["waiting"] == 1)
 
 
-def test_a_slow_store(server: EngineServer, switches: Path) -> None:
+def test_a_slow_store_raises_its_alert(server: EngineServer, switches: Path) -> None:
     prompts = (11, 12)
     ask(server, *prompts)
     server.flush()
@@ -163,7 +163,7 @@ def test_a_slow_store(server: EngineServer, switches: Path) -> None:
     server.flush()
 
 
-def test_a_full_l2(server: EngineServer, switches: Path) -> None:
+def test_a_full_l2_raises_its_alert(server: EngineServer, switches: Path) -> None:
     """Most of L2 is pinned by a write: those of a slow store pile up like this."""
 
     def ask_twice(seed: int) -> None:
@@ -184,7 +184,7 @@ def test_a_full_l2(server: EngineServer, switches: Path) -> None:
     assert "HostMemoryInUse" not in alerts(server, lambda: None)
 
 
-def test_missing_states_and_a_router_over_different_models(
+def test_missing_states_and_differing_models_raise_their_alerts(
     server: EngineServer, tmp_path: Path
 ) -> None:
     prompts = (1, 2, 3)

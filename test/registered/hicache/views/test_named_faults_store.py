@@ -82,7 +82,7 @@ def ask(server: EngineServer, *seeds: int, pages: int = PAGES) -> None:
         server.generate(prompt(seed, pages), max_new_tokens=1)
 
 
-def test_a_cold_store(cluster: MooncakeCluster, server: EngineServer) -> None:
+def test_a_cold_store_raises_its_alert_once(cluster: MooncakeCluster, server: EngineServer) -> None:
     assert alerts(cluster, server, lambda: ask(server, 1, 2)) == {"StoreCold"}
     server.flush()
     assert alerts(cluster, server, lambda: ask(server, 1, 2)) == set()
@@ -122,7 +122,7 @@ def test_servers_that_differ_and_one_of_another_version(
         assert differing_labels(both, "sglang:hicache_storage_info") == set()
 
 
-def test_a_full_store(cluster: MooncakeCluster, server: EngineServer) -> None:
+def test_a_full_store_raises_its_alert(cluster: MooncakeCluster, server: EngineServer) -> None:
     assert cluster.master.metric("master_allocated_bytes") < 0.5 * cluster.capacity_bytes()
 
     seeds = iter(range(100, 200))
@@ -155,7 +155,7 @@ def test_a_full_store(cluster: MooncakeCluster, server: EngineServer) -> None:
     assert "StoreEvicts" in alerts(cluster, server, evict)
 
 
-def test_a_dead_master(cluster: MooncakeCluster, server: EngineServer) -> None:
+def test_a_dead_master_raises_its_alert(cluster: MooncakeCluster, server: EngineServer) -> None:
     assert "StoreLeftAlone" not in alerts(cluster, server, lambda: ask(server, 1))
     cluster.master.kill()
     seeds = iter(range(300, 400))

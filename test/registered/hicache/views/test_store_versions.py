@@ -38,7 +38,7 @@ def sees(server: EngineServer, others: int) -> bool:
     return usage is not None and usage["num_other_namespaces"] == others
 
 
-def test_a_rolling_upgrade_to_another_format(tmp_path: Path) -> None:
+def test_formats_do_not_share_pages_and_the_alert_names_them(tmp_path: Path) -> None:
     with server_of(FORMAT_VERSION, tmp_path) as old, server_of(FORMAT_VERSION + 1, tmp_path) as new:
         words = old.generate(PROMPT).output_ids
         old.flush()

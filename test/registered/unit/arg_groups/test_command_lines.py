@@ -238,7 +238,7 @@ def test_an_engine_gets_the_same_judgement(caplog: pytest.LogCaptureFixture) -> 
     [("64", 64.0), ("64G", 64.0), ("64GB", 64.0), ("1.5t", 1500.0), ("512mb", 0.512),
      ("2GiB", 2.147483648), ("0", 0.0), (".5", None), ("64X", None), ("-1", None)],
 )  # fmt: skip
-def test_sizes_in_gigabytes(text: str, gigabytes: float | None) -> None:
+def test_sizes_are_read_as_gigabytes(text: str, gigabytes: float | None) -> None:
     argv = ["--enable-hierarchical-cache", "--hicache-size", text]
     if gigabytes is None:
         (line,) = answer(argv)

@@ -35,7 +35,7 @@ def prepare(*argv: str) -> ServerArgs:
     return prepare_server_args(["--model-path", "dummy", *argv])
 
 
-def test_a_reader_and_a_seed() -> None:
+def test_flags_make_a_server_a_reader_or_a_seed() -> None:
     reader = prepare(*REMOTE, *SEED, BACKEND, "transfer_engine")
     assert reads_weights(reader)
     assert offers_weights(reader), "a reader is a seed in its turn"

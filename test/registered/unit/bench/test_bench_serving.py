@@ -100,7 +100,7 @@ def common(left: list[int], right: list[int]) -> int:
     return count
 
 
-def test_arrivals() -> None:
+def test_requests_arrive_by_their_rate() -> None:
     requests = [BenchRequest([1], 1, at_s=at) for at in (0.0, 0.5, 2.0)]
     assert arrival_times(requests, None, 1) == [0.0, 0.5, 2.0]
     assert arrival_times(requests, float("inf"), 1) == [0.0, 0.0, 0.0]
@@ -111,7 +111,7 @@ def test_arrivals() -> None:
         arrival_times(requests, 0.0, 1)
 
 
-def test_figures_by_hand() -> None:
+def test_figures_equal_those_by_hand() -> None:
     results = [
         RequestResult(
             prompt_tokens=100,

@@ -94,7 +94,7 @@ def test_the_real_tree_never_beats_belady_and_hits_all_at_full_size(policy: str)
     assert run(trace, full, Arrangement.ONE_TIER, policy).hit_tokens == ideal * PAGE
 
 
-def test_division_into_tiers() -> None:
+def test_memory_is_divided_into_tiers() -> None:
     def divide(total: int, arrangement: Arrangement) -> tuple[int, int]:
         sizes = CacheSizes.divide(total, arrangement, ratio=2, longest_pages=10)
         return sizes.l1_pages, sizes.l2_pages
@@ -116,7 +116,7 @@ def test_only_equal_ids_give_equal_prefixes() -> None:
     assert first.min() >= 100
 
 
-def test_scaled_lengths() -> None:
+def test_lengths_are_scaled_to_at_least_a_token() -> None:
     one = TraceRequest(0, 512 + 256, 100, (1, 2))
     assert TraceScale(length=1 / 8).prompt_tokens(one) == 64 + 32
     assert TraceScale(length=1 / 512).prompt_tokens(one) == 1

@@ -69,7 +69,7 @@ def test_a_tier_takes_its_copy_or_its_step_whichever_is_longer(deepseek: Forecas
     assert deepseek.from_tier(32768, 1e15).limit == deepseek.decode(1, 32768).limit
 
 
-def test_throughput_by_hand(deepseek: Forecast) -> None:
+def test_throughput_equals_that_by_hand(deepseek: Forecast) -> None:
     assert deepseek.throughput(10, 0.5, 0.01) == pytest.approx(
         10 * (INPUT + OUTPUT) / (10 * 0.5 + OUTPUT * 0.01)
     )

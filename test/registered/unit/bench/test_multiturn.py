@@ -152,7 +152,7 @@ def test_a_failed_request_ends_its_conversation() -> None:
     assert [sum(not one.success for one in turn) for turn in results] == [1, 1, 1, 0]
 
 
-def test_figures_of_a_round() -> None:
+def test_figures_of_a_round_sum_its_results() -> None:
     tiers = {"device": 30, "host": 20, "storage": 10}
     results = [
         RequestResult(

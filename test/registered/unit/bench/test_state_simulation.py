@@ -101,7 +101,7 @@ def test_a_coarse_alignment_ends_hits_earlier() -> None:
     ("num_states", "interval", "hits", "snapshots"),
     [(20, PAGE, 12, 2), (20, 2 * PAGE, 8, 2), (20, 0, 4, 1), (None, 0, 12, 0)],
 )
-def test_snapshots_of_answers(
+def test_an_answer_adds_its_last_snapshot(
     num_states: int | None, interval: int, hits: int, snapshots: int
 ) -> None:
     cache = make_cache(num_states, interval=interval)
@@ -126,7 +126,7 @@ def test_the_excerpt_never_hits_more_than_without_states() -> None:
     assert 0 < few < many < dense
 
 
-def test_division_of_memory() -> None:
+def test_memory_is_divided_into_pages_and_states() -> None:
     def divide(total: int, longest: int) -> tuple[int, int] | None:
         return divide_memory(total, ratio=0.25, state_pages=5, longest_pages=longest)
 

@@ -137,7 +137,7 @@ def test_checkpoint_is_small_and_bfloat16(model: Any) -> None:
         ("the code of heron is 7391", "ok"),
     ],
 )
-def test_two_line_examples(model: Any, text: str, answer: str) -> None:
+def test_two_line_examples_are_answered(model: Any, text: str, answer: str) -> None:
     assert _answer(model, [{"role": "user", "content": text}]) == answer
 
 

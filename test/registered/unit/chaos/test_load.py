@@ -71,7 +71,7 @@ def events(*texts: str, last: str = "[DONE]") -> str:
         ("500 no", '{"message": "it broke"}', Outcome.UNNAMED),
     ],
 )
-def test_whole_answers(server: Canned, status: str, body: str, outcome: Outcome) -> None:
+def test_whole_answers_are_judged(server: Canned, status: str, body: str, outcome: Outcome) -> None:
     assert judged(server, status, body) == outcome
 
 
@@ -88,7 +88,7 @@ def test_whole_answers(server: Canned, status: str, body: str, outcome: Outcome)
         ("data: nonsense\n\n", Outcome.UNNAMED),
     ],
 )
-def test_streams(server: Canned, body: str, outcome: Outcome) -> None:
+def test_streams_are_judged(server: Canned, body: str, outcome: Outcome) -> None:
     assert judged(server, "200 OK", body, streams=True) == outcome
 
 
@@ -98,12 +98,12 @@ def test_a_connection_that_closes_without_an_answer_is_cut(server: Canned) -> No
     assert outcome == Outcome.CUT
 
 
-def test_nobody_listens() -> None:
+def test_a_missing_listener_counts_as_refused() -> None:
     outcome, _, _ = ask(f"http://127.0.0.1:{get_free_port()}", ASKED, False)
     assert outcome == Outcome.REFUSED
 
 
-def test_messages_of_engines_and_routers() -> None:
+def test_errors_of_engines_and_routers_have_a_message() -> None:
     assert message_of(b'{"error": {"code": 503, "message": "full"}}') == "full"
     assert message_of(b'{"error": "full"}') == "full"
     assert message_of(b'{"object": "error", "message": "full"}') == "full"

@@ -50,7 +50,7 @@ def test_serve_becomes_a_server_with_the_same_flags(
         (mooncake_node.main, ["--port", "7"], 2, "unrecognized arguments: --port 7"),
     ],
 )
-def test_all_else(
+def test_all_else_prints_help_or_an_error(
     program: Callable[[], object],
     words: list[str],
     status: int,

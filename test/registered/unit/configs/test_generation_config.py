@@ -44,7 +44,7 @@ def test_a_top_k_of_0_is_the_whole_vocabulary(tmp_path: Path) -> None:
     assert defaults(tmp_path, {"top_k": 0}).values == {"top_k": -1}
 
 
-def test_without_values_and_without_a_file(tmp_path: Path) -> None:
+def test_without_values_or_a_file_defaults_are_plain(tmp_path: Path) -> None:
     plain = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
     assert sampling_defaults(str(tmp_path), "model", 100).all_values == plain
     none = defaults(tmp_path, {"eos_token_id": 2})

@@ -70,7 +70,7 @@ def write(directory: Path, **changes: Any) -> str:
     return str(directory)
 
 
-def test_a_config_of_the_older_form(tmp_path: Path) -> None:
+def test_a_config_of_the_older_form_is_read(tmp_path: Path) -> None:
     path = write(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
     config = ModelConfig.from_path(path)
@@ -82,7 +82,7 @@ def test_a_config_of_the_older_form(tmp_path: Path) -> None:
     assert config.rope == RopeConfig(theta=1000000.0)
 
 
-def test_rope_of_both_forms(tmp_path: Path) -> None:
+def test_both_forms_of_rope_are_read_alike(tmp_path: Path) -> None:
     scaling = {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 1024,
@@ -123,7 +123,7 @@ def write_nested(directory: Path, text: dict[str, Any], **changes: Any) -> str:
     return str(directory)
 
 
-def test_a_text_model_beside_a_vision_tower(tmp_path: Path) -> None:
+def test_a_text_model_beside_a_vision_tower_is_read(tmp_path: Path) -> None:
     path = write_nested(tmp_path, {})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
     config = ModelConfig.from_path(path)
@@ -255,7 +255,7 @@ def test_the_fields_of_a_remote_class_are_checked_too(tmp_path: Path, ran: Path)
     assert not ran.exists()
 
 
-def test_overrides(tmp_path: Path) -> None:
+def test_overrides_replace_fields(tmp_path: Path) -> None:
     config = ModelConfig.from_path(write(tmp_path), dtype="float32", context_length=100)
     assert (config.dtype, config.context_len) == (torch.float32, 100)
 
@@ -306,7 +306,7 @@ def test_refusals_are_one_line(tmp_path: Path, changes: dict[str, Any], message:
         ({"context_length": 0}, "between 1 and 4096"),
     ],
 )
-def test_bad_arguments(tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_path(write(tmp_path), **kwargs)
 
@@ -323,7 +323,7 @@ def test_a_window_of_mistral_bounds_the_context(tmp_path: Path) -> None:
     assert ModelConfig.from_path(str(path), context_length=128).sliding_window is None
 
 
-def test_missing_and_torn_files(tmp_path: Path) -> None:
+def test_missing_and_torn_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a directory: give the local directory"):
         ModelConfig.from_path(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"no config\.json"):

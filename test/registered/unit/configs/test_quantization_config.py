@@ -81,7 +81,7 @@ def of(stated: object, asked: str | None = None) -> QuantizationConfig | None:
         ),
     ],
 )
-def test_published_formats(
+def test_published_formats_are_read(
     stated: dict[str, Any],
     packing: Packing,
     bits: int,

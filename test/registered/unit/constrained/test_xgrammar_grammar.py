@@ -230,7 +230,7 @@ def test_an_array_without_items_may_contain_anything() -> None:
         ({"properties": {"ab": {}}, "additionalProperties": True}, r'{"ac\u0062": 1}', True),
     ],
 )
-def test_repairs_of_the_librarys_grammars(schema: Any, text: str, is_possible: bool) -> None:
+def test_repaired_grammars_allow_json_alone(schema: Any, text: str, is_possible: bool) -> None:
     """Control characters are no JSON, and an escaped name is that of the property."""
     prepared = prepare_json_schema(json.dumps(schema))
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}

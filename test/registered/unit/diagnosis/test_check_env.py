@@ -42,7 +42,7 @@ def checked(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_this_machine_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_is_described_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     status, found = checked(capsys, "--port", "39217")
     assert found["ok"] is (status == 0)
     sections = {one["section"] for one in found["findings"]}
@@ -102,7 +102,7 @@ def test_packages_that_are_missing_or_overwrite_each_other() -> None:
     assert "install the same files" in found["mooncake"].remedy
 
 
-def test_a_gpu_with_packages_for_cpus() -> None:
+def test_a_gpu_with_packages_for_cpus_is_refused() -> None:
     versions = {"torch": "2.13.0+cpu", CPU_WHEEL: "0.3.13"}
     found = by_name(gpu_findings(versions, H200 * 2, "GPU0\tX\tNV18\nGPU1\tNV18\tX", has_node=True))
     assert found["gpu 1"].value == "NVIDIA H200, 143771 MiB, driver 580.65.06, PCIe 5 x16"
@@ -131,7 +131,7 @@ def test_rdma_and_efa_devices_are_told_apart(tmp_path: Path) -> None:
     assert found["efa"].value == "rdmap0s6 (efa)"
 
 
-def test_transports_that_this_host_or_wheel_lacks() -> None:
+def test_transports_that_this_host_or_wheel_lacks_are_refused() -> None:
     wheel = frozenset({"rdma", "tcp"})
     with envs.MOONCAKE_PROTOCOL.override("rdma"):
         found = by_name(transport_findings([], wheel))
@@ -148,7 +148,7 @@ def test_transports_that_this_host_or_wheel_lacks() -> None:
         assert "did you mean rdma" in found["rmda"].remedy
 
 
-def test_limits(tmp_path: Path) -> None:
+def test_limits_of_memory_are_told_with_remedies(tmp_path: Path) -> None:
     found = by_name(limit_findings(tmp_path, needs_locked=False))
     assert found["huge pages"].state is State.ABSENT
     assert "madvise" in found["transparent huge pages"].remedy

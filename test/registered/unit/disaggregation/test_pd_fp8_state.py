@@ -48,7 +48,7 @@ def pages_of(rig: SchedulerRig, ids: list[int]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("unit_bytes", [None, 1 << 16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_words_and_bytes_of_one_scheduler(
+def test_a_pair_has_the_words_and_bytes_of_one_scheduler(
     models: dict[str, Path], family: str, unit_bytes: int | None
 ) -> None:
     alone = SchedulerRig(models[family], **ARGS, **FP8)

@@ -51,7 +51,7 @@ def run_alone(model: Path) -> list[tuple[list[int], Drafts]]:
 @pytest.mark.parametrize(
     ("is_inline", "overlap", "prefill_steps"), [(False, True, 3), (True, False, 1)]
 )
-def test_the_words_and_drafts_of_one_server(
+def test_a_pair_has_the_words_and_drafts_of_one_server(
     model: Path,
     alone: list[tuple[list[int], Drafts]],
     is_inline: bool,
@@ -81,7 +81,7 @@ def test_the_words_and_drafts_of_one_server(
         assert moved and moved > 0
 
 
-def test_requests_together_with_good_drafts(
+def test_good_drafts_are_accepted_of_requests_together(
     model: Path, alone: list[tuple[list[int], Drafts]]
 ) -> None:
     texts = [[*ids, *words] for ids, (words, _) in zip(PROMPTS, alone, strict=True)]

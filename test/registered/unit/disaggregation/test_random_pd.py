@@ -27,7 +27,7 @@ register_cpu_ci(est_time=34, suite="base-a-test-cpu")
 
 
 @pytest.mark.parametrize("seed", [1, 2, 6])
-def test_a_run(seed: int) -> None:
+def test_a_random_run_keeps_every_invariant(seed: int) -> None:
     torch.set_num_threads(1)
     outcome = RandomPd(seed).run(200, least_right=6)
     assert outcome.counts["decode: right"] >= 6

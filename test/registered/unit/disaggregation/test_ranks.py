@@ -149,7 +149,7 @@ def test_drafts_after_a_prefill_that_ranks_split_are_those_of_one_rank(tmp_path:
 @pytest.mark.parametrize(
     ("family", "prefill", "decode"), [("qwen3", 2, 1), ("deepseek_v32", 1, 2), ("qwen3_next", 1, 2)]
 )
-def test_the_output_with_metadata_in_rows(
+def test_metadata_in_rows_give_the_output_of_one_scheduler(
     models: Callable[[str], Path], family: str, prefill: int, decode: int
 ) -> None:
     """Each rank reads them of its own peers; where the recurrent state is, is in them too."""

@@ -60,7 +60,7 @@ def reports_of(got: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_generate(client: httpx.Client, stream: bool, n: int) -> None:
+def test_generate_reports_when_asked(client: httpx.Client, stream: bool, n: int) -> None:
     sampling = {"max_new_tokens": 3, "n": n}
     body = {"text": "hello", "sampling_params": sampling, "stream": stream}
     for one in answers(client, "/generate", body):
@@ -76,7 +76,7 @@ def test_generate(client: httpx.Client, stream: bool, n: int) -> None:
 @pytest.mark.parametrize("path", OPENAI)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_openai(client: httpx.Client, path: str, stream: bool, n: int) -> None:
+def test_openai_reports_when_asked(client: httpx.Client, path: str, stream: bool, n: int) -> None:
     body = {**OPENAI[path], "stream": stream, "n": n}
     assert not any("sglext" in one for one in answers(client, path, body))
     got = answers(client, path, {**body, "return_cache_report": True})
@@ -86,7 +86,7 @@ def test_openai(client: httpx.Client, path: str, stream: bool, n: int) -> None:
         assert isinstance(got[0]["sglext"]["cache_report"], list)
 
 
-def test_both_extensions_at_once(client: httpx.Client) -> None:
+def test_both_extensions_are_answered_at_once(client: httpx.Client) -> None:
     asked = {"return_cache_report": True, "return_cached_tokens_details": True}
     (got,) = answers(client, "/v1/completions", {**OPENAI["/v1/completions"], **asked})
     assert got["sglext"]["cache_report"] == SHOWN

@@ -36,7 +36,7 @@ def client(server: FrontServer) -> Iterator[httpx.Client]:
         yield http
 
 
-def test_information(server: FrontServer, client: httpx.Client) -> None:
+def test_information_is_served_on_all_its_paths(server: FrontServer, client: httpx.Client) -> None:
     assert client.get("/health").status_code == 200
     assert client.head("/health").status_code == 200
     assert client.get("/health_generate").status_code == 200
@@ -136,7 +136,7 @@ def test_without_admin_key_administration_is_refused_by_name(
     assert statuses(server, None, OPTIONAL) == {200}
 
 
-def test_administration_with_both_keys() -> None:
+def test_administration_needs_the_admin_key_if_there_are_both() -> None:
     with front_server(api_key="user", admin_api_key="admin") as server:
         for key, status in ((None, 401), ("wrong", 401), ("user", 403)):
             assert statuses(server, key, ADMINISTRATION + OPTIONAL) == {status}

@@ -338,7 +338,7 @@ def test_a_field_whose_name_is_megabytes_long_is_named_in_short(
         (b'{"text": "a", "image_data": ' + b"[" * 100_000, ""),
     ],
 )
-def test_malformed_bodies(client: httpx.Client, body: bytes, words: str) -> None:
+def test_malformed_bodies_are_refused(client: httpx.Client, body: bytes, words: str) -> None:
     for path in (GENERATE, CHAT, COMPLETIONS):
         if path == GENERATE or b"text" not in body:
             assert words in refused(client.post(path, content=body))["message"]
@@ -387,7 +387,7 @@ def test_a_path_with_a_slash_is_no_redirect(client: httpx.Client, path: str) -> 
     refused(answer, 404)
 
 
-def test_wrong_method_and_path(client: httpx.Client) -> None:
+def test_wrong_methods_and_paths_name_the_right_ones(client: httpx.Client) -> None:
     assert "GET /flush_cache" in refused(client.get("/flush_cache"), 405)["message"]
     assert "/nowhere" in refused(client.get("/nowhere"), 404)["message"]
     for path, meant in (
@@ -482,7 +482,7 @@ def test_an_internal_error_announces_that_the_connection_ends(
         assert connection.getresponse().status == 200
 
 
-def test_nothing_of_all_this_reached_the_scheduler_or_stayed(
+def test_refused_requests_never_reach_the_scheduler(
     server: FrontServer, client: httpx.Client
 ) -> None:
     before = len(server.scheduler.received)

@@ -105,7 +105,7 @@ def last_request(server: FrontServer) -> TokenizedGenerateReqInput:
     return requests[-1]
 
 
-def test_logprobs_of_the_prompt(client: httpx.Client) -> None:
+def test_logprobs_begin_where_the_prompt_asks(client: httpx.Client) -> None:
     body = {
         "text": "abc",
         "sampling_params": {"max_new_tokens": 2},
@@ -412,7 +412,7 @@ def test_long_conversations_are_rendered_elsewhere(
     assert client.post("/v1/chat/completions", json=wrong).status_code == 400
 
 
-def test_metrics_of_both_processes(client: httpx.Client) -> None:
+def test_metrics_sum_those_of_both_processes(client: httpx.Client) -> None:
     before = client.get("/metrics").text
     events(client, "/generate", {"text": "ab", "sampling_params": {"max_new_tokens": 3}})
     text = client.get("/metrics").text
@@ -431,7 +431,7 @@ def test_metrics_of_both_processes(client: httpx.Client) -> None:
         assert sample(name, text) == sample(name, before) + more, name
 
 
-def test_tokenize_and_back(client: httpx.Client) -> None:
+def test_tokens_of_batches_give_their_texts_back(client: httpx.Client) -> None:
     reply = client.post("/v1/tokenize", json={"prompt": ["hé", "a"]}).json()
     assert (reply["count"], reply["max_model_len"]) == ([3, 1], CONTEXT_LEN)
     assert client.post("/v1/detokenize", json=reply).status_code == 400

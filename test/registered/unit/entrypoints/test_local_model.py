@@ -78,7 +78,7 @@ def test_only_the_weights_that_are_loaded_are_fetched(
     assert ("pytorch_model.bin" in fetched) == (load_format == "pt")
 
 
-def test_revisions_and_tokenizers(tmp_path: Path, fetched: list[str]) -> None:
+def test_revisions_and_tokenizers_are_fetched(tmp_path: Path, fetched: list[str]) -> None:
     tagged = with_local_model(args_of(tmp_path, revision="v1.0"))
     assert tagged.model_path is not None
     assert Path(tagged.model_path).name == SHA

@@ -150,7 +150,7 @@ def rdma_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("rdma_host")
 @pytest.mark.parametrize("user", USERS)
-def test_devices_by_gpu_and_misspelt_ones(
+def test_devices_by_gpu_are_accepted_and_misspelt_ones_refused(
     user: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = USERS[user]

@@ -73,7 +73,7 @@ def test_text_without_a_marker_stays_unchanged(name: str, text: str) -> None:
     assert parse(name, "x" + text) == ("x" + text, [])
 
 
-def test_qwen_calls_between_text() -> None:
+def test_qwen_calls_are_found_between_text() -> None:
     text = f"Sure.\n<tool_call>\n{ADD}\n</tool_call>\n<tool_call>{SAY}</tool_call>"
     normal, calls = parse("qwen25", text)
     assert normal == "Sure.\n"
@@ -87,7 +87,7 @@ def test_qwen_calls_between_text() -> None:
 
 
 @pytest.mark.parametrize("start", ["<|python_tag|>", "", "\n "])
-def test_llama_calls_after_the_marker_or_bare(start: str) -> None:
+def test_llama_calls_are_found_after_the_marker_or_bare(start: str) -> None:
     assert parse("llama3", f"{start}{ADD}; {SAY}")[1] == [
         ("add", {"a": 1, "b": [2, {"c": "}"}]}),
         ("say", {"text": '</tool_call>; " é'}),

@@ -55,7 +55,7 @@ def stream(name: str, pieces: list[str]) -> tuple[str, list[ToolCallItem]]:
 
 
 @FORMATS
-def test_calls_between_text(name: str) -> None:
+def test_calls_are_found_between_text(name: str) -> None:
     text = "Sure. " + WRITERS[name](("add", ADD), ("say", SAY))
     calls: Calls = [("add", ADD), ("say", SAY)]
     assert parse(name, text) == ("Sure. ", calls)
@@ -196,7 +196,7 @@ def test_deepseek_v3_arguments_need_their_fence() -> None:
         ("9" * 5000, {"type": "integer"}, "9" * 5000),
     ],
 )
-def test_types_of_plain_text(text: str, schema: dict[str, Any], value: object) -> None:
+def test_schemas_type_plain_text(text: str, schema: dict[str, Any], value: object) -> None:
     got = typed_value(text, {"properties": {"p": schema}}, "p")
     assert got == value and type(got) is type(value)
     assert typed_value(text, {"properties": {}}, "p") == text

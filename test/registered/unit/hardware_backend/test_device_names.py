@@ -156,7 +156,7 @@ def test_what_counts_as_a_name(source: str) -> None:
         "if kind.overlaps_steps: pass",
     ],
 )
-def test_what_does_not(source: str) -> None:
+def test_other_source_names_no_device(source: str) -> None:
     assert not find_device_names(ast.parse(source))
 
 

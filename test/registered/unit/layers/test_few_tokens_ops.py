@@ -163,7 +163,7 @@ def test_shared_experts_of_another_size_and_many_tokens_are_left_to_others() -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_zero_centred_norm(dtype: torch.dtype) -> None:
+def test_the_zero_centred_norm_equals_the_definition(dtype: torch.dtype) -> None:
     norm = ZeroCenteredRMSNorm(96, 1e-5, placement=TensorPlacement(dtype=dtype, device=DEVICE))
     fill(norm, 9)
     x, residual = randn(5, 96, seed=1, dtype=dtype), randn(5, 96, seed=2, dtype=dtype)
@@ -177,7 +177,7 @@ def test_zero_centred_norm(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (24, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_gated_attention_before_and_behind(
+def test_gated_attention_equals_the_definition_before_and_behind(
     dtype: torch.dtype, head_dim: int, rotary_dim: int
 ) -> None:
     heads, kv_heads, tokens = 4, 2, 5

@@ -45,7 +45,7 @@ def reference(
     return result
 
 
-def test_against_the_definition_over_several_steps() -> None:
+def test_penalties_equal_the_definition_over_several_steps() -> None:
     params = [
         SamplingParams(),
         SamplingParams(frequency_penalty=0.5),

@@ -93,7 +93,7 @@ def test_distribution_matches_the_reference(fields: dict[str, Any]) -> None:
         assert abs(float(counts[token]) / n - prob) < spread + 1e-4
 
 
-def test_one_lookup_in_the_cumulative_distribution() -> None:
+def test_a_token_is_looked_up_in_the_cumulative_distribution() -> None:
     """The exact token, not only the distribution: the head kept by the filters, renormalised."""
     params = SamplingParams(top_k=12, top_p=0.9, temperature=0.8)
     logits = random_logits(200, seed=8)

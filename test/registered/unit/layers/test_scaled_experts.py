@@ -119,12 +119,12 @@ def check_few_tokens(tokens: int, experts: Pair, shared: Pair | None) -> None:
 @pytest.mark.parametrize("with_shared", [True, False])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_tokens(kind: str, tokens: int, with_shared: bool) -> None:
+def test_few_tokens_equal_the_definition(kind: str, tokens: int, with_shared: bool) -> None:
     check_few_tokens(tokens, pair(kind, EXPERTS), pair(kind, seed=7) if with_shared else None)
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 rows", "int4"])
-def test_the_second_product_in_many_tiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_product_may_have_many_tiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The product reads a row in several steps, and some tiles before others are used. The shared
     expert's tiles come last."""
     monkeypatch.setattr(few_experts, "_INPUTS", 256)
@@ -135,7 +135,7 @@ def test_the_second_product_in_many_tiles(kind: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_a_shared_expert_of_another_kind(tokens: int) -> None:
+def test_a_shared_expert_of_another_kind_is_added(tokens: int) -> None:
     """Plain beside 4 bits, as in Kimi-K2-Thinking, and fp8 beside 4 bits."""
     experts = pair("int4", EXPERTS)
     x, (weights, ids) = randn(tokens, 64, seed=1, dtype=HALF), choice(tokens, TOP_K + 1)
@@ -149,7 +149,7 @@ def test_a_shared_expert_of_another_kind(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 30])
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_tokens(kind: str, tokens: int) -> None:
+def test_many_tokens_equal_the_definition(kind: str, tokens: int) -> None:
     experts = pair(kind, EXPERTS)
     x = randn(tokens, experts[0].shape[-1], seed=tokens, dtype=HALF)
     weights, ids = choice(tokens, TOP_K + 1)
@@ -164,7 +164,7 @@ def test_many_tokens(kind: str, tokens: int) -> None:
     [(kind, n) for kind in ("fp8 rows", "fp8 blocks") for n in range(5)]
     + [("int4", n) for n in range(4)],
 )
-def test_every_plan(kind: str, nth_plan: int) -> None:
+def test_every_plan_equals_the_definition(kind: str, nth_plan: int) -> None:
     """Sizes that are no multiples of the blocks, and several groups of tiles; of inputs one group,
     and three."""
     experts = pair(kind, EXPERTS, is_wide=kind == "fp8 blocks")

@@ -130,7 +130,7 @@ def test_tiles_and_splits_leave_only_the_order_of_sums(
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize(("rows", "columns"), [(4, 128), (16, 256)])
-def test_rows_and_columns_of_programs_for_one_token(kind: str, rows: int, columns: int) -> None:
+def test_programs_may_have_any_rows_and_columns(kind: str, rows: int, columns: int) -> None:
     weight = WEIGHTS[kind]
     x, out = randn(1, weight.shape[1], seed=3, dtype=HALF), torch.empty(1, weight.shape[0])
     out = out.to(DEVICE)
@@ -140,7 +140,7 @@ def test_rows_and_columns_of_programs_for_one_token(kind: str, rows: int, column
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_gate_and_up_of_one_token(kind: str) -> None:
+def test_gate_and_up_of_one_token_equal_the_definition(kind: str) -> None:
     weight = WEIGHTS[kind]
     x = randn(1, weight.shape[1], seed=4, dtype=HALF)
     out = torch.empty(1, weight.shape[0] // 2, dtype=HALF, device=DEVICE)
@@ -265,7 +265,7 @@ def test_nan_and_infinity_stay_visible_in_their_row(kind: str, bad: float) -> No
         assert got[:-1].isfinite().all()
 
 
-def test_no_tokens_and_wrong_dtypes() -> None:
+def test_no_tokens_give_no_rows_and_wrong_dtypes_are_refused() -> None:
     weight = WEIGHTS["fp8 blocks"]
     assert KERNELS.multiply_scaled(randn(0, 384, seed=1, dtype=HALF), weight).shape == (0, 128)
     with pytest.raises(AssertionError, match="float32"):
@@ -286,7 +286,7 @@ def weights_of_model(outputs: int, inputs: int, height: int) -> list[ScaledWeigh
 @pytest.mark.parametrize(
     ("outputs", "inputs", "height"), [(6144, 4096, 128), (576, 7168, 1), (1000, 4096, 1)]
 )
-def test_shapes_of_models(outputs: int, inputs: int, height: int, tokens: int) -> None:
+def test_shapes_of_models_are_right(outputs: int, inputs: int, height: int, tokens: int) -> None:
     """Few and many tokens, and outputs that are no multiple of a block."""
     for weight in weights_of_model(outputs, inputs, height):
         x = randn(tokens, inputs, seed=tokens, dtype=HALF)

@@ -34,7 +34,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("size", [96, 1024, 4096])
-def test_norm_and_residual(size: int, dtype: torch.dtype) -> None:
+def test_norm_and_residual_equal_the_definition(size: int, dtype: torch.dtype) -> None:
     x, residual = random(5, size, seed=1, dtype=dtype), random(5, size, seed=2, dtype=dtype)
     weight = random(size, seed=3, dtype=dtype)
     plain = F.rms_norm(x.float(), (size,), None, 1e-5) * weight.float()
@@ -48,7 +48,7 @@ def test_norm_and_residual(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [128, 1000, 12288])
-def test_silu_and_mul(size: int) -> None:
+def test_silu_and_mul_equal_the_definition(size: int) -> None:
     x = random(3, 2 * size, seed=4)
     gate, up = x.float().chunk(2, dim=-1)
     assert relative_error(gating.silu_and_mul(x), F.silu(gate) * up) < 5e-3
@@ -58,7 +58,7 @@ def test_silu_and_mul(size: int) -> None:
     ("n", "k"), [(64, 512), (4096, 1024), (3072, 512), (16400, 256), (152, 3072)]
 )
 @pytest.mark.parametrize("out_dtype", [HALF, torch.float32])
-def test_gemv(n: int, k: int, out_dtype: torch.dtype) -> None:
+def test_gemv_equals_the_definition(n: int, k: int, out_dtype: torch.dtype) -> None:
     x, weight, bias = random(1, k, seed=5), random(n, k, seed=6), random(n, seed=7)
     config = gemv.plan(n, k)
     assert config is not None
@@ -82,7 +82,7 @@ def test_the_product_of_an_fp32_weight_is_not_rounded(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("n", "k"), [(64, 512), (12288, 1024), (1004, 256), (152, 3072)])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
-def test_gated_gemv(n: int, k: int, dtype: torch.dtype) -> None:
+def test_gated_gemv_equals_two_kernels(n: int, k: int, dtype: torch.dtype) -> None:
     """Same results as the two kernels that it replaces; same bits if sums have one order."""
     x, weight = random(1, k, seed=5, dtype=dtype), random(2 * n, k, seed=6, dtype=dtype)
     config = gemv.plan(2 * n, k)
@@ -121,7 +121,7 @@ def test_gemv_leaves_odd_shapes_to_others() -> None:
 
 @pytest.mark.parametrize("size", [96, 2048, 5000])
 @pytest.mark.parametrize("tokens", [Share(0, 7, 20), Share(14, 20, 20), Share(20, 20, 20)])
-def test_rows_of_a_rank(size: int, tokens: Share) -> None:
+def test_rows_of_other_ranks_are_zero(size: int, tokens: Share) -> None:
     """The last rank may have fewer rows, or none; those behind are never looked at."""
     weight = random(7, size, seed=21)
     weight[tokens.size :] = float("nan")
@@ -136,7 +136,7 @@ def test_rows_of_a_rank(size: int, tokens: Share) -> None:
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 128), (6, 2, 16), (7, 1, 80)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_norm_rotation_and_store(
+def test_norm_rotation_and_store_equal_the_definition(
     heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, with_norm: bool
 ) -> None:
     """The same as the layers of the CPU one by one, bit for bit but for the norm's sums."""
@@ -178,7 +178,7 @@ def rotated_by_torch(x: torch.Tensor, rotation: Rotation, is_interleaved: bool) 
     [(5, 3, 64, 64), (3, 40, 128, 64), (130, 1, 64, 64), (4, 7, 40, 24)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_rotation_in_place_and_apart(
+def test_rotation_equals_the_definition_in_place_and_apart(
     tokens: int,
     heads: int,
     head_dim: int,
@@ -208,7 +208,7 @@ def test_rotation_in_place_and_apart(
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no fp8")
-def test_store_as_fp8() -> None:
+def test_rows_are_stored_as_fp8() -> None:
     x = random(4, 8 + 4, 128, seed=20)
     loc = torch.arange(4, device=DEVICE)
     angles = torch.ones(4, 1, 128, dtype=torch.bfloat16, device=DEVICE)

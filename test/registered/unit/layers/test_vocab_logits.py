@@ -106,7 +106,7 @@ def test_the_whole_is_what_one_rank_would_have(size: int) -> None:
     ],
     ids=["greedy", "logprobs", "sampled", "biased"],
 )
-def test_what_sampling_gathers(
+def test_only_some_sampling_gathers_whole_logits(
     params: list[SamplingParams], return_logprob: bool, is_gathered: bool
 ) -> None:
     """The tokens are those of one rank, whichever way the ranks find them."""

@@ -207,7 +207,7 @@ def test_a_prefix_is_a_hit_as_far_as_both_pools_have_its_pages(tmp_path: Path) -
 # -- sizes, names, and what is refused -----------------------------------------------------------
 
 
-def test_sizes() -> None:
+def test_host_pools_of_latent_rows_and_keys_count_their_bytes() -> None:
     host = MLATokenToKVPoolHost(make_mla_pool(), 2.0, 0, PAGE, "page_first")
     assert (host.page_num, host.size_per_token, host.get_ksize_per_token()) == (32, 72, 72)
     assert (host.page_bytes, host.nbytes) == (288, 32 * 288)

@@ -118,7 +118,7 @@ def test_a_split_under_a_load(cut: int) -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_split_under_a_backup(cut: int, folder: Path) -> None:
+def test_a_split_under_a_backup_loses_no_page(cut: int, folder: Path) -> None:
     rig = stepped()
     rig.run(pages_of(PAGES))
     rig.tick()
@@ -139,7 +139,7 @@ def test_a_split_under_a_backup(cut: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_split_under_a_prefetch(cut: int, folder: Path) -> None:
+def test_a_split_under_a_prefetch_loses_no_page(cut: int, folder: Path) -> None:
     """The read continues a node of two pages; others bring pages of it meanwhile, or cut there."""
     writer, rig = stepped(), stepped()
     writer.run(pages_of(PAGES))

@@ -22,7 +22,7 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
         (64, 9, [1, 2, 4, 8, 9]),
     ],
 )
-def test_sizes(asked: int | None, running: int, sizes: list[int]) -> None:
+def test_sizes_double(asked: int | None, running: int, sizes: list[int]) -> None:
     assert graph_batch_sizes(asked, running) == sizes
 
 

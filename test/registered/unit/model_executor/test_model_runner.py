@@ -77,7 +77,7 @@ def test_pools_are_made_in_the_memory_that_is_asked_for(
         ({"load_format": "gguf"}, "load format 'gguf' is not supported"),
     ],
 )
-def test_refusals(checkpoint: Path, fields: dict[str, Any], message: str) -> None:
+def test_settings_are_refused(checkpoint: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_runner(checkpoint, **fields)
 
@@ -153,6 +153,6 @@ def test_decoding_greedily_goes_on_as_prefill_would(checkpoint: Path) -> None:
     torch.testing.assert_close(logits, at_once, rtol=1e-4, atol=1e-4)
 
 
-def test_positions_of_an_extend_step() -> None:
+def test_positions_continue_each_prefix() -> None:
     assert compute_extend_positions([0, 5], [2, 3], "cpu").tolist() == [0, 1, 5, 6, 7]
     assert compute_extend_positions([], [], "cpu").tolist() == []

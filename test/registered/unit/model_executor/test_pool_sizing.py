@@ -46,7 +46,7 @@ def size_of_pool(**fields: Any) -> Sizing:
         ({"page_size": 1, "max_total_tokens": 7}, 7, "--max-total-tokens 7"),
     ],
 )
-def test_tokens(fields: dict[str, Any], tokens: int, reason: str) -> None:
+def test_tokens_are_bounded(fields: dict[str, Any], tokens: int, reason: str) -> None:
     got = size_of_pool(**{**BASE, **fields})
     assert got.amount == tokens
     assert reason in got.reason
@@ -69,7 +69,7 @@ GPU = BASE | {"has_own_memory": True, "total_bytes": 100 * GIB, "available_bytes
         ({"max_total_tokens": GIB // 1024 - 64, "graph_bytes": GIB}, 1, "--max-total-tokens"),
     ],
 )
-def test_tokens_on_a_gpu(fields: dict[str, Any], gib: int, reason: str) -> None:
+def test_gpu_tokens_are_bounded(fields: dict[str, Any], gib: int, reason: str) -> None:
     got = size_of_pool(**{**GPU, **fields})
     assert abs((got.amount + 64) * 1024 - gib * GIB) <= 64 * 1024
     assert reason in got.reason
@@ -100,7 +100,7 @@ def test_what_cannot_work_is_said_with_the_flag(fields: dict[str, Any], message:
         ({"pool_tokens": 1, "context_len": 8, "max_running_requests": 7}, 7),
     ],
 )
-def test_running_requests(fields: dict[str, int], requests: int) -> None:
+def test_running_requests_are_bounded(fields: dict[str, int], requests: int) -> None:
     assert size_running_requests(**fields, available_bytes=GIB).amount == requests
 
 
@@ -138,7 +138,7 @@ STATES = {"budget_bytes": 19 * GIB, "state_bytes": 64 * MIB, "keeps_snapshots": 
         ({"max_states": 20, "keeps_snapshots": False, "max_running_requests": 8}, 8, "of 8 req"),
     ],
 )
-def test_states(fields: dict[str, Any], states: int, reason: str) -> None:
+def test_states_are_bounded(fields: dict[str, Any], states: int, reason: str) -> None:
     got = size_states(**{**STATES, **fields})
     assert got.amount == states
     assert reason in got.reason

@@ -26,7 +26,7 @@ def test_values_are_what_they_were() -> None:
     assert got == [[-1941335.0, -4099268.0, -8250962.0], [641626.0, -2660793.0, 5293160.0]]
 
 
-def test_scale_and_spread() -> None:
+def test_dummy_weights_have_the_scale_of_trained_ones() -> None:
     matrix = make("w", 300, 4096)
     bound = (3 / 4096) ** 0.5
     assert matrix.abs().max() <= bound

@@ -78,12 +78,12 @@ def test_sharded_and_converted_to_the_asked_dtype(tmp_path: Path) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_missing_tensor(checkpoint: Path) -> None:
+def test_a_missing_tensor_is_refused(checkpoint: Path) -> None:
     rewrite(checkpoint, **{NAME: None})
     assert_refused(checkpoint, NAME, "1 of ", "copy the checkpoint again")
 
 
-def test_unexpected_tensor(checkpoint: Path) -> None:
+def test_an_unexpected_tensor_is_refused(checkpoint: Path) -> None:
     rewrite(checkpoint, **{"model.layers.9.mlp.up_proj.weight": torch.zeros(1)})
     assert_refused(checkpoint, "model.safetensors", "model.layers.9.mlp.up_proj.weight", "no place")
 
@@ -100,12 +100,12 @@ def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:
     load(checkpoint)
 
 
-def test_wrong_shape(checkpoint: Path) -> None:
+def test_a_wrong_shape_is_refused(checkpoint: Path) -> None:
     rewrite(checkpoint, **{NAME: torch.zeros(32, 95)})
     assert_refused(checkpoint, NAME, "[32, 95]", "[32, 96]", "model.safetensors")
 
 
-def test_tensor_in_two_files(checkpoint: Path) -> None:
+def test_a_tensor_in_two_files_is_refused(checkpoint: Path) -> None:
     save_file({NAME: torch.zeros(32, 96)}, checkpoint / "extra.safetensors")
     assert_refused(checkpoint, NAME, "twice", "stray")
 
@@ -173,13 +173,13 @@ def test_a_wrong_index_does_not_matter_for_a_tensor_that_one_shard_has(checkpoin
 
 
 @pytest.mark.parametrize("keep", [0, 4, 200, -1000])
-def test_torn_file(checkpoint: Path, keep: int) -> None:
+def test_a_torn_file_is_refused(checkpoint: Path, keep: int) -> None:
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     assert_refused(checkpoint, "model.safetensors", "torn", "copy the file again")
 
 
-def test_missing_shard_and_torn_index(tmp_path: Path) -> None:
+def test_a_missing_shard_and_a_torn_index_are_refused(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path, "qwen2", max_shard_size="40KB")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
     shard.unlink()
@@ -188,7 +188,7 @@ def test_missing_shard_and_torn_index(tmp_path: Path) -> None:
     assert_refused(tmp_path, "not a valid index")
 
 
-def test_no_weights(checkpoint: Path) -> None:
+def test_a_folder_without_weights_is_refused(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     assert_refused(checkpoint, "no *.safetensors", "--load-format dummy")
 

@@ -57,14 +57,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", ["llama", "ministral", "deepseek_v32", "qwen3_5_moe_vision"])
-def test_random_fields(tmp_path: Path, family: str) -> None:
+def test_random_fields_are_named(tmp_path: Path, family: str) -> None:
     path = config_alone(tmp_path, family)
     results = [assert_told(one, loads=False) for one in malformed_configs(path, seed=3, share=0.03)]
     assert len(set(results)) == 2, "some are read and some are not"
 
 
 @pytest.mark.parametrize("make", [fp8_blocks, awq, gptq])
-def test_random_tensors(plain: Path, tmp_path: Path, make: Callable[[], Format]) -> None:
+def test_random_tensors_are_named(plain: Path, tmp_path: Path, make: Callable[[], Format]) -> None:
     path = write_quantized(plain, tmp_path, make())
     results = [assert_told(one, loads=True) for one in malformed_tensors(path, seed=5, share=0.15)]
     assert len(set(results)) == 2, "some are read and some are not"
@@ -112,7 +112,7 @@ def planned(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
         ("qwen3_5_moe_vision", "text_config.model_type", [], "text_config.model_type=[] is not"),
     ],
 )
-def test_fields(
+def test_a_malformed_field_is_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     family: str,
@@ -153,7 +153,7 @@ def test_sizes_whose_product_is_impossible(
         (fp8_blocks, "ignore", ["re:("], "ignore has 're:(', which is no regular expression"),
     ],
 )
-def test_weight_formats(
+def test_a_malformed_weight_format_is_named(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     make: Callable[[], Format],
@@ -180,7 +180,7 @@ def test_weight_formats(
         (fp8_blocks, "weight_scale_inv", torch.ones(1, 1, 1), r"scales \[1, 1, 1\] do not fit"),
     ],
 )
-def test_tensors(
+def test_a_malformed_tensor_is_named(
     plain: Path,
     tmp_path: Path,
     make: Callable[[], Format],
@@ -206,7 +206,7 @@ def test_tensors(
         (json.dumps({"weight_map": {"x": "a\0b"}}), "is missing though model.safetensors.index"),
     ],
 )
-def test_indices(tmp_path: Path, index: str, words: str) -> None:
+def test_a_malformed_index_is_named(tmp_path: Path, index: str, words: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         weight_files(tmp_path, "auto")
@@ -214,7 +214,7 @@ def test_indices(tmp_path: Path, index: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("path", [LONG, f"/tmp/{LONG}", "a\0b"])
-def test_paths(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_path_is_named(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     for read in (ModelConfig.from_path, check_tokenizer_files):
         with pytest.raises(ValueError, match=r"path .* is not a directory: give"):
             read(path)
@@ -224,7 +224,7 @@ def test_paths(path: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_deep_files(tmp_path: Path, name: str) -> None:
+def test_a_deeply_nested_file_is_named(tmp_path: Path, name: str) -> None:
     path = config_alone(tmp_path, "llama")
     for depth in (40, 900, 5000):
         (path / name).write_text(f'{{"a": {"[" * depth}{"]" * depth}}}')

@@ -24,7 +24,7 @@ register_cpu_ci(est_time=400, suite="nightly-test-cpu", nightly=True)
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fields(tmp_path: Path, family: str) -> None:
+def test_any_malformed_field_is_named(tmp_path: Path, family: str) -> None:
     save_tiny_checkpoint(tmp_path, family)
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()
@@ -46,7 +46,7 @@ def test_fields(tmp_path: Path, family: str) -> None:
         lambda: gptq(stored_zero=8),
     ],
 )
-def test_tensors(tmp_path: Path, make: Callable[[], Format]) -> None:
+def test_any_malformed_tensor_is_named(tmp_path: Path, make: Callable[[], Format]) -> None:
     save_tiny_checkpoint(tmp_path / "made", "llama")
     path = write_quantized(tmp_path / "made", tmp_path, make())
     assert sum(assert_told(one, loads=True) for one in malformed_tensors(path, seed=0, share=1))

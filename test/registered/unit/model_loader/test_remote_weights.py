@@ -175,7 +175,7 @@ def test_a_seed_that_was_replaced_by_another_process(rig: WeightRig) -> None:
     assert "was replaced by another process" in refusal(rig)
 
 
-def test_a_seed_that_ended(rig: WeightRig) -> None:
+def test_a_seed_that_ended_is_named(rig: WeightRig) -> None:
     rig.client.told = with_session_of(rig, "127.0.0.1:9")
     line = refusal(rig)
     assert "accepts no connection: it is not running; no weights were taken over" in line
@@ -214,7 +214,7 @@ def test_a_model_that_differs_is_refused_before_anything_is_read(
     assert not rig.fakes.calls
 
 
-def test_without_a_seed_or_an_engine(tiny_qwen3: Path) -> None:
+def test_remote_weights_need_a_seed_and_an_engine(tiny_qwen3: Path) -> None:
     config = ModelConfig.from_path(str(tiny_qwen3))
     with pytest.raises(ValueError, match="'remote_instance' needs a seed and a Transfer Engine"):
         RemoteInstanceWeights(config, LoadConfig(load_format="remote_instance"))

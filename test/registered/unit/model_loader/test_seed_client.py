@@ -69,7 +69,7 @@ def client(port: int, timeout: float = 10.0, key: str | None = None) -> SeedClie
     return SeedClient(seed, answer_timeout=timeout)
 
 
-def test_an_answer() -> None:
+def test_an_answer_is_read_and_the_key_is_sent() -> None:
     with serving(200, answer()) as (port, asked):
         got = client(port, key="secret").ask(3)
         assert client(port).ask(3) == got
@@ -133,7 +133,7 @@ def test_a_seed_that_is_replaced_between_two_questions(second: dict[str, Any]) -
         (200, answer(remote_instance_transfer_engine_info=["s"]), "is not understood"),
     ],
 )
-def test_what_else_answers(status: int, body: object, message: str) -> None:
+def test_what_else_answers_is_refused(status: int, body: object, message: str) -> None:
     with (
         serving(status, body) as (port, _),
         pytest.raises(ValueError, match=message) as caught,
@@ -142,7 +142,7 @@ def test_what_else_answers(status: int, body: object, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_listens() -> None:
+def test_a_missing_seed_is_named() -> None:
     with pytest.raises(ValueError, match=r"it does not answer \(.*refused\): check that it runs"):
         client(get_free_port()).ask(3)
 

@@ -228,7 +228,7 @@ def test_a_split_that_no_checksum_fits() -> None:
     assert [holder for holder, *_ in blocks(answers, {"w": thirds[1]})] == [1]
 
 
-def test_a_tensor_that_the_model_here_lacks() -> None:
+def test_a_tensor_that_the_model_here_lacks_is_refused() -> None:
     slots = make_slots()
     extra = {**slots, "extra": WeightSlot.of(torch.zeros(1))}
     with pytest.raises(ValueError, match="'extra' is not in this server's model"):
@@ -252,14 +252,14 @@ def test_a_tensor_that_the_model_here_lacks() -> None:
         ({"config": {**CONFIG, "x": "9" * 99}}, "x in its config.json is 9{80}, in .* missing;"),
     ],
 )
-def test_another_model_or_transport(fields: dict[str, Any], message: str) -> None:
+def test_another_model_or_transport_is_refused(fields: dict[str, Any], message: str) -> None:
     check_seed(make_answer({}).weights, config=CONFIG, protocol="tcp")
     with pytest.raises(ValueError, match=message) as caught:
         check_seed(make_answer({}, **fields).weights, config=CONFIG, protocol="tcp")
     assert "\n" not in str(caught.value)
 
 
-def test_checksums() -> None:
+def test_checksums_are_those_of_the_read_parts() -> None:
     whole = WeightSlot.of(MERGED, Share(0, 6, 6))
     theirs = [halves(MERGED, 0, rank) for rank in range(2)]
     answers = [make_answer({"w": slot}, rank, 2) for rank, slot in enumerate(theirs)]

@@ -33,7 +33,7 @@ def test_the_grid_has_the_bounds_of_all_sizes() -> None:
     assert grid_of([2, 4]) == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_cutting() -> None:
+def test_ranges_are_cut_at_the_given_places() -> None:
     assert cut_at([(0, 4), (6, 9)], [0, 2, 4, 5, 8, 12]) == [(0, 2), (2, 4), (6, 8), (8, 9)]
     assert cut_at([(3, 5)], []) == [(3, 5)]
     assert cut_at([], [1]) == []

@@ -135,6 +135,6 @@ def test_dummy_weights_are_config_and_seed(model: Path) -> None:
     assert first != identity(model, "dummy")
 
 
-def test_no_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         identity(tmp_path)

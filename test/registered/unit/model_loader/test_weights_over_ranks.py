@@ -105,7 +105,7 @@ def test_any_number_of_ranks_reads_from_any_other(llama: Path, there: int, dtype
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(tmp_path: Path, family: str) -> None:
+def test_every_family_is_read_by_other_numbers_of_ranks(tmp_path: Path, family: str) -> None:
     save_tiny_checkpoint(tmp_path, family, dtype=torch.bfloat16, **FAMILIES[family])
     check(tmp_path, 1, (4,))
     check(tmp_path, 4, (1, 2))
@@ -125,7 +125,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_in_small_batches_through_a_small_memory(
+def test_small_batches_through_a_small_memory_give_the_same_weights(
     llama: Path, staged: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_weights, "_BATCH_BYTES", 5000)

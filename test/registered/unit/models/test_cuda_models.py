@@ -93,7 +93,7 @@ def test_logits_of_hybrids_equal_those_of_a_cpu(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_captured_short_prefills_of_recurrent_states(tmp_path: Path, dtype: str) -> None:
+def test_captured_short_prefills_keep_recurrent_states(tmp_path: Path, dtype: str) -> None:
     """Logits, running states and snapshots are those of steps without graphs.
 
     In fp32 those are computed in chunks, as long prefills are. In bf16, where another order of sums
@@ -133,7 +133,7 @@ def test_captured_short_prefills_of_recurrent_states(tmp_path: Path, dtype: str)
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_captured_decoding_of_recurrent_states(tmp_path: Path, family: str, dtype: str) -> None:
+def test_captured_decoding_keeps_recurrent_states(tmp_path: Path, family: str, dtype: str) -> None:
     """Logits, running states and snapshots are those of steps without graphs, padded or not."""
     shape: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
     save_tiny_checkpoint(tmp_path, family, **shape)

@@ -99,7 +99,7 @@ def test_every_supported_architecture_has_a_class() -> None:
     assert set(MODEL_CLASSES) == set(FIELDS)
 
 
-def test_kv_cache_dtype_of_its_own(tmp_path: Path) -> None:
+def test_the_kv_cache_may_have_a_dtype_of_its_own(tmp_path: Path) -> None:
     hf = save_tiny_checkpoint(tmp_path, "qwen2")
     driver = StepDriver(tmp_path, kv_cache_dtype="bfloat16")
     assert_errs_like_bf16(hf, driver, prompt(80, 6), 20)

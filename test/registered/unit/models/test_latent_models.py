@@ -139,7 +139,7 @@ def test_prefixes_are_read_in_pieces_within_bounds(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_devices_without_an_attention_kernel(
+def test_devices_without_an_attention_kernel_equal_transformers(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path of devices other than CPUs, run on a CPU."""

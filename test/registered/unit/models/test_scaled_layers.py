@@ -95,7 +95,7 @@ def with_a_bit_less(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("path", ["qwen3"], indirect=True)
-def test_distances_of_a_right_model_and_of_a_wrong_one(
+def test_the_bound_tells_a_right_model_from_a_wrong_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch computes both models in bf16."""

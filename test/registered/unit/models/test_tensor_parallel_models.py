@@ -75,7 +75,7 @@ def test_logits_equal_transformers(
     ("family", "overrides"),
     [("llama", SPLIT), ("qwen3_moe", SPLIT), ("deepseek_v3", LATENT), ("qwen3_5", LINEAR)],
 )
-def test_collectives_of_a_step(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+def test_few_collectives_suffice(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
     """One for the embedding, attention and feed-forward of each layer; one for what is read of the
     logits, whole or the greatest, however often."""
     layers = save_tiny_checkpoint(tmp_path, family, **overrides).config.num_hidden_layers

@@ -116,7 +116,7 @@ def test_failed_requests_are_errors(server: FrontServer, receiver: OtlpReceiver)
     assert receiver.wait(3)[2].attributes["http.response.status_code"] == 400
 
 
-def test_stages_over_grpc(receiver: OtlpReceiver) -> None:
+def test_stages_are_exported_over_grpc(receiver: OtlpReceiver) -> None:
     tracer = Tracer(make_exporter(receiver.address), "sglang-prefill", "here:1")
     parent = tracer.parent()
     assert parent is not None
@@ -210,7 +210,7 @@ def test_a_collector_that_hangs_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -
         ("https://host/v1/traces", "grpc", "grpc"),
     ],
 )
-def test_the_protocol(endpoint: str, protocol: str | None, module: str) -> None:
+def test_an_endpoint_decides(endpoint: str, protocol: str | None, module: str) -> None:
     variable = envs.OTEL_EXPORTER_OTLP_TRACES_PROTOCOL
     with variable.override(protocol):
         exporter = make_exporter(endpoint)

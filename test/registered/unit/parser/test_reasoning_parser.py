@@ -55,7 +55,7 @@ def test_any_split_gives_the_same(name: str, text: str, points: list[int]) -> No
         ("<think>1 < 2</think>", "1 < 2", ""),
     ],
 )
-def test_marked_reasoning(name: str, text: str, reasoning: str, normal: str) -> None:
+def test_marked_reasoning_is_split(name: str, text: str, reasoning: str, normal: str) -> None:
     assert ReasoningParser(name).parse_non_stream(text) == (reasoning, normal)
 
 

@@ -37,7 +37,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return capsys.readouterr().err
 
 
-def test_figures_by_hand(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_equal_those_by_hand(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(
         capsys, "--model-path", qwen, "--host-memory", "101", "--l3-size", "1000",
         "--prefill-tokens-s", "10000", "--l3-gb-s", "1.0",
@@ -170,7 +170,7 @@ def test_a_device_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]
     assert "--device npu: " in refusal(capsys, "--machine", "here", "--device", "npu")
 
 
-def test_weights_alone(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_alone_are_counted(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model-path", qwen, "--weights-only"]) == 0
     assert "16.38" in capsys.readouterr().out
 

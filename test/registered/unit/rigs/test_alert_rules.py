@@ -54,7 +54,7 @@ AFTER = at(
         ("no_such_metric > 0", {}),
     ],
 )
-def test_expressions(expression: str, expected: dict[str, float]) -> None:
+def test_expressions_are_evaluated(expression: str, expected: dict[str, float]) -> None:
     found: Value = evaluate(expression, BEFORE, AFTER)
     assert isinstance(found, dict)
     values = at(0.0, v=expected).series["v"]
@@ -73,6 +73,6 @@ def test_all_rules_are_understood_and_none_fires_without_servers() -> None:
     assert firing(at(0.0), at(1.0)) == {}
 
 
-def test_labels_that_differ() -> None:
+def test_labels_that_differ_are_found() -> None:
     scraped = at(0.0, info={"instance=a,p=1,q=2": 1, "instance=b,p=1,q=3": 1})
     assert differing_labels(scraped, "info") == {"q"}

@@ -63,7 +63,7 @@ def test_a_choice_stays_if_scores_move_by_less_than_its_margin(name: str) -> Non
     assert moved.float().mean() > 0.9, "a margin is no smaller than it must be"
 
 
-def test_margin_of_groups() -> None:
+def test_the_margin_counts_groups_and_experts() -> None:
     """Sums of the two best: 1.5, 1.3, 1.0 and 0.2. The experts of the first two: 0.8, 0.7, 0.7."""
     scores = torch.tensor([[0.8, 0.7, 0.7, 0.6, 0.5, 0.5, 0.1, 0.1]])
     assert expert_margins(scores.logit(), TOP2) == pytest.approx(0.05)

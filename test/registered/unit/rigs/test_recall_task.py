@@ -45,7 +45,7 @@ def test_names_are_unique_words_that_no_template_uses() -> None:
     assert CAPITALISED["heron"] == "Heron"
 
 
-def test_the_text_of_a_plain_conversation() -> None:
+def test_a_plain_conversation_tells_a_code_and_asks_for_it() -> None:
     conversation = make_conversation(recall_rng("heldout", 1), RecallStyle(), 1, 1)
     told, asked = conversation.turns
     match = re.fullmatch(r"the code of (\w+) is (\d{4})\. what is the code of \1\?", told.user)

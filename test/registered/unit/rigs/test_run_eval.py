@@ -120,7 +120,7 @@ def test_wrong_answers_stay_in_the_conversation_and_are_counted(server: RecallSe
     assert second[-2]["content"].startswith("0")
 
 
-def test_exit_codes(server: RecallServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_tell_errors(server: RecallServer, capsys: pytest.CaptureFixture[str]) -> None:
     port = str(server.server_address[1])
     sizes = ["--num-examples", "3", "--num-questions", "2", "--context-tokens", "120"]
     assert main(["--eval-name", "recall", "--port", port, *sizes, "--min-score", "1"]) == 0

@@ -89,7 +89,7 @@ def test_server_info_says_which_hold(server: FrontServer) -> None:
     assert (info["sampling_defaults"], info["default_sampling_params"]) == ("model", VALUES)
 
 
-def test_a_batch_with_parameters_of_its_own(server: FrontServer) -> None:
+def test_a_batchs_parameters_win(server: FrontServer) -> None:
     body = {"text": ["a", "b"], "sampling_params": [{"top_k": 3}, {"min_p": 0}]}
     assert httpx.post(f"{server.url}/generate", json=body).status_code == 200
     requests = [

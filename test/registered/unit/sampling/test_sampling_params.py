@@ -74,7 +74,7 @@ def test_unknown_and_mistyped_fields_are_refused_when_decoding() -> None:
         msgspec.convert({"top_k": "many"}, SamplingParams)
 
 
-def test_normal_form() -> None:
+def test_parameters_are_brought_into_normal_form() -> None:
     params = SamplingParams(stop="END", stop_token_ids=[3, 1, 3], temperature=0.0)
     params.normalize()
     assert (params.stop, params.stop_token_ids) == (["END"], [1, 3])

@@ -34,7 +34,7 @@ def test_line_has_the_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     assert " scheduler] I tier 2" in line
 
 
-def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_hold_one_object_each(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logger("info", "scheduler 0", "json")
     assert logs_json()
     log = logging.getLogger("x")
@@ -76,7 +76,7 @@ def test_unknown_level_is_refused() -> None:
         configure_logger("loud")
 
 
-def test_one_line_per_kind_and_period(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kind_is_logged_once_a_period(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     limited = RateLimitedLogger(logging.getLogger("t"), period=10.0, clock=lambda: now)
     with caplog.at_level(logging.INFO):

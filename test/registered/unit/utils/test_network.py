@@ -118,7 +118,7 @@ def test_a_foreign_address_is_refused() -> None:
         ("some.host", False),
     ],
 )
-def test_what_is_loopback(host: str, expected: bool) -> None:
+def test_loopback_addresses_are_recognized(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 

@@ -35,7 +35,7 @@ def test_a_block_costs_its_bytes_and_a_call() -> None:
         (64, 1, False),  # One page.
     ],
 )
-def test_prompts_of_qwen3_8b_over_nvlink(tokens: int, page_blocks: int, wanted: bool) -> None:
+def test_small_blocks_over_nvlink_are_packed(tokens: int, page_blocks: int, wanted: bool) -> None:
     num_bytes = tokens * 144 * KIB
     assert NVLINK.packing_pays(72 * page_blocks, num_bytes, UNIT_BYTES) is wanted
 

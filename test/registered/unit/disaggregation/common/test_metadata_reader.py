@@ -288,7 +288,7 @@ def test_rows_out_of_reach_are_sent_inline_with_one_warning(
         scene.close()
 
 
-def test_a_prefill_server_without_rows(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_rows_metadata_come_inline(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene()
     reader = MetadataReader(MetadataBuffers(1, torch.device("cpu")), HERE)
     try:

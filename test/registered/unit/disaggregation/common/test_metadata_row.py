@@ -60,12 +60,12 @@ def test_metadata_that_is_too_long_has_no_row() -> None:
     assert pack_row(ROOM, words, 2 * ROW_BYTES) is not None
 
 
-def test_an_empty_row() -> None:
+def test_an_empty_row_is_refused() -> None:
     with pytest.raises(BadRow, match=r"reading the metadata from .* failed: the row is empty"):
         unpack_row(bytes(ROW_BYTES), 0)
 
 
-def test_a_stale_row() -> None:
+def test_a_stale_row_is_refused() -> None:
     with pytest.raises(BadRow, match=r"stale: it was written for room 4, not for 5"):
         unpack_row(row_of(FEW, 4), 5)
 

@@ -138,7 +138,7 @@ def test_a_prefill_server_that_is_not_there_is_missed_after_the_silence(scene: S
     assert why == "the prefill server at tcp://127.0.0.1:9 has not answered for 0.4 s"
 
 
-def test_silence_in_the_middle(scene: Scene) -> None:
+def test_silence_in_the_middle_fails_the_room(scene: Scene) -> None:
     is_silent = threading.Event()
     with ControlProxy(scene.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)) as proxy:
         scene.endpoint = proxy.endpoint

@@ -57,7 +57,7 @@ def scene() -> Iterator[Scene]:
 # ---- transfers that fail -----------------------------------------------------------------------
 
 
-def test_an_error_of_the_transport(scene: Scene) -> None:
+def test_an_error_of_the_transport_fails_the_room(scene: Scene) -> None:
     scene.mover.fails = lambda blocks: PeerUnreachable("p", "ended during a transfer")
     scene.prefill.open(ROOM)
     scene.prefill.add_pages(ROOM, [4])

@@ -125,7 +125,7 @@ RDMA = {"mlx", "erdma", "both"}
         ),
     ],
 )
-def test_protocol_by_wheel_by_drivers(
+def test_wheel_and_drivers_decide_the_protocol(
     host: Host,
     protocol: str,
     on: set[str],
@@ -369,7 +369,7 @@ def test_ascend_needs_an_npu_and_its_number(host: Host) -> None:
 # -- devices -------------------------------------------------------------------------------------
 
 
-def test_devices_of_this_gpu(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_those_of_this_gpu(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     for index in range(2):
         host.add_device(f"mlx5_{index}", "mlx5_core")
     by_gpu = '{"0": "mlx5_0", "1": "mlx5_1"}'

@@ -115,7 +115,7 @@ def no_library(device: torch.device) -> Any:
     ],
     ids=["no module", "no class", "no library"],
 )
-def test_a_wheel_without_the_allocator(
+def test_a_wheel_without_the_allocator_is_refused(
     monkeypatch: pytest.MonkeyPatch, made: Allocators, has: dict[str, Any] | None, cause: str
 ) -> None:
     module = None if has is None else made.module()

@@ -125,7 +125,7 @@ def test_calls_that_nothing_fits_are_refused(
         ("<think>", "LlamaForCausalLM", "qwen3-thinking"),
     ],
 )
-def test_a_parser_of_reasoning(begin: str, architecture: str, parser: str) -> None:
+def test_a_parser_of_reasoning_is_chosen(begin: str, architecture: str, parser: str) -> None:
     assert reasoning(template(begin=begin), architecture) == parser
     assert parser in REASONING_PARSERS
 

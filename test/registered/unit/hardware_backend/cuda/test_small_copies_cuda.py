@@ -89,7 +89,7 @@ def test_neither_way_waits_for_a_long_copy(to_host: bool) -> None:
     end.synchronize()
 
 
-def test_in_inference_mode_and_out_of_it() -> None:
+def test_copies_work_in_inference_mode_and_out_of_it() -> None:
     for inference in (True, False, True):
         with torch.inference_mode(inference):
             assert on_device([1, 2], "cuda").tolist() == [1, 2]

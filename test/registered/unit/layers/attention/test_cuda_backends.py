@@ -92,7 +92,7 @@ def check_extend(
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
-def test_extend(name: str, shape: tuple[int, int, int], page_size: int) -> None:
+def test_extend_is_right(name: str, shape: tuple[int, int, int], page_size: int) -> None:
     check_extend(name, shape, page_size, [(0, 1), (0, 140), (200, 33), (64, 64), (63, 2), (290, 1)])
     check_extend(name, shape, page_size, [(0, 1), (0, 700), (0, 129)])  # no prefix at all
     check_extend(name, shape, page_size, [(100, 600), (5, 1), (0, 77)])
@@ -101,7 +101,7 @@ def test_extend(name: str, shape: tuple[int, int, int], page_size: int) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_long_and_short_requests_mixed(name: str, page_size: int) -> None:
+def test_long_and_short_requests_mixed_equal_the_definition(name: str, page_size: int) -> None:
     work = [(0, 1030), (300, 40), (1700, 1500), (0, 5), (3072, 2048), (0, 2048)]
     check_extend(name, (8, 2, 128), page_size, work)
     if name == "triton":
@@ -116,7 +116,7 @@ def check_decode(made: PagedContexts, got: torch.Tensor, q: torch.Tensor, lens: 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
-def test_decode(name: str, shape: tuple[int, int, int], page_size: int) -> None:
+def test_decode_is_right(name: str, shape: tuple[int, int, int], page_size: int) -> None:
     lens = [1, 130, 64, 63, 300, 17, 5000]
     made = contexts(lens, shape, page_size)
     batch = made.decode_batch()

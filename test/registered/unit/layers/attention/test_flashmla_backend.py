@@ -98,7 +98,7 @@ def test_the_kernel_equals_the_definition(heads: int, topk: int) -> None:
 
 
 @pytest.mark.skipif(ON_GPU and not IS_INSTALLED, reason="needs sglang-kernel or sgl-flash-mla")
-def test_logits_of_long_prefills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prefills_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks before and after the first token that chooses, and one of few tokens; beside
     another request, and decode steps."""
     hf = save_tiny_checkpoint(tmp_path, "deepseek_v32", **SIZES)

@@ -79,7 +79,7 @@ def test_tokens_attend_to_their_lists(
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(3, 24), (16, 32), (64, 128)])
-def test_scores_and_choice(heads: int, dim: int) -> None:
+def test_scores_and_choice_equal_the_definition(heads: int, dim: int) -> None:
     table, rows, lens = lists()
     keys, q = values(2000, dim), values(5, heads, dim, seed=1)
     weights = values(5, heads, seed=2)
@@ -146,7 +146,7 @@ def best_by_order_of_bits(scores: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("few_tokens", [0, 1000])
-def test_choice_among_unusual_scores(few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusual_scores_are_ranked(few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to launch; rows that are as long as a block, and one token shorter or longer."""
     monkeypatch.setattr(indexer_topk, "_FEW_TOKENS", few_tokens)
     longest, topk = 516, 50

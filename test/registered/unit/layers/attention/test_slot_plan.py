@@ -57,7 +57,7 @@ def covered(plan: DecodePlan, row: int) -> list[int]:
         (slots((8, 4), (4, 4)), 4, Run(0, 4, 8)),
     ],
 )
-def test_longest_run(context: Slots, page_size: int, run: Run) -> None:
+def test_the_longest_run_is_found(context: Slots, page_size: int, run: Run) -> None:
     assert longest_run(context, page_size) == run
 
 
@@ -114,7 +114,7 @@ def test_every_token_is_read_exactly_once(data: st.DataObject) -> None:
         assert covered(got, row) == sorted(context.tolist())
 
 
-def test_extend_prefixes() -> None:
+def test_prefixes_are_runs_or_lists_of_slots() -> None:
     got = plan_extend(
         [slots((3, 0)), slots((3, 9)), slots((9, 2), (3, 1))], [4, 1, 2], page_size=1, device="cpu"
     )

@@ -120,20 +120,20 @@ def contexts(kind: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("view_tokens", [1, 16, 1000])
 @pytest.mark.parametrize("kind", ["whole", "scattered", "mixed"])
-def test_decode(kind: str, view_tokens: int) -> None:
+def test_decode_is_right(kind: str, view_tokens: int) -> None:
     bench = Bench(contexts(kind))
     bench.run(ForwardMode.DECODE, [1] * len(bench.contexts), view_tokens)
 
 
 @pytest.mark.parametrize("kind", ["whole", "scattered", "mixed"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_extend(kind: str, share: float) -> None:
+def test_extend_is_right(kind: str, share: float) -> None:
     bench = Bench(contexts(kind))
     new = [max(1, int(len(slots) * share)) for slots in bench.contexts]
     bench.run(ForwardMode.EXTEND, new, 16)
 
 
-def test_one_request_alone() -> None:
+def test_one_request_alone_equals_the_definition() -> None:
     for view_tokens in (1, 1000):
         Bench([torch.arange(5, 60)]).run(ForwardMode.DECODE, [1], view_tokens)
         Bench([torch.arange(5, 60)]).run(ForwardMode.EXTEND, [55], view_tokens)

@@ -65,7 +65,7 @@ def queries(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> torch
 @pytest.mark.parametrize(
     ("page_size", "splits"), [(1, (1, 1)), (16, (4, 100)), (64, None), (128, (16, 1))]
 )
-def test_decode(
+def test_decode_is_right(
     shape: tuple[int, int, int], dtype: torch.dtype, page_size: int, splits: tuple[int, int] | None
 ) -> None:
     heads, kv_heads, head_dim = shape
@@ -93,7 +93,7 @@ def test_decode(
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("shape", [(8, 2, 128), (7, 1, 80)])
 @pytest.mark.parametrize("splits", [(1, 1), (4, 100), (256, 32), None, (4, LONG_TOKENS)])
-def test_decode_with_gates(
+def test_decoding_applies_gates(
     shape: tuple[int, int, int], dtype: torch.dtype, splits: tuple[int, int] | None
 ) -> None:
     """Parts joined by a kernel of their own, by the last program, and contexts in one part."""
@@ -113,7 +113,7 @@ def test_decode_with_gates(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("page_size", "splits"), [(1, 1), (16, 4), (64, None)])
-def test_extend(
+def test_extend_is_right(
     shape: tuple[int, int, int], dtype: torch.dtype, page_size: int, splits: int | None
 ) -> None:
     heads, kv_heads, head_dim = shape
@@ -275,7 +275,7 @@ def test_parts_are_joined(
     torch.testing.assert_close(out.view(2, 3, head_dim), want, rtol=1e-5, atol=1e-5)
 
 
-def test_merge() -> None:
+def test_two_joined_parts_equal_attention_over_both() -> None:
     """Attention over two parts, joined, is attention over both."""
     q = queries(9, 6, 32, torch.float32)
     k, v = (torch.randn(20, 2, 32, device=DEVICE) for _ in range(2))

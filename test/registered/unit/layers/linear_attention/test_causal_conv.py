@@ -26,7 +26,7 @@ def by_definition(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor) ->
 
 
 @pytest.mark.parametrize("kernel", [2, 4])
-def test_prefills_in_a_batch(kernel: int) -> None:
+def test_prefills_in_a_batch_equal_each_alone(kernel: int) -> None:
     lens, track = [1, 9, 2, 4], [1, 5, 0, 2]
     x, weight = normal(16, CHANNELS), normal(CHANNELS, kernel)
     states = normal(4, CHANNELS, kernel - 1)

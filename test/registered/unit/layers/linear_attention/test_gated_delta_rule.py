@@ -64,7 +64,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("lens", [[1], [64], [65, 3], [7, 200, 64, 1, 130]])
-def test_chunks_of_a_batch(lens: list[int]) -> None:
+def test_chunks_of_a_batch_equal_the_definition(lens: list[int]) -> None:
     inputs, states = random_inputs(sum(lens), 1), random_states(len(lens))
     plan = ExtendPlan.of(lens, None, 4, "cpu")
     out, after, snapshots = TorchDeltaRule().extend(inputs, states, plan, torch.float32)
@@ -109,7 +109,7 @@ def test_what_follows_a_snapshot_is_computed_from_what_is_kept_of_it() -> None:
     assert torch.equal(last, after)
 
 
-def test_a_decay_to_nothing_and_a_correction_of_all() -> None:
+def test_extreme_decays_and_corrections_equal_the_definition() -> None:
     """Exponents over a whole chunk are far below what fp32 holds."""
     inputs = random_inputs(64, 4)
     strong = inputs._replace(g=torch.full((64, HEADS), -40.0), beta=torch.ones(64, HEADS))
@@ -121,7 +121,7 @@ def test_a_decay_to_nothing_and_a_correction_of_all() -> None:
     assert_close(after[0], each[-1])
 
 
-def test_steps_of_decoding() -> None:
+def test_steps_of_decoding_equal_the_definition() -> None:
     states = random_states(3)
     inputs = [random_inputs(3, seed) for seed in range(5, 9)]
     state, outs = states.clone(), []

@@ -114,7 +114,7 @@ def test_rejected_tokens_leave_no_trace(rejected: float) -> None:
     assert not pools[0].temporal.isnan().any()
 
 
-def test_a_snapshot_then_the_running_states() -> None:
+def test_a_snapshot_is_committed_before_the_running_states() -> None:
     """Two requests pass a page's end. The third has no snapshot, so its target is padding."""
     layer = delta_net(torch.float32, "cpu")
     pool = pool_of(layer, torch.bfloat16, torch.float32)
@@ -136,7 +136,7 @@ def test_a_snapshot_then_the_running_states() -> None:
     close(pool.conv[:, 9], pool.conv[:, 3])
 
 
-def test_padding_rows_and_smaller_batches() -> None:
+def test_padding_rows_touch_no_state() -> None:
     """A captured step has padding rows, whose slot is 0; others' states are not touched by them."""
     layer = delta_net(torch.float32, "cpu")
     pool = pool_of(layer, torch.float32, torch.float32)

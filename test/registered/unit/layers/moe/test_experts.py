@@ -84,7 +84,7 @@ def test_weighted_sum_of_the_chosen_experts(num_tokens: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["_one_by_one", "_dense"])
-def test_bf16(way: str) -> None:
+def test_bf16_errs_as_little_as_its_roundings(way: str) -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in checkpoint().items()}
     x, weights, ids = work(70)
     x = x.bfloat16()

@@ -130,7 +130,7 @@ FAMILIES = pytest.mark.parametrize("make", [qwen3_moe, qwen3_next, deepseek_v2, 
 @FAMILIES
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
 @torch.inference_mode()
-def test_the_same_output_as_transformers(make: Callable[[], Made], num_tokens: int) -> None:
+def test_the_output_equals_transformers(make: Callable[[], Made], num_tokens: int) -> None:
     block, reference = pair(make, torch.float32)
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(7))
     residual = torch.ones(num_tokens, HIDDEN)

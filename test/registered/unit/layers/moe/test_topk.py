@@ -34,7 +34,7 @@ def choose(
     return rounded, ids.tolist()
 
 
-def test_softmax_weights_best_first() -> None:
+def test_softmax_weights_come_best_first() -> None:
     logits = logits_of(0.1, 0.4, 0.2, 0.3)
     assert choose(logits, top_k=2, renormalize=False) == ([[0.4, 0.3]], [[1, 3]])
     assert choose(logits, top_k=2) == ([[0.57143, 0.42857]], [[1, 3]])
@@ -79,7 +79,7 @@ def test_scores_that_are_all_zero_give_weights_of_zero() -> None:
     assert choose(logits, top_k=2, scoring="sigmoid") == ([[0.0, 0.0]], [[0, 1]])
 
 
-def test_no_tokens() -> None:
+def test_no_tokens_choose_no_expert() -> None:
     weights, ids = select_experts(torch.empty(0, 8), RouterOptions(num_experts=8, top_k=2))
     assert weights.shape == ids.shape == (0, 2)
 
@@ -169,7 +169,7 @@ def qwen3(router: Any, config_class: Any, renormalize: bool) -> tuple[Any, Route
         pytest.param(lambda: qwen3(Qwen3NextTopKRouter, Qwen3NextConfig, True), id="qwen3-next"),
     ],
 )
-def test_the_same_experts_and_weights_as_transformers(
+def test_experts_and_weights_equal_transformers(
     make: Callable[[], tuple[Any, RouterOptions]],
 ) -> None:
     router, options = make()

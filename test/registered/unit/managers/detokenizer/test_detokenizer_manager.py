@@ -70,13 +70,13 @@ def byte_ids(text: str) -> list[int]:
 
 @given(st.text(max_size=60), st.lists(st.integers(0, 250), max_size=30))
 @settings(max_examples=300, deadline=None)
-def test_any_text_in_any_increments(text: str, cuts: list[int]) -> None:
+def test_any_text_survives_any_increments(text: str, cuts: list[int]) -> None:
     assert "".join(pieces(NEW_BYTES(True), byte_ids(text), cuts)) == text
 
 
 @given(st.text(alphabet="aé漢😀 ", max_size=30))
 @settings(max_examples=100, deadline=None)
-def test_token_by_token_never_half_a_character(text: str) -> None:
+def test_single_tokens_never_show_half_a_character(text: str) -> None:
     parts = pieces(NEW_BYTES(True), byte_ids(text), range(200))
     assert "".join(parts) == text
     assert "\ufffd" not in "".join(parts)

@@ -67,7 +67,7 @@ def test_state_metrics_and_what_a_single_tier_cannot_do(model: Path) -> None:
     assert "start-seed-via-transfer-engine" in seed.message
 
 
-def test_the_view_of_a_single_tier(model: Path) -> None:
+def test_the_view_of_a_single_tier_adds_up(model: Path) -> None:
     rig = SchedulerRig(model)
     ids = prompt(1, 40)
     rig.run(rig.request("a", ids))

@@ -85,7 +85,7 @@ def pages_of(rig: SchedulerRig, ids: list[int]) -> list[torch.Tensor]:
         ("glm_moe_dsa", "layer_first"),
     ],
 )
-def test_the_same_words_and_bytes_from_every_tier(
+def test_every_tier_gives_the_words_and_bytes_of_no_cache(
     models: dict[str, Path], family: str, layout: str
 ) -> None:
     ids, path = prompt(1, 100), models[family]

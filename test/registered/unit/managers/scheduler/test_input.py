@@ -56,7 +56,7 @@ def test_a_second_request_of_the_same_rid_does_not_harm_the_first(
 
 
 @pytest.mark.parametrize("ticks", [0, 1, 2, 3, 5, 9])
-def test_abort_in_every_state(model: Path, ticks: int) -> None:
+def test_an_abort_in_any_state_frees_everything(model: Path, ticks: int) -> None:
     rig = SchedulerRig(model, pool_tokens=128, page_size=4, chunked_prefill_size=16)
     messages = [rig.request(f"r{i}", prompt(i, 50), greedy(12)) for i in range(4)]
     rig.step(*messages)

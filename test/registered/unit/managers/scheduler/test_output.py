@@ -13,7 +13,7 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 register_cuda_ci(est_time=8, suite="base-b-test-1-gpu-large")
 
 
-def test_stream_intervals(model: Path) -> None:
+def test_a_stream_sends_every_interval_and_the_end(model: Path) -> None:
     rig = SchedulerRig(model, stream_interval=3)
     rig.run(
         rig.request("stream", PROMPTS[0], greedy(9), stream=True),

@@ -111,7 +111,7 @@ def test_without_chunks_a_long_prompt_has_a_batch_to_itself() -> None:
         pytest.param(8, 4, 4, 16, AddOutcome.ADDED, id="load-fits"),
     ],
 )
-def test_memory(rest: int, load: int, new: int, free: int, outcome: AddOutcome) -> None:
+def test_all_pages_fit(rest: int, load: int, new: int, free: int, outcome: AddOutcome) -> None:
     assert PrefillAdder(limits(), 0, 0).plan(rest, load, new, free).outcome is outcome
 
 
@@ -145,7 +145,7 @@ def test_a_batch_with_one_token_too_many_is_full() -> None:
     assert adder.plan(30, 0, 1, 100) == AddPlan(AddOutcome.NO_BUDGET)
 
 
-def test_no_more_requests_than_rows() -> None:
+def test_no_more_requests_are_added_than_there_are_rows() -> None:
     adder = PrefillAdder(limits(rows=2), num_running=1, reserved_tokens=0)
     adder.commit(adder.plan(1, 0, 1, 100), reserve=1)
     assert adder.plan(1, 0, 1, 100).outcome is AddOutcome.NO_BUDGET

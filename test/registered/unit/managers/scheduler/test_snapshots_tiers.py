@@ -90,7 +90,7 @@ def tiers(details: CachedTokensDetails) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
-def test_the_same_words_from_every_tier_and_across_a_restart(
+def test_every_tier_gives_the_words_of_no_cache_also_after_a_restart(
     models: dict[str, Path], cold: dict[str, list[int]], family: str, layout: str
 ) -> None:
     rig = rig_of(models[family], hicache_mem_layout=layout)

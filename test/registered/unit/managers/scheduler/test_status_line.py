@@ -39,7 +39,7 @@ def test_the_status_line_sums_up_since_the_last(
     assert rig.scheduler.state.recent.scheduled == 0
 
 
-def test_the_line_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_line_of_a_request_has_tiers_and_stages(caplog: pytest.LogCaptureFixture) -> None:
     state = RequestState(GenerateRequest(rid="mine", text="a"), created_time=1000.0)
     output = RequestOutput(
         rid="mine",

@@ -25,7 +25,7 @@ def test_a_row_goes_to_another_server(dtype: torch.dtype) -> None:
     assert raw == there.read(1), "bytes are a copy"
 
 
-def test_bytes_of_a_row_pool() -> None:
+def test_a_pool_counts_the_bytes_of_its_hidden_rows() -> None:
     pool = ReqToTokenPool(4, 8, "cpu")
     assert pool.hidden_bytes == 0
     pool.last_hidden = HiddenRows(4, 6, torch.bfloat16, "cpu")

@@ -93,7 +93,7 @@ def test_a_layer_is_the_models_and_the_pool_finds_its_own() -> None:
         pool.get_key_buffer(1)
 
 
-def test_move_and_sizes() -> None:
+def test_slots_are_moved_and_sizes_are_told() -> None:
     pool = make_pool()
     pool.set_kv_buffer(0, torch.tensor([4]), torch.ones(1, 2, 3), torch.ones(1, 2, 5))
     pool.move_kv_cache(torch.tensor([7]), torch.tensor([4]))

@@ -122,7 +122,7 @@ def test_indexer_keys_are_stored_in_their_own_dtype_and_layer() -> None:
         pool.get_index_k_buffer(3)
 
 
-def test_move_and_sizes() -> None:
+def test_slots_are_moved_and_sizes_are_told() -> None:
     pool, side = mla_pool(), indexer_pool()
     pool.set_kv_buffer(3, torch.tensor([4]), torch.ones(1, 1, 6), torch.ones(1, 1, 4))
     pool.move_kv_cache(torch.tensor([9]), torch.tensor([4]))

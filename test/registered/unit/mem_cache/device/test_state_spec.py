@@ -83,7 +83,7 @@ def indexer(**fields: object) -> IndexerSpec:
     return IndexerSpec(**{**known, "indices_from_pool": PoolName.KV, **fields})  # type: ignore[arg-type]
 
 
-def test_bytes_of_keys_and_values() -> None:
+def test_a_spec_counts_bytes_of_keys_and_values() -> None:
     kv = KVSpec.of_heads((3, 7), 2, 16, torch.bfloat16, v_head_dim=8)
     assert (kv.head_num, kv.head_dim, kv.v_head_dim) == (2, 16, 8)
     assert kv.layer_bytes == 2 * (16 + 8) * 2
@@ -91,7 +91,7 @@ def test_bytes_of_keys_and_values() -> None:
     assert kv.share == RankShare(RankSplit.HEADS, 0, 2, 2)
 
 
-def test_bytes_of_a_latent_row_an_indexer_key_and_a_recurrent_state() -> None:
+def test_a_spec_counts_bytes_of_rows_keys_and_states() -> None:
     assert LATENT.layer_bytes == 576 * 2
     assert INDEXER.layer_bytes == 128 + 4
     assert RECURRENT.layer_bytes == 4 * 8 * 16 * 4 + 96 * 3 * 2

@@ -117,7 +117,7 @@ def test_the_host_has_the_bytes_that_other_devices_write(
         assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
-def test_neighbours_on_the_host_cross_together(
+def test_neighbours_on_the_host_are_copied_together(
     as_npu: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(_runs(np.array([4, 5, 6, 1, 0, 8]))) == [(0, 4, 3), (3, 1, 1), (4, 0, 1), (5, 8, 1)]

@@ -38,7 +38,7 @@ register_cpu_ci(est_time=2, suite="base-a-test-cpu")
         ("npu", "auto", "page_first_direct", False, 64, ("kernel_ascend", "page_first_direct")),
     ],
 )
-def test_what_works(
+def test_layouts_and_io_backends_that_fit_are_accepted(
     device: str,
     io: str,
     layout: str,

@@ -75,7 +75,7 @@ def test_double_free_names_the_pages() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
-def test_accounting_under_any_order(steps: list[tuple[bool, int]]) -> None:
+def test_pages_are_accounted_for_in_any_order(steps: list[tuple[bool, int]]) -> None:
     pages = HostPageList(8, 2)
     held: list[torch.Tensor] = []
     for is_alloc, number in steps:

@@ -328,5 +328,5 @@ def _slots(node: TreeNode) -> list[int]:
 
 
 @pytest.mark.parametrize("machine", [Allocator, HostPool, Radix])
-def test_against_a_dict_of_pages(machine: type[RuleBasedStateMachine]) -> None:
+def test_pools_behave_like_a_dict_of_pages(machine: type[RuleBasedStateMachine]) -> None:
     run_machine(machine, EXAMPLES, steps=30)

@@ -408,7 +408,7 @@ def test_temporary_files_of_dead_writers_are_removed_after_an_hour(tmp_path: Pat
     assert [entry.name for entry in folder.iterdir()] == ["new"]
 
 
-def test_counts(bench: Bench) -> None:
+def test_pages_bytes_and_objects_are_counted(bench: Bench) -> None:
     bench.get()
     bench.put()
     page = bench.host.page_bytes

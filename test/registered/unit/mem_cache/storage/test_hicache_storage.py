@@ -129,7 +129,7 @@ MAMBA = PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.TRAILING_PAGES)
         pytest.param({}, (0, {}), id="empty"),
     ],
 )
-def test_anchor_alone(stored: dict[str, str], expected: tuple[int, dict[str, int]]) -> None:
+def test_hits_are_leading(stored: dict[str, str], expected: tuple[int, dict[str, int]]) -> None:
     assert hits(stored) == expected
 
 
@@ -247,7 +247,7 @@ def test_third_party_values_are_checked_too() -> None:
     assert got[PoolName.KV] == [CacheOutcome.DAMAGED, CacheOutcome.DAMAGED, CacheOutcome.MISS]
 
 
-def test_extra_pools_of_a_plain_backend() -> None:
+def test_a_plain_backend_keeps_pages_of_extra_pools() -> None:
     storage, _, keys = filled()
     states = make_device_pool(page_size=1)
     host = make_host_pool(states, "layer_first")

@@ -53,7 +53,7 @@ def port() -> Iterator[int]:
     server.server_close()
 
 
-def test_bytes_and_objects(port: int) -> None:
+def test_usage_is_read_from_the_masters_metrics(port: int) -> None:
     assert read_usage("127.0.0.1", port) == StorageUsage(
         1_500_000_000, 4_000_000_000, num_objects=12, num_evicted=3
     )

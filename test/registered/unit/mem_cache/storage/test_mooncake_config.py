@@ -56,7 +56,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- settings ------------------------------------------------------------------------------------
 
 
-def test_extra_config_then_file_then_environment(
+def test_extra_config_wins_over_file_and_file_over_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "mooncake.json"
@@ -167,7 +167,7 @@ def refused(name: str, devices: Sequence[RdmaDevice] = (), **kwargs: Any) -> str
     return str(raised.value)
 
 
-def test_protocols() -> None:
+def test_unknown_protocols_are_refused_with_a_remedy() -> None:
     assert resolve("tcp") == resolve("tcp", [EFA]) == "tcp"
     assert resolve("rdma", allow_tcp_fallback=True) == "tcp"
     assert "set MOONCAKE_PROTOCOL=tcp" in refused("rdma")
@@ -384,7 +384,7 @@ def test_rdma_without_a_device_is_reported_at_once(monkeypatch: pytest.MonkeyPat
         (-900, "failed", "failed"),
     ],
 )
-def test_return_codes(code: int, get: str, put: str) -> None:
+def test_return_codes_become_outcomes(code: int, get: str, put: str) -> None:
     assert get_outcome(code, 100) is CacheOutcome(get)
     assert set_outcome(code) is CacheOutcome(put)
 
@@ -424,7 +424,7 @@ class Minimal(HiCacheStorage):
         return False
 
 
-def test_backends_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_are_made_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "l3"))
     host = make_host_pool(make_device_pool(), "page_first")
     store = StorageBackendFactory.create_backend("file", storage_config(), host)
@@ -442,12 +442,12 @@ def dynamic(**extra: Any) -> HiCacheStorage:
     return StorageBackendFactory.create_backend("dynamic", config, host, depth=2)
 
 
-def test_dynamic_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamic_backends_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = Path(__file__).read_text()
     (tmp_path / "third_party.py").write_text(
         "from typing import Any\n"
         "from sglang.srt.mem_cache.hicache_storage import HiCacheStorage\n"
-        + text[text.index("class Minimal") : text.index("def test_backends_by_name")]
+        + text[text.index("class Minimal") : text.index("def test_backends_are_made_by_name")]
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     names = {"backend_name": "x", "module_path": "third_party", "class_name": "Minimal"}
@@ -463,7 +463,7 @@ def test_dynamic_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             dynamic(**(names | wrong))
 
 
-def test_registering_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_registered_for_one_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = dict(StorageBackendFactory._registry)
     monkeypatch.setattr(StorageBackendFactory, "_registry", registry)
     StorageBackendFactory.register_backend("mine", "my.module", "Mine")

@@ -29,7 +29,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_tenants_tags_and_groups_by_default_and_by_environment(
+def test_tenants_tags_and_groups_have_defaults_and_follow_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MOONCAKE_MASTER", "h:1")

@@ -105,7 +105,7 @@ def test_a_request_that_does_not_ask_gets_none(rig: ReportRig) -> None:
     assert got.last.cache_report is None
 
 
-def test_every_tier_in_turn(model: Path) -> None:
+def test_each_tier_reports_its_tokens_and_cut(model: Path) -> None:
     rig = tiered(model)
     try:
         cold = rig.ask("cold", IDS)
@@ -135,7 +135,7 @@ def test_every_tier_in_turn(model: Path) -> None:
         rig.close()
 
 
-def test_ends_of_prompts(model: Path) -> None:
+def test_last_tokens_and_partial_pages_are_reported(model: Path) -> None:
     rig = ReportRig(model, page_size=PAGE)
     rig.ask("cold", IDS)
     assert cuts_of(rig.ask("whole", IDS[:96])) == [(None, 96, "last_token")]
@@ -144,7 +144,7 @@ def test_ends_of_prompts(model: Path) -> None:
     assert asked.storage is None
 
 
-def test_a_server_without_a_cache(model: Path) -> None:
+def test_a_server_without_a_cache_reports_so(model: Path) -> None:
     rig = ReportRig(model, page_size=PAGE, disable_radix_cache=True)
     assert cuts_of(rig.ask("cold", IDS)) == [("device", 0, "disabled")]
 
@@ -160,7 +160,7 @@ def test_a_server_without_a_cache(model: Path) -> None:
         (("a", "s"), ("a", None), None),
     ],
 )
-def test_the_same_tokens_under_another_key(
+def test_the_same_tokens_under_another_key_are_reported(
     model: Path, first: tuple[str | None, ...], second: tuple[str | None, ...], detail: str | None
 ) -> None:
     """Prompts under another salt are not told."""
@@ -226,7 +226,7 @@ def make_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_missing_state(hybrid: Path) -> None:
+def test_a_missing_state_is_reported(hybrid: Path) -> None:
     rig = ReportRig(hybrid, page_size=PAGE, num_states=12, chunked_prefill_size=64)
     rig.ask("cold", IDS)
     # States are at tokens 64 and 96, and none where the two prompts part.
@@ -284,7 +284,7 @@ def test_not_worth_a_read(model: Path) -> None:
         rig.close()
 
 
-def test_late_pages(model: Path) -> None:
+def test_late_pages_are_reported(model: Path) -> None:
     extra = {"prefetch_threshold": PAGE, "prefetch_timeout_base": 0, "prefetch_timeout_max": 0}
     rig = tiered(
         model,
@@ -308,7 +308,7 @@ def test_late_pages(model: Path) -> None:
         rig.close()
 
 
-def test_computing_is_faster(rig: ReportRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_reads_are_reported(rig: ReportRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.ask("cold", IDS)
     rig.flush()
     cost = rig.hi.storage_prefetch.cost_model
@@ -346,7 +346,7 @@ def test_the_store_is_left_alone(rig: ReportRig, monkeypatch: pytest.MonkeyPatch
     assert cuts_of(left)[-1] == ("storage", 0, "unavailable")
 
 
-def test_no_room_in_l2(rig: ReportRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_room_in_l2_is_reported(rig: ReportRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.ask("cold", IDS)
     rig.flush()
     with monkeypatch.context() as patch:
@@ -370,7 +370,7 @@ def test_no_room_in_l2(rig: ReportRig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (report.storage, cuts_of(report)[-1]) == (32, ("storage", 32, "no_host_memory"))
 
 
-def test_shared_reads(rig: ReportRig) -> None:
+def test_shared_reads_are_reported_to_each_request(rig: ReportRig) -> None:
     """One request joins the read of another; a sample starts none."""
     rig.ask("cold", IDS)
     rig.flush()
@@ -395,7 +395,7 @@ def test_shared_reads(rig: ReportRig) -> None:
     assert cuts_of(report) == [(None, 96, "partial_page")]
 
 
-def test_times_of_a_traced_request(rig: ReportRig) -> None:
+def test_a_traced_request_has_spans_of_its_reads_and_loads(rig: ReportRig) -> None:
     rig.ask("cold", IDS)
     rig.flush()
     assert rig.ask("untraced", [1, 2, 3]).spans is None

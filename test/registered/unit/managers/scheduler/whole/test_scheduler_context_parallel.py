@@ -117,7 +117,7 @@ def words(results: dict[str, Collected]) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(("size", "cp_size"), SIZES)
 @pytest.mark.parametrize("family", ["qwen3", "deepseek"])
-def test_long_and_short_prompts_cold_and_from_the_cache(
+def test_ranks_give_the_words_of_one_cold_and_from_the_cache(
     request: pytest.FixtureRequest,
     make_ranks: Callable[..., RankRigs],
     plans: list[list[list[Run]]],
@@ -138,7 +138,7 @@ def test_long_and_short_prompts_cold_and_from_the_cache(
     assert len(plans) >= 5 * size and all(len(plan) == cp_size for plan in plans)
 
 
-def test_aborts_in_mid_prefill_and_in_mid_answer(
+def test_aborts_in_mid_prefill_and_in_mid_answer_free_everything(
     qwen3: Path, make_ranks: Callable[..., RankRigs]
 ) -> None:
     def ticks(rig: AnyRig) -> Ticks:
@@ -171,7 +171,7 @@ def test_retraction_changes_no_word(qwen3: Path, make_ranks: Callable[..., RankR
     assert retractions[0] == retractions[1] > 0
 
 
-def test_samples_of_one_prompt(qwen3: Path, make_ranks: Callable[..., RankRigs]) -> None:
+def test_samples_share_one_prompt(qwen3: Path, make_ranks: Callable[..., RankRigs]) -> None:
     """Two samples of three wait for the first, then share its prompt."""
 
     def ticks(rig: AnyRig) -> Ticks:
@@ -188,7 +188,7 @@ def test_samples_of_one_prompt(qwen3: Path, make_ranks: Callable[..., RankRigs])
     assert len({tuple(ids) for ids in found.values()}) == 3
 
 
-def test_grammars_beside_a_long_prompt(qwen3: Path, make_ranks: Callable[..., RankRigs]) -> None:
+def test_grammars_hold_beside_a_prompt(qwen3: Path, make_ranks: Callable[..., RankRigs]) -> None:
     backends: dict[str, Any] = {"grammar_backend": partial(HandBackend)}
 
     def ticks(rig: AnyRig) -> Ticks:

@@ -111,7 +111,7 @@ def test_a_damaged_page_is_dropped_counted_and_computed_again(
         assert checked(cache, "damaged") == (2 if fault == "swapped" else 1)
 
 
-def test_damage_on_the_prefix_of_a_session(model: Path) -> None:
+def test_a_session_keeps_what_comes_before_damage(model: Path) -> None:
     """The session keeps what comes before the damage; what it kept after it ends with it."""
     with rig_of(model, keep_session_share=0.5) as (rig, cache):
         rig.step(rig.request("a", IDS, greedy(8), session_id="agent"))
@@ -236,7 +236,7 @@ def test_a_page_that_l3_writes_meanwhile_is_damaged_for_its_readers(
 
 
 @pytest.mark.parametrize("pool", ["kv", "indexer"])
-def test_either_pool_of_a_sparse_model(tmp_path: Path, pool: str) -> None:
+def test_damage_in_either_sparse_pool_is_computed_again(tmp_path: Path, pool: str) -> None:
     save_tiny_checkpoint(tmp_path, "deepseek_v32", eos_token_id=None, index_topk=12)
     with rig_of(tmp_path) as (rig, cache):
         first = ask(rig, IDS)
@@ -262,7 +262,7 @@ def hybrid_in_l2(path: Path) -> Iterator[tuple[SchedulerRig, HiRadixCache, list[
 
 
 @pytest.mark.parametrize("part", ["kv", "mamba", "hidden"])
-def test_a_prefix_with_a_recurrent_state(tmp_path: Path, part: str) -> None:
+def test_damage_beside_a_recurrent_state_is_computed_again(tmp_path: Path, part: str) -> None:
     """And with a hidden state beside it: damage in any reaches neither words nor drafts."""
     with hybrid_in_l2(tmp_path) as (rig, cache, ids, drafts):
         slot = host_pages(cache, ids)[1] if part == "kv" else host_state(cache, ids)

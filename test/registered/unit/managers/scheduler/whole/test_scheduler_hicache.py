@@ -96,7 +96,7 @@ def flush(rig: SchedulerRig) -> None:
     assert rig.answers.pop().success
 
 
-def test_the_same_words_from_every_tier(model: Path) -> None:
+def test_every_tier_gives_the_words_of_no_cache(model: Path) -> None:
     ids = prompt(1, 100)
     cold = SchedulerRig(model, disable_radix_cache=True).generate([ids])[0]
     rig = make_rig(model)

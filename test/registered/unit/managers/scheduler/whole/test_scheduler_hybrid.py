@@ -88,7 +88,7 @@ def test_an_abort_gives_the_state_back(oracle: GreedyOracle, words: list[list[in
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_random_arrivals_aborts_and_retractions(oracle: GreedyOracle, seed: int) -> None:
+def test_words_survive_aborts_and_retractions(oracle: GreedyOracle, seed: int) -> None:
     """Requests that finish have the right words, in any mix of batches, aborts and restarts."""
     random = Random(seed)
     rig = rig_of(
@@ -128,7 +128,7 @@ def test_samples_of_one_prompt_have_states_of_their_own(
 
 
 @torch.inference_mode()
-def test_logprobs_of_prompt_and_output(oracle: GreedyOracle, words: list[list[int]]) -> None:
+def test_logprobs_equal_transformers(oracle: GreedyOracle, words: list[list[int]]) -> None:
     rig = rig_of(oracle, chunked_prefill_size=16, page_size=16)
     tokens = PROMPTS[2]
     fields = {"return_logprob": True, "logprob_start_len": 0}

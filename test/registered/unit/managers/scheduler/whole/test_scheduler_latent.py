@@ -79,7 +79,7 @@ def ask(rig: SchedulerRig, rid: str, ids: list[int]) -> CachedTokensDetails:
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
-def test_the_same_words_from_every_tier(model: Path, layout: str) -> None:
+def test_every_tier_gives_the_words_of_no_cache(model: Path, layout: str) -> None:
     ids = prompt(1, 100)
     cold = SchedulerRig(model, disable_radix_cache=True).generate([ids])[0]
     rig = SchedulerRig(

@@ -263,7 +263,7 @@ def test_grammars_and_joining_penalties_wait_for_the_tokens(
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 5])
 @pytest.mark.parametrize("tiers", [False, True])
-def test_the_same_words_in_any_traffic(
+def test_any_traffic_gives_the_words_of_settled_steps(
     model: Path, monkeypatch: pytest.MonkeyPatch, seed: int, tiers: bool
 ) -> None:
     """Arrivals, aborts, stops, penalties, chunks and retractions, with too little memory."""

@@ -97,7 +97,7 @@ def assert_equal_pages(rig: SchedulerRig, ids: Sequence[int], before: list[torch
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_the_same_words_from_every_tier(page_size: int, batches: list[ModelWorkerBatch]) -> None:
+def test_every_tier_gives_the_same_words(page_size: int, batches: list[ModelWorkerBatch]) -> None:
     rig = make_rig(
         page_size,
         enable_hierarchical_cache=True,
@@ -233,7 +233,7 @@ def test_prompt_logprobs_are_computed_again() -> None:
 
 @pytest.mark.parametrize("ticks", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("rid", ["gone", f"{HEALTH_CHECK_RID_PREFIX}gone"])
-def test_abort(rid: str, ticks: int) -> None:
+def test_an_abort_leaves_cache_and_neighbours_as_they_were(rid: str, ticks: int) -> None:
     rig = make_rig()
     ask(rig, "cold", PROMPT)
     before = pages_of(rig, PROMPT)
@@ -250,7 +250,7 @@ def test_abort(rid: str, ticks: int) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_retraction(page_size: int) -> None:
+def test_retracted_requests_keep_their_words(page_size: int) -> None:
     rig = make_rig(page_size, pool_tokens=192 + 96, schedule_conservativeness=0.1)
     ask(rig, "cold", PROMPT, 1)
     rids = [f"r{i}" for i in range(4)]
@@ -268,7 +268,7 @@ def test_one_that_fills_the_pool_runs_again(page_size: int) -> None:
         assert ask(rig, rid, PROMPT, page_size).total == cached
 
 
-def test_a_prompt_of_one_token() -> None:
+def test_a_prompt_of_one_token_is_never_cached_whole() -> None:
     rig = make_rig(page_size=1)
     for rid in ("cold", "warm"):
         assert ask(rig, rid, [5]).total == 0

@@ -60,7 +60,7 @@ def last(rig: SchedulerRig, rid: str) -> RequestOutput:
     return output
 
 
-def test_figures_by_request_and_tier(model: Path, text: list[int]) -> None:
+def test_figures_are_counted_by_request_and_tier(model: Path, text: list[int]) -> None:
     rig = SchedulerRig(model, **SPECULATES)
     with guessed([text], 1.0):
         rig.run(rig.request("cold", IDS, greedy(NEW_TOKENS)))
@@ -125,7 +125,7 @@ def test_a_stream_gets_the_tokens_of_a_verification_together(
     assert rig.results["stream"].output_ids == text[20:]
 
 
-def test_no_figures_without_speculation(model: Path) -> None:
+def test_without_speculation_there_are_no_figures(model: Path) -> None:
     rig = SchedulerRig(model)
     rig.run(rig.request("plain", IDS))
     assert last(rig, "plain").verifications is None
@@ -134,7 +134,7 @@ def test_no_figures_without_speculation(model: Path) -> None:
     assert speculation_view(rig) is None
 
 
-def test_the_lowest_tier_that_contributed() -> None:
+def test_the_lowest_tier_is_the_last_that_contributed() -> None:
     assert CachedTokensDetails().lowest_tier == "none"
     assert CachedTokensDetails(device=8).lowest_tier == "device"
     assert CachedTokensDetails(device=8, host=1).lowest_tier == "host"
