@@ -6,12 +6,15 @@ The list is complete: a name that joins upstream's surface is added here with it
 from __future__ import annotations
 
 import importlib
+import re
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 import pytest
 
+import sglang
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -79,6 +82,17 @@ NAMES: Final[Mapping[str, str]] = {
 }
 """Modules below `sglang.srt`, and their names."""
 
+UNCALLED: Final[Mapping[str, str]] = {
+    "distributed.device_communicators.mooncake_transfer_engine": (
+        "MooncakeTransferEngine.get_engine"
+    ),
+    "mem_cache.allocator.base": "BaseTokenToKVPoolAllocator.size_full",
+    "mem_cache.hiradix_cache": "HiRadixCache.write_backup",
+    "mem_cache.memory_pool_host": "HostKVCache.is_stride_page_aligned",
+    "mem_cache.radix_cache": "RadixCache.pretty_print",
+}
+"""Methods of upstream's surface that stay for third parties alone: the package calls none."""
+
 
 @pytest.mark.parametrize(
     ("module", "name"),
@@ -86,6 +100,15 @@ NAMES: Final[Mapping[str, str]] = {
 )
 def test_the_name_is_where_upstream_has_it(module: str, name: str) -> None:
     assert hasattr(importlib.import_module(f"sglang.srt.{module}"), name)
+
+
+@pytest.mark.parametrize("module", UNCALLED)
+def test_third_parties_alone_call_the_method(module: str) -> None:
+    of_class, method = UNCALLED[module].split(".")
+    assert hasattr(getattr(importlib.import_module(f"sglang.srt.{module}"), of_class), method)
+    files = Path(sglang.__file__).parent.rglob("*.py")
+    called = [file for file in files if re.search(rf"[.]{method}\b", file.read_text())]
+    assert not called, f"{called} call {method}: take it out of `UNCALLED`"
 
 
 def test_the_router_s_launcher_finds_its_imports() -> None:

@@ -111,7 +111,7 @@ class HiRadixCache(RadixCache):
             tree,
             controller,
             evict_from=evict_from,
-            reduce_min=self._all_reduce_prefetch_groups,
+            reduce_min=self._all_reduce_attn_groups,
             metrics=metrics,
         )
         self._from_storage: dict[str, int] = {}
@@ -122,7 +122,7 @@ class HiRadixCache(RadixCache):
         for tier in tree.tiers:
             counts[f"free slots of {tier.name}"] = tier.pool.available_size
         self._replicated = CacheState(lambda: tree.root, counts)
-        reduce_min = self._all_reduce_prefetch_groups
+        reduce_min = self._all_reduce_attn_groups
         self._sync = TickSync(self._group, self._replicated, reduce_min, metrics.rank_lag)
         if backend is not None:
             try:
@@ -220,6 +220,9 @@ class HiRadixCache(RadixCache):
         """Element-wise MIN over the ranks with equal trees: first over attention CP, then over
         attention TP. Returns a new tensor. A collective; threads of copies and of L3 make none."""
         return self._prefetch_sync.reduce_min(values)
+
+    _all_reduce_attn_groups = _all_reduce_prefetch_groups
+    """The name by which upstream's tree asks for the MIN, where the other is the controller's."""
 
     def _destroy_prefetch_sync_groups(self) -> None:
         """End the groups. Idempotent."""

@@ -155,6 +155,7 @@ def test_the_tree_asks_for_the_least_of_all_ranks_by_groups_of_its_own() -> None
         rig = ShardedRig(l1_pages=8, settings=COMMON, group=group)
         mine = torch.tensor([group.rank, -group.rank])
         found = rig.hi._all_reduce_prefetch_groups(mine).tolist()
+        assert rig.hi._all_reduce_attn_groups(mine).tolist() == found
         with patch.object(rig.hi._prefetch_sync, "close") as close:
             rig.close()
         assert close.called, "destroyed with the tree"
