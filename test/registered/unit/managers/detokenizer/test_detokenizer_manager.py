@@ -109,9 +109,9 @@ def test_window_decoder_holds_unfinished_characters_back(text: str) -> None:
 
 def test_window_decoder_is_bounded_under_bytes_that_are_no_text() -> None:
     decoder = WindowDecoder(FALLBACK, frozenset())
-    for _ in range(1000):
-        decoder.feed([0xFF])
+    parts = [decoder.feed([0xFF]) for _ in range(1000)]
     assert len(decoder._window) <= 65
+    assert "".join([*parts, decoder.finish()]) == "\ufffd" * 1000
 
 
 def output(ids: list[int], reason: FinishReason | None = None, **fields: bool) -> RequestOutput:

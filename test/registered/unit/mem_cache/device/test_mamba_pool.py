@@ -66,8 +66,9 @@ def test_a_slot_that_nobody_owns_cannot_be_freed(slot: int) -> None:
         pool.free([slot])
 
 
-def test_one_state_is_copied_to_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang.srt.mem_cache.device.state_pool.COPY_BYTES", 2 * SPEC.num_bytes)
+@pytest.mark.parametrize("at_once", [2 * SPEC.num_bytes, SPEC.num_bytes - 1])
+def test_one_state_is_copied_to_several(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr("sglang.srt.mem_cache.device.state_pool.COPY_BYTES", at_once)
     pool = MambaPool(SPEC, 5, "cpu")
     pool.temporal[:, 2], pool.conv[:, 2] = 7.0, 8.0
     pool.copy_from(torch.tensor([2, 2, 2]), torch.tensor([1, 3, 5]))

@@ -96,6 +96,18 @@ def test_a_shared_prefix_is_kept_for_the_first_who_needs_it() -> None:
     assert len(rig.tree.match_prefix(MatchPrefixParams(RadixKey(shared))).device_indices) == 8
 
 
+def test_who_came_first_is_first_at_pages_that_come_later() -> None:
+    rig = CacheRig(l1_pages=12, page_size=PAGE)
+    rig.arrive("first", prompt(1))
+    rig.run(prompt(1))
+    rig.arrive("second", prompt(1))
+    node = rig.tree.match_prefix(MatchPrefixParams(RadixKey(prompt(1)[:-1]))).last_device_node
+    (second,) = node.wanted_by
+    rig.tree.tree.look_ahead.extend("first", node)
+    assert node.wanted_by == [0, second]
+    rig.tree.check_integrity()
+
+
 def test_a_split_and_a_deletion_move_the_mark() -> None:
     rig = rig_of(1)
     rig.arrive("a", prompt(0))

@@ -281,6 +281,16 @@ def test_evicting_pages_frees_the_state_behind_them() -> None:
     rig.check()
 
 
+def test_pages_that_leave_with_a_state_count_as_evicted() -> None:
+    rig = StateRig(page_size=4)
+    insert(rig, range(8))
+    insert(rig, range(20, 28))
+    result = rig.tree.evict(EvictParams(num_tokens=8, mamba_num=1))
+    assert (result.mamba_num_evicted, result.num_tokens_evicted) == (1, 8)
+    assert matched(rig, range(20, 29)) == 8
+    rig.check()
+
+
 def test_what_a_request_uses_stays_without_its_state_until_it_ends() -> None:
     rig = StateRig(page_size=4)
     rig.run(range(9))
