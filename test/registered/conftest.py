@@ -10,13 +10,17 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Generator
-from typing import Final
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from sglang.srt.environ import envs
+
+if TYPE_CHECKING:
+    from rigs.stores.mooncake_cluster import MooncakeCluster
 
 settings.register_profile(
     "without clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -54,3 +58,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if len(_CPU_MS) > 1:
         for path, milliseconds in _CPU_MS.most_common(10):
             terminalreporter.write_line(f"{milliseconds / 1e3:.1f} CPU seconds: {path}")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Path of a tiny model, which `save_tiny_checkpoint` writes once for each set of arguments: a
+    family, and fields of its config. Tests share the files and do not change them."""
+    # It imports transformers, which most files do without.
+    from rigs.models.tiny_models import save_tiny_checkpoint
+
+    made: dict[str, Path] = {}
+
+    def path_of(family: str, **fields: Any) -> Path:
+        key = repr((family, sorted(fields.items())))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(family)
+            save_tiny_checkpoint(made[key], family, **fields)
+        return made[key]
+
+    return path_of
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MooncakeCluster]:
+    """A Mooncake Store of one node, for the tests of a file."""
+    from rigs.stores.mooncake_cluster import MooncakeCluster
+
+    with MooncakeCluster(segment_size="256mb") as running:
+        yield running

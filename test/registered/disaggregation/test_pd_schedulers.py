@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,6 @@ import torch
 from rigs.disaggregation.control_proxy import ControlProxy
 from rigs.disaggregation.pd_rig import MooncakeMover, PdRig
 from rigs.models.letters import Letters
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import RIG_DEVICE, Collected, SchedulerRig, greedy, prompt
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.control import control_client
@@ -58,14 +57,10 @@ def engine() -> Iterator[MooncakeTransferEngine]:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    paths = {}
-    for family in FAMILIES:
-        paths[family] = tmp_path_factory.mktemp(family)
-        # Fewer tokens attended to than prompts have, where a model chooses them.
-        few: dict[str, Any] = {"index_topk": 12} if family == "deepseek_v32" else {}
-        save_tiny_checkpoint(paths[family], family, eos_token_id=None, **few)
-    return paths
+def models(tiny_model: Callable[..., Path]) -> dict[str, Path]:
+    # Fewer tokens attended to than prompts have, where a model chooses them.
+    few: dict[str, dict[str, Any]] = {"deepseek_v32": {"index_topk": 12}}
+    return {one: tiny_model(one, eos_token_id=None, **few.get(one, {})) for one in FAMILIES}
 
 
 L3: Final[dict[str, Any]] = {
@@ -168,7 +163,7 @@ def test_every_kind_of_model_says_the_same_cold_and_cached(
         assert bool(staging._num_made) == (unit_bytes is not None), "pages came as units"
 
 
-def test_a_prefix_that_only_one_side_has(
+def test_either_side_may_have_a_prefix(
     engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
 ) -> None:
     with make_pair(engine, models["qwen3"]) as pair:
@@ -380,7 +375,7 @@ def test_unlike_servers_refuse_each_other_by_name(
         check(pair, single, pair.request("goes on", PROMPTS[5]))
 
 
-def test_a_prompt_that_is_too_long_for_prefill(
+def test_prompts_too_long_for_prefill_end_at_once(
     engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
 ) -> None:
     """Decode hears of it at once, not after a deadline."""
@@ -424,7 +419,7 @@ def test_an_aborted_read_lands_on_pages_that_nobody_uses(
         check(pair, single, pair.request("once more", prompt(50, 300), greedy(4)))
 
 
-def test_a_room_that_is_taken(
+def test_a_taken_room_is_refused(
     engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
 ) -> None:
     mover = MooncakeMover(engine)
@@ -469,7 +464,7 @@ def test_decode_out_of_slots(
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2])
-def test_control_messages_that_are_lost_doubled_and_late(
+def test_control_messages_may_be_lost_doubled_and_late(
     engine: MooncakeTransferEngine,
     models: dict[str, Path],
     single: SchedulerRig,

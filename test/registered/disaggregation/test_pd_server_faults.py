@@ -219,7 +219,7 @@ def test_a_flood_of_refused_requests_does_not_hold_up_others(servers: Servers, u
 # ---- a prefill server that is away -------------------------------------------------------------
 
 
-def test_a_prefill_server_that_is_killed_and_one_in_its_place(servers: Servers, url: str) -> None:
+def test_another_prefill_server_takes_the_killed_ones_place(servers: Servers, url: str) -> None:
     """Requests under way fail with a reason, also those of the time without any. The decode server
     notices that another one answers at the old address."""
     bootstrap = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.port}

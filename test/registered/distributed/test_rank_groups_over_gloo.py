@@ -43,7 +43,7 @@ def facts() -> dict[str, Any]:
     ("size", "cp", "tp_of_rank_3", "cp_of_rank_3"),
     [(4, 1, (0, 1, 2, 3), (3,)), (4, 2, (2, 3), (1, 3)), (4, 4, (3,), (0, 1, 2, 3))],
 )
-def test_who_is_in_which_group(
+def test_ranks_know_their_groups(
     size: int, cp: int, tp_of_rank_3: tuple[int, ...], cp_of_rank_3: tuple[int, ...]
 ) -> None:
     found = run_ranks(size, facts, attn_cp_size=cp)
@@ -168,7 +168,7 @@ def custom_groups(groups: list[list[int]]) -> list[int]:
     return sorted(dist.get_process_group_ranks(made))
 
 
-def test_groups_that_ranks_name_themselves() -> None:
+def test_ranks_may_name_groups_themselves() -> None:
     groups = [[0, 3], [1], [2], [3, 0]]
     assert run_ranks(4, custom_groups, groups) == [[0, 3], [1], [2], [0, 3]]
 

@@ -167,7 +167,7 @@ def change_weights(model: Path) -> None:
     (model / "new").rename(file)
 
 
-def test_a_seed_whose_files_have_changed(tmp_path: Path) -> None:
+def test_changed_files_of_a_seed_are_refused(tmp_path: Path) -> None:
     """Its readers have what it loaded. They never get the namespace of what the files have now."""
     model = tmp_path / "model"
     shutil.copytree(BUILTIN_MODEL_DIR, model)

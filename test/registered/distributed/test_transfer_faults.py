@@ -128,7 +128,7 @@ def test_a_stopped_peer_holds_no_caller(here: Here, peer: TransferPeer, op: Tran
     here.engine.deregister(here.memory.ctypes.data)
 
 
-def test_a_peer_that_is_stopped_at_the_first_contact(here: Here, peer: TransferPeer) -> None:
+def test_a_peer_stopped_at_first_contact_holds_no_other(here: Here, peer: TransferPeer) -> None:
     """Mooncake waits for its answer without bound: neither the caller nor another does."""
     peer.suspend()
     for _ in range(3):
@@ -166,7 +166,7 @@ def test_a_killed_peer_fails_the_transfer(here: Here, peer: TransferPeer) -> Non
     assert here.settles()
 
 
-def test_a_peer_that_is_killed_in_the_middle(here: Here, peer: TransferPeer) -> None:
+def test_a_peer_killed_in_the_middle_ends_all_calls(here: Here, peer: TransferPeer) -> None:
     assert here.move(WRITE, peer, timeout=LONG).is_done
     errors: list[PeerError] = []
     under_way = threading.Event()
@@ -190,7 +190,7 @@ def test_a_peer_that_is_killed_in_the_middle(here: Here, peer: TransferPeer) -> 
     assert here.settles()
 
 
-def test_a_peer_that_was_replaced_at_the_same_address(here: Here) -> None:
+def test_a_peer_may_be_replaced_at_its_address(here: Here) -> None:
     with (
         TransferPeer(SIZE) as old,
         TransferPeer(SIZE) as new,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import sglang
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.servers.engine_case import (
     IDS,
     ask,
@@ -25,16 +24,8 @@ STATES: dict[str, Any] = {"max_running_requests": 2, "max_mamba_cache_size": 12}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hybrid")
-    save_tiny_checkpoint(path, "qwen3_5_moe_vision", vocab_size=2176, eos_token_id=2)
-    return path
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[MooncakeCluster]:
-    with MooncakeCluster() as running:
-        yield running
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3_5_moe_vision", vocab_size=2176, eos_token_id=2)
 
 
 @pytest.fixture(scope="module")

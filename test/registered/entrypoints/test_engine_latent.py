@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.servers.engine_case import (
     GREEDY,
     IDS,
@@ -22,10 +21,8 @@ register_cpu_ci(est_time=3, suite="base-b-test-cpu")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("deepseek")
-    save_tiny_checkpoint(path, "deepseek_v32", vocab_size=2176, eos_token_id=2)
-    return path
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("deepseek_v32", vocab_size=2176, eos_token_id=2)
 
 
 @pytest.fixture(name="storage_dir", autouse=True)

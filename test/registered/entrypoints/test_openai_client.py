@@ -14,7 +14,6 @@ import pytest
 from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 from sglang.srt.entrypoints.http.body import Refused, marks_of
 from sglang.srt.entrypoints.openai.protocol import ChatBody
-from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-b-test-cpu")
@@ -186,7 +185,7 @@ def test_seed_and_sampling_reach_the_scheduler(server: FrontServer, client: open
         logit_bias={"65": 1},
         extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1},
     )
-    message: Any = server.scheduler.received[-1]
+    message = server.requests[-1]
     params = message.sampling_params
     assert message.seed == -5 & (2**63 - 1)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 5, 0.1)
@@ -304,7 +303,7 @@ def test_a_response_format_becomes_a_constraint(server: FrontServer, client: ope
         client.chat.completions.create(
             model="echo", messages=HELLO, max_tokens=1, response_format=response_format
         )
-        assert last_request(server).sampling_params.json_schema == want
+        assert server.requests[-1].sampling_params.json_schema == want
     for wrong in ({"type": "xml"}, {"type": "json_schema"}):
         with pytest.raises(openai.BadRequestError, match="response_format"):
             client.chat.completions.create(
@@ -319,9 +318,9 @@ def test_samples_are_choices_in_order(server: FrontServer, client: openai.OpenAI
     assert [choice.index for choice in reply.choices] == [0, 1, 2]
     assert reply.usage is not None
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(PROMPT), 12)
-    requests = [m for m in server.scheduler.received if isinstance(m, TokenizedGenerateReqInput)]
-    assert len({one.seed for one in requests[-3:]}) == 3
-    assert requests[-3].seed == 5
+    samples = server.requests[-3:]
+    assert len({one.seed for one in samples}) == 3
+    assert samples[0].seed == 5
     texts: dict[int, str] = {}
     for chunk in client.chat.completions.create(
         model="echo", messages=HELLO, max_tokens=4, n=2, stream=True
@@ -333,10 +332,6 @@ def test_samples_are_choices_in_order(server: FrontServer, client: openai.OpenAI
     assert [(c.index, c.text) for c in many.choices] == [(0, "ab"), (1, "ab"), (2, "cd"), (3, "cd")]
     assert many.usage is not None
     assert many.usage.prompt_tokens == 4
-
-
-def last_request(server: FrontServer) -> TokenizedGenerateReqInput:
-    return [m for m in server.scheduler.received if isinstance(m, TokenizedGenerateReqInput)][-1]
 
 
 def test_echo_says_the_prompt_with_its_logprobs(client: openai.OpenAI) -> None:

@@ -18,8 +18,6 @@ from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.openai.chat_prompt import tool_use
 from sglang.srt.entrypoints.openai.protocol import ChatBody, Tool
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
-from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-b-test-cpu")
@@ -167,9 +165,7 @@ def test_what_the_template_is_given(templates: dict[str, str]) -> None:
         client_of(server) as client,
     ):
         client.chat.completions.create(model="echo", messages=messages, tools=[bare], max_tokens=1)
-        [request] = [
-            m for m in server.scheduler.received if isinstance(m, TokenizedGenerateReqInput)
-        ]
+        [request] = server.requests
         assert server.engine.tokenizer.decode(request.input_ids) == (
             '{"type": "function", "function": {"name": "f"}}'
             'assistant:{"name": "f", "arguments": {"a": 1}}|tool:ok(c1)|'
@@ -209,9 +205,7 @@ def test_ids_of_kimi_and_its_special_tokens_are_kept(
         assert (piece.id, piece.function.arguments) == ("f:3", "{}")
         ask(server, text)
         ask(server, text, tools=[F, G], extra_body={"skip_special_tokens": True})
-        received = server.scheduler.received
-        requests = [one for one in received if isinstance(one, TokenizedGenerateReqInput)]
-        skips = [one.sampling_params.skip_special_tokens for one in requests]
+        skips = [one.sampling_params.skip_special_tokens for one in server.requests]
         # Routers add the field to every chat.
         assert skips == [False, True, False]
 
@@ -233,8 +227,7 @@ def test_a_call_that_must_be_made_is_enforced(
             else:
                 [call] = reply.choices[0].message.tool_calls
                 assert (call.function.name, call.function.arguments) == ("g", '{"x": 3}')
-        request = server.scheduler.received[-1]
-        assert isinstance(request, TokenizedGenerateReqInput)
+        request = server.requests[-1]
         schema = json.loads(request.sampling_params.json_schema or "")
         branches = schema.get("anyOf", [schema])
         assert [b["properties"]["name"]["const"] for b in branches] == names
@@ -267,22 +260,16 @@ def test_reasoning_is_streamed_or_held_until_complete(qwen: FrontServer) -> None
     assert pieces == ["two and two"]
 
 
-def newest(server: FrontServer) -> SamplingParams:
-    request = server.scheduler.received[-1]
-    assert isinstance(request, TokenizedGenerateReqInput)
-    return request.sampling_params
-
-
 @pytest.mark.parametrize(
     "fields", [{"response_format": {"type": "json_object"}}, {"extra_body": {"regex": "a"}}]
 )
 def test_a_constraint_holds_after_the_reasoning(qwen: FrontServer, fields: Any) -> None:
     message = ask(qwen, THOUGHT, **fields).choices[0].message
     assert (message.content, message.reasoning_content) == ("four", "two and two")
-    assert newest(qwen).reasoning is Reasoning.POSSIBLE
+    assert qwen.requests[-1].sampling_params.reasoning is Reasoning.POSSIBLE
     got = Gathered(ask(qwen, THOUGHT, stream=True, **fields))
     assert (got.content, got.reasoning) == ("four", "two and two")
-    assert newest(qwen).reasoning is Reasoning.POSSIBLE
+    assert qwen.requests[-1].sampling_params.reasoning is Reasoning.POSSIBLE
 
 
 def test_a_call_that_must_be_made_comes_after_the_reasoning(qwen: FrontServer) -> None:
@@ -290,7 +277,7 @@ def test_a_call_that_must_be_made_comes_after_the_reasoning(qwen: FrontServer) -
     message = ask(qwen, text, tools=[G], tool_choice="required").choices[0].message
     assert (message.reasoning_content, message.content) == ("hm", None)
     assert message.tool_calls[0].function.name == "g"
-    assert newest(qwen).reasoning is Reasoning.POSSIBLE
+    assert qwen.requests[-1].sampling_params.reasoning is Reasoning.POSSIBLE
 
 
 def test_where_reasoning_has_no_place_the_constraint_holds_from_the_first_token(
@@ -299,11 +286,11 @@ def test_where_reasoning_has_no_place_the_constraint_holds_from_the_first_token(
     wanted: Any = {"type": "json_object"}
     whole = ask(qwen, THOUGHT, response_format=wanted, extra_body={"separate_reasoning": False})
     assert whole.choices[0].message.content == THOUGHT
-    assert newest(qwen).reasoning is Reasoning.NONE
+    assert qwen.requests[-1].sampling_params.reasoning is Reasoning.NONE
     with front_server(chat_template=templates["last"]) as plain:
         reply = ask(plain, THOUGHT, response_format=wanted)
         assert reply.choices[0].message.content == THOUGHT
-        assert newest(plain).reasoning is Reasoning.NONE
+        assert plain.requests[-1].sampling_params.reasoning is Reasoning.NONE
     body = {"text": "x", "sampling_params": {"regex": "a", "reasoning": "begun"}}
     refused = httpx.post(f"{qwen.url}/generate", json=body)
     assert refused.status_code == 400
@@ -318,7 +305,7 @@ def test_the_end_of_the_prompt_decides_whether_there_is_reasoning(
     template.write_text(LAST_MESSAGE + end)
     with front_server(chat_template=str(template), reasoning_parser="qwen3") as server:
         ask(server, "x", response_format={"type": "json_object"})
-        assert newest(server).reasoning == reasoning
+        assert server.requests[-1].sampling_params.reasoning == reasoning
 
 
 def test_keywords_of_tools_that_are_not_held_are_dropped_with_one_warning(
@@ -414,7 +401,7 @@ STRICT: Any = {"type": "function", "function": {**F["function"], "strict": True}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_strict_tools_that_the_model_may_call(
+def test_optional_strict_tools_are_enforced(
     qwen: FrontServer, templates: dict[str, str], stream: bool
 ) -> None:
     """Clients such as the Agents SDK send `strict` by default, also where nothing enforces it."""
@@ -426,13 +413,13 @@ def test_strict_tools_that_the_model_may_call(
     else:
         [call] = reply.choices[0].message.tool_calls
         assert call.function.name == "g"
-    assert "<tool_call>" in (newest(qwen).structural_tag or "")
-    assert newest(qwen).json_schema is None
+    assert "<tool_call>" in (qwen.requests[-1].sampling_params.structural_tag or "")
+    assert qwen.requests[-1].sampling_params.json_schema is None
     ask(qwen, CALL_G, tools=[F, G], stream=stream)
-    assert newest(qwen).structural_tag is None
+    assert qwen.requests[-1].sampling_params.structural_tag is None
     with front_server(chat_template=templates["last"], tool_call_parser="llama3") as server:
         ask(server, '{"name": "g", "parameters": {}}', tools=[strict], stream=stream)
-        assert newest(server).structural_tag is None
+        assert server.requests[-1].sampling_params.structural_tag is None
 
 
 @pytest.mark.parametrize("parser", [None, "qwen"])
@@ -451,14 +438,12 @@ def test_a_template_without_tools_ignores_or_enforces_them(
                 assert got == CALL_G
         [line] = [one for one in caplog.messages if "Tools of requests are ignored" in one]
         assert "--chat-template" in line
-        request = server.scheduler.received[-1]
-        assert isinstance(request, TokenizedGenerateReqInput)
+        request = server.requests[-1]
         assert request.sampling_params.json_schema is not None
         reply = ask(server, '{"name": "g", "parameters": {}}', tools=[G], tool_choice="required")
         [call] = reply.choices[0].message.tool_calls
         assert call.function.name == "g"
-        request = server.scheduler.received[-1]
-        assert isinstance(request, TokenizedGenerateReqInput)
+        request = server.requests[-1]
         assert '"g"' in (request.sampling_params.json_schema or "")
         reply = httpx.post(
             f"{server.url}/v1/chat/completions", json={"messages": said("x"), "tools": [F, F]}

@@ -59,12 +59,6 @@ class HeldGets(MooncakeStore):
         return super().batch_get_v2(transfers, extra_info)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[MooncakeCluster]:
-    with MooncakeCluster(segment_size="64mb") as running:
-        yield running
-
-
 @pytest.fixture
 def make_rig(
     cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch

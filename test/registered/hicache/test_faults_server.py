@@ -37,12 +37,6 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[MooncakeCluster]:
-    with MooncakeCluster(segment_size="256mb") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def server(cluster: MooncakeCluster) -> Iterator[EngineServer]:
     with ForkedServer(*FLAGS, env=cluster.engine_env()) as running:
         yield running

@@ -83,12 +83,6 @@ def test_c4_a_read_that_outlives_its_lease_is_a_miss(monkeypatch: pytest.MonkeyP
             reader.settle()
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Any:
-    with MooncakeCluster(segment_size="64mb") as running:
-        yield running
-
-
 @pytest.mark.parametrize(
     ("policy", "timeout_s"), [("best_effort", 0.0), ("wait_complete", 1.5), ("timeout", 1.0)]
 )

@@ -35,12 +35,6 @@ register_cpu_ci(est_time=8, suite="base-b-test-cpu")
 PROMPT = [*range(160), 7]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[MooncakeCluster]:
-    with MooncakeCluster(segment_size="128mb") as running:
-        yield running
-
-
 # -- row C10 ---------------------------------------------------------------------------------------
 
 

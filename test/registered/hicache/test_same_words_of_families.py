@@ -9,7 +9,6 @@ Other files test the other pairs of a family and a backend: `ranks/test_same_wor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -41,13 +40,6 @@ NAMES: Final = {"file": "HiCacheFile", "mooncake": "MooncakeStore"}
 STATES: Final = ("--max-running-requests", "2", "--max-mamba-cache-size", "12")
 HALF_STATES: Final = (*STATES, "--mamba-ssm-dtype", "bfloat16")
 """Snapshots and running states are rounded alike, so a state from a tier changes no word."""
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[MooncakeCluster]:
-    """One store for all models: none may read what another has written."""
-    with MooncakeCluster(segment_size="64mb") as running:
-        yield running
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,6 @@ def moves(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[MooncakeCluster]:
-    with MooncakeCluster(segment_size="256mb") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def shared(cluster: MooncakeCluster) -> Iterator[MooncakeStore]:
     store = connect(cluster)
     yield store

@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +16,6 @@ import httpx
 import psutil
 import pytest
 
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers import rank_faults
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.forked_servers import ForkedServer, InRank
@@ -38,17 +37,14 @@ LONG: Final[dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    save_tiny_checkpoint(
-        path,
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model(
         "qwen3",
         num_attention_heads=8,
         vocab_size=2176,
         eos_token_id=2,
         max_position_embeddings=8192,
     )
-    return path
 
 
 def server_of(

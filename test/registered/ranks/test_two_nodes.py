@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -13,7 +13,6 @@ from typing import Final
 import psutil
 import pytest
 
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.forked_servers import ForkedProcess, ForkedServer
 from sglang.srt.constants import BUILTIN_MODEL_DIR
@@ -35,10 +34,8 @@ FLAGS: Final = (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    save_tiny_checkpoint(path, "qwen3", num_attention_heads=8, vocab_size=2176, eos_token_id=2)
-    return path
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3", num_attention_heads=8, vocab_size=2176, eos_token_id=2)
 
 
 class Nodes:

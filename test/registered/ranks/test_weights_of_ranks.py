@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,10 +100,8 @@ def check(server: ForkedServer, model: Path, size: int, identity: str) -> list[i
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3")
-    save_tiny_checkpoint(path, "qwen3", tie_word_embeddings=True, **HEADS)
-    return path
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3", tie_word_embeddings=True, **HEADS)
 
 
 def test_weights_travel_from_two_ranks_to_one_and_back(model: Path, tmp_path: Path) -> None:

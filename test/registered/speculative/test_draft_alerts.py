@@ -57,12 +57,12 @@ def alerts(server: EngineServer, work: Callable[[], object]) -> set[str]:
     return NAMES & set(firing(before, scrape(server)))
 
 
-def test_drafts_that_are_rejected(server: EngineServer) -> None:
+def test_rejected_drafts_raise_an_alert(server: EngineServer) -> None:
     assert alerts(server, lambda: ask(server)) == set()
     assert alerts(server, lambda: ask(server, frequency_penalty=0.5)) == {"DraftsRejected"}
 
 
-def test_batches_that_decode_without_drafts(server: EngineServer) -> None:
+def test_batches_without_drafts_raise_an_alert(server: EngineServer) -> None:
     assert alerts(server, lambda: ask(server, 4)) == set()
     assert alerts(server, lambda: ask(server, TOO_MANY)) == {"DraftsStayOff"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from rigs.drafts.guesses import guess_in_rank
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
@@ -47,11 +46,9 @@ def server_of(model: Path, *more: str, **settings: Any) -> ForkedServer:
 
 
 @pytest.fixture(scope="module", params=list(SIZES))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp(request.param)
+def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Path:
     sizes = SIZES[request.param]
-    save_tiny_checkpoint(path, request.param, mtp=True, vocab_size=2176, eos_token_id=2, **sizes)
-    return path
+    return tiny_model(request.param, mtp=True, vocab_size=2176, eos_token_id=2, **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def other_prompts(rig: CacheRig, count: int = 3) -> None:
         rig.settle()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], object]) -> None:
     """Wait until `condition` holds, without a tick."""
     deadline = time.monotonic() + 30
     while not condition():

@@ -80,10 +80,13 @@ class PrefillRooms(RoomServer):
         checksums = RoomChecksums(pools) if pools else _NoChecksums()
         self._manager = cast(MooncakeKVPrefillManager, _Manager(self, checksums))
 
-    def open(self, room: int) -> None:
+    def open(self, room: int, pages: Sequence[int] = ()) -> None:
+        """Begin a request, which has computed `pages`."""
         self._was_claimed.discard(room)
         self._was_given_up.discard(room)
         self.senders[room] = MooncakeKVSender(self._manager, ("host", 1), room)
+        if pages:
+            self.add_pages(room, pages)
 
     def add_pages(self, room: int, pages: Sequence[int]) -> None:
         self.senders[room].send(pages)
@@ -212,6 +215,5 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def fill(prefill: PrefillRooms, room: int) -> None:
     """Open a room whose request has two pages and all its prompt."""
-    prefill.open(room)
-    prefill.add_pages(room, [3, 4])
+    prefill.open(room, [3, 4])
     prefill.complete(room, TOKEN)

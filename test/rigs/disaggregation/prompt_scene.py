@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
 import torch
 
 from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.desk_rig import PrefillRooms, failure
+from rigs.disaggregation.desk_rig import PrefillRooms, failure, until
 from rigs.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import BootstrapAddr, KVPoll
@@ -36,10 +36,6 @@ PAGE, PAGES, ROOM = 2, 16, 5
 TOKEN = FirstToken(token_id=7, prompt_len=9, prompt_digest="d")
 LONG_TIMEOUTS = Timeouts(unknown_room=60, waiting=60, silence=30)
 SHORT_TIMEOUTS = Timeouts(unknown_room=0.3, waiting=0.3, silence=0.4)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    assert wait_until(is_so, 60, interval=0.005)
 
 
 class Place:

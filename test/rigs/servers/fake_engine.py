@@ -335,6 +335,11 @@ class FrontServer:
     def scheduler(self) -> FakeScheduler:
         return self.engine.scheduler
 
+    @property
+    def requests(self) -> list[TokenizedGenerateReqInput]:
+        """Requests that the scheduler got, in order."""
+        return [m for m in self.scheduler.received if isinstance(m, TokenizedGenerateReqInput)]
+
     def signal(self, sig: signal.Signals = signal.SIGTERM) -> None:
         """Do what the server does at a signal."""
         self.server.handle_exit(sig, None)

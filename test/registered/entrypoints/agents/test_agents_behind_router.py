@@ -13,7 +13,6 @@ import pytest
 
 from rigs.disaggregation.pd_servers import ROUTER
 from rigs.servers.fake_engine import LAST_MESSAGE, FrontServer, front_server, write_template
-from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.srt.utils.process import kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -66,17 +65,11 @@ def tool(name: str) -> Any:
     return {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}}
 
 
-def last(server: FrontServer) -> TokenizedGenerateReqInput:
-    """The newest request; routers also ask for the load."""
-    received = reversed(server.scheduler.received)
-    return next(one for one in received if isinstance(one, TokenizedGenerateReqInput))
-
-
 @pytest.mark.parametrize("fields", [{}, {"store": True}, {"store": False}])
 def test_responses_pass(server: FrontServer, client: openai.OpenAI, fields: dict[str, Any]) -> None:
     reply = client.responses.create(model="echo", input="abc", **fields)
     assert (reply.output_text, reply.status, reply.store) == ("abc", "completed", False)
-    params = last(server).sampling_params
+    params = server.requests[-1].sampling_params
     assert (params.top_k, params.min_p, params.repetition_penalty) == (-1, 0.0, 1.0)
 
 
@@ -90,7 +83,7 @@ def test_a_stream_and_fields_of_sglang(server: FrontServer, client: openai.OpenA
     done = events[-1]
     assert done.type == "response.completed"
     assert (done.response.id, done.response.output_text) == ("mine", "ab")
-    request = last(server)
+    request = server.requests[-1]
     assert (request.rid, request.sampling_params.top_k) == ("mine", 7)
     assert request.sampling_params.frequency_penalty == 0.5
 

@@ -14,12 +14,11 @@ from rigs.servers.fake_engine import (
     CALLS,
     FULL,
     LAST_MESSAGE,
-    WHOLE,
     FrontServer,
     front_server,
     write_template,
 )
-from sglang.srt.messages.io_struct import TokenizedGenerateReqInput, abort_reason
+from sglang.srt.messages.io_struct import abort_reason
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-b-test-cpu")
@@ -50,14 +49,6 @@ def client(server: FrontServer) -> Iterator[anthropic.Anthropic]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontServer]:
-    """A server whose prompts show all that the template is given."""
-    template = write_template(tmp_path_factory.mktemp("whole"), WHOLE)
-    with front_server(chat_template=template, tool_call_parser="llama3") as running:
-        yield running
-
-
 def said(text: str, **fields: Any) -> Any:
     """Arguments that make the model say `text`."""
     messages = [{"role": "user", "content": text}]
@@ -80,18 +71,11 @@ def uses(value: int) -> dict[str, Any]:
     return {"type": "tool_uses", "value": value}
 
 
-def request_of(server: FrontServer) -> TokenizedGenerateReqInput:
-    """The last request that the engine got."""
-    last = server.scheduler.received[-1]
-    assert isinstance(last, TokenizedGenerateReqInput)
-    return last
-
-
 def prompt_of(server: FrontServer, **body: Any) -> str:
     """The prompt that a body makes."""
     reply = httpx.post(f"{server.url}/v1/messages", json=said("a", **{"max_tokens": 1, **body}))
     assert reply.status_code == 200, reply.text
-    return str(server.engine.tokenizer.decode(request_of(server).input_ids))
+    return str(server.engine.tokenizer.decode(server.requests[-1].input_ids))
 
 
 def test_a_text_has_blocks_a_stop_reason_and_usage(client: anthropic.Anthropic) -> None:
@@ -157,7 +141,7 @@ def test_a_call_that_must_be_made(
     reply = client.messages.create(**said(text, tools=[F, G], tool_choice=choice))
     [call] = reply.content
     assert (call.name, call.input) == ("g", {"x": 3})
-    schema = json.loads(request_of(server).sampling_params.json_schema or "")
+    schema = json.loads(server.requests[-1].sampling_params.json_schema or "")
     branches = schema.get("anyOf", [schema])
     assert [branch["properties"]["name"]["const"] for branch in branches] == names
 
@@ -189,7 +173,7 @@ def test_a_schema_constrains_the_output(client: anthropic.Anthropic, server: Fro
     config: Any = {"format": {"type": "json_schema", "schema": schema}}
     reply = client.messages.create(**said('{"x": 5}', output_config=config))
     assert reply.content[0].text == '{"x": 5}'
-    assert json.loads(request_of(server).sampling_params.json_schema or "") == schema
+    assert json.loads(server.requests[-1].sampling_params.json_schema or "") == schema
 
 
 CONTROL: Final = {"cache_control": {"type": "ephemeral"}}

@@ -15,12 +15,11 @@ from rigs.servers.fake_engine import (
     CALLS,
     FULL,
     LAST_MESSAGE,
-    WHOLE,
     FrontServer,
     front_server,
     write_template,
 )
-from sglang.srt.messages.io_struct import TokenizedGenerateReqInput, abort_reason
+from sglang.srt.messages.io_struct import abort_reason
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-b-test-cpu")
@@ -51,31 +50,16 @@ def client(server: FrontServer) -> Iterator[openai.OpenAI]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontServer]:
-    """A server whose prompts show all that the template is given."""
-    template = write_template(tmp_path_factory.mktemp("whole"), WHOLE)
-    with front_server(chat_template=template, tool_call_parser="llama3") as running:
-        yield running
-
-
 def ask(client: openai.OpenAI, text: str, **fields: Any) -> Any:
     """The response of a model that says `text`."""
     return client.responses.create(model="echo", input=text, **fields)
-
-
-def request_of(server: FrontServer) -> TokenizedGenerateReqInput:
-    """The last request that the engine got."""
-    last = server.scheduler.received[-1]
-    assert isinstance(last, TokenizedGenerateReqInput)
-    return last
 
 
 def prompt_of(server: FrontServer, **body: Any) -> str:
     """The prompt that a body makes."""
     reply = httpx.post(f"{server.url}/v1/responses", json={"max_output_tokens": 1, **body})
     assert reply.status_code == 200, reply.text
-    return str(server.engine.tokenizer.decode(request_of(server).input_ids))
+    return str(server.engine.tokenizer.decode(server.requests[-1].input_ids))
 
 
 def test_a_text_has_items_echoed_fields_and_usage(client: openai.OpenAI) -> None:
@@ -93,7 +77,7 @@ def test_a_text_has_items_echoed_fields_and_usage(client: openai.OpenAI) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_that_is_cut(client: openai.OpenAI, stream: bool) -> None:
+def test_a_cut_text_is_incomplete(client: openai.OpenAI, stream: bool) -> None:
     reply = ask(client, "abc", max_output_tokens=2, stream=stream)
     if stream:
         events = [*reply]
@@ -133,7 +117,7 @@ def test_a_strict_call_that_may_be_made(client: openai.OpenAI, server: FrontServ
     """No grammar holds calls in this server's format."""
     strict: Any = {**G, "strict": True}
     assert [one.name for one in ask(client, CALLS, tools=[F, strict]).output] == ["f", "g"]
-    assert request_of(server).sampling_params.constraint is None
+    assert server.requests[-1].sampling_params.constraint is None
 
 
 def test_a_call_that_must_be_made(client: openai.OpenAI, server: FrontServer) -> None:
@@ -142,7 +126,7 @@ def test_a_call_that_must_be_made(client: openai.OpenAI, server: FrontServer) ->
     for choice in ("required", {"type": "function", "name": "g"}):
         [call] = ask(client, text, tools=[strict], tool_choice=choice).output
         assert (call.name, call.arguments) == ("g", '{"x": 3}')
-        schema = json.loads(request_of(server).sampling_params.json_schema or "")
+        schema = json.loads(server.requests[-1].sampling_params.json_schema or "")
         assert schema["properties"]["parameters"] == G["parameters"]
 
 
@@ -153,7 +137,7 @@ class Point(BaseModel):
 def test_parse_sends_a_schema_and_reads_it(client: openai.OpenAI, server: FrontServer) -> None:
     reply = client.responses.parse(model="echo", input='{"x": 5}', text_format=Point)
     assert reply.output_parsed == Point(x=5)
-    schema = json.loads(request_of(server).sampling_params.json_schema or "")
+    schema = json.loads(server.requests[-1].sampling_params.json_schema or "")
     assert schema["properties"]["x"]["type"] == "integer"
 
 
@@ -336,7 +320,7 @@ def test_sglangs_fields_reach_the_scheduler(server: FrontServer, client: openai.
     }  # fmt: skip
     reply = ask(client, "abc", extra_body={**values, "request_id": "mine", "stop": ["c", "zz"]})
     assert (reply.id, reply.output_text, reply.status) == ("mine", "ab", "completed")
-    request = request_of(server)
+    request = server.requests[-1]
     assert request.rid == "mine"
     assert {name: getattr(request.sampling_params, name) for name in values} == values
     # Routers add these to every request.

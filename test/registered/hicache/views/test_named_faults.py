@@ -105,7 +105,7 @@ def has_one(server: EngineServer, name: str) -> bool:
     return server.metrics()[name] == 1
 
 
-def test_a_client_that_never_repeats_a_prefix(server: EngineServer) -> None:
+def test_prompts_without_shared_prefixes_raise_an_alert(server: EngineServer) -> None:
     ask(server, 1)
     assert alerts(server, lambda: ask(server, 1, 1, 1)) == set()
     assert alerts(server, lambda: ask(server, 2, 3, 4)) == {"PromptsDoNotRepeat"}
@@ -211,7 +211,7 @@ def test_missing_states_and_differing_models_raise_their_alerts(
         assert "ModelsDiffer" in firing(both, both)
 
 
-def test_a_rank_that_lags(tmp_path: Path, switches: Path) -> None:
+def test_a_lagging_rank_raises_its_alert(tmp_path: Path, switches: Path) -> None:
     save_tiny_checkpoint(
         tmp_path / "model", "qwen3", num_attention_heads=8, vocab_size=2176, eos_token_id=2
     )

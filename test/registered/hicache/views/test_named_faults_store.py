@@ -96,7 +96,7 @@ def test_a_cold_store_raises_its_alert_once(cluster: MooncakeCluster, server: En
     assert reads()["miss"] == 2
 
 
-def test_servers_that_differ_and_one_of_another_version(
+def test_differing_servers_and_versions_raise_their_alerts(
     cluster: MooncakeCluster, server: EngineServer, tmp_path: Path
 ) -> None:
     cold = server.generate(prompt(1), max_new_tokens=8).output_ids

@@ -37,7 +37,7 @@ def prepare(*argv: str) -> ServerArgs:
         ((*NEXTN, "--tp-size", "4", "--attn-cp-size", "2"), 4),
     ],
 )
-def test_tokens_that_a_step_verifies(argv: tuple[str, ...], tokens: int) -> None:
+def test_flags_set_a_steps_tokens(argv: tuple[str, ...], tokens: int) -> None:
     args = prepare(*argv)
     assert num_draft_tokens(args) == tokens
     assert args.resolve() == args

@@ -81,7 +81,7 @@ def test_all_servers_are_targets() -> None:
         (Kind.DELAY, LINK, set()),
     ],
 )
-def test_doors_that_an_event_excuses(kind: Kind, target: str, doors: set[str]) -> None:
+def test_an_event_excuses_some_doors(kind: Kind, target: str, doors: set[str]) -> None:
     assert set(Event(0.0, kind, target, 1.0).excuses()) == doors
 
 

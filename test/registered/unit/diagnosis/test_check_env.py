@@ -92,7 +92,7 @@ def test_cuda_wheels_are_loaded_behind_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_packages_that_are_missing_or_overwrite_each_other() -> None:
+def test_missing_and_overlapping_packages_are_told() -> None:
     found = by_name(package_findings({"torch": "2.13.0"}))
     assert found["torch"].state is State.OK
     assert found["mooncake"].state is State.ABSENT and CPU_WHEEL in found["mooncake"].remedy

@@ -243,7 +243,7 @@ def test_an_abort_while_pages_are_read_is_sent_at_once(rig: DecodeRig) -> None:
     rig.assert_idle()
 
 
-def test_an_abort_in_the_tick_in_which_the_prompt_comes(rig: DecodeRig) -> None:
+def test_an_abort_wins_over_the_prompt_of_its_tick(rig: DecodeRig) -> None:
     for rid in "ab":
         rig.step(rig.ask(rid, IDS, ord(rid)))
     rig.prompt(ord("a")).come(IDS)

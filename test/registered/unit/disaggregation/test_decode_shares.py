@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rigs.disaggregation.decode_rig import PAGE, SILENT_S, WAIT_S, DecodeRig
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import greedy, prompt
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.control.protocol import MAX_POLLED_ROOMS
@@ -20,10 +20,8 @@ IDS = prompt(1, 10)
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hybrid")
-    save_tiny_checkpoint(path, "qwen3_next", mlp_only_layers=[1], eos_token_id=None)
-    return path
+def hybrid(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3_next", mlp_only_layers=[1], eos_token_id=None)
 
 
 def rooms(rig: DecodeRig) -> list[int]:

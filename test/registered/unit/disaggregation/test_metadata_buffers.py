@@ -59,13 +59,13 @@ def test_the_settings_say_where_rows_are(
 
 
 @pytest.mark.parametrize("pool", ["NVLIN", "nvlink", "INTRA_NODE", "NVLINK,BAREX", "true"])
-def test_a_pool_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, pool: str) -> None:
+def test_an_unknown_pool_is_refused(monkeypatch: pytest.MonkeyPatch, pool: str) -> None:
     monkeypatch.setenv(POOL, pool)
     with pytest.raises(ValueError, match=f"{POOL}='{pool}' is unknown; use one of: NVLINK, BAREX"):
         metadata_device(CPU)
 
 
-def test_a_flag_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unclear_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FLAG, "maybe")
     with pytest.raises(ValueError, match=f"{FLAG}='maybe': expected 1/true"):
         metadata_device(CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 
 from rigs.disaggregation.pd_rig import LocalMover, PdRig
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
@@ -29,13 +29,8 @@ PROMPTS: Final = [prompt(seed, length) for seed, length in enumerate((5, 16, 100
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    torch.set_num_threads(1)
-    paths = {}
-    for family in FAMILIES:
-        paths[family] = tmp_path_factory.mktemp(family)
-        save_tiny_checkpoint(paths[family], family, eos_token_id=None)
-    return paths
+def models(tiny_model: Callable[..., Path]) -> dict[str, Path]:
+    return {family: tiny_model(family, eos_token_id=None) for family in FAMILIES}
 
 
 def pages_of(rig: SchedulerRig, ids: list[int]) -> list[torch.Tensor]:

@@ -152,7 +152,7 @@ def test_metadata_that_does_not_fit_a_row_is_sent_inline(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("side", [DisaggregationMode.PREFILL, DisaggregationMode.DECODE])
-def test_a_pair_of_which_one_server_has_rows(
+def test_rows_of_one_server_alone_go_unused(
     side: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Settings differ: all is sent inline. The server that wanted it otherwise says so."""
@@ -237,7 +237,7 @@ def test_memory_that_the_transport_refuses_ends_the_start(
         make_manager(DisaggregationMode(mode), [Place(0).pool], mover)
 
 
-def test_memory_that_is_registered_already(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU pools and rows can be in an allocation of weights: it is not registered twice."""
     mover = LocalMover()
     monkeypatch.setattr(mover, "is_registered", lambda ptr, length: True)

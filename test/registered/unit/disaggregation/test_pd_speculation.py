@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import torch
 
 from rigs.disaggregation.pd_rig import LocalMover, PdRig
 from rigs.drafts.guesses import Drafts, guessed, recorded
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -29,11 +28,8 @@ NEW_TOKENS: Final = 16
 
 
 @pytest.fixture(name="model", scope="module", params=FAMILIES)
-def make_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp(request.param)
-    save_tiny_checkpoint(path, request.param, eos_token_id=None, mtp=True)
-    return path
+def make_model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model(request.param, eos_token_id=None, mtp=True)
 
 
 @pytest.fixture(name="alone", scope="module")

@@ -145,7 +145,7 @@ def test_pages_that_are_cached_are_sent_too(rig: PrefillRig) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("length", [1, 4, 16, 17])
-def test_a_prompt_that_is_cached_whole(model: Path, page_size: int, length: int) -> None:
+def test_a_wholly_cached_prompt_is_sent(model: Path, page_size: int, length: int) -> None:
     rig = PrefillRig(model, page_size=page_size, chunked_prefill_size=16)
     ids = prompt(length, length)
     for room in (1, 2):

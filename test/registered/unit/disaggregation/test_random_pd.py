@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from rigs.disaggregation import random_pd
 from rigs.disaggregation.random_pd import RandomPd
@@ -28,7 +27,6 @@ register_cpu_ci(est_time=34, suite="base-a-test-cpu")
 
 @pytest.mark.parametrize("seed", [1, 2, 6])
 def test_a_random_run_keeps_every_invariant(seed: int) -> None:
-    torch.set_num_threads(1)
     outcome = RandomPd(seed).run(200, least_right=6)
     assert outcome.counts["decode: right"] >= 6
     assert (outcome.counts["decode: accepted drafts"] > 0) == (seed == 2)
@@ -96,7 +94,6 @@ def run_seeds(seeds: range) -> None:
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_noticed(monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
-    torch.set_num_threads(1)
     monkeypatch.setattr(random_pd, "_REST_S", 3.0)
     monkeypatch.setattr(*DEFECTS[defect])
     # Seed 2 is the first with recurrent states; seed 4 drafts without, and packs pages.

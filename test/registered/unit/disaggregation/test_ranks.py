@@ -16,7 +16,6 @@ from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.rank_rigs import RankRigs
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES
-from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
@@ -24,6 +23,7 @@ from sglang.srt.mem_cache.device.state_spec import ItemKind
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=27, suite="base-a-test-cpu")
+pytestmark = pytest.mark.usefixtures("short_repeats")
 
 PAGE: Final = 16
 LENGTHS: Final = (1, 16, 17, 64, 90)
@@ -47,32 +47,9 @@ ARGS: Final[dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def short_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_client, "REPEAT_S", 0.05)
-
-
-@pytest.fixture
-def short_heartbeats() -> Iterator[None]:
-    """Servers that are gone are missed after two seconds."""
-    with (
-        envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
-        envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(2),
-    ):
-        yield
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def of(family: str) -> Path:
-        if family not in made:
-            made[family] = tmp_path_factory.mktemp(family)
-            save_tiny_checkpoint(made[family], family, **MODELS[family])
-        return made[family]
-
-    return of
+def models(tiny_model: Callable[..., Path]) -> Callable[[str], Path]:
+    return lambda family: tiny_model(family, **MODELS[family])
 
 
 def check_output(pair: PdRanks, alone: SchedulerRig, turn: str) -> None:

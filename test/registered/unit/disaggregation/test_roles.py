@@ -22,7 +22,6 @@ from rigs.servers.scarce_threads import no_threads
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
-from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.mooncake.shard_read import STEPS
 from sglang.srt.disaggregation.roles import role_of
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
@@ -34,24 +33,10 @@ from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+pytestmark = pytest.mark.usefixtures("short_repeats")
 
 LENGTHS = (1, 4, 15, 16, 17, 64, 70)
 PROMPTS = [prompt(seed, length, 1000) for seed, length in enumerate(LENGTHS)]
-
-
-@pytest.fixture(autouse=True)
-def short_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_client, "REPEAT_S", 0.05)
-
-
-@pytest.fixture
-def short_heartbeats() -> Iterator[None]:
-    """Servers that are gone are missed after two seconds."""
-    with (
-        envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
-        envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(2),
-    ):
-        yield
 
 
 @pytest.fixture
@@ -193,7 +178,7 @@ def test_a_read_that_fails_fails_its_request_alone(pair: PdRig, mover: LocalMove
 
 
 @pytest.mark.usefixtures("short_heartbeats")
-def test_a_prefill_server_that_falls_silent_during_a_read(pair: PdRig, mover: LocalMover) -> None:
+def test_silence_during_a_read_ends_the_request(pair: PdRig, mover: LocalMover) -> None:
     """The request ends after the silence, its slots with the read."""
     is_silent: list[bool] = []
     proxy = ControlProxy(pair.prefill.endpoint, lambda *_: () if is_silent else (0.0,))

@@ -52,12 +52,6 @@ def prefill() -> Iterator[FrontServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def whole() -> Iterator[FrontServer]:
-    with front_server() as running:
-        yield running
-
-
 def post(server: FrontServer, path: str, body: dict[str, Any]) -> httpx.Response:
     server.scheduler.received.clear()
     return httpx.post(f"{server.url}{path}", json=body, timeout=20)
@@ -207,13 +201,13 @@ def test_rooms_that_do_not_match_the_prompts_are_refused(
 
 @pytest.mark.parametrize("path", PROMPTS)
 def test_each_server_takes_its_own_kind_of_request(
-    whole: FrontServer, decode: FrontServer, prefill: FrontServer, path: str
+    server: FrontServer, decode: FrontServer, prefill: FrontServer, path: str
 ) -> None:
-    field, message = refusal(whole, path, {**PROMPTS[path], **ONE})
+    field, message = refusal(server, path, {**PROMPTS[path], **ONE})
     assert field == "bootstrap_room"
     assert "for a pair of a prefill and a decode server" in message
-    assert rooms(whole, path, PROMPTS[path]) == [None]
-    assert rooms(whole, path, {**PROMPTS[path], **dict.fromkeys(ONE)}) == [None]
+    assert rooms(server, path, PROMPTS[path]) == [None]
+    assert rooms(server, path, {**PROMPTS[path], **dict.fromkeys(ONE)}) == [None]
     for server, role in ((decode, "decode"), (prefill, "prefill")):
         field, message = refusal(server, path, PROMPTS[path])
         assert field == "bootstrap_room"
@@ -316,9 +310,9 @@ def test_of_a_batch_with_a_foreign_server_the_other_rooms_are_declined(
     assert isinstance(told, DeclineRoomReq) and told.bootstrap == room(7)
 
 
-def test_rooms_on_a_unified_server_are_nobodys(whole: FrontServer) -> None:
-    refusal(whole, GENERATE, {"text": "a", "sampling_params": {"top_p": 7}, **ONE})
-    assert not whole.scheduler.received
+def test_rooms_on_a_unified_server_are_nobodys(server: FrontServer) -> None:
+    refusal(server, GENERATE, {"text": "a", "sampling_params": {"top_p": 7}, **ONE})
+    assert not server.scheduler.received
 
 
 def test_probes_of_the_server_itself_need_no_room(
@@ -337,7 +331,7 @@ def test_the_prompts_logprobs_are_the_prefill_servers(
     told = post(decode, GENERATE, body).json()["meta_info"]
     assert told["input_token_logprobs"] == [], "a router puts the prefill server's before it"
     assert len(told["output_token_logprobs"]) == 2
-    (sent,) = (r for r in decode.scheduler.received if isinstance(r, TokenizedGenerateReqInput))
+    (sent,) = decode.requests
     assert sent.logprob_start_len == -1
 
 

@@ -28,18 +28,6 @@ OBJECT = {"type": "json_object"}
 TEXT_PART = {"type": "text", "text": "What is this?"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FrontServer]:
-    with front_server() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: FrontServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as http:
-        yield http
-
-
 def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert response.status_code == status, response.text
     error = response.json()["error"]

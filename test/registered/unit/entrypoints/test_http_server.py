@@ -44,12 +44,6 @@ def server() -> Iterator[FrontServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: FrontServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=20) as http:
-        yield http
-
-
 @contextmanager
 def asking(server: FrontServer, path: str, body: dict[str, Any]) -> Iterator[None]:
     """A client that has sent a request, and leaves at the end of the block without an answer."""
@@ -101,8 +95,7 @@ def _contains(messages: list[Message], wanted: Message) -> bool:
 
 
 def last_request(server: FrontServer) -> TokenizedGenerateReqInput:
-    requests = [m for m in server.scheduler.received if isinstance(m, TokenizedGenerateReqInput)]
-    return requests[-1]
+    return server.requests[-1]
 
 
 def test_logprobs_begin_where_the_prompt_asks(client: httpx.Client) -> None:

@@ -134,7 +134,7 @@ def test_a_block_gives_what_it_gives_in_torch(
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
 @pytest.mark.parametrize("width", [12, 512, 513, 1100])
-def test_experts_of_widths_that_programs_take_in_parts(width: int, num_tokens: int) -> None:
+def test_experts_may_have_any_width(width: int, num_tokens: int) -> None:
     shared = SharedExpertOptions(intermediate_size=width, has_gate=True)
     block = block_of(torch.float32, shared, width=width)
     found = both_ways(block, randn(num_tokens, HIDDEN, seed=1))

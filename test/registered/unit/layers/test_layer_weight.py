@@ -50,7 +50,7 @@ INT4 = WeightFormat(bits=4, block=(1, 32), scales=torch.bfloat16, has_zeros=True
         (WeightFormat(bits=4, block=(1, -1)), 48, 144, None),
     ],
 )
-def test_inputs_that_share_a_scale_on_a_rank(
+def test_inputs_of_a_rank_share_scales(
     format_: WeightFormat, share: int, total: int, group: int | None
 ) -> None:
     assert format_.group(share, total) == group

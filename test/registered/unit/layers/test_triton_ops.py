@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rigs.models.kernel_layers import relative_error
 from rigs.models.triton_device import triton_device
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -26,10 +27,6 @@ from sglang.srt.layers.triton_ops.rotation import rotate  # noqa: E402
 def random(*shape: int, seed: int, dtype: torch.dtype = HALF) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])

@@ -9,8 +9,6 @@ A failure prints its steps; the line with `reproduce_failure` repeats it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +16,6 @@ from rigs.caches.cache_rig import HiCacheSettings, Reused
 from rigs.caches.random_runs import run_machine
 from rigs.caches.stepped_rig import SteppedRig
 from rigs.caches.tiers_machine import StateTiers, Tiers
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
@@ -43,12 +40,6 @@ def test_any_order_of_requests_splits_evictions_and_landings(kind: type[Tiers]) 
 
 PAGES = 6
 CUTS = range(1, PAGES)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
-        yield tmp_path
 
 
 def stepped(storage: str | None = "file") -> SteppedRig:
@@ -118,7 +109,7 @@ def test_a_split_under_a_load(cut: int) -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_split_under_a_backup_loses_no_page(cut: int, folder: Path) -> None:
+def test_a_split_under_a_backup_loses_no_page(cut: int) -> None:
     rig = stepped()
     rig.run(pages_of(PAGES))
     rig.tick()
@@ -139,7 +130,7 @@ def test_a_split_under_a_backup_loses_no_page(cut: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_split_under_a_prefetch_loses_no_page(cut: int, folder: Path) -> None:
+def test_a_split_under_a_prefetch_loses_no_page(cut: int) -> None:
     """The read continues a node of two pages; others bring pages of it meanwhile, or cut there."""
     writer, rig = stepped(), stepped()
     writer.run(pages_of(PAGES))
@@ -160,7 +151,7 @@ def test_a_split_under_a_prefetch_loses_no_page(cut: int, folder: Path) -> None:
     rig.settle()
 
 
-def test_what_a_prefetch_continues_leaves_meanwhile(folder: Path) -> None:
+def test_what_a_prefetch_continues_leaves_meanwhile() -> None:
     writer, rig = stepped(), stepped()
     writer.run(pages_of(PAGES))
     writer.settle()

@@ -19,7 +19,7 @@ from rigs.checkpoints.malformed import (
     refusal_of,
 )
 from rigs.models.quantized_checkpoints import Format, awq, fp8_blocks, gptq, write_quantized
-from rigs.models.tiny_models import save_tiny_checkpoint, tiny_config
+from rigs.models.tiny_models import tiny_config
 from sglang.hicache_plan import main
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.start_checks import check_model
@@ -50,10 +50,8 @@ def config_alone(path: Path, family: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    save_tiny_checkpoint(path, "llama")
-    return path
+def plain(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llama")
 
 
 @pytest.mark.parametrize("family", ["llama", "ministral", "deepseek_v32", "qwen3_5_moe_vision"])
@@ -130,7 +128,7 @@ def test_a_malformed_field_is_named(
     assert words in planned(path, capsys)
 
 
-def test_sizes_whose_product_is_impossible(
+def test_impossible_products_of_sizes_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = config_alone(tmp_path, "deepseek_v32")

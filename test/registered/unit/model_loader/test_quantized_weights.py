@@ -50,21 +50,6 @@ FORMATS: dict[str, Callable[[], Format]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Path of a tiny checkpoint of a family, without a weight format."""
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("plain")
-
-    def path(family: str) -> Path:
-        found = root / family
-        if not found.exists():
-            save_tiny_checkpoint(found, family)
-        return found
-
-    return path
-
-
 def weights(path: Path, rank: int = 0, size: int = 1) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters of one rank."""
     load_config = LoadConfig(tp_group=PlaceInGroup(rank, size), show_progress=False)
@@ -82,10 +67,10 @@ def weights(path: Path, rank: int = 0, size: int = 1) -> Iterator[tuple[str, tor
     ],
 )
 def test_every_rank_has_the_values_that_the_format_stands_for(
-    plain: Callable[[str], Path], tmp_path: Path, family: str, name: str
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str, name: str
 ) -> None:
     """Ranks cut blocks and words anywhere; tensors of one weight are in different files."""
-    path = write_quantized(plain(family), tmp_path, FORMATS[name](), files=2)
+    path = write_quantized(tiny_model(family), tmp_path, FORMATS[name](), files=2)
     assert_equal_weights(path, tmp_path / "plain")
 
 
@@ -100,10 +85,10 @@ def assert_equal_weights(path: Path, plain: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_fp8_blocks_compute_what_transformers_computes(
-    plain: Callable[[str], Path], tmp_path: Path, family: str
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:
     # Blocks that divide the weights: transformers cuts others at wrong places.
-    path = write_quantized(plain(family), tmp_path, fp8_blocks(8, 8))
+    path = write_quantized(tiny_model(family), tmp_path, fp8_blocks(8, 8))
     oracle = AutoModelForCausalLM.from_pretrained(
         path, quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.float32
     )
@@ -145,19 +130,19 @@ def test_compressed_tensors_compute_what_transformers_computes(
     assert_logits_of_batches(oracle, StepDriver(tmp_path / "quantized", page_size=4))
 
 
-def test_the_store_tells_formats_apart(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    path = write_quantized(plain("llama"), tmp_path, fp8_blocks())
+def test_the_store_tells_formats_apart(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    path = write_quantized(tiny_model("llama"), tmp_path, fp8_blocks())
     identities = {
         weights_identity(str(one), load_format="auto", cache_dir=tmp_path)
-        for one in (path, tmp_path / "plain", plain("llama"))
+        for one in (path, tmp_path / "plain", tiny_model("llama"))
     }
     assert len(identities) == 3
 
 
 def test_a_bias_of_zeros_that_gptq_wrote_is_left_out(
-    plain: Callable[[str], Path], tmp_path: Path
+    tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path = write_quantized(plain("llama"), tmp_path, gptq())
+    path = write_quantized(tiny_model("llama"), tmp_path, gptq())
     name = "model.layers.0.mlp.down_proj.bias"
     add(path, {name: torch.zeros(96)})
     assert name not in dict(weights(path))
@@ -166,9 +151,11 @@ def test_a_bias_of_zeros_that_gptq_wrote_is_left_out(
         dict(weights(path))
 
 
-def test_groups_of_minus_one_are_consecutive(plain: Callable[[str], Path], tmp_path: Path) -> None:
+def test_groups_of_minus_one_are_consecutive(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
     """Tools write them for weights whose inputs they did not reorder."""
-    path = write_quantized(plain("llama"), tmp_path, gptq())
+    path = write_quantized(tiny_model("llama"), tmp_path, gptq())
     tensors = load_file(path / "model.safetensors")
     names = [name for name in tensors if name.endswith("g_idx")]
     add(path, {name: torch.full_like(tensors[name], -1) for name in names})
@@ -186,10 +173,10 @@ def test_groups_of_minus_one_are_consecutive(plain: Callable[[str], Path], tmp_p
 
 
 def test_zero_points_that_no_config_promises_may_be_absent(
-    plain: Callable[[str], Path], tmp_path: Path
+    tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Symmetric weights need none."""
-    path = write_quantized(plain("llama"), tmp_path, gptq(stored_zero=8))
+    path = write_quantized(tiny_model("llama"), tmp_path, gptq(stored_zero=8))
     tensors = load_file(path / "model.safetensors")
     add(path, {name: None for name in tensors if name.endswith("qzeros")})
     assert_equal_weights(path, tmp_path / "plain")
@@ -207,10 +194,10 @@ def test_zero_points_of_symmetric_integers_are_not_read(tmp_path: Path) -> None:
 
 
 def test_the_store_does_not_mix_what_releases_read_of_symmetric_weights(
-    plain: Callable[[str], Path], tmp_path: Path
+    tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Earlier ones read zero points that the config does not mean."""
-    path = write_quantized(plain("llama"), tmp_path, gptq(stored_zero=8))
+    path = write_quantized(tiny_model("llama"), tmp_path, gptq(stored_zero=8))
     config, load_config = ModelConfig.from_path(str(path)), LoadConfig(show_progress=False)
     source = load_weights(build_model(config, load_config), config, load_config)
     assert source.identity() != weights_identity(str(path), load_format="auto", cache_dir=tmp_path)
@@ -236,14 +223,14 @@ FP8_SCALES = "fp8-blocks-of-128", f"{LAYER}.weight_scale_inv", (1, 1), torch.flo
     ],
 )
 def test_scales_that_no_quantizer_writes_are_refused(
-    plain: Callable[[str], Path],
+    tiny_model: Callable[..., Path],
     tmp_path: Path,
     form: tuple[str, str, tuple[int, int], torch.dtype],
     value: float,
     words: str,
 ) -> None:
     name, tensor, shape, dtype = form
-    path = write_quantized(plain("llama"), tmp_path, FORMATS[name]())
+    path = write_quantized(tiny_model("llama"), tmp_path, FORMATS[name]())
     scales = torch.ones(shape, dtype=torch.int64 if isinstance(value, int) else dtype)
     scales[-1, -1] = value
     add(path, {tensor: scales})
@@ -264,14 +251,14 @@ def test_scales_that_no_quantizer_writes_are_refused(
     ],
 )
 def test_elements_of_another_type_are_refused(
-    plain: Callable[[str], Path],
+    tiny_model: Callable[..., Path],
     tmp_path: Path,
     name: str,
     tensor: str,
     dtype: torch.dtype,
     words: str,
 ) -> None:
-    path = write_quantized(plain("llama"), tmp_path, FORMATS[name]())
+    path = write_quantized(tiny_model("llama"), tmp_path, FORMATS[name]())
     key = f"{LAYER}.{tensor}"
     add(path, {key: load_file(path / "model.safetensors")[key].to(dtype)})
     with pytest.raises(ValueError, match=words) as error:
@@ -305,13 +292,13 @@ def test_elements_of_another_type_are_refused(
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
-    plain: Callable[[str], Path],
+    tiny_model: Callable[..., Path],
     tmp_path: Path,
     name: str,
     changes: dict[str, torch.Tensor | None],
     words: str,
 ) -> None:
-    path = write_quantized(plain("llama"), tmp_path, FORMATS[name]())
+    path = write_quantized(tiny_model("llama"), tmp_path, FORMATS[name]())
     add(path, changes)
     with pytest.raises(ValueError, match=words) as error:
         dict(weights(path))
@@ -326,16 +313,16 @@ def add(path: Path, tensors: dict[str, Any]) -> None:
     save_file({name: one for name, one in found.items() if one is not None}, file)
 
 
-def test_pickled_files_are_refused(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    path = write_quantized(plain("llama"), tmp_path, fp8_blocks())
+def test_pickled_files_are_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    path = write_quantized(tiny_model("llama"), tmp_path, fp8_blocks())
     config = ModelConfig.from_path(str(path))
     with pytest.raises(ValueError, match="read from safetensors files only"):
         get_model(config, LoadConfig(load_format="pt", show_progress=False))
 
 
-def test_fp8_without_a_format_is_refused(plain: Callable[[str], Path], tmp_path: Path) -> None:
+def test_fp8_without_a_format_is_refused(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """Its bytes would be taken for values without their scales."""
-    path = write_quantized(plain("llama"), tmp_path, fp8_blocks())
+    path = write_quantized(tiny_model("llama"), tmp_path, fp8_blocks())
     config = json.loads((path / "config.json").read_text())
     del config["quantization_config"]
     (path / "config.json").write_text(json.dumps(config))

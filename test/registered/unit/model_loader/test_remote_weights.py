@@ -170,7 +170,7 @@ def test_hashing_that_fails_ends_the_reading(
     assert not [one for one in threading.enumerate() if one.name.startswith("weights-digest")]
 
 
-def test_a_seed_that_was_replaced_by_another_process(rig: WeightRig) -> None:
+def test_a_replaced_seed_is_named(rig: WeightRig) -> None:
     rig.fakes.answer = lambda engine, call: -1 if call.requests else 0
     assert "was replaced by another process" in refusal(rig)
 
@@ -183,7 +183,7 @@ def test_a_seed_that_ended_is_named(rig: WeightRig) -> None:
 
 
 @pytest.mark.parametrize("contacts", [True, False])
-def test_a_seed_that_hangs(rig: WeightRig, monkeypatch: pytest.MonkeyPatch, contacts: bool) -> None:
+def test_hangs_are_named(rig: WeightRig, monkeypatch: pytest.MonkeyPatch, contacts: bool) -> None:
     monkeypatch.setattr(source_module, "_BATCH_TIMEOUT_S", 0.2)
     hanging = Hanging(contacts=contacts)
     rig.fakes.answer = hanging
@@ -192,7 +192,7 @@ def test_a_seed_that_hangs(rig: WeightRig, monkeypatch: pytest.MonkeyPatch, cont
     assert wait_until(lambda: not rig.engine.describe()["transfers_under_way"], 30)
 
 
-def test_a_session_that_leads_elsewhere(rig: WeightRig) -> None:
+def test_a_session_elsewhere_is_refused(rig: WeightRig) -> None:
     source = rig.source(SeedAddress(host="10.0.0.7", port=1))
     with pytest.raises(ValueError, match=r"0\.7:1: its Transfer Engine is at 127\.0\.0\.1, which"):
         source.fill(WeightSlots(rig.empty_model(), lambda: None))

@@ -132,10 +132,8 @@ def test_random_fp8_of_a_rank_is_its_slice(tmp_path: Path, family: str, size: in
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("plain") / "llama"
-    save_tiny_checkpoint(path, "llama", **WIDE)
-    return path
+def plain(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llama", **WIDE)
 
 
 def assert_equal(got: CausalLM, want: CausalLM) -> None:

@@ -44,21 +44,6 @@ FORMATS: dict[str, Callable[[], Format]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Path of a tiny checkpoint of a family, without a weight format."""
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("plain")
-
-    def path(family: str) -> Path:
-        found = root / family
-        if not found.exists():
-            save_tiny_checkpoint(found, family)
-        return found
-
-    return path
-
-
 def model_of(
     path: Path, rank: int = 0, size: int = 1, load_format: str = "auto", **config: str
 ) -> CausalLM:
@@ -90,10 +75,10 @@ def values_of(model: CausalLM) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_rank_keeps_what_a_cpu_dequantizes(
-    plain: Callable[[str], Path], tmp_path: Path, family: str, name: str
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str, name: str
 ) -> None:
     """Tensors of one weight are in different files."""
-    path = write_quantized(plain(family), tmp_path, FORMATS[name](), files=2)
+    path = write_quantized(tiny_model(family), tmp_path, FORMATS[name](), files=2)
     for rank, size in ((0, 1), (0, 2), (1, 2)):
         with scaled_products():
             model = model_of(path, rank, size)
@@ -124,7 +109,7 @@ def test_every_rank_keeps_what_a_cpu_dequantizes(
     ],
 )
 def test_a_log_line_says_what_is_kept(
-    plain: Callable[[str], Path],
+    tiny_model: Callable[..., Path],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     family: str,
@@ -132,7 +117,7 @@ def test_a_log_line_says_what_is_kept(
     size: int,
     words: str,
 ) -> None:
-    path = write_quantized(plain(family), tmp_path, FORMATS[name]())
+    path = write_quantized(tiny_model(family), tmp_path, FORMATS[name]())
     with scaled_products(), caplog.at_level("INFO"):
         model_of(path, 0, size)
     assert sum(words in line for line in caplog.messages) == 1, caplog.messages
@@ -147,13 +132,13 @@ def test_a_log_line_says_what_is_kept(
     ],
 )
 def test_other_formats_are_dequantized_with_a_reason(
-    plain: Callable[[str], Path],
+    tiny_model: Callable[..., Path],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     form: Format,
     why: str,
 ) -> None:
-    path = write_quantized(plain("llama"), tmp_path, form)
+    path = write_quantized(tiny_model("llama"), tmp_path, form)
     with scaled_products(), caplog.at_level("INFO"):
         model = model_of(path)
     assert not kept(model)
@@ -163,9 +148,9 @@ def test_other_formats_are_dequantized_with_a_reason(
 
 
 def test_merged_weights_of_two_formats_are_dequantized(
-    plain: Callable[[str], Path], tmp_path: Path
+    tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path = write_quantized(plain("llama"), tmp_path, fp8_blocks())
+    path = write_quantized(tiny_model("llama"), tmp_path, fp8_blocks())
     name = "model.layers.0.self_attn.k_proj.weight"
     file = path / "model.safetensors"
     tensors = load_file(file)
@@ -181,9 +166,9 @@ def test_merged_weights_of_two_formats_are_dequantized(
     assert all(torch.equal(values, want[key]) for key, values in got.items())
 
 
-def test_small_projections_may_be_plain(plain: Callable[[str], Path], tmp_path: Path) -> None:
+def test_small_projections_may_be_plain(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """Published checkpoints leave two of Qwen3.5's delta-net projections plain."""
-    path = write_quantized(plain("qwen3_5_moe"), tmp_path, awq())
+    path = write_quantized(tiny_model("qwen3_5_moe"), tmp_path, awq())
     with scaled_products():
         names = kept(model_of(path))
         driver = StepDriver(path, page_size=4)
@@ -229,9 +214,9 @@ def test_blocks_stay_whole_where_ranks_have_whole_blocks(tmp_path: Path) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
 def test_products_with_scales_compute_what_a_plain_twin_computes(
-    plain: Callable[[str], Path], tmp_path: Path, family: str, name: str
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str, name: str
 ) -> None:
-    path = write_quantized(plain(family), tmp_path, FORMATS[name]())
+    path = write_quantized(tiny_model(family), tmp_path, FORMATS[name]())
     with scaled_products() as kernels:
         got = logits_of_batches(StepDriver(path, page_size=4))
     assert kernels.num_scaled > 6, "no product had scales"
@@ -239,8 +224,8 @@ def test_products_with_scales_compute_what_a_plain_twin_computes(
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_rounded_activations_change_little(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    path = write_quantized(plain("llama"), tmp_path, fp8_blocks())
+def test_rounded_activations_change_little(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    path = write_quantized(tiny_model("llama"), tmp_path, fp8_blocks())
     with scaled_products(rounds=True):
         got = logits_of_batches(StepDriver(path, page_size=4))
     want = logits_of_batches(StepDriver(tmp_path / "plain", page_size=4))
@@ -271,9 +256,9 @@ def test_zero_points_and_scales_are_kept_as_they_are_written(tmp_path: Path, dty
     ],
 )
 def test_scales_that_do_not_fit_are_named(
-    plain: Callable[[str], Path], tmp_path: Path, change: torch.Tensor | None, words: str
+    tiny_model: Callable[..., Path], tmp_path: Path, change: torch.Tensor | None, words: str
 ) -> None:
-    path = write_quantized(plain("llama"), tmp_path, fp8_blocks())
+    path = write_quantized(tiny_model("llama"), tmp_path, fp8_blocks())
     file, name = path / "model.safetensors", "model.layers.0.mlp.down_proj.weight_scale_inv"
     tensors = load_file(file)
     del tensors[name]
@@ -285,9 +270,9 @@ def test_scales_that_do_not_fit_are_named(
 
 
 def test_groups_that_the_config_does_not_tell_are_named(
-    plain: Callable[[str], Path], tmp_path: Path
+    tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path = write_quantized(plain("llama"), tmp_path, gptq(act_order=True))
+    path = write_quantized(tiny_model("llama"), tmp_path, gptq(act_order=True))
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["desc_act"] = False
     (path / "config.json").write_text(json.dumps(config))
@@ -296,9 +281,9 @@ def test_groups_that_the_config_does_not_tell_are_named(
 
 
 def test_a_missing_weight_is_named_with_its_scales(
-    plain: Callable[[str], Path], tmp_path: Path
+    tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path = write_quantized(plain("llama"), tmp_path, fp8_blocks())
+    path = write_quantized(tiny_model("llama"), tmp_path, fp8_blocks())
     with scaled_products():
         config, load_config = ModelConfig.from_path(str(path)), LoadConfig(show_progress=False)
         model = build_model(config, load_config)
@@ -326,9 +311,11 @@ def assert_keeps_what_a_cpu_dequantizes(path: Path, **how: str) -> CausalLM:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp8_asked_for_rounds_a_plain_checkpoint(plain: Callable[[str], Path], family: str) -> None:
-    model = assert_keeps_what_a_cpu_dequantizes(plain(family), quantization="fp8")
-    got, exact = values_of(model), values_of(model_of(plain(family)))
+def test_fp8_asked_for_rounds_a_plain_checkpoint(
+    tiny_model: Callable[..., Path], family: str
+) -> None:
+    model = assert_keeps_what_a_cpu_dequantizes(tiny_model(family), quantization="fp8")
+    got, exact = values_of(model), values_of(model_of(tiny_model(family)))
     changed = {name for name, values in got.items() if not torch.equal(values, exact[name])}
     assert changed == {merged_name(name) for name in kept(model)}, "others stay exact"
     for name in changed:

@@ -109,7 +109,7 @@ def test_all_ranks_are_asked() -> None:
 
 
 @pytest.mark.parametrize("second", [of_rank(1, 1), of_rank(0, 2), of_rank(1, 4)])
-def test_a_seed_that_is_replaced_between_two_questions(second: dict[str, Any]) -> None:
+def test_a_seed_replaced_between_questions_is_refused(second: dict[str, Any]) -> None:
     with (
         serving(200, of_rank(0, 2), second) as (port, _),
         pytest.raises(ValueError, match=r"asked for rank 1 of 2, it answers as rank . of .: it"),
@@ -173,7 +173,7 @@ def babble(connection: socket.socket, done: threading.Event) -> None:
         (babble, 10.0, r"does not speak HTTP \(BadStatusLine\): give the port of its HTTP server"),
     ],
 )
-def test_a_server_that_never_answers(behave: Behaviour, timeout: float, message: str) -> None:
+def test_silence_is_named(behave: Behaviour, timeout: float, message: str) -> None:
     done = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,11 @@ RANKS = [(rank, size) for size in (2, 4) for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tiny_model: Callable[..., Path]) -> Path:
     """Everything that is split: biases too, and a vocabulary that four ranks do not divide."""
-    path = tmp_path_factory.mktemp("llama")
-    save_tiny_checkpoint(
-        path, "llama", num_attention_heads=HEADS, attention_bias=True, mlp_bias=True, vocab_size=162
+    return tiny_model(
+        "llama", num_attention_heads=HEADS, attention_bias=True, mlp_bias=True, vocab_size=162
     )
-    return path
 
 
 def load(path: Path, rank: int, size: int, load_format: str = "auto") -> CausalLM:

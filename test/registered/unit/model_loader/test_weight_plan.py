@@ -215,7 +215,7 @@ def test_every_difference_is_named(fields: dict[str, Any], message: str) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_a_split_that_no_checksum_fits() -> None:
+def test_splits_without_checksums_are_refused() -> None:
     column = torch.zeros(48, 1)
     thirds = [
         WeightSlot.of(column[at : at + 16], Share(at, at + 16, 48)) for at in range(0, 48, 16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,11 +60,9 @@ pytestmark = pytest.mark.usefixtures("on_a_cpu_over_tcp")
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tiny_model: Callable[..., Path]) -> Path:
     """Everything that is split: biases too, and rows that four ranks do not divide."""
-    path = tmp_path_factory.mktemp("llama")
-    save_tiny_checkpoint(path, "llama", **HEADS, attention_bias=True, mlp_bias=True, vocab_size=162)
-    return path
+    return tiny_model("llama", **HEADS, attention_bias=True, mlp_bias=True, vocab_size=162)
 
 
 @pytest.fixture
@@ -168,7 +166,7 @@ def test_replicas_give_equally_much(llama: Path) -> None:
         assert sum(given.values()) == want
 
 
-def test_a_chain_of_servers_that_are_split_otherwise(pair: WeightRig, llama: Path) -> None:
+def test_a_reader_seeds_other_splits(pair: WeightRig, llama: Path) -> None:
     second, _ = pair.read()
     with listening_peer() as session_id:
         pair.client = pair.seed_of([second], [session_id])
@@ -206,7 +204,7 @@ def test_a_byte_that_changes_on_the_way_is_noticed(pair: WeightRig, what: str, s
     assert len(hits) == 1
 
 
-def test_a_rank_that_ends_on_the_way(pair: WeightRig) -> None:
+def test_an_ended_rank_is_named(pair: WeightRig) -> None:
     gone = pair.client.told[1].session_id
     pair.fakes.answer = lambda engine, call: -1 if call.peer == gone and call.requests else 0
     with pytest.raises(ValueError, match=f"peer {gone} no longer has tensor '(model|lm_head)"):
@@ -248,7 +246,7 @@ def test_a_digest_that_fails_on_one_rank_is_told_by_all_and_tried_again(pair: We
     assert not lines, "rank 0 alone is asked"
 
 
-def test_a_server_that_cannot_be_split_so(pair: WeightRig) -> None:
+def test_an_impossible_split_asks_nobody(pair: WeightRig) -> None:
     """The seed is not even asked."""
     with pytest.raises(ValueError, match="8 attention heads cannot be split over 3 ranks"):
         pair.read(0, 3)

@@ -29,7 +29,6 @@ less than two of it, in the median; half of that was measured."""
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of dense layers, since experts that are chosen otherwise would say other words."""
-    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("latent")
     for family in FAMILIES:
         dense: dict[str, Any] = {"first_k_dense_replace": 2, "eos_token_id": None}

@@ -57,7 +57,6 @@ AS_FAR: Final = 1.4
 
 @pytest.fixture(name="path")
 def make_path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    torch.set_num_threads(1)
     save_tiny_checkpoint(tmp_path / "written", request.param, **FAMILIES[request.param])
     return write_quantized(tmp_path / "written", tmp_path, fp8_blocks())
 

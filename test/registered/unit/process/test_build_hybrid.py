@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,8 @@ register_cpu_ci(est_time=17, suite="base-a-test-cpu")
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hybrid")
-    save_tiny_checkpoint(path, "qwen3_5")
-    return path
+def hybrid(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3_5")
 
 
 def start_args(model: Path, **fields: Any) -> ServerArgs:

@@ -34,7 +34,6 @@ HYBRID = CheckableState(num_states=12, alignment=2 * PAGE)
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    torch.set_num_threads(1)
     with impatient():
         yield
 

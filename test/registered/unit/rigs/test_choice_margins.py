@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from rigs.layers.choice_margins import (
     expert_margins,
     prefilled,
 )
-from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.models.tiny_models import StepDriver
 from sglang.srt.layers.moe.sparse_moe import RouterOptions, select_experts
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -35,11 +36,8 @@ RULES = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path = tmp_path_factory.mktemp("model")
-    save_tiny_checkpoint(path, "deepseek_v3", eos_token_id=None)
-    return path
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("deepseek_v3", eos_token_id=None)
 
 
 def chosen(logits: torch.Tensor, options: RouterOptions, bias: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 
 from rigs.mixed.mixed_scheduler import FEATURES, NEVER_TOGETHER, MixedScheduler, run_seed
 from rigs.mixed.plan import Mix, all_mixes, covering_mixes
@@ -34,11 +33,6 @@ PLAIN = Mix(
     chunk_tokens=-1,
     eviction="lru",
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def test_each_pair_of_settings_that_is_possible_is_in_the_plan() -> None:

@@ -31,7 +31,6 @@ TICKS = 300
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    torch.set_num_threads(1)
     with impatient():
         yield
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import torch
 
 from rigs.schedulers.random_ranks import RandomRanks
 from rigs.schedulers.random_setup import impatient
@@ -37,7 +36,6 @@ LEAST_RUNS, MOST_RUNS = 2, 40
 def test_allocations_that_fail_on_one_rank_alone_leave_the_ranks_equal(
     sites: tuple[str, ...], work: tuple[str, ...]
 ) -> None:
-    torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     runs = seed = 0
     while runs < LEAST_RUNS or (

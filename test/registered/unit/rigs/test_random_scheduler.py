@@ -66,7 +66,6 @@ PROMPT = [*range(1, 31)]
 
 @pytest.fixture(autouse=True)
 def quick() -> Iterator[None]:
-    torch.set_num_threads(1)
     with impatient():
         yield
 

@@ -10,7 +10,6 @@ import pytest
 
 from rigs.servers.fake_engine import FrontServer, front_server
 from sglang.srt.configs.generation_config import SamplingDefaults
-from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -50,9 +49,7 @@ def sampling_of(server: FrontServer, path: str, **more: Any) -> tuple[SamplingPa
         body |= more
     reply = httpx.post(server.url + path, json=body)
     assert reply.status_code == 200, reply.text
-    [*_, last] = [
-        one for one in server.scheduler.received if isinstance(one, TokenizedGenerateReqInput)
-    ]
+    [*_, last] = server.requests
     return last.sampling_params, reply.json()
 
 
@@ -92,16 +89,11 @@ def test_server_info_says_which_hold(server: FrontServer) -> None:
 def test_a_batchs_parameters_win(server: FrontServer) -> None:
     body = {"text": ["a", "b"], "sampling_params": [{"top_k": 3}, {"min_p": 0}]}
     assert httpx.post(f"{server.url}/generate", json=body).status_code == 200
-    requests = [
-        one for one in server.scheduler.received if isinstance(one, TokenizedGenerateReqInput)
-    ]
-    first, second = (values_of(one.sampling_params) for one in requests[-2:])
+    first, second = (values_of(one.sampling_params) for one in server.requests[-2:])
     assert (first, second) == ({**VALUES, "top_k": 3}, {**VALUES, "min_p": 0.0})
 
 
 def test_a_probe_is_greedy_without_penalties(server: FrontServer) -> None:
     assert httpx.get(f"{server.url}/health_generate").status_code == 200
-    [*_, last] = [
-        one for one in server.scheduler.received if isinstance(one, TokenizedGenerateReqInput)
-    ]
+    [*_, last] = server.requests
     assert last.sampling_params.is_greedy and not last.sampling_params.has_penalties

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import torch
 
 from rigs.drafts.guesses import recorded
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
 from sglang.srt.managers.scheduler.draft_policy import DraftPolicy
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
@@ -26,12 +25,9 @@ SPECULATES: Final[dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=["deepseek_v3", "glm_moe_dsa", "qwen3_next"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Path:
     """Latent rows, these with indexer keys, and keys and values."""
-    torch.set_num_threads(1)
-    path: Path = tmp_path_factory.mktemp(request.param)
-    save_tiny_checkpoint(path, request.param, eos_token_id=None, mtp=True)
-    return path
+    return tiny_model(request.param, eos_token_id=None, mtp=True)
 
 
 def test_position_0_has_an_entry_of_zeros(model: Path) -> None:

@@ -44,7 +44,7 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
         ("", None),
     ],
 )
-def test_the_address_that_others_mean(
+def test_hostnames_mean_one_address(
     hostname: str, address: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {"one": ["10.0.0.7"], "two": ["10.0.0.7", "10.0.0.8"], "debian": ["127.0.1.1"]}

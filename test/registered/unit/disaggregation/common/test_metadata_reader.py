@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt, Scene, until
+from rigs.disaggregation.desk_rig import until
+from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Prompt, Scene
 from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES, MetadataReader
 from sglang.srt.disaggregation.control.protocol import RowsLayout
@@ -48,8 +49,7 @@ class RowScene(Scene):
         return super().begin(own_pages, *args, **{"metadata": self.reader, **fields})
 
     def complete(self, pages: Sequence[int] = (4,), row: int = ROW, room: int = ROOM) -> None:
-        self.prefill.open(room)
-        self.prefill.add_pages(room, pages)
+        self.prefill.open(room, pages)
         self.theirs.set_buf(ROW, room, TOKEN)
         self.prefill.complete(room, TOKEN, row)
 
@@ -105,8 +105,7 @@ def test_a_prompt_that_is_there_needs_the_row_alone(scene: RowScene) -> None:
 
 def test_metadata_without_a_row_is_sent_inline(scene: RowScene) -> None:
     """Too long for one: no failure, and the next prompt is read again."""
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     scene.prefill.complete(ROOM, TOKEN)
     found = scene.end(scene.begin([9]))
     assert (found.outcome, bytes_by_way(found)) == (TOKEN, INLINE)

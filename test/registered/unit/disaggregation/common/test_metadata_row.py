@@ -82,7 +82,7 @@ def test_each_byte_counts(words: FirstToken) -> None:
             unpack_row(bytes(torn), ROOM)
 
 
-def test_rows_of_two_rooms_that_are_mixed() -> None:
+def test_mixed_and_partial_rows_are_torn() -> None:
     """The head of one, and what follows of another; and a row that has come in part."""
     other = FirstToken(token_id=8, prompt_len=9, prompt_digest="d")
     row, there = row_of(FEW), row_of(other)

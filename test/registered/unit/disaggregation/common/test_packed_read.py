@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.desk_rig import Asker
-from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, PAGES, ROOM, TOKEN, Scene, until
+from rigs.disaggregation.desk_rig import Asker, until
+from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, PAGES, ROOM, TOKEN, Scene
 from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.packing import WINDOW
 from sglang.srt.disaggregation.common.staging import NUM_BUFFERS, LinkCosts, StagingBuffer
@@ -41,8 +41,7 @@ def scene() -> Iterator[Scene]:
 
 
 def fill(scene: Scene, pages: Sequence[int] = THEIRS) -> None:
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, pages)
+    scene.prefill.open(ROOM, pages)
     scene.prefill.complete(ROOM, TOKEN)
 
 
@@ -72,8 +71,7 @@ def test_units_are_read_whole(scene: Scene) -> None:
 
 def test_pages_are_packed_as_they_come(scene: Scene) -> None:
     prompt = scene.begin(OWN, first_page=1)
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [15, *THEIRS[:3]])
+    scene.prefill.open(ROOM, [15, *THEIRS[:3]])
     until(lambda: sum(map(sum, lengths(scene))) == 3 * 64)
     scene.prefill.add_pages(ROOM, THEIRS[3:])
     scene.prefill.complete(ROOM, TOKEN)
@@ -138,7 +136,7 @@ def test_without_memory_pages_are_read_from_pool_to_pool(side: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_messages_that_are_lost_doubled_and_late(
+def test_messages_may_be_lost_doubled_and_late(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Many prompts at once share the memory."""
@@ -160,8 +158,7 @@ def test_messages_that_are_lost_doubled_and_late(
             prompts.append((scene.begin(own, room=100 + number), own, rng.sample(range(16), 4)))
         for number, (_, _, theirs) in enumerate(prompts):
             room = 100 + number
-            scene.prefill.open(room)
-            scene.prefill.add_pages(room, theirs[:1])
+            scene.prefill.open(room, theirs[:1])
             scene.prefill.add_pages(room, theirs[1:])
             scene.prefill.complete(room, TOKEN)
         for prompt, _, _ in prompts:
@@ -280,7 +277,7 @@ def test_a_read_that_fails(scene: Scene) -> None:
     assert_all_free(scene)
 
 
-def test_pages_that_cannot_be_packed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_pack_fails_the_room(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
@@ -290,7 +287,7 @@ def test_pages_that_cannot_be_packed(scene: Scene, monkeypatch: pytest.MonkeyPat
     assert scene.failure(scene.begin(OWN)) == why
 
 
-def test_units_that_never_come(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_units_fail_the_room(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first does, so that pages are not read from pool to pool."""
     packs = [True]
     pack = StagingBuffer.pack

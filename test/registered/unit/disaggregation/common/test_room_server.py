@@ -24,7 +24,7 @@ from rigs.running_clock import RunningClock
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.base.timeouts import Timeouts
-from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
+from sglang.srt.disaggregation.common.room_server import LONG_POLL_S, _has_changes
 from sglang.srt.disaggregation.control.control_client import ControlClient, RoomFailed
 from sglang.srt.disaggregation.control.control_listener import (
     UNKEPT_FRAMES_A_SECOND,
@@ -38,6 +38,8 @@ from sglang.srt.disaggregation.control.protocol import (
     GiveUp,
     Hello,
     KVLayout,
+    Pack,
+    Packed,
     Poll,
     Question,
     Received,
@@ -61,8 +63,7 @@ def test_hello_is_answered_with_the_offer(asker: Asker) -> None:
 
 def test_a_question_waits_for_a_change(prefill: PrefillRooms, asker: Asker) -> None:
     number = asker.send(Poll(1, "me", 0))
-    prefill.open(1)
-    prefill.add_pages(1, [5, 6])
+    prefill.open(1, [5, 6])
     assert asker.hear() == Answered(number, "instance", RoomStatus(1, True, 0, [5, 6]))
     number = asker.send(Poll(1, "me", 2))
     prefill.add_pages(1, [9])
@@ -118,8 +119,7 @@ def test_each_asker_gets_its_own_answer(
     for room, one in enumerate(askers):
         one.send(Poll(room, f"reader {room}", 0))
     for room in range(40):
-        prefill.open(room)
-        prefill.add_pages(room, [100 + room])
+        prefill.open(room, [100 + room])
     assert [one.hear().answer for one in askers] == [
         RoomStatus(room, True, 0, [100 + room]) for room in range(40)
     ]
@@ -230,8 +230,7 @@ def test_received_may_be_said_again_until_the_room_is_forgotten(
 def test_what_is_read_while_the_room_ends_does_not_count(
     prefill: PrefillRooms, asker: Asker, is_complete: bool
 ) -> None:
-    prefill.open(1)
-    prefill.add_pages(1, [5])
+    prefill.open(1, [5])
     if is_complete:
         prefill.complete(1, TOKEN)
     assert asker.look(1).pages == [5]
@@ -242,8 +241,7 @@ def test_what_is_read_while_the_room_ends_does_not_count(
 
 
 def test_received_before_all_is_there_does_not_count(prefill: PrefillRooms, asker: Asker) -> None:
-    prefill.open(1)
-    prefill.add_pages(1, [5])
+    prefill.open(1, [5])
     asker.look(1)
     assert asker.ask(Received(1, "me")) == Released(1, was_held=False)
     assert asker.ask(Received(2, "me")) == Released(2, was_held=False)
@@ -277,8 +275,7 @@ def test_a_room_is_read_once(prefill: PrefillRooms, new_asker: Callable[[], Aske
 def test_a_room_may_be_opened_again_when_it_is_forgotten(
     prefill: PrefillRooms, asker: Asker
 ) -> None:
-    prefill.open(1)
-    prefill.add_pages(1, [5])
+    prefill.open(1, [5])
     with pytest.raises(AssertionError, match="room 1 is open"):
         prefill.forget(1)
     assert asker.look(1).pages == [5]
@@ -405,8 +402,7 @@ def test_a_flood_holds_up_no_waiting_question(
     for _ in range(200):
         for one in flooding:
             one.send(Poll(2, "x", 0, may_wait=False))
-    prefill.open(1)
-    prefill.add_pages(1, [5])
+    prefill.open(1, [5])
     assert asker.hear(2.0) == Answered(number, "instance", RoomStatus(1, True, 0, [5]))
 
 
@@ -465,3 +461,11 @@ def test_what_ended_last_is_still_reported(
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot listen on 192\.0\.2\.1"):
         PrefillRooms(LAYOUT, "192.0.2.1", unwanted_s=1, silent_s=1)
+
+
+@pytest.mark.parametrize(("done", "known"), [(0, 1), (1, 0), (1, 1), (2, 1)])
+def test_units_are_news_if_they_are_neither_known_nor_read(done: int, known: int) -> None:
+    question = Pack(1, "me", 0, 0, [0], 0, 4, 1024, done=done, known=known)
+    units = max(done, known)
+    assert not _has_changes(Packed(1, 0, done, [0] * (units - done)), question)
+    assert _has_changes(Packed(1, 0, done, [0] * (units - done + 1)), question)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 
+from rigs.disaggregation.desk_rig import until
 from rigs.disaggregation.pd_rig import LocalMover
-from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
+from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Scene
 from sglang.srt.disaggregation.common import sessions as module
 from sglang.srt.disaggregation.common.sessions import Sessions
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
@@ -27,13 +27,6 @@ def peers() -> LocalMover:
 @pytest.fixture
 def sessions(peers: LocalMover) -> Sessions:
     return Sessions(peers, lambda endpoint: endpoint not in peers.gone)
-
-
-@pytest.fixture
-def scene() -> Iterator[Scene]:
-    scene = Scene()
-    yield scene
-    scene.close()
 
 
 def used(sessions: Sessions, session_id: str, instance_id: str = "i") -> None:
@@ -148,8 +141,7 @@ def test_a_probe_that_takes_long_holds_up_no_prompt(peers: LocalMover) -> None:
 
 def test_a_prompt_keeps_its_session_until_its_reads_have_ended(scene: Scene) -> None:
     name = scene.mover.get_session_id()
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     scene.mover.hold = True
     prompt = scene.begin([9])
     until(lambda: bool(scene.mover.begun))
@@ -166,8 +158,7 @@ def test_a_prompt_keeps_its_session_until_its_reads_have_ended(scene: Scene) -> 
 
 def test_a_prompt_that_has_come_leaves_its_session(scene: Scene) -> None:
     name = scene.mover.get_session_id()
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     scene.prefill.complete(ROOM, TOKEN)
     prompt = scene.end(scene.begin([9]))
     assert prompt.outcome == TOKEN and scene.sessions.known == [name]
@@ -180,7 +171,6 @@ def test_a_prompt_that_fails_ends_the_session_of_a_server_that_is_gone(scene: Sc
     name = scene.mover.get_session_id()
     scene.mover.fails = lambda blocks: PeerUnreachable(name, "ended during a transfer")
     scene.mover.gone = {scene.endpoint}
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     assert "ended during a transfer" in scene.failure(scene.begin([9]))
     until(lambda: scene.mover.forgotten == [name])

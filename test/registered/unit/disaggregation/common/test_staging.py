@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rigs.disaggregation.desk_rig import PrefillRooms
+from rigs.disaggregation.desk_rig import PrefillRooms, until
 from rigs.disaggregation.pd_rig import LocalMover
 from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, ROOM, TOKEN, Context, Prompt
 from rigs.servers.scarce_threads import no_threads
@@ -38,16 +38,11 @@ from sglang.srt.disaggregation.control.protocol import PoolBuffer
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, RankSplit
-from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 PAGE, PAGES = 2, 8
-
-
-def until(is_so: Any) -> None:
-    assert wait_until(is_so, 60, interval=0.005)
 
 
 class Recorded(LocalMover):
@@ -227,8 +222,7 @@ class Scene:
 
     def fill(self, room: int = ROOM, pages: Sequence[int] = (4, 7)) -> None:
         for prefill in self.prefills:
-            prefill.open(room)
-            prefill.add_pages(room, pages)
+            prefill.open(room, pages)
             prefill.complete(room, TOKEN)
 
     def assert_read(self, theirs: Sequence[int], own: Sequence[int]) -> None:
@@ -274,8 +268,7 @@ def test_a_part_that_fails_ends_the_other_with_its_reason(scene: Scene) -> None:
     scene.mover.fails = fails
     prompt = scene.begin([3, 5])
     for prefill in scene.prefills:
-        prefill.open(ROOM)
-        prefill.add_pages(ROOM, [4])
+        prefill.open(ROOM, [4])
     until(lambda: prompt.has_ended)
     failure = "reading from the prefill server failed: peer p is gone"
     assert prompt.outcome == failure

@@ -6,13 +6,14 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 
 from rigs.disaggregation.control_proxy import ControlProxy, Fate
-from rigs.disaggregation.prompt_scene import ROOM, SHORT_TIMEOUTS, TOKEN, Scene, until
+from rigs.disaggregation.desk_rig import until
+from rigs.disaggregation.prompt_scene import ROOM, SHORT_TIMEOUTS, TOKEN, Scene
 from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.srt.disaggregation.control import control_client
@@ -22,20 +23,12 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 
-@pytest.fixture
-def scene() -> Iterator[Scene]:
-    scene = Scene()
-    yield scene
-    scene.close()
-
-
 # ---- the way of a prompt -----------------------------------------------------------------------
 
 
 def test_pages_are_read_as_they_come(scene: Scene) -> None:
     prompt = scene.begin([9, 2, 3, 8])
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     until(lambda: len(scene.mover.begun) == 1)
     scene.prefill.add_pages(ROOM, [7, 8])
     until(lambda: len(scene.mover.begun) == 2)
@@ -50,16 +43,14 @@ def test_pages_are_read_as_they_come(scene: Scene) -> None:
 
 
 def test_only_what_is_lacking_is_read(scene: Scene) -> None:
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4, 5, 6, 7])
+    scene.prefill.open(ROOM, [4, 5, 6, 7])
     scene.prefill.complete(ROOM, TOKEN)
     assert scene.end(scene.begin([9, 2], first_page=2)).outcome == TOKEN
     scene.assert_read([6, 7], [9, 2])
 
 
 def test_a_prompt_that_is_there_needs_the_token_alone(scene: Scene) -> None:
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4, 5])
+    scene.prefill.open(ROOM, [4, 5])
     scene.prefill.complete(ROOM, TOKEN)
     assert scene.end(scene.begin([], first_page=2)).outcome == TOKEN
     assert scene.mover.begun == []
@@ -69,8 +60,7 @@ def test_a_prompt_that_is_there_needs_the_token_alone(scene: Scene) -> None:
 def test_the_request_may_reach_the_prefill_server_later(scene: Scene) -> None:
     prompt = scene.begin([9], timeouts=Timeouts(unknown_room=60, waiting=0.1, silence=30))
     until(lambda: bool(scene.prefill._waiting))
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     scene.prefill.complete(ROOM, TOKEN)
     assert scene.end(prompt).outcome == TOKEN
 
@@ -144,8 +134,7 @@ def test_silence_in_the_middle_fails_the_room(scene: Scene) -> None:
         scene.endpoint = proxy.endpoint
         timeouts = Timeouts(unknown_room=60, waiting=60, silence=0.4)
         prompt = scene.begin([9, 2], timeouts=timeouts)
-        scene.prefill.open(ROOM)
-        scene.prefill.add_pages(ROOM, [4])
+        scene.prefill.open(ROOM, [4])
         until(lambda: len(scene.mover.begun) == 1)
         assert prompt.outcome is None
         is_silent.set()
@@ -160,8 +149,7 @@ def test_a_silence_shorter_than_the_timeout_changes_nothing(
     with ControlProxy(scene.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)) as proxy:
         scene.endpoint = proxy.endpoint
         prompt = scene.begin([9, 2])
-        scene.prefill.open(ROOM)
-        scene.prefill.add_pages(ROOM, [4])
+        scene.prefill.open(ROOM, [4])
         until(lambda: len(scene.mover.begun) == 1)
         is_silent.set()
         scene.prefill.add_pages(ROOM, [5])
@@ -179,8 +167,7 @@ def test_silence_while_a_read_hangs_fails_the_prompt_and_keeps_its_pages(scene: 
     with ControlProxy(scene.endpoint, lambda *_: () if is_silent.is_set() else (0.0,)) as proxy:
         scene.endpoint = proxy.endpoint
         prompt = scene.begin([9], timeouts=Timeouts(unknown_room=60, waiting=60, silence=0.4))
-        scene.prefill.open(ROOM)
-        scene.prefill.add_pages(ROOM, [4])
+        scene.prefill.open(ROOM, [4])
         until(lambda: len(scene.mover.begun) == 1)
         is_silent.set()
         until(lambda: isinstance(prompt.outcome, str))
@@ -206,8 +193,7 @@ def test_a_long_read_is_no_silence_on_either_side(
     with ControlProxy(scene.endpoint, listen) as proxy:
         scene.endpoint = proxy.endpoint
         prompt = scene.begin([9], timeouts=Timeouts(unknown_room=60, waiting=60, silence=0.5))
-        scene.prefill.open(ROOM)
-        scene.prefill.add_pages(ROOM, [4])
+        scene.prefill.open(ROOM, [4])
         scene.prefill.complete(ROOM, TOKEN)
 
         def is_kept_alive() -> bool:
@@ -223,16 +209,15 @@ def test_a_long_read_is_no_silence_on_either_side(
 # ---- deadlines ---------------------------------------------------------------------------------
 
 
-def test_a_room_that_the_prefill_server_never_gets(scene: Scene) -> None:
+def test_an_unknown_room_fails_in_time(scene: Scene) -> None:
     timeouts = Timeouts(unknown_room=0.2, waiting=60, silence=30)
     why = scene.failure(scene.begin([9], timeouts=timeouts))
     assert why == "the prefill server does not know the request in time"
 
 
-def test_pages_that_never_come(scene: Scene) -> None:
+def test_missing_pages_fail_the_room_in_time(scene: Scene) -> None:
     timeouts = Timeouts(unknown_room=60, waiting=0.2, silence=30)
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     why = scene.failure(scene.begin([9, 2], timeouts=timeouts))
     assert why == "the prefill server has not computed more in time"
     assert scene.given_up() == why
@@ -272,8 +257,7 @@ def test_an_abort_while_pages_are_waited_for(scene: Scene, step: str) -> None:
 
 def test_an_abort_while_pages_are_read(scene: Scene) -> None:
     scene.mover.hold = True
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     prompt = scene.begin([9])
     until(lambda: len(scene.mover.begun) == 1)
     prompt.cancel()
@@ -291,8 +275,7 @@ def test_an_end_at_the_prefill_server_ends_a_read_that_hangs(
 ) -> None:
     monkeypatch.setattr(control_client, "REPEAT_S", 0.02)
     scene.mover.hold = True
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     prompt = scene.begin([9])
     until(lambda: len(scene.mover.begun) == 1)
     scene.prefill.end(ROOM, "out of memory")

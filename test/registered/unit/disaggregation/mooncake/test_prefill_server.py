@@ -17,9 +17,9 @@ import pytest
 
 from rigs.disaggregation import desk_rig
 from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.desk_rig import PrefillRooms
+from rigs.disaggregation.desk_rig import PrefillRooms, until
 from rigs.disaggregation.pd_rig import one_rank
-from rigs.disaggregation.prompt_scene import ROOM, Server, until
+from rigs.disaggregation.prompt_scene import ROOM, Server
 from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, WrongSecret, find
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -107,7 +107,7 @@ def test_a_known_room_is_watched_until_there_are_slots(server: Server) -> None:
     assert is_known(left), "its prompt hears that itself"
 
 
-def test_a_room_that_the_prefill_server_never_gets(server: Server) -> None:
+def test_an_unknown_room_fails_alone(server: Server) -> None:
     server.close()
     server = Server(Timeouts(unknown_room=0.3, waiting=60, silence=30))
     try:
@@ -243,7 +243,7 @@ def test_a_silent_server_does_not_hold_up_the_end(server: Server) -> None:
 # ---- servers that are not there, or are none ---------------------------------------------------
 
 
-def test_a_server_that_is_not_found(hasty: Server) -> None:
+def test_a_missing_server_fails_old_rooms(hasty: Server) -> None:
     hasty.why = BootstrapError("it cannot be reached")
     old, began = hasty.ask(), time.monotonic()
     assert failure(old) == "the prefill server is not found: it cannot be reached"
@@ -313,7 +313,7 @@ def test_a_server_of_another_model_learns_of_declined_rooms(server: Server) -> N
     assert why in given_up(server.prefill, {ROOM})[ROOM], "it need not wait for a reader"
 
 
-def test_an_endpoint_that_is_none(server: Server) -> None:
+def test_a_wrong_endpoint_fails(server: Server) -> None:
     server.route = msgspec.structs.replace(server.route, endpoint="ipc:///tmp/x")
     assert failure(server.ask()).startswith("the prefill server has a wrong endpoint: 'ipc:///t")
 
@@ -321,7 +321,7 @@ def test_an_endpoint_that_is_none(server: Server) -> None:
 # ---- servers that fall silent, or are replaced -------------------------------------------------
 
 
-def test_a_server_that_never_answers(hasty: Server) -> None:
+def test_a_silent_server_fails_rooms(hasty: Server) -> None:
     hasty.route = one_rank("tcp://127.0.0.1:9")
     assert failure(hasty.ask()) == SILENT.format("tcp://127.0.0.1:9")
 

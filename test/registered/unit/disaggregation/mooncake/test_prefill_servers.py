@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from rigs.disaggregation.desk_rig import failure
+from rigs.disaggregation.desk_rig import failure, until
 from rigs.disaggregation.pd_rig import one_rank
-from rigs.disaggregation.prompt_scene import Scene, Server, receiver_of, until
+from rigs.disaggregation.prompt_scene import Scene, Server, receiver_of
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.base.timeouts import Timeouts
@@ -24,13 +23,6 @@ from sglang.srt.disaggregation.mooncake.prefill_servers import TOO_MANY
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
-
-
-@pytest.fixture
-def scene() -> Iterator[Scene]:
-    scene = Scene()
-    yield scene
-    scene.close()
 
 
 def test_servers_that_are_asked_are_bounded_and_idle_ones_make_room(

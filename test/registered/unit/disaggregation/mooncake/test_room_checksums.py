@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -20,17 +20,9 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 THEIRS, OWN = [4, 9, 5], [2, 3, 7]
 
 
-@pytest.fixture(name="scene")
-def make_scene() -> Iterator[Scene]:
-    scene = Scene()
-    yield scene
-    scene.close()
-
-
 def read(scene: Scene) -> Prompt:
     """A prompt of three pages, to its end."""
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, THEIRS[:2])
+    scene.prefill.open(ROOM, THEIRS[:2])
     prompt = scene.begin(OWN)
     scene.prefill.add_pages(ROOM, THEIRS[2:])
     scene.prefill.complete(ROOM, TOKEN)
@@ -90,8 +82,7 @@ def test_what_differs_again_fails_the_prompt(scene: Scene) -> None:
 
 def test_a_peer_that_sends_another_page_is_noticed(scene: Scene) -> None:
     """Its page was overwritten after its checksum was computed."""
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, THEIRS)
+    scene.prefill.open(ROOM, THEIRS)
     for part in scene.there.pool.parts:
         for buffer in part:
             span = slice(THEIRS[1] * PAGE, (THEIRS[1] + 1) * PAGE)

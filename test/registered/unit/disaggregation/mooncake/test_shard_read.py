@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
+from rigs.disaggregation.desk_rig import until
 from rigs.disaggregation.pd_rig import LocalMover
-from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Scene, until
+from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Scene
 from sglang.srt.disaggregation.base.deployment_secret import NONCE_BYTES
 from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.control.frames import (
@@ -47,20 +48,12 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 
-@pytest.fixture
-def scene() -> Iterator[Scene]:
-    scene = Scene()
-    yield scene
-    scene.close()
-
-
 # ---- transfers that fail -----------------------------------------------------------------------
 
 
 def test_an_error_of_the_transport_fails_the_room(scene: Scene) -> None:
     scene.mover.fails = lambda blocks: PeerUnreachable("p", "ended during a transfer")
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     why = scene.failure(scene.begin([9]))
     assert why == "reading from the prefill server failed: peer p ended during a transfer"
     assert scene.given_up() == why
@@ -82,16 +75,14 @@ def refuse_address(transfer: Transfer) -> None:
     transfer.settle()
 
 
-def test_a_read_that_ends_without_its_bytes(scene: Scene) -> None:
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+def test_a_read_without_bytes_fails_the_room(scene: Scene) -> None:
+    scene.prefill.open(ROOM, [4])
     prompt = scene.begin([9], engine=OtherMover(refuse_address))
     assert "could not be read within 60 s, or it refuses their addresses" in scene.failure(prompt)
 
 
 def test_pages_that_the_transport_never_lets_go_of_stay_taken(scene: Scene) -> None:
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     ended = PeerUnreachable("p", "ended during a transfer")
     prompt = scene.begin([9], engine=OtherMover(lambda transfer: transfer.leave(ended)))
     scene.end(prompt)
@@ -113,19 +104,17 @@ def test_a_peer_that_is_known_to_hang_is_not_asked(scene: Scene) -> None:
         def begin(self, *args: Any, **fields: Any) -> Transfer:
             raise TransferError("peer p has not answered a call for 21 s")
 
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     why = scene.failure(scene.begin([9], engine=Stalled()))
     assert why.endswith("failed: peer p has not answered a call for 21 s")
 
 
-def test_an_error_that_nobody_expected(scene: Scene) -> None:
+def test_an_unexpected_error_ends_both_sides(scene: Scene) -> None:
     class Broken(LocalMover):
         def begin(self, *args: Any, **fields: Any) -> Transfer:
             raise KeyError("what")
 
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     why = scene.failure(scene.begin([9], engine=Broken()))
     assert why == "receiving the prompt failed: KeyError: 'what'"
     assert scene.given_up() == "'what'", "prefill need not wait"
@@ -271,8 +260,7 @@ def test_answers_of_another_kind_are_not_taken(
 
 @pytest.mark.parametrize("step", STEPS)
 def test_an_injected_failure_says_so(scene: Scene, step: str) -> None:
-    scene.prefill.open(ROOM)
-    scene.prefill.add_pages(ROOM, [4])
+    scene.prefill.open(ROOM, [4])
     scene.prefill.complete(ROOM, TOKEN)
     why = scene.failure(scene.begin([9], fails_at=step))
     assert why == f"injected by SGLANG_TEST_DISAGG_FAILURE_PROB: {step} failed"

@@ -16,13 +16,10 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     MooncakeTransferEngine,
 )
 from sglang.srt.distributed.device_context import mark_device_set
-from sglang.srt.environ import envs
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in envs.fields():
-        monkeypatch.delenv(name, raising=False)
+def environment(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "tcp")
     monkeypatch.setattr(device_context, "_device", None)
     mark_device_set("cpu")

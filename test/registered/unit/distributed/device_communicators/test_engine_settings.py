@@ -210,7 +210,7 @@ def test_nvlink_within_a_node_exports_plain_allocations_alone(
         assert engine.stays_on_host
 
 
-def test_a_pool_that_does_not_exist(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_pool_is_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE")
     assert "'INTRA_NODE' is unknown" in host.refusal("tcp")
 
@@ -382,7 +382,7 @@ def test_devices_are_those_of_this_gpu(host: Host, monkeypatch: pytest.MonkeyPat
         host.start("rdma", ib_device=by_gpu)
 
 
-def test_devices_that_are_not_there(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_devices_are_refused(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     host.add_device("mlx5_0", "mlx5_core")
     host.add_device("rdmap0s6", "efa")
     assert "names mlx5_9, which this host" in host.refusal("rdma", ib_device="mlx5_0,mlx5_9")

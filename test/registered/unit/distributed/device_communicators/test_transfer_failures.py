@@ -94,7 +94,7 @@ def test_only_the_blocks_that_the_peer_refuses_fail(
     assert transfer.is_settled and not transfer.is_done
 
 
-def test_a_peer_that_is_not_there(
+def test_a_missing_peer_gets_no_call(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine
 ) -> None:
     name = f"127.0.0.1:{get_free_port()}"
@@ -104,7 +104,7 @@ def test_a_peer_that_is_not_there(
     engine.deregister(BASE)
 
 
-def test_a_peer_that_ends_in_between(
+def test_an_ended_peer_is_unreachable(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine
 ) -> None:
     fakes.answer = lambda _, call: -1 if call.requests else 0

@@ -98,7 +98,7 @@ def test_what_a_failed_batch_left_keeps_its_memory_where_it_cannot_be_ended(
 
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["at once", "late"])
-def test_a_peer_that_ends_in_a_batch_that_cannot_be_ended(
+def test_an_ended_peer_leaves_its_batch_in_flight(
     fakes: FakeTransferEngines,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -125,7 +125,7 @@ def test_a_peer_that_ends_in_a_batch_that_cannot_be_ended(
             engine.transfer(name, TransferOp.READ, apart(2), timeout=30)
 
 
-def test_a_stalled_batch_that_cannot_be_ended(
+def test_a_stalled_batch_keeps_its_ranges(
     fakes: FakeTransferEngines, peer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = LaterClock(monkeypatch)
@@ -152,7 +152,7 @@ def test_calls_under_way_are_no_longer_begun_over_an_engine_that_was_given_up(
 
 
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
-def test_a_contact_over_an_engine_that_another_call_gives_up_meanwhile(
+def test_a_transfer_survives_an_engine_given_up(
     fakes: FakeTransferEngines,
     peer: str,
     tmp_path: Path,
@@ -209,7 +209,7 @@ def test_a_peer_that_moves_three_megabytes_a_second_does_not_hang(
     assert first.wait(30) and first.is_done
 
 
-def test_a_long_call_of_a_peer_that_was_killed(
+def test_a_long_call_tells_a_killed_peer(
     fakes: FakeTransferEngines, engine: MooncakeTransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = LaterClock(monkeypatch)
@@ -228,7 +228,7 @@ def test_a_long_call_of_a_peer_that_was_killed(
     engine.deregister(BASE)
 
 
-def test_a_long_call_with_a_block_that_the_peer_refuses(
+def test_a_long_call_tells_a_refused_block(
     fakes: FakeTransferEngines,
     engine: MooncakeTransferEngine,
     peer: str,
@@ -246,7 +246,7 @@ def test_a_long_call_with_a_block_that_the_peer_refuses(
     assert statuses(transfer.outcomes) == "done done failed done"
 
 
-def test_a_long_call_of_a_peer_that_answers_no_contact(
+def test_a_long_call_tells_a_stopped_peer(
     fakes: FakeTransferEngines,
     engine: MooncakeTransferEngine,
     peer: str,

@@ -76,7 +76,7 @@ def test_a_bare_call_is_one_only_where_the_answer_begins() -> None:
         calls(template("<|tool_call|>" + bare))
 
 
-def test_arguments_that_are_joined_as_texts() -> None:
+def test_joined_arguments_choose_a_parser() -> None:
     call = '{{ \'<tool_call>{"name": "\' + c.function.name + \'", "arguments": \' + '
     assert calls(template(call + "c.function.arguments + '}</tool_call>' }}")) == "qwen25"
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.l3 import prefetch_cost, store_calls
 
 
@@ -43,11 +43,11 @@ def reads_are_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch_cost, "_CANCEL_SLACK_S", 60.0)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty directory, which the first rig fills with a tiny model."""
-    torch.set_num_threads(1)
-    return tmp_path_factory.mktemp("model")
+@pytest.fixture(autouse=True)
+def storage_dir(tmp_path: Path) -> Iterator[Path]:
+    """The directory of L3's files, which is there once a rig has L3."""
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
+        yield tmp_path / "l3"
 
 
 @pytest.fixture(scope="module")

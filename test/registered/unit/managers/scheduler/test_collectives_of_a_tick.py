@@ -86,7 +86,6 @@ class Script:
 def test_one_broadcast_a_tick_one_round_while_something_is_under_way_and_none_while_idle(
     tmp_path: Path,
 ) -> None:
-    torch.set_num_threads(1)
     exchange = MemoryExchange(2)
     groups = [CountingGroup(exchange.group(rank, most_delay_s=0.0005)) for rank in range(2)]
     args: dict[str, Any] = {

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import pytest
 import torch
 
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
@@ -30,18 +28,8 @@ WORDS: Final = 10
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("latent")
-    for family in FAMILIES:
-        save_tiny_checkpoint(root / family, family, eos_token_id=None)
-    return {family: root / family for family in FAMILIES}
-
-
-@pytest.fixture(autouse=True)
-def storage_dir(tmp_path: Path) -> Iterator[None]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
-        yield
+def models(tiny_model: Callable[..., Path]) -> dict[str, Path]:
+    return {family: tiny_model(family, eos_token_id=None) for family in FAMILIES}
 
 
 def rig_of(path: Path, dtype: str, layout: str = "page_first_direct") -> SchedulerRig:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from rigs.stores.losing_store import LosingStore
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
@@ -30,12 +27,8 @@ IDS = prompt(1, 100)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("hybrids")
-    for family in FAMILIES:
-        save_tiny_checkpoint(root / family, family, eos_token_id=None)
-    return {family: root / family for family in FAMILIES}
+def models(tiny_model: Callable[..., Path]) -> dict[str, Path]:
+    return {family: tiny_model(family, eos_token_id=None) for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +39,6 @@ def cold(models: dict[str, Path]) -> dict[str, list[int]]:
         for family, path in models.items()
     }
     return {family: rig.generate([IDS], 10)[0] for family, rig in rigs.items()}
-
-
-@pytest.fixture(name="storage_dir", autouse=True)
-def make_storage_dir(tmp_path: Path) -> Iterator[Path]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
-        yield tmp_path / "l3"
 
 
 def rig_of(path: Path, **args: Any) -> SchedulerRig:

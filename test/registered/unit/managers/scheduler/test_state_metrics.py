@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.messages.io_struct import (
     FlushCacheReqInput,
@@ -25,11 +23,8 @@ PAGE = 4
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path = tmp_path_factory.mktemp("hybrid")
-    save_tiny_checkpoint(path, "qwen3_5", eos_token_id=None)
-    return path
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3_5", eos_token_id=None)
 
 
 def rig_of(model: Path, **args: Any) -> SchedulerRig:

@@ -6,14 +6,14 @@ import asyncio
 import dataclasses
 import string
 import threading
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar
 
 import msgspec
 import pytest
 import zmq
 
-from rigs.servers.fake_engine import CONTEXT_LEN, byte_tokenizer, fake_engine
+from rigs.servers.fake_engine import CONTEXT_LEN, FakeEngine, byte_tokenizer, fake_engine
 from sglang.srt.managers.tokenizer import prompt_encoder
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
@@ -29,6 +29,7 @@ from sglang.srt.managers.tokenizer.request_limits import (
     tokenized,
 )
 from sglang.srt.managers.tokenizer.server_channel import ControlClient
+from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.messages.io_struct import (
     AbortReq,
@@ -46,70 +47,76 @@ LIMITS: Final = RequestLimits(
 )
 
 
+T = TypeVar("T")
+
+
+def with_manager(work: Callable[[FakeEngine, TokenizerManager], Awaitable[T]]) -> T:
+    """Do `work` with a manager that has started, and is closed afterwards."""
+
+    async def run() -> T:
+        with fake_engine() as engine:
+            manager = engine.manager()
+            await manager.start()
+            result = await work(engine, manager)
+            await manager.close()
+            return result
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
 def ask(text: str = "ab", **fields: Any) -> GenerateRequest:
     fields.setdefault("sampling_params", SamplingParams(max_new_tokens=4))
     return GenerateRequest(text=text, **fields)
 
 
 def test_hostile_bytes_are_dropped_and_the_next_request_served() -> None:
-    async def run() -> str:
-        with fake_engine() as engine:
-            manager = engine.manager()
-            await manager.start()
-            context = zmq.Context()
-            socket = context.socket(zmq.PUSH)
-            socket.connect(engine.ipc.server_input)
-            for payload in (
-                b"",
-                b"\xff" * 100,
-                b"\x81\xa4type\xa3Foo",
-                b"cos\nsystem\n(S'id'\ntR.",
-            ):
-                socket.send(payload)
-            state = await manager.generate_whole(ask())
-            socket.close(linger=0)
-            context.term()
-            await manager.close()
-            return state.text
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> str:
+        context = zmq.Context()
+        socket = context.socket(zmq.PUSH)
+        socket.connect(engine.ipc.server_input)
+        for payload in (
+            b"",
+            b"\xff" * 100,
+            b"\x81\xa4type\xa3Foo",
+            b"cos\nsystem\n(S'id'\ntR.",
+        ):
+            socket.send(payload)
+        state = await manager.generate_whole(ask())
+        socket.close(linger=0)
+        context.term()
+        return state.text
 
-    assert asyncio.run(run()) == "abab"
+    assert with_manager(work) == "abab"
 
 
 def test_what_one_turn_of_the_loop_asks_for_comes_in_one_frame_and_in_order() -> None:
-    async def run() -> None:
-        with fake_engine() as engine:
-            manager = engine.manager()
-            await manager.start()
-            states = await asyncio.gather(*(manager.generate_whole(ask(rid=r)) for r in "abc"))
-            assert [state.text for state in states] == ["abab"] * 3
-            await manager.generate_whole(ask(rid="d"))
-            await manager.close()
-            assert engine.scheduler.frame_sizes == [3, 1]
-            rids = [getattr(message, "rid", None) for message in engine.scheduler.received]
-            assert rids == ["a", "b", "c", "d"]
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        states = await asyncio.gather(*(manager.generate_whole(ask(rid=r)) for r in "abc"))
+        assert [state.text for state in states] == ["abab"] * 3
+        await manager.generate_whole(ask(rid="d"))
+        await manager.close()
+        assert engine.scheduler.frame_sizes == [3, 1]
+        rids = [getattr(message, "rid", None) for message in engine.scheduler.received]
+        assert rids == ["a", "b", "c", "d"]
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    with_manager(work)
 
 
 def test_leaving_early_aborts_and_keeps_the_id_until_the_end_has_come() -> None:
-    async def run() -> None:
-        with fake_engine() as engine:
-            manager = engine.manager()
-            await manager.start()
-            engine.scheduler.hold_after = 2
-            request = ask(stream=True, rid="r")
-            with manager.submit([request]) as (state,):
-                assert not await state.wait_for_output()
-            with pytest.raises(InvalidRequest, match="rid"):
-                await manager.generate_whole(ask(rid="r"))
-            while manager._leaving:
-                await asyncio.sleep(0.01)
-            assert AbortReq(rid="r") in engine.scheduler.received
-            engine.scheduler.hold_after = None
-            assert (await manager.generate_whole(ask(rid="r"))).text == "abab"
-            await manager.close()
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        engine.scheduler.hold_after = 2
+        request = ask(stream=True, rid="r")
+        with manager.submit([request]) as (state,):
+            assert not await state.wait_for_output()
+        with pytest.raises(InvalidRequest, match="rid"):
+            await manager.generate_whole(ask(rid="r"))
+        while manager._leaving:
+            await asyncio.sleep(0.01)
+        assert AbortReq(rid="r") in engine.scheduler.received
+        engine.scheduler.hold_after = None
+        assert (await manager.generate_whole(ask(rid="r"))).text == "abab"
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    with_manager(work)
 
 
 def test_a_scheduler_that_does_not_answer_is_an_error_in_bounded_time() -> None:
@@ -126,42 +133,33 @@ def test_a_scheduler_that_does_not_answer_is_an_error_in_bounded_time() -> None:
 
 
 def test_closing_ends_what_waits() -> None:
-    async def run() -> None:
-        with fake_engine() as engine:
-            manager = engine.manager()
-            await manager.start()
-            engine.scheduler.hold.set()
-            running = asyncio.create_task(manager.generate_whole(ask()))
-            while not engine.scheduler.running:
-                await asyncio.sleep(0.01)
-            await manager.close()
-            with pytest.raises(EngineUnavailable, match="shut down"):
-                await running
-            with pytest.raises(EngineUnavailable, match="shut down"):
-                await manager.generate_whole(ask())
-            await manager.close()
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        engine.scheduler.hold.set()
+        running = asyncio.create_task(manager.generate_whole(ask()))
+        while not engine.scheduler.running:
+            await asyncio.sleep(0.01)
+        await manager.close()
+        with pytest.raises(EngineUnavailable, match="shut down"):
+            await running
+        with pytest.raises(EngineUnavailable, match="shut down"):
+            await manager.generate_whole(ask())
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    with_manager(work)
 
 
 def test_refusing_new_requests_lets_the_running_finish() -> None:
-    async def run() -> str:
-        with fake_engine() as engine:
-            manager = engine.manager()
-            await manager.start()
-            engine.scheduler.hold.set()
-            running = asyncio.create_task(manager.generate_whole(ask()))
-            while not engine.scheduler.running:
-                await asyncio.sleep(0.01)
-            manager.refusal = "the server is shutting down"
-            with pytest.raises(EngineUnavailable, match="shutting down"):
-                await manager.generate_whole(ask())
-            engine.scheduler.hold.clear()
-            text = (await running).text
-            await manager.close()
-            return text
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> str:
+        engine.scheduler.hold.set()
+        running = asyncio.create_task(manager.generate_whole(ask()))
+        while not engine.scheduler.running:
+            await asyncio.sleep(0.01)
+        manager.refusal = "the server is shutting down"
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await manager.generate_whole(ask())
+        engine.scheduler.hold.clear()
+        return (await running).text
 
-    assert asyncio.run(asyncio.wait_for(run(), 20)) == "abab"
+    assert with_manager(work) == "abab"
 
 
 class GatedEncoding:
@@ -224,74 +222,64 @@ def test_texts_whose_clients_left_are_not_encoded() -> None:
 def test_an_abort_during_tokenization_ends_the_request_and_all_its_samples(
     everything: bool,
 ) -> None:
-    async def run() -> None:
-        with fake_engine() as engine:
-            manager = engine.manager()
-            await manager.start()
-            thread = GatedEncoding(manager.encoder)
-            request = ask("aa", rid="r", sampling_params=SamplingParams(max_new_tokens=4, n=3))
-            samples = [
-                asyncio.create_task(manager.generate_whole(one))
-                for one in expand_samples([request])
-            ]
-            await until(lambda: bool(thread.begun))
-            await (manager.abort_all() if everything else manager.abort("r"))
-            # The samples end while the text is still on the thread.
-            states = await asyncio.gather(*samples)
-            for state in states:
-                assert state.finish_reason is not None
-                assert (state.finish_reason.type, state.finish_reason.status_code) == ("abort", 499)
-                assert (state.output_ids, state.prompt_tokens) == ([], 0)
-            assert manager.num_requests == 0
-            thread.gate.set()
-            assert (await manager.generate_whole(ask(rid="r"))).text == "abab", "the id is free"
-            await manager.close()
-            rids = [
-                m.rid for m in engine.scheduler.received if isinstance(m, TokenizedGenerateReqInput)
-            ]
-            assert rids == ["r"], "the scheduler never heard of the samples"
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        thread = GatedEncoding(manager.encoder)
+        request = ask("aa", rid="r", sampling_params=SamplingParams(max_new_tokens=4, n=3))
+        samples = [
+            asyncio.create_task(manager.generate_whole(one)) for one in expand_samples([request])
+        ]
+        await until(lambda: bool(thread.begun))
+        await (manager.abort_all() if everything else manager.abort("r"))
+        # The samples end while the text is still on the thread.
+        states = await asyncio.gather(*samples)
+        for state in states:
+            assert state.finish_reason is not None
+            assert (state.finish_reason.type, state.finish_reason.status_code) == ("abort", 499)
+            assert (state.output_ids, state.prompt_tokens) == ([], 0)
+        assert manager.num_requests == 0
+        thread.gate.set()
+        assert (await manager.generate_whole(ask(rid="r"))).text == "abab", "the id is free"
+        await manager.close()
+        rids = [
+            m.rid for m in engine.scheduler.received if isinstance(m, TokenizedGenerateReqInput)
+        ]
+        assert rids == ["r"], "the scheduler never heard of the samples"
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    with_manager(work)
 
 
 @pytest.mark.usefixtures("all_are_long")
 def test_an_id_is_taken_while_its_prompt_is_tokenized() -> None:
-    async def run() -> None:
-        with fake_engine() as engine:
-            manager = engine.manager()
-            await manager.start()
-            thread = GatedEncoding(manager.encoder)
-            first = asyncio.create_task(manager.generate_whole(ask("aa", rid="r")))
-            await until(lambda: bool(thread.begun))
-            second = asyncio.create_task(manager.generate_whole(ask("bb", rid="r")))
-            thread.gate.set()
-            with pytest.raises(InvalidRequest, match="rid 'r' is in use"):
-                await second
-            assert (await first).text == "aaaa"
-            assert (await manager.generate_whole(ask(rid="r"))).text == "abab", "the id is free"
-            await manager.close()
-            assert len(engine.scheduler.received) == 2
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        thread = GatedEncoding(manager.encoder)
+        first = asyncio.create_task(manager.generate_whole(ask("aa", rid="r")))
+        await until(lambda: bool(thread.begun))
+        second = asyncio.create_task(manager.generate_whole(ask("bb", rid="r")))
+        thread.gate.set()
+        with pytest.raises(InvalidRequest, match="rid 'r' is in use"):
+            await second
+        assert (await first).text == "aaaa"
+        assert (await manager.generate_whole(ask(rid="r"))).text == "abab", "the id is free"
+        await manager.close()
+        assert len(engine.scheduler.received) == 2
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    with_manager(work)
 
 
 @pytest.mark.usefixtures("all_are_long")
 def test_what_is_tokenized_ends_with_the_engine() -> None:
-    async def run() -> None:
-        with fake_engine() as engine:
-            manager = engine.manager()
-            await manager.start()
-            thread = GatedEncoding(manager.encoder)
-            running = asyncio.create_task(manager.generate_whole(ask("aa")))
-            waiting = asyncio.create_task(manager.generate_whole(ask("bb")))
-            await until(lambda: bool(thread.begun))
-            await manager.close()
-            thread.gate.set()
-            for task in (running, waiting):
-                with pytest.raises(EngineUnavailable, match="shut down"):
-                    await task
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        thread = GatedEncoding(manager.encoder)
+        running = asyncio.create_task(manager.generate_whole(ask("aa")))
+        waiting = asyncio.create_task(manager.generate_whole(ask("bb")))
+        await until(lambda: bool(thread.begun))
+        await manager.close()
+        thread.gate.set()
+        for task in (running, waiting):
+            with pytest.raises(EngineUnavailable, match="shut down"):
+                await task
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    with_manager(work)
 
 
 @pytest.mark.usefixtures("all_are_long")
@@ -320,42 +308,35 @@ def test_a_long_text_with_too_many_tokens_is_refused_and_its_id_is_free() -> Non
 
 @pytest.mark.usefixtures("all_are_long")
 def test_a_tokenizer_that_fails_ends_its_request_alone() -> None:
-    async def run() -> None:
-        with fake_engine() as engine:
-            manager = engine.manager()
-            await manager.start()
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
 
-            def fail(text: str, add_special_tokens: bool) -> list[int]:
-                raise RuntimeError(f"cannot encode {text!r}")
+        def fail(text: str, add_special_tokens: bool) -> list[int]:
+            raise RuntimeError(f"cannot encode {text!r}")
 
-            encode, manager.encoder._far = manager.encoder._far, fail
-            with pytest.raises(RuntimeError, match="cannot encode 'ab'"):
-                await manager.generate_whole(ask(rid="r"))
-            manager.encoder._far = encode
-            assert (await manager.generate_whole(ask(rid="r"))).text == "abab"
-            await manager.close()
+        encode, manager.encoder._far = manager.encoder._far, fail
+        with pytest.raises(RuntimeError, match="cannot encode 'ab'"):
+            await manager.generate_whole(ask(rid="r"))
+        manager.encoder._far = encode
+        assert (await manager.generate_whole(ask(rid="r"))).text == "abab"
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    with_manager(work)
 
 
 def test_nothing_of_a_body_is_sent_where_one_of_its_requests_is_refused() -> None:
-    async def run() -> None:
-        with fake_engine() as engine:
-            manager = engine.manager()
-            await manager.start()
-            too_long = ask("a" * CONTEXT_LEN, prompt_field="text[1]")
-            for wrong in (too_long, ask(priority=2**31), ask("", prompt_field="text[1]")):
-                with (
-                    pytest.raises(InvalidRequest, match=r"text\[1\]|priority"),
-                    manager.submit([ask(rid="r"), wrong]),
-                ):
-                    pass
-            assert manager.num_requests == 0
-            assert (await manager.generate_whole(ask(rid="r"))).text == "abab"
-            await manager.close()
-            assert len(engine.scheduler.received) == 1
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        too_long = ask("a" * CONTEXT_LEN, prompt_field="text[1]")
+        for wrong in (too_long, ask(priority=2**31), ask("", prompt_field="text[1]")):
+            with (
+                pytest.raises(InvalidRequest, match=r"text\[1\]|priority"),
+                manager.submit([ask(rid="r"), wrong]),
+            ):
+                pass
+        assert manager.num_requests == 0
+        assert (await manager.generate_whole(ask(rid="r"))).text == "abab"
+        await manager.close()
+        assert len(engine.scheduler.received) == 1
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    with_manager(work)
 
 
 def test_a_request_stays_as_it_was_made_and_its_message_is_settled() -> None:

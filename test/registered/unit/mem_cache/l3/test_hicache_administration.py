@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +13,7 @@ import pytest
 
 from rigs.caches.cache_rig import CacheRig, HiCacheSettings, Reused
 from rigs.caches.memory_ranks import run_on_ranks
+from rigs.caches.tier_rigs import wait_for
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import (
@@ -97,13 +97,6 @@ def rig() -> Iterator[CacheRig]:
 def attach(rig: CacheRig, config: dict[str, Any] | str, backend: str = "dynamic") -> Any:
     text = config if isinstance(config, str) else json.dumps(config)
     return rig.hi.attach_storage_backend(backend, text)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def serves_from_storage(rig: CacheRig) -> bool:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 from rigs.caches.cache_rig import CacheRig, HiCacheSettings
 from rigs.caches.memory_ranks import MemoryExchange
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import Workload
 from sglang.srt.mem_cache.hicache_storage import CacheOutcome
 from sglang.srt.mem_cache.l3.prefetch_cost import PrefetchCostModel
@@ -185,12 +183,6 @@ def test_behind_a_long_queue_a_slow_store_is_good_enough() -> None:
 
 
 # ---- two ranks -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(name="storage_dir", autouse=True)
-def make_storage_dir(tmp_path: Path) -> Iterator[Path]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)):
-        yield tmp_path
 
 
 class TwoRanks:

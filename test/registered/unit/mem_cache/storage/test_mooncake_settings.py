@@ -11,7 +11,6 @@ import pytest
 
 from rigs.stores.host_pools import storage_config
 from sglang.srt.arg_groups.extra_config import check_extra_config_keys
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import StorageUnreachable
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
     MooncakeStore,
@@ -21,12 +20,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.offload_folder import claim_fol
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in envs.fields():
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("clean_environment")
 
 
 def test_tenants_tags_and_groups_have_defaults_and_follow_the_environment(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import torch
 
 from rigs.disaggregation.pd_rig import LocalMover, PdRig
 from rigs.schedulers.scheduler_rig import Collected, SchedulerRig, greedy, prompt
@@ -74,7 +73,6 @@ def ask(rig: SchedulerRig, name: str) -> list[Collected]:
 @pytest.mark.settled
 @pytest.mark.usefixtures("reads_are_never_late")
 def test_acceptance_is_the_same_everywhere(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     words = SchedulerRig(MODEL, **SIZES).generate(PROMPTS, NEW_TOKENS)
     lengths: dict[str, float] = {}
     with (

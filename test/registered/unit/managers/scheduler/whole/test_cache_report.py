@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rigs.caches.cache_rig import HeldReads
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3 import storage_prefetch
@@ -29,12 +27,6 @@ PAGE = 16
 IDS = prompt(1, 100)
 """Six pages, and four tokens."""
 Cuts = list[tuple[str | None, int, str]]
-
-
-@pytest.fixture(name="storage_dir", autouse=True)
-def make_storage_dir(tmp_path: Path) -> Iterator[Path]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
-        yield tmp_path / "l3"
 
 
 class ReportRig(SchedulerRig):
@@ -220,10 +212,8 @@ def test_a_load_without_room(
 
 
 @pytest.fixture(name="hybrid", scope="module")
-def make_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hybrid")
-    save_tiny_checkpoint(path, "qwen3_5", eos_token_id=None)
-    return path
+def make_hybrid(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3_5", eos_token_id=None)
 
 
 def test_a_missing_state_is_reported(hybrid: Path) -> None:

@@ -70,7 +70,6 @@ def make_reference(
 ) -> tuple[Path, dict[tuple[int, ...], torch.Tensor]]:
     """A tiny checkpoint with recurrent states, which a verification has to undo, and the logits of
     transformers' model, `[VOCAB]`, after each output of less than `NEW_TOKENS` tokens."""
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("model")
     hf: PreTrainedModel = save_tiny_checkpoint(
         path, "qwen3_5", eos_token_id=None, mtp=True, vocab_size=VOCAB

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rigs.drafts.guesses import guessed, recorded
 from rigs.models.grammar_rig import HandBackend, text_of
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.rank_rigs import RankRigs
 from rigs.schedulers.scheduler_rig import Collected, SchedulerRig, greedy, prompt
-from sglang.srt.environ import envs
 from sglang.srt.layers import context_parallel
 from sglang.srt.layers.context_parallel import Run
 from sglang.srt.messages.io_struct import ToScheduler
@@ -40,20 +37,16 @@ AnyRig = SchedulerRig | RankRigs
 
 
 @pytest.fixture(scope="module", name="qwen3")
-def make_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path = tmp_path_factory.mktemp("qwen3")
-    save_tiny_checkpoint(path, "qwen3", eos_token_id=None, num_attention_heads=8)
-    return path
+def make_qwen3(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3", eos_token_id=None, num_attention_heads=8)
 
 
 @pytest.fixture(scope="module", name="deepseek")
-def make_deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_deepseek(tiny_model: Callable[..., Path]) -> Path:
     """A model whose indexer chooses 32 tokens to attend to."""
-    path = tmp_path_factory.mktemp("deepseek")
-    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    save_tiny_checkpoint(path, "deepseek_v32", eos_token_id=None, **heads)
-    return path
+    return tiny_model(
+        "deepseek_v32", eos_token_id=None, num_attention_heads=8, num_key_value_heads=8
+    )
 
 
 @pytest.fixture(name="plans", autouse=True)
@@ -247,7 +240,7 @@ def tails_of(tier: str) -> dict[str, list[int]]:
     ("family", "size", "cp_size"), [("deepseek_v3", 2, 2), ("glm_moe_dsa", 4, 2)]
 )
 def test_drafts_are_those_of_one_rank_from_every_tier(
-    tmp_path: Path,
+    tiny_model: Callable[..., Path],
     make_ranks: Callable[..., RankRigs],
     plans: list[list[list[Run]]],
     family: str,
@@ -255,10 +248,8 @@ def test_drafts_are_those_of_one_rank_from_every_tier(
     cp_size: int,
 ) -> None:
     """Drafts equal those of one rank without a cache, and words those without speculation."""
-    torch.set_num_threads(1)
-    model = tmp_path / "model"
     heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    save_tiny_checkpoint(model, family, eos_token_id=None, mtp=True, **heads)
+    model = tiny_model(family, eos_token_id=None, mtp=True, **heads)
     drafting: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
     plain, one = (
         SchedulerRig(model, **ARGS, **fields, disable_radix_cache=True) for fields in ({}, drafting)
@@ -273,31 +264,27 @@ def test_drafts_are_those_of_one_rank_from_every_tier(
         "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_storage_backend_extra_config": extra,
     }
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
-        ranks = make_ranks(model, size, cp_size, **args)
-        for tier in TIERS:
-            prompts = tails_of(tier)
-            said = plain.generate(prompts.values(), 10)
-            texts = [[*ids, *got] for ids, got in zip(prompts.values(), said, strict=True)]
-            with recorded() as want, guessed(texts, 0.0):
-                assert one.generate(prompts.values(), 10) == said
-            if tier == "host":
-                ranks.run(ranks.request("other", prompt(79, 480)))
-            if tier == "storage":
-                ranks.close()
-                ranks = make_ranks(model, size, cp_size, **args)
-            plans.clear()
-            with recorded() as drafts, guessed(texts, 0.7):
-                ranks.run(
-                    *(
-                        ranks.request(f"{name} {tier}", ids, greedy(10))
-                        for name, ids in prompts.items()
-                    )
-                )
-            results = {name: ranks.results[f"{name} {tier}"] for name in prompts}
-            assert [got.output_ids for got in results.values()] == said, tier
-            assert len(drafts) > 6 and drafts.items() <= want.items(), tier
-            assert len(plans) >= size and all(len(plan) == cp_size for plan in plans)
-            last = results["long"].last
-            assert last is not None
-            assert tier == "none" or getattr(last.cached_tokens_details, tier) == 192
+    ranks = make_ranks(model, size, cp_size, **args)
+    for tier in TIERS:
+        prompts = tails_of(tier)
+        said = plain.generate(prompts.values(), 10)
+        texts = [[*ids, *got] for ids, got in zip(prompts.values(), said, strict=True)]
+        with recorded() as want, guessed(texts, 0.0):
+            assert one.generate(prompts.values(), 10) == said
+        if tier == "host":
+            ranks.run(ranks.request("other", prompt(79, 480)))
+        if tier == "storage":
+            ranks.close()
+            ranks = make_ranks(model, size, cp_size, **args)
+        plans.clear()
+        with recorded() as drafts, guessed(texts, 0.7):
+            ranks.run(
+                *(ranks.request(f"{name} {tier}", ids, greedy(10)) for name, ids in prompts.items())
+            )
+        results = {name: ranks.results[f"{name} {tier}"] for name in prompts}
+        assert [got.output_ids for got in results.values()] == said, tier
+        assert len(drafts) > 6 and drafts.items() <= want.items(), tier
+        assert len(plans) >= size and all(len(plan) == cp_size for plan in plans)
+        last = results["long"].last
+        assert last is not None
+        assert tier == "none" or getattr(last.cached_tokens_details, tier) == 192

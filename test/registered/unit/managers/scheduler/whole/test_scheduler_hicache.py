@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 
 from rigs.caches.cache_rig import HeldReads, HeldStream
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.environ import envs
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -37,13 +36,6 @@ register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 PAGE = 16
 EXTRA = json.dumps({"prefetch_threshold": PAGE, "prefetch_timeout_base": 30})
 """A machine that stands still for seconds makes no read late."""
-
-
-@pytest.fixture(name="storage_dir", autouse=True)
-def make_storage_dir(tmp_path: Path) -> Iterator[Path]:
-    directory = tmp_path / "l3"
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(directory)):
-        yield directory
 
 
 def make_rig(model: Path, *, storage: bool = True, **args: object) -> SchedulerRig:

@@ -24,7 +24,6 @@ NEW_TOKENS = 16
 def oracle(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> GreedyOracle:
-    torch.set_num_threads(1)
     family, overrides = request.param
     return GreedyOracle(tmp_path_factory.mktemp(family), family, **overrides)
 

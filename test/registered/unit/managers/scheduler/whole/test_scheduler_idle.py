@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rigs.call_counts import CallCounts, uncounted
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
@@ -222,7 +221,6 @@ def decoding(
         assert rig.scheduler.state.queues.decoding and not rig.tree.is_busy()
         return found
 
-    torch.set_num_threads(1)
     caplog.set_level(logging.WARNING, logger="sglang")  # The status line has a clock of its own.
     yield count
     for rig in rigs:

@@ -34,7 +34,6 @@ class Oracle:
 
 @pytest.fixture(scope="module", name="oracle")
 def make_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("model")
     return Oracle(path, save_tiny_checkpoint(path, "qwen3", eos_token_id=None))
 

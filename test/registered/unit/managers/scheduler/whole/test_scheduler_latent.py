@@ -6,15 +6,12 @@ Contexts are longer than what a token attends to, so that a wrong indexer key gi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
-from sglang.srt.environ import envs
 from sglang.srt.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -27,17 +24,8 @@ TOPK = 12
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path = tmp_path_factory.mktemp("latent")
-    save_tiny_checkpoint(path, "deepseek_v32", eos_token_id=None, index_topk=TOPK)
-    return path
-
-
-@pytest.fixture(name="storage_dir", autouse=True)
-def make_storage_dir(tmp_path: Path) -> Iterator[None]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
-        yield
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("deepseek_v32", eos_token_id=None, index_topk=TOPK)
 
 
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, -1), (1, 16), (4, 8), (16, 16)])

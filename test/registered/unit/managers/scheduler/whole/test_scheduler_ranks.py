@@ -16,7 +16,6 @@ import torch
 from rigs.caches.memory_ranks import EchoGroup, MemoryExchange
 from rigs.models.grammar_rig import HandBackend, text_of
 from rigs.models.letters import Letters
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constrained.grammar import Grammar, GrammarTicket
 from sglang.srt.distributed.rank_group import SingleRank
@@ -43,11 +42,8 @@ _DEADLINE_S = 20.0
 
 
 @pytest.fixture(scope="module", name="model")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path = tmp_path_factory.mktemp("model")
-    save_tiny_checkpoint(path, "qwen3", eos_token_id=None)
-    return path
+def make_model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3", eos_token_id=None)
 
 
 class Rank(SchedulerRig):

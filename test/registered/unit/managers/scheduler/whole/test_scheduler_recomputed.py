@@ -3,14 +3,13 @@ each request reads its own from its cached page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import Collected, SchedulerRig, greedy, prompt
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
@@ -30,14 +29,12 @@ ELEMENTS = {32 + 4 + 2 * 8: 32, 24 + 4: 24}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("models")
-    for family in ("deepseek_v3", "deepseek_v32", "glm4_moe"):
-        # A smaller `index_topk` would let the indexer choose among a cached prefix's pool rows.
-        changes: dict[str, Any] = {"index_topk": 80} if family == "deepseek_v32" else {}
-        save_tiny_checkpoint(root / family, family, eos_token_id=None, mtp=True, **changes)
-    return {path.name: path for path in root.iterdir()}
+def models(tiny_model: Callable[..., Path]) -> dict[str, Path]:
+    # A smaller `index_topk` would let the indexer choose among a cached prefix's pool rows.
+    families: dict[str, dict[str, Any]] = {
+        "deepseek_v3": {}, "deepseek_v32": {"index_topk": 80}, "glm4_moe": {}
+    }  # fmt: skip
+    return {one: tiny_model(one, eos_token_id=None, mtp=True, **families[one]) for one in families}
 
 
 def answers(rig: SchedulerRig, tag: str, prompts: Sequence[list[int]]) -> list[Collected]:

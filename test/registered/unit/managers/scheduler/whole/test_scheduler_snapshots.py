@@ -6,7 +6,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 from rigs.models.model_oracle import GreedyOracle
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
@@ -24,7 +23,6 @@ NO_CACHE: dict[str, Any] = {"disable_radix_cache": True}
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> GreedyOracle:
-    torch.set_num_threads(1)
     return GreedyOracle(tmp_path_factory.mktemp("hybrid"), "qwen3_5")
 
 

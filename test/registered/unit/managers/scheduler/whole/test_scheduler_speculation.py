@@ -4,13 +4,11 @@ layer drafts the same after a hit in any tier as in a cold run."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from rigs.drafts.draft_driver import draft_reference
@@ -41,7 +39,6 @@ def make_reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, PreTrainedModel]:
     """A tiny checkpoint, and transformers' model."""
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp(request.param)
     return path, save_tiny_checkpoint(path, request.param, eos_token_id=None, mtp=True)
 
@@ -239,12 +236,6 @@ def test_sampled_words_are_those_without_speculation(model: Path) -> None:
     assert said[0] == said[1]
 
 
-@pytest.fixture(name="storage_dir")
-def make_storage_dir(tmp_path: Path) -> Iterator[None]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
-        yield
-
-
 def ask(rig: SchedulerRig, rid: str, ids: list[int]) -> CachedTokensDetails:
     rig.step(rig.request(rid, ids, greedy(NEW_TOKENS)))
     rig.settle()
@@ -259,7 +250,6 @@ def evict_l1(rig: SchedulerRig) -> None:
 
 
 @pytest.mark.settled
-@pytest.mark.usefixtures("storage_dir")
 def test_drafts_do_not_depend_on_the_tier_of_the_prefix(model: Path) -> None:
     """The prompt also shares its page edge with another prompt that continues differently."""
     page = 16

@@ -8,7 +8,7 @@ lost, stale or misplaced checksum shows as a wrong word.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
-from sglang.srt.environ import envs
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -111,18 +109,9 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "MODEL_CLASSES", MappingProxyType(classes))
 
 
-@pytest.fixture(autouse=True)
-def storage_dir(tmp_path: Path) -> Iterator[None]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
-        yield
-
-
 @pytest.fixture(scope="module", name="model")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path = tmp_path_factory.mktemp("third")
-    save_tiny_checkpoint(path, "qwen3_next", mlp_only_layers=[1], eos_token_id=None)
-    return path
+def make_model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3_next", mlp_only_layers=[1], eos_token_id=None)
 
 
 @pytest.fixture(name="make_rig")

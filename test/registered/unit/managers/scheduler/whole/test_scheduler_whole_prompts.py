@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from rigs.schedulers.checkable_model import words
 from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
-from sglang.srt.environ import envs
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
@@ -32,13 +31,6 @@ pytestmark = pytest.mark.usefixtures("reads_are_never_late")
 PROMPT = prompt(1, 192, checkable_model.VOCAB_SIZE)
 OTHER = prompt(2, 200, checkable_model.VOCAB_SIZE)
 SEED = 7
-
-
-@pytest.fixture(autouse=True)
-def storage_dir(tmp_path: Path) -> Iterator[None]:
-    torch.set_num_threads(1)
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
-        yield
 
 
 @pytest.fixture(name="batches")
@@ -190,7 +182,7 @@ def test_samples_all_find_the_whole_prompt() -> None:
         assert got.last.cached_tokens_details.total == (191 if i else 0)
 
 
-def test_beside_a_prompt_that_is_not_whole(batches: list[ModelWorkerBatch]) -> None:
+def test_a_whole_prompt_runs_beside_a_part(batches: list[ModelWorkerBatch]) -> None:
     rig = make_rig()
     for rid, ids in (("cold", PROMPT), ("other", OTHER)):
         ask(rig, rid, ids)
@@ -203,7 +195,7 @@ def test_beside_a_prompt_that_is_not_whole(batches: list[ModelWorkerBatch]) -> N
     assert_equal_pages(rig, PROMPT, before)
 
 
-def test_before_and_behind_a_prompt_that_is_cut(batches: list[ModelWorkerBatch]) -> None:
+def test_whole_prompts_run_before_and_behind_a_cut_one(batches: list[ModelWorkerBatch]) -> None:
     rig = make_rig(chunked_prefill_size=64)
     ask(rig, "cold", PROMPT)
     batches.clear()

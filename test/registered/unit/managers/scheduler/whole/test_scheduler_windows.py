@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -26,7 +25,6 @@ PROMPTS = [prompt(1, 37), prompt(2, 21), prompt(1, 37)[:24] + prompt(3, 9)]
 
 @pytest.fixture(scope="module", name="model")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("windows")
     return path, save_tiny_checkpoint(path, "ministral", eos_token_id=None, sliding_window=WINDOW)
 
@@ -40,12 +38,6 @@ def words_of(hf: PreTrainedModel, tokens: list[int], count: int = WORDS) -> list
     generate: Any = hf.generate
     ids = generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False)
     return ids[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
-
-
-@pytest.fixture(autouse=True)
-def storage_dir(tmp_path: Path) -> Iterator[None]:
-    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "l3")):
-        yield
 
 
 @pytest.fixture(name="make_rig")

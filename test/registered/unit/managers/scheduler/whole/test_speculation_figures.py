@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rigs.drafts.guesses import guessed
 from rigs.drafts.replayed_graphs import replayed_graphs
-from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.messages.io_struct import (
     CachedTokensDetails,
@@ -29,11 +28,8 @@ SPECULATES: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num
 
 
 @pytest.fixture(name="model", scope="module")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    path = tmp_path_factory.mktemp("deepseek_v3")
-    save_tiny_checkpoint(path, "deepseek_v3", eos_token_id=None, mtp=True)
-    return path
+def make_model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("deepseek_v3", eos_token_id=None, mtp=True)
 
 
 @pytest.fixture(name="text", scope="module")

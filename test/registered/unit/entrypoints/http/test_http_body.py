@@ -4,14 +4,13 @@ header names."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Final
 
 import httpx
 import msgspec
 import pytest
 
-from rigs.servers.fake_engine import FrontServer, front_server
+from rigs.servers.fake_engine import FrontServer
 from sglang.srt.constants import MIB
 from sglang.srt.entrypoints.http.body import MAX_BODY_BYTES, MAX_BODY_VALUES, decode_body
 from sglang.srt.entrypoints.http.errors import ApiError
@@ -87,12 +86,6 @@ GENERATES: Final[dict[str, dict[str, Any]]] = {
     "/v1/responses": {"input": "a", "max_output_tokens": 1},
     "/v1/messages": {"model": "m", "messages": HELLO, "max_tokens": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FrontServer]:
-    with front_server() as running:
-        yield running
 
 
 @pytest.mark.parametrize("path", GENERATES)
