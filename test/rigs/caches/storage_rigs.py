@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Final
 
 import pytest
@@ -49,12 +48,7 @@ class StorageRigs:
     def __enter__(self) -> StorageRigs:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for rig in self._rigs:
             rig.close()
 

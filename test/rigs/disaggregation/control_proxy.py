@@ -8,7 +8,6 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -52,12 +51,7 @@ class ControlProxy:
     def __enter__(self) -> ControlProxy:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._loop.call_soon_threadsafe(self._ending.set)
         self._thread.join()
 

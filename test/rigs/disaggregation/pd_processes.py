@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -93,12 +92,7 @@ class RoleProcess:
     def __enter__(self) -> RoleProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill()
 
     def send(self, *messages: ToScheduler) -> None:

@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final
 
 from rigs.disaggregation.pd_pair import NEVER_ASKED
@@ -126,12 +125,7 @@ class PdSoak:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._kill_all()
 
     def _kill_all(self) -> None:

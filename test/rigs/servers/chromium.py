@@ -15,7 +15,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 _NAMES: Final = ("chromium", "chromium-browser", "google-chrome")
@@ -84,12 +83,7 @@ class Chromium:
             self.call(f"{domain}.enable")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.wait()
         os.close(self._read)

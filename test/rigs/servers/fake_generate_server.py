@@ -7,7 +7,6 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import orjson
@@ -54,12 +53,7 @@ class FakeServer:
         assert self._started.wait(30), "the fake server did not start"
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 

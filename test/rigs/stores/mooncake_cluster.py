@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from rigs.stores.store_processes import ObservedMaster, SuspendableNode
 from sglang.srt.environ import parse_size
@@ -61,12 +60,7 @@ class MooncakeCluster:
             self._stack = starting.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def engine_env(self) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from types import TracebackType
 
 
 class TcpForwarder:
@@ -30,12 +29,7 @@ class TcpForwarder:
     def __enter__(self) -> TcpForwarder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             ended, self._open = {self._server, *self._open}, set()
         for sock in ended:

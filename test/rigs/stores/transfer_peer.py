@@ -13,7 +13,6 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -58,12 +57,7 @@ class TransferPeer(SuspendableProcess):
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill()
         self._folder.cleanup()
 

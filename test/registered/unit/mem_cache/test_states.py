@@ -352,6 +352,20 @@ def test_write_back_saves_the_state_of_a_leaf_whose_state_is_evicted() -> None:
     rig.close()
 
 
+def test_write_back_saves_no_leaf_whose_state_finds_no_room() -> None:
+    rig = two_tiers(hicache_write_policy="write_back")
+    rig.run(range(21))
+    states = rig.states.host.pool
+    taken = states.alloc(states.available_size())
+    assert taken is not None
+    assert rig.tree.evict(EvictParams(num_tokens=20)).num_tokens_evicted == 20
+    assert rig.hi.host_pool.available_size() == rig.hi.host_pool.size
+    states.free(taken)
+    assert rig.run(range(21)) == Reused()
+    rig.settle()
+    rig.close()
+
+
 def test_integrity_names_a_lost_host_state() -> None:
     rig = two_tiers()
     lost = rig.states.host.pool.alloc(1)
