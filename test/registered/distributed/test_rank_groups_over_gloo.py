@@ -41,7 +41,12 @@ def facts() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("size", "cp", "tp_of_rank_3", "cp_of_rank_3"),
-    [(4, 1, (0, 1, 2, 3), (3,)), (4, 2, (2, 3), (1, 3)), (4, 4, (3,), (0, 1, 2, 3))],
+    [
+        (4, 1, (0, 1, 2, 3), (3,)),
+        (4, 2, (2, 3), (1, 3)),
+        (4, 4, (3,), (0, 1, 2, 3)),
+        (6, 2, (3, 4, 5), (0, 3)),
+    ],
 )
 def test_ranks_know_their_groups(
     size: int, cp: int, tp_of_rank_3: tuple[int, ...], cp_of_rank_3: tuple[int, ...]

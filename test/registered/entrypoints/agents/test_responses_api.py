@@ -216,6 +216,9 @@ def test_items_are_turns_of_the_template(shown: FrontServer) -> None:
         "f;g;[system:rules\n\nbe brief][user:add]"
         '[assistant:<hm>soc1=f{"a": 1}c2=g{}][tool:onec1][tool:twoc2][assistant:x][assistant:y]'
     )
+    items[2] = {"type": "reasoning", "id": "rs_1",
+                "summary": [{"type": "summary_text", "text": "hm"}]}  # fmt: skip
+    assert prompt_of(shown, input=items, instructions="rules", tools=[F, G]) == prompt
     assert prompt_of(shown, input="a", reasoning={"effort": "low"}) == "low[user:a]"
     assert prompt_of(shown, input="a", tools=[F], tool_choice="none") == "[user:a]"
 

@@ -193,6 +193,13 @@ def test_the_chosen_tokens_are_the_same_however_a_prompt_is_cut(
         seen.append(torch.cat(chosen))
     assert all(torch.equal(places, seen[0]) for places in seen)
     assert not torch.equal(seen[0][0], seen[0][1]), "each layer chooses for itself"
+    driver = StepDriver(tmp_path)
+    driver.extend([(0, tokens[:31])])
+    chosen.clear()
+    driver.decode([(0, tokens[31])])
+    assert not chosen, "all 32 tokens are attended to"
+    driver.decode([(0, tokens[32])])
+    assert len(chosen) == 2
 
 
 def test_only_layers_with_an_indexer_have_keys(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -325,6 +326,18 @@ def test_a_connection_that_another_call_gave_up_is_made_anew(
     monkeypatch.setattr(remote, "connect", lambda deadline: next(connections))
     assert engine.transfer(peer, TransferOp.WRITE, apart(2), timeout=30).is_done
     assert len(fakes.calls) == 1
+
+
+def test_a_later_call_hides_no_hang(
+    engine: MooncakeTransferEngine, peer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, now = engine._peer(peer), time.monotonic()
+    calls = {1: (engine._pool.home, now - 2 * STALLED_AFTER_S, 0), 2: (engine._pool.home, now, 0)}
+    monkeypatch.setattr(remote, "_calls", calls)
+    with pytest.raises(PeerStalled, match="has not answered a call"):
+        remote.check_moving()
+    del calls[1]
+    remote.check_moving()
 
 
 def test_a_slow_peer_is_not_one_that_hangs(

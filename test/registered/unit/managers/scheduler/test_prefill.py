@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.policy import LPM_MAX_OVERTAKEN
+from sglang.srt.managers.scheduler.prefill import _reused_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -115,3 +118,15 @@ def test_samples_go_on_when_the_first_is_aborted_or_nothing_is_cached(model: Pat
     rig = SchedulerRig(model, disable_radix_cache=True)
     rig.run(rig.request("s", prompt(4, 64)), rig.request("s-1", prompt(4, 64), sample_of="s"))
     assert rig.scheduler.state.counters.prefill_batches == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "storage", "expected"),
+    [(0, 0, (95, 0, 0)), (64, 0, (32, 63, 0)), (64, 16, (32, 48, 15)), (32, 16, (32, 16, 16))],
+)
+def test_the_last_token_of_a_cached_prompt_counts_less_at_the_lowest_tier(
+    host: int, storage: int, expected: tuple[int, int, int]
+) -> None:
+    device = 32 if host else 96
+    prefix: Any = SimpleNamespace(from_device=device, from_host=host)
+    assert _reused_tokens(prefix, storage, 96) == expected

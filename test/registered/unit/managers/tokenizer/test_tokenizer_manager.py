@@ -374,6 +374,13 @@ def test_a_default_number_of_tokens_fits_the_context(
     assert message.sampling_params.max_new_tokens == settled
 
 
+@pytest.mark.parametrize(("top_k", "settled"), [(259, 259), (260, 260), (261, -1)])
+def test_more_candidates_than_tokens_are_all_tokens(top_k: int, settled: int) -> None:
+    request = ask(sampling_params=SamplingParams(top_k=top_k))
+    message = tokenized(request, token_array([65]), LIMITS, created_time=0.0)
+    assert message.sampling_params.top_k == settled
+
+
 def test_a_body_that_never_fits_the_queue_is_refused_for_good() -> None:
     limits = dataclasses.replace(LIMITS, max_queued_requests=3)
     for fits in (expand_samples([ask(sampling_params=SamplingParams(n=3))]), [ask(), ask()]):
