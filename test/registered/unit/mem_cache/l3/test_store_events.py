@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rigs.caches.cache_rig import CacheRig, HeldReads, HiCacheSettings, Reused
+from rigs.caches.cache_rig import CacheRig, HiCacheSettings, Reused
 from rigs.caches.event_listener import TierListeners
 from rigs.caches.memory_ranks import run_on_ranks
 from rigs.caches.sharded_rig import ShardedRig
@@ -123,19 +123,6 @@ def test_a_page_that_the_store_evicted_is_gone_once_a_read_asks_for_it(storage_d
     object_of(storage_dir, 2).unlink()
     assert of_store(rig) == []
     assert run(rig) == [removed(2), stored(2, 2)], "and it is written again"
-    rig.close()
-
-
-def test_pages_are_not_gone_while_they_are_read(storage_dir: Path) -> None:
-    rig = make()
-    run(rig)
-    rig.flush()
-    with HeldReads(rig.hi, calls=0):
-        rig.arrive("r", PROMPT)
-        rig.until(lambda: rig.hi.storage_prefetch.table.operations[0].progress.hit == 6)
-        rig.tick()
-        assert of_store(rig) == []
-    rig.settle()
     rig.close()
 
 
