@@ -3,18 +3,19 @@
 The conversations are those of `simulate turns`, with answers that become part of the next
 prompt. While it decodes, a request leaves a snapshot every `--intervals` tokens (0: none, as with
 `--mamba-scheduler-strategy no_buffer`). L1 has the memory of a fraction of all pages, divided
-between pages and states; `state_pages` is the memory of one state in pages. Eviction considers the
-server's queue.
+between pages and states; `state_pages` is the memory of one state in pages, `per_path` is
+`--mamba-max-states-per-path`. Eviction considers the server's queue.
 
 For each: the hit rate as a share of the whole pages of all
 prompts, the snapshots that the tree took over, and how many of them were evicted; means over three
 random orders. `unlimited` is a cache that never evicts. `dense_hit_rate` is the hit rate of a model
-without states, with all of the memory for pages. About 20 s.
+without states, with all of the memory for pages. About a minute.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from typing import Any, Final
 
@@ -38,6 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--chunked-prefill-size", type=int, default=8192)
     add("--alignment", type=int, default=64, help="tokens between possible snapshots")
     add("--intervals", type=int, nargs="+", default=[0, 64, 256, 1024])
+    add("--max-states-per-path", type=int, nargs="+", default=[0, 1, 2, 3], help="0: no limit")
     add("--fractions", type=float, nargs="+", default=[0.2, 0.5, 1.0])
     add("--state-pages", type=int, nargs="+", default=[16, 64])
     add("--memory-ratio", type=float, default=0.9, help="bytes of states per byte of pages")
@@ -115,9 +117,12 @@ def add_replay(report: Report, case: dict[str, Any], found: dict[str, float]) ->
 def measure(args: argparse.Namespace, talks: Conversations, report: Report) -> None:
     """All replays."""
 
-    def settings(num_states: int, interval: int) -> StateSettings:
+    def settings(num_states: int, interval: int, most: int = 0) -> StateSettings:
         return StateSettings(
-            num_states=num_states, alignment=args.alignment, track_interval=interval
+            num_states=num_states,
+            alignment=args.alignment,
+            track_interval=interval,
+            max_per_path=most,
         )
 
     # No two snapshots of a conversation have the same position.
@@ -144,9 +149,9 @@ def measure(args: argparse.Namespace, talks: Conversations, report: Report) -> N
                 continue
             pages, states = divided
             report.add_all("count", {"l1_pages": pages, "l1_states": states}, case)
-            for interval in args.intervals:
-                found = talks.replay(pages, settings(states, interval))
-                add_replay(report, {**case, "interval": interval}, found)
+            for interval, limit in itertools.product(args.intervals, args.max_states_per_path):
+                found = talks.replay(pages, settings(states, interval, limit))
+                add_replay(report, {**case, "interval": interval, "per_path": limit}, found)
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -166,6 +171,7 @@ _QUICK: Final = {
     "request_length": 100,
     "output_length": 200,
     "intervals": [0, 64],
+    "max_states_per_path": [0, 1],
     "fractions": [0.5],
     "state_pages": [4],
 }

@@ -58,6 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--hicache-ratio", type=float, default=2.0, help="pages of L2 per page of L1")
     add("--state-pages", type=int, nargs="+", default=[16, 64, 256])
     add("--memory-ratios", type=float, nargs="+", default=[0.1, 0.3, 0.9, 2.0])
+    add("--max-states-per-path", type=int, nargs="+", default=[0], help="of `division`; 0: none")
 
 
 class TraceReplays:
@@ -177,13 +178,17 @@ def division(args: argparse.Namespace, trace: TraceReplays, report: Report) -> N
                 if divided is None:
                     continue
                 pages, num_states = divided
-                states = StateSettings(num_states=num_states, alignment=args.alignments[0])
-                found = {
-                    "l1_states": num_states,
-                    **trace.once(pages, states, Arrangement.ONE_TIER),
-                    "dense_hit_rate": trace.dense(total),
-                }
-                add_replay(report, case, found)
+                dense = trace.dense(total)
+                for limit in args.max_states_per_path:
+                    states = StateSettings(
+                        num_states=num_states, alignment=args.alignments[0], max_per_path=limit
+                    )
+                    found = {
+                        "l1_states": num_states,
+                        **trace.once(pages, states, Arrangement.ONE_TIER),
+                        "dense_hit_rate": dense,
+                    }
+                    add_replay(report, {**case, "per_path": limit}, found)
 
 
 def run(args: argparse.Namespace, report: Report) -> None:

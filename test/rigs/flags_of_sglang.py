@@ -44,7 +44,7 @@ ACTED_ON: Final = _flags("""
     enable-prefill-cp disaggregation-enable-kv-checksum disable-decode-cuda-graph
     cuda-graph-max-bs-decode:32 mamba-radix-cache-strategy=auto:extra_buffer_lazy
     hicache-host-memory-fraction=0.8:0.5 hicache-storage-prefetch-retry-poll-interval=8:4
-    hicache-storage-prefetch-retry-max-attempts=8:2
+    hicache-storage-prefetch-retry-max-attempts=8:2 mamba-max-states-per-path=-1:4
 """)
 """Some need other flags beside them."""
 
@@ -61,7 +61,7 @@ IGNORED: Final = _flags("""
     enable-encoder-swa-bounded-replay enable-decoder-swa-bounded-replay
     enable-lean-attention enable-nvidia-megakernel enable-amd-monokernel
     bf16-gemm-backend=auto:torch dsv4-prefill-backend=auto:flashmla_sparse
-    dsv4-attn-backend=auto:trtllm enable-dsa-fused-indexer mamba-max-states-per-path=-1:4
+    dsv4-attn-backend=auto:trtllm enable-dsa-fused-indexer
     linear-attn-backend=triton:cutedsl linear-attn-decode-backend:triton
     linear-attn-prefill-backend:triton linear-attn-verify-backend:triton
     enable-linear-replayssm linear-replayssm-cache-len=16:32 enable-linear-replayssm-spec

@@ -209,6 +209,8 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
             ["--mamba-scheduler-strategy", "no_buffer", "--mamba-track-interval", "64"],
             "with --mamba-scheduler-strategy no_buffer",
         ),
+        (["--mamba-max-states-per-path", "0"], "must be -1 or at least 1"),
+        (["--disable-radix-cache", "--mamba-max-states-per-path", "2"], "--disable-radix-cache"),
         (["--mamba-track-interval", "0"], "--mamba-track-interval 0: must be at least 1"),
         (["--disable-radix-cache", "--enable-hierarchical-cache"], "contradicts"),
         (["--hicache-storage-prefetch-retry-max-attempts", "-1"], "-1: must be from 0 to 1000"),

@@ -123,6 +123,7 @@ class SimulatedCache:
         rows: Rows of running requests; None: `serve` needs none.
         states: Recurrent states of the model in L1; None: it has none.
         alignment: Tokens between possible snapshots of recurrent states.
+        max_per_path: See `StateComponent`.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class SimulatedCache:
         rows: ReqToTokenPool | None = None,
         states: MambaPool | None = None,
         alignment: int | None = None,
+        max_per_path: int = 0,
     ) -> None:
         self._page_size = page_size
         pool = MHATokenToKVPool(
@@ -149,6 +151,7 @@ class SimulatedCache:
             eviction_policy=policy,
             model_pools=None if states is None else ModelPools.of([pool, states]),
             mamba_snapshot_alignment=alignment,
+            mamba_max_states_per_path=max_per_path,
         )
         # Half a page more, so that rounding down gives exactly these pages.
         settings = _HiCacheSettings(

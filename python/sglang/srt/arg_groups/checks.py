@@ -123,6 +123,8 @@ def _ranges(args: ServerFlags) -> Iterator[tuple[str, bool, str]]:
     fraction = args.mem_fraction_static
     yield "mem_fraction_static", fraction is None or 0 < fraction < 1, "between 0 and 1"
     chunk = args.chunked_prefill_size
+    limit = args.mamba_max_states_per_path
+    yield "mamba_max_states_per_path", limit == -1 or limit >= 1, "-1 or at least 1"
     yield "chunked_prefill_size", chunk is None or chunk == -1 or chunk >= 1, "-1 or at least 1"
 
 
@@ -309,6 +311,7 @@ def _check_cache(args: ServerFlags) -> Iterator[str]:
             "schedule_policy",
             "radix_eviction_policy",
             "radix_cache_backend",
+            "mamba_max_states_per_path",
             "mamba_scheduler_strategy",
             "mamba_track_interval",
         ):

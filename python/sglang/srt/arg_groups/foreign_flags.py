@@ -249,7 +249,7 @@ SGLANG_FLAGS: Final = (
         sm_group_num prefill_decode_interval* min_free_slots_delay"""),
     _row(_IGNORED, "what the caches keep, and where", """swa_full_tokens_ratio hybrid_kvcache_ratio
         strip_thinking_cache swa_prefix_tails enable_encoder_swa_bounded_replay
-        enable_decoder_swa_bounded_replay mamba_max_states_per_path c128_page_size
+        enable_decoder_swa_bounded_replay c128_page_size
         radix_eviction_policy_config enable_page_major_kv_layout enable_unified_memory
         prefill_only_disable_kv_cache hicache_host_memory_mode=cache"""),
     _row(_IGNORED, "prefill and decode on different servers", """num_reserved_decode_tokens

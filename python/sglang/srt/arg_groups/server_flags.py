@@ -186,6 +186,11 @@ class ServerFlags(
     mamba_track_interval: int = flag(
         256, "Tokens between snapshots of a request's recurrent state while it decodes."
     )
+    mamba_max_states_per_path: int = flag(
+        -1,
+        "Newest states of each conversation that leave L1 and L2 in the usual order; older ones "
+        "leave before all others, unless prompts branch there. -1: none does.",
+    )
     disable_radix_cache: bool = flag(False, "Do not reuse prefixes.")
     radix_eviction_policy: str = flag(
         "lru",

@@ -454,7 +454,8 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
     if pool is not None and not params.disable:
         alignment = params.mamba_snapshot_alignment or params.page_size
         metrics = StateMetrics(params.metrics_registry)
-        components.append(StateComponent(pool, alignment, metrics))
+        most = params.mamba_max_states_per_path
+        components.append(StateComponent(pool, alignment, metrics, most))
     return PrefixTree(
         params.token_to_kv_pool_allocator,
         params.page_size,

@@ -174,14 +174,16 @@ class Snapshots:
 
     def on_decoded(self, req: Req) -> None:
         """A decode step of `req` has ended, and its token is counted. If the step left a snapshot,
-        it replaces the one before. The tree gets only the last one, when the request ends: earlier
-        ones would displace states of other prefixes."""
+        it replaces the one before, whose slot is free again: the next is taken when it is due. The
+        tree gets only the last one, when the request ends: earlier ones would displace states of
+        other prefixes."""
         slots = req.slots
         if slots.snapshot_in_flight == req.progress.kv_committed_len:
             last = slots.snapshot_slot
             slots.snapshot_slot, slots.mamba_track_slot = slots.mamba_track_slot, last
             slots.mamba_last_track_seqlen = slots.snapshot_in_flight
             slots.snapshot_in_flight = None
+            self.release(req)
 
     def release(self, req: Req) -> None:
         """Free the slot that `req` has for its next snapshot. A write in flight is safe: it was

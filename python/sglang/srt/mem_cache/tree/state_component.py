@@ -32,7 +32,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.tree.digest import hash_of
 from sglang.srt.mem_cache.tree.hicache_metrics import StateMetrics
-from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, SlotPool, TieredTree
+from sglang.srt.mem_cache.tree.pool_tier import (
+    DeviceTier,
+    HostTier,
+    PoolTier,
+    SlotPool,
+    TieredTree,
+)
 from sglang.srt.mem_cache.tree.tree_node import StateSlots, StateWeights, TreeNode
 
 if TYPE_CHECKING:
@@ -48,6 +54,8 @@ class StateComponent:
     Args:
         alignment: Snapshots are taken at multiples of this number of tokens.
         metrics: Metrics of states in all tiers.
+        max_per_path: States of a path that leave in the order of their use. Those above leave
+            before all others, unless prompts branch there; 0: none does.
 
     Attributes:
         alignment: Usable prefixes have a multiple of this number of tokens.
@@ -60,10 +68,15 @@ class StateComponent:
     host: HostTier
 
     def __init__(
-        self, pool: StatePool, alignment: int, metrics: StateMetrics | None = None
+        self,
+        pool: StatePool,
+        alignment: int,
+        metrics: StateMetrics | None = None,
+        max_per_path: int = 0,
     ) -> None:
         self.pool = pool
         self.alignment = alignment
+        self.max_per_path = max_per_path
         self.metrics = metrics or StateMetrics(None)
         name = pool.spec.name
         self.weights = StateWeights(hash_of(f"{name} in L1"), hash_of(f"{name} in L2"))
@@ -81,6 +94,7 @@ class StateComponent:
         self._index = index
         name = f"{self.pool.spec.name} states on the device"
         self.device = DeviceTier(tree, name, self.pool, slots_of=self.of)
+        self.tiers: list[PoolTier] = [self.device]
         self.device.evicted = self.metrics.evicted.labels("device")
         tree.device.dependents.append(self.device)
 
@@ -88,6 +102,7 @@ class StateComponent:
         """Let nodes have slots of `pool` on the host too."""
         name = f"{self.pool.spec.name} states on the host"
         self.host = HostTier(self._tree, name, pool, slots_of=self.of)
+        self.tiers.append(self.host)
         self.host.evicted = self.metrics.evicted.labels("host")
         self._tree.host.dependents.append(self.host)
 
@@ -173,7 +188,7 @@ class StateComponent:
         """Take over the slots of an insertion for its last node, `end`. True: the tree had slots
         there, and the caller still owns those of `params`."""
         assert params.mamba_value is not None
-        return not self.device.put(end, params.mamba_value)
+        return not self._put(end, params.mamba_value)
 
     def insertable(self, req: CacheableRequest, length: int) -> int:
         """Number of leading tokens of a request, at most `length`, that the tree may take over."""
@@ -190,7 +205,7 @@ class StateComponent:
     def take_from(self, req: CacheableRequest, end: TreeNode) -> None:
         """Take over the state of `req` at `end`. The tree has taken over the tokens up to there."""
         holder = cast(StatefulRequest, req)
-        if holder.mamba_track_slot is not None and self.device.put(end, holder.mamba_track_slot):
+        if holder.mamba_track_slot is not None and self._put(end, holder.mamba_track_slot):
             holder.mamba_track_slot = None
         holder.mamba_last_track_seqlen = None
 
@@ -204,6 +219,19 @@ class StateComponent:
     def can_end(self, node: TreeNode) -> bool:
         """True if a prefix that ends with `node`, whose pages are there, can be used."""
         return self.of(node).is_on_any_tier
+
+    def _put(self, end: TreeNode, slot: torch.Tensor) -> bool:
+        """As `DeviceTier.put`. States above that `end` replaces are the next to leave."""
+        if not self.device.put(end, slot):
+            return False
+        if self.max_per_path:
+            with_state = [node for node in end.path_up() if self.of(node).is_on_any_tier]
+            for node in with_state[self.max_per_path :]:
+                if len(node.children) == 1:
+                    self.of(node).last_access_time = 0
+                    for tier in self.tiers:
+                        tier.heap.refresh(node)
+        return True
 
     def _is_ready(self, node: TreeNode) -> bool:
         """True if the state of `node` is on the device; False while it is being loaded."""

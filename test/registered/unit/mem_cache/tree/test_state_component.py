@@ -320,6 +320,41 @@ def test_policies_choose_which_states_go(policy: str, survivor: int) -> None:
     rig.check()
 
 
+@pytest.mark.parametrize(
+    ("max_per_path", "branches", "leaves"),
+    [(0, False, [200, 4]), (1, False, [4, 8]), (2, False, [4, 200]), (1, True, [8, 200])],
+)
+def test_replaced_states_of_a_path_leave_first(
+    max_per_path: int, branches: bool, leaves: list[int]
+) -> None:
+    rig = StateRig(page_size=4)
+    rig.states.max_per_path = max_per_path
+    insert(rig, range(196, 200))
+    for end in (4, 8, 12):
+        insert(rig, range(end))
+    if branches:
+        other = [*range(4), *range(90, 94)]
+        assert matched(rig, other) == 4
+        insert(rig, other)
+    ends = {200: range(196, 200), 4: range(4), 8: range(8), 12: range(12)}
+    rig.tree.evict(EvictParams(mamba_num=2))
+    gone = [end for end, ids in ends.items() if matched(rig, [*ids, 70]) < len(ids)]
+    assert gone == sorted(leaves, key=list(ends).index)
+    rig.check()
+
+
+def test_a_replaced_state_that_is_used_again_leaves_in_the_usual_order() -> None:
+    rig = StateRig(page_size=4)
+    rig.states.max_per_path = 1
+    for end in (4, 8):
+        insert(rig, range(end))
+    insert(rig, range(196, 200))
+    assert matched(rig, [*range(4), 70]) == 4
+    rig.tree.evict(EvictParams(mamba_num=1))
+    assert [matched(rig, [*range(end), 70]) for end in (4, 8)] == [4, 4], "8 was the oldest"
+    rig.check()
+
+
 def test_what_waiting_requests_will_use_goes_last() -> None:
     rig = StateRig(l1_pages=16, page_size=4)
     for base in (0, 100):

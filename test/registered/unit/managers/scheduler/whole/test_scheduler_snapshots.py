@@ -181,10 +181,10 @@ def test_a_request_that_runs_takes_the_slot_of_the_oldest_snapshot(oracle: Greed
 
 
 def test_slots_for_snapshots_go_to_requests_that_want_to_run(oracle: GreedyOracle) -> None:
-    """Nine slots: three requests decode, and hold two snapshots each beside their running states.
-    Six more want to run."""
-    rig = rig_of(oracle, num_states=9, max_requests=9, mamba_track_interval=PAGE)
-    long, late = [prompt(70 + i, 20) for i in range(3)], [prompt(80 + i, 4) for i in range(6)]
+    """Six slots: three requests decode, and hold a snapshot each beside their running states.
+    Three more want to run."""
+    rig = rig_of(oracle, num_states=6, max_requests=6, mamba_track_interval=PAGE)
+    long, late = [prompt(70 + i, 20) for i in range(3)], [prompt(80 + i, 4) for i in range(3)]
     rig.step(*[rig.request(f"long {i}", ids, greedy(60)) for i, ids in enumerate(long)])
     pool = rig.scheduler.state.pools.req_to_token_pool.mamba_pool
     assert pool is not None
