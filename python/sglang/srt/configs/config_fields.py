@@ -1,4 +1,4 @@
-"""Reads and checks the fields of a checkpoint's config.json. Needs neither torch nor transformers.
+"""Checks the fields of a checkpoint's config.json. Needs neither torch nor transformers.
 
 A field may change what the model computes, and ignoring it would give wrong words without an error.
 For each architecture a field is read, harmless, or supported at stated values only. Other fields
@@ -7,14 +7,9 @@ are refused, unless they are null, false, zero or empty.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
-
-from sglang.srt.configs.quantization_config import quantization_of
-from sglang.srt.utils.json_files import read_json
 
 TEXT_CONFIG: Final = "text_config"
 """The object of config.json that has the settings of a text model which is a part of the whole."""
@@ -318,13 +313,13 @@ def _check(
         value = values.get(name)
         if value is not None and not (isinstance(value, int) and least <= value <= most):
             raise ValueError(
-                f"config.json: {prefix}{name}={_shown(value)} must be an integer from {least} to "
+                f"config.json: {prefix}{name}={shown(value)} must be an integer from {least} to "
                 f"{most}: copy the checkpoint again"
             )
     for name in ("dtype", "torch_dtype"):
         if not isinstance(values.get(name), str | None):
             raise ValueError(
-                f"config.json: {prefix}{name}={_shown(values[name])} must be the name of a dtype"
+                f"config.json: {prefix}{name}={shown(values[name])} must be the name of a dtype"
             )
     supported = fields.supported()
     for name, allowed in supported.items():
@@ -333,11 +328,11 @@ def _check(
             if item is not None and not _is_one_of(item, allowed):
                 words = " or ".join(map(repr, allowed))
                 raise ValueError(
-                    f"config.json: {prefix}{name}={_shown(item)} is not supported for "
+                    f"config.json: {prefix}{name}={shown(item)} is not supported for "
                     f"{architecture}: {words} is"
                 )
     unknown = [
-        f"{prefix}{name}={_shown(value)}"
+        f"{prefix}{name}={shown(value)}"
         for name, value in _with_rope(values, fields.rope)
         if value and name not in known and name not in supported and not name.startswith("_")
     ]
@@ -365,85 +360,7 @@ def _is_one_of(value: object, words: tuple[Any, ...]) -> bool:
     )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value for an error, in one line of bounded length."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
-
-
-def read_config(
-    model_path: str, *, trust_remote_code: bool = False, quantization: str | None = None
-) -> tuple[str, dict[str, Any]]:
-    """Read and check config.json of the checkpoint in directory `model_path`. Returns its key in
-    `FIELDS`, and the whole config.
-
-    Args:
-        trust_remote_code: True if a config class of the checkpoint may run.
-        quantization: Name of the weight format; None: the checkpoint's own.
-
-    Raises:
-        ValueError: There is no checkpoint, or its architecture, its weight format or a field is not
-            supported. One line with the remedy.
-    """
-    directory = Path(model_path)
-    # `Path.is_dir` raises OSError for a name that is too long.
-    if not os.path.isdir(directory):
-        raise ValueError(
-            f"model path {model_path!r} is not a directory: give the local directory of a "
-            "Hugging Face checkpoint, or its name on the hub (OWNER/NAME)"
-        )
-    raw = read_json(directory / "config.json")
-    if raw is None:
-        raise ValueError(f"{model_path} has no config.json: it is not a checkpoint directory")
-    text = raw.get(TEXT_CONFIG)
-    try:
-        quantization_of(raw, asked=quantization)
-    except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from None
-    name = _architecture(raw, directory)
-    if FIELDS[name].text is not None and not isinstance(text, dict):
-        raise ValueError(
-            f"{directory}: config.json has no {TEXT_CONFIG}, which has the settings of {name}'s "
-            "text model: copy the checkpoint again"
-        )
-    if is_remote_config(raw, name) and not trust_remote_code:
-        raise ValueError(
-            f"{directory}: config.json has model_type={raw.get('model_type')!r}, whose code comes "
-            "with the checkpoint (auto_map): if you trust that code, start with "
-            "--trust-remote-code"
-        )
-    try:
-        check_fields(raw, name)
-    except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from None
-    return name, raw
-
-
-def is_remote_config(raw: dict[str, Any], architecture: str) -> bool:
-    """True if config.json is read by a class that comes with the checkpoint: transformers has none
-    for its `model_type`, as with Kimi-K2's.
-
-    Raises:
-        ValueError: Its `model_type` is of another architecture, and no class comes with it.
-    """
-    fields, model_type = FIELDS[architecture], raw.get("model_type")
-    if isinstance(model_type, str) and model_type in fields.model_types:
-        return False
-    auto_map = raw.get("auto_map")
-    if fields.text is None and isinstance(auto_map, dict) and "AutoConfig" in auto_map:
-        return True
-    raise ValueError(
-        f"config.json: model_type={model_type!r} is not that of {architecture} "
-        f"({', '.join(sorted(fields.model_types))}): copy the checkpoint again"
-    )
-
-
-def _architecture(raw: dict[str, Any], directory: Path) -> str:
-    names = raw.get("architectures") or []
-    for name in names if isinstance(names, list) else [names]:
-        if isinstance(name, str) and name in FIELDS:
-            return name
-    found = _shown(names) if names else f"missing (model_type {raw.get('model_type')!r})"
-    raise ValueError(
-        f"{directory}: architectures {found} in config.json is not supported: "
-        f"supported are {', '.join(sorted(FIELDS))}"
-    )

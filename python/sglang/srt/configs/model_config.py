@@ -17,12 +17,8 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from sglang.srt.configs.config_fields import (
-    FIELDS,
-    TEXT_CONFIG,
-    is_remote_config,
-    read_config,
-)
+from sglang.srt.configs.config_fields import FIELDS, TEXT_CONFIG
+from sglang.srt.configs.config_file import is_remote_config, read_config
 from sglang.srt.configs.generation_config import GENERATION_CONFIG
 from sglang.srt.configs.quantization_config import QuantizationConfig, quantization_of
 from sglang.srt.configs.rope_config import RopeConfig

@@ -26,7 +26,7 @@ from sglang.srt.arg_groups.remote_weights import (
     reads_weights,
     seed_host_port,
 )
-from sglang.srt.configs.config_fields import read_config
+from sglang.srt.configs.config_file import read_config
 from sglang.srt.distributed.device_communicators.mooncake_library import (
     MOONCAKE_MISSING,
     STORE_USER,
