@@ -24,6 +24,7 @@ FAMILIES: Final = {
     "qwen3": HEADS,
     "qwen3_moe": HEADS,
     "deepseek_v32": LATENT,
+    "minimax_m2": HEADS,
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
 }

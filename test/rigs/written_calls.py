@@ -97,6 +97,18 @@ def glm(newline: str, *calls: tuple[str, dict[str, Any]]) -> str:
     return newline.join(out)
 
 
+def minimax_m2(*calls: tuple[str, dict[str, Any]]) -> str:
+    out = []
+    for name, arguments in calls:
+        values = [
+            f'<parameter name="{key}">{value if isinstance(value, str) else json.dumps(value)}'
+            "</parameter>\n"
+            for key, value in arguments.items()
+        ]
+        out.append(f'<invoke name="{name}">\n{"".join(values)}</invoke>\n')
+    return f"<minimax:tool_call>\n{''.join(out)}</minimax:tool_call>"
+
+
 def mistral(*calls: tuple[str, dict[str, Any]]) -> str:
     listed = [{"name": name, "arguments": arguments} for name, arguments in calls]
     return f"[TOOL_CALLS] {json.dumps(listed)}"
@@ -128,6 +140,7 @@ WRITERS: dict[str, Callable[..., str]] = {
     "kimi_k2": kimi_k2,
     "glm45": partial(glm, "\n"),
     "glm47": partial(glm, ""),
+    "minimax-m2": minimax_m2,
     "mistral": mistral,
     "mistral v11": mistral_v11,
 }

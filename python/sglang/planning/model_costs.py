@@ -134,8 +134,8 @@ def kept_formats(config: ModelConfig) -> FormatOf | None:
 
 
 def _plain_layers(raw: dict[str, Any]) -> Sequence[str]:
-    """The layers that `quantization_config` leaves plain: names, parts of names, or patterns after
-    `re:`."""
+    """The layers that `quantization_config` leaves plain: names, parts of names between dots, or
+    patterns after `re:`."""
     text = raw.get("text_config")
     stated = raw.get("quantization_config") or (text or {}).get("quantization_config") or {}
     found = []
@@ -164,6 +164,6 @@ def _is_listed(name: str, patterns: Sequence[str]) -> bool:
     return any(
         re.match(pattern.removeprefix("re:"), module) is not None
         if pattern.startswith("re:")
-        else pattern in module
+        else f".{pattern}." in f".{module}."
         for pattern in patterns
     )

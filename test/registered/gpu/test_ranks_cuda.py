@@ -40,6 +40,7 @@ HEADS: Final[dict[str, Any]] = {"num_attention_heads": 8}
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3": HEADS,
     "qwen3_moe": HEADS,
+    "minimax_m2": HEADS,
     "deepseek_v32": {**HEADS, "num_key_value_heads": 8},
     "qwen3_next": {**HEADS, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
 }

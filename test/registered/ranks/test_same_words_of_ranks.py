@@ -26,6 +26,7 @@ SIZES: Final = {
     "qwen3": (*TP, (4, 2)),
     "qwen3_moe": ((1, 1), (4, 1), (2, 2)),
     "deepseek_v32": ((1, 1), (4, 1), (4, 2)),
+    "minimax_m2": TP[:2],
     "qwen3_next": ((1, 1), (4, 1)),
     "qwen3_5": TP[:2],
 }

@@ -20,6 +20,8 @@ from transformers import (
     GlmMoeDsaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     MistralConfig,
@@ -89,6 +91,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "glm_moe_dsa_shared": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "ministral": (MinistralConfig, MinistralForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -184,6 +187,11 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
+    },
+    "minimax_m2": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
     "mistral": {"sliding_window": None},
     "ministral": {

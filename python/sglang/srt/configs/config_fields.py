@@ -226,6 +226,23 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         model_types=_words("llama"),
         read=_words("attention_bias mlp_bias"),
     ),
+    "MiniMaxM2ForCausalLM": ConfigFields(
+        model_types=_words("minimax_m2"),
+        read=_words("num_local_experts num_experts_per_tok rotary_dim"),
+        read_by_class=_words("num_experts"),
+        harmless=_words("""
+            use_mtp num_mtp_modules mtp_transformer_layers router_jitter_noise shared_moe_mode
+            mlp_intermediate_size layernorm_full_attention_beta layernorm_linear_attention_beta
+            layernorm_mlp_beta
+        """),
+        fixed={
+            "attn_type_list": (1,),
+            "qk_norm_type": ("per_layer",),
+            "scoring_func": ("sigmoid",),
+            "use_qk_norm": (True,),
+            "use_routing_bias": (True,),
+        },
+    ),
     "MinistralForCausalLM": ConfigFields(
         model_types=_words("ministral"),
         read=_words("sliding_window"),

@@ -157,8 +157,13 @@ class ModelConfig:
                 f"num_key_value_heads={kv_heads}, and head_dim={head_dim} must be even"
             )
         linear_layers = _linear_attention_layers(hf)
-        may_be_partial = bool(linear_layers) or hf.model_type == "glm4_moe"
+        may_be_partial = bool(linear_layers) or hf.model_type in ("glm4_moe", "minimax_m2")
         rope = RopeConfig.from_hf(hf, may_be_partial=may_be_partial)
+        if rope.rotary_dim(head_dim) not in range(2, head_dim + 1, 2):
+            raise ValueError(
+                f"config.json: partial_rotary_factor={rope.partial_rotary_factor} of "
+                f"head_dim={head_dim} must be an even number of dimensions, at least 2"
+            )
         context_len = _resolve_context_len(context_length, hf, rope)
         windowed_layers = _sliding_window_layers(hf, context_len)
         vocab_size = positive_int(hf, "vocab_size")

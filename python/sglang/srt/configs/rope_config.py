@@ -68,7 +68,7 @@ class RopeConfig:
                 f"rope type {rope_type!r} in config.json is not supported: "
                 f"supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
             )
-        partial = _fraction(params.get("partial_rotary_factor", 1.0))
+        partial = _fraction(_rotated_part(params, hf_config))
         if partial != 1.0 and not may_be_partial:
             raise ValueError(
                 f"partial_rotary_factor={partial} in config.json is not supported: "
@@ -107,6 +107,28 @@ class RopeConfig:
                 _number(params, "original_max_position_embeddings", rope_type)
             ),
         )
+
+
+def _rotated_part(params: Mapping[str, Any], hf_config: Any) -> object:
+    """`partial_rotary_factor`, or that of `rotary_dim`, which transformers 5.17 ignores.
+
+    Raises:
+        ValueError: `rotary_dim` is no number of a head's dimensions, or contradicts the factor.
+    """
+    part, dims = params.get("partial_rotary_factor"), getattr(hf_config, "rotary_dim", None)
+    if dims is None:
+        return 1.0 if part is None else part
+    head_dim = hf_config.head_dim
+    if isinstance(dims, bool) or not isinstance(dims, int) or not 0 < dims <= head_dim:
+        raise ValueError(
+            f"config.json: rotary_dim={dims!r} must be an integer from 1 to head_dim={head_dim}"
+        )
+    if part is not None and dims != int(head_dim * _fraction(part)):
+        raise ValueError(
+            f"config.json: rotary_dim={dims} contradicts partial_rotary_factor={part} of "
+            f"head_dim={head_dim}: copy the checkpoint again"
+        )
+    return dims / head_dim
 
 
 def _fraction(value: object) -> float:

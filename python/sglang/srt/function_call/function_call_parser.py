@@ -17,6 +17,7 @@ from sglang.srt.function_call.tagged_detectors import (
     DeepSeekV3Detector,
     DeepSeekV31Detector,
     DeepSeekV32Detector,
+    MiniMaxM2Detector,
     Qwen3CoderDetector,
 )
 
@@ -33,6 +34,7 @@ TOOL_CALL_PARSERS: Final[Mapping[str, type[FormatDetector]]] = {
     "glm45": Glm4MoeDetector,
     "glm47": Glm4MoeDetector,
     "glm": Glm4MoeDetector,
+    "minimax-m2": MiniMaxM2Detector,
     "mistral": MistralDetector,
 }
 

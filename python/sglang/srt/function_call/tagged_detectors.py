@@ -1,4 +1,5 @@
-"""Tool calls between tags, as DeepSeek and Qwen3-Coder write them; values by a tool's schema."""
+"""Tool calls between tags, as DeepSeek, MiniMax and Qwen3-Coder write them; values by a tool's
+schema."""
 
 from __future__ import annotations
 
@@ -219,3 +220,31 @@ class Qwen3CoderDetector(ParameterFormatDetector):
 
 def _convert(text: str, *, schema: Mapping[str, Any], name: str) -> object:
     return typed_value(text.removeprefix("\n").removesuffix("\n"), schema, name)
+
+
+_M2_CALL: Final = '<invoke name="'
+_M2_END_OF_CALL: Final = "</invoke>"
+_M2_PARAMETER: Final = '<parameter name="'
+_M2_VALUE_ENDS: Final = Tags("</parameter>", _M2_PARAMETER, _M2_END_OF_CALL)
+
+
+class MiniMaxM2Detector(ParameterFormatDetector):
+    """MiniMax-M2: `<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`.
+
+    Values are plain text; the tool's schema gives their types.
+    """
+
+    start_markers: ClassVar[tuple[str, ...]] = ("<minimax:tool_call>",)
+    section_ends: ClassVar[tuple[str, ...]] = ("</minimax:tool_call>",)
+    after_calls: ClassVar[tuple[str, ...]] = (*section_ends, _M2_CALL)
+
+    def _read_head(self, cursor: TextCursor) -> str:
+        cursor.expect(_M2_CALL)
+        return cursor.until('">', forbidden=_NOT_IN_NAMES)
+
+    def _read_parameter(self, tool: str, cursor: TextCursor) -> Parameter | None:
+        if cursor.expect(_M2_PARAMETER, _M2_END_OF_CALL) == _M2_END_OF_CALL:
+            return None
+        name = cursor.until('">', forbidden=_NOT_IN_NAMES)
+        convert = partial(_convert, schema=self._schemas.get(tool, {}), name=name)
+        return Parameter(name, "</parameter>", _M2_VALUE_ENDS, convert)

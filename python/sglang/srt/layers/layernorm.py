@@ -7,7 +7,13 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.fused_kernels import fused_kernels
-from sglang.srt.layers.placement import NamedSlots, TensorPlacement, WeightedLayer, WeightSlot
+from sglang.srt.layers.placement import (
+    NamedSlots,
+    Share,
+    TensorPlacement,
+    WeightedLayer,
+    WeightSlot,
+)
 from sglang.srt.layers.triton_ops.arguments import RoundedRows, Weight, takes_rounded
 
 
@@ -119,6 +125,52 @@ class QKNorm(WeightedLayer):
         shape = (self.weight.shape[-1],)
         yield f"{self.prefix}.q_norm.weight", WeightSlot(self.weight[: self.num_heads], shape)
         yield f"{self.prefix}.k_norm.weight", WeightSlot(self.weight[self.num_heads :], shape)
+
+
+class ProjectionQKNorm(WeightedLayer):
+    """Normalisation of a token's queries as one vector, and of its keys as another.
+
+    Ranks have some of the heads each, and add up the squares of all heads.
+    """
+
+    def __init__(
+        self,
+        heads: Share,
+        kv_heads: Share,
+        head_dim: int,
+        eps: float,
+        *,
+        placement: TensorPlacement,
+    ) -> None:
+        super().__init__(placement)
+        self.eps = eps
+        self._group = placement.tp_group
+        self._heads = {"q_norm": heads, "k_norm": kv_heads}
+        self._sizes = [heads.size, kv_heads.size]
+        self.weight = placement.empty(heads.size + kv_heads.size, head_dim)
+
+    def normalise_(self, qk: torch.Tensor) -> None:
+        """Normalise `[num_tokens, num_heads + num_kv_heads, head_dim]` in place.
+
+        Several ranks make one sum over them.
+        """
+        parts = torch.split(qk, self._sizes, dim=1)
+        squares = [part.float().square().mean(dim=(1, 2)) for part in parts]
+        means = torch.stack(squares, dim=1)
+        if self._group.size > 1:
+            # All ranks have equally many heads, even where several have the same. The zeros make
+            # rows of 16 bytes: other sizes take GPUs longer to sum.
+            means = self._group.all_reduce(F.pad(means, (0, 2)))[:, :2] / self._group.size
+        scales = (means + self.eps).rsqrt_()
+        for place, part in enumerate(parts):
+            part.copy_(part * scales[:, place, None, None])
+        qk.mul_(self.weight)
+
+    def weight_slots(self) -> NamedSlots:
+        rows = torch.split(self.weight, self._sizes)
+        for (name, heads), own in zip(self._heads.items(), rows, strict=True):
+            features = heads.times(own.shape[1])
+            yield f"{self.prefix}.{name}.weight", WeightSlot.of(own.view(-1), features)
 
 
 class GatedRMSNorm(WeightedLayer):

@@ -211,7 +211,7 @@ class LlamaDecoderLayer(torch.nn.Module):
         self.mlp: GatedMLP | SparseMoeBlock
         if layer.layer_id in options.sparse_layers:
             assert options.sparse is not None
-            self.mlp = SparseMoeBlock(options.sparse, placement.at("mlp"))
+            self.mlp = SparseMoeBlock(options.sparse, placement.at(options.sparse.name))
         else:
             inner = config.intermediate_size
             self.mlp = GatedMLP(size, inner, bias=options.mlp_bias, placement=placement.at("mlp"))

@@ -17,6 +17,7 @@ from sglang.srt.models.llama import (
     MinistralForCausalLM,
     MistralForCausalLM,
 )
+from sglang.srt.models.minimax_m2 import MiniMaxM2ForCausalLM
 from sglang.srt.models.qwen import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
@@ -38,6 +39,7 @@ MODEL_CLASSES: Mapping[str, type[LlamaForCausalLM]] = MappingProxyType(
         "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
         "GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM,
         "LlamaForCausalLM": LlamaForCausalLM,
+        "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
         "MinistralForCausalLM": MinistralForCausalLM,
         "MistralForCausalLM": MistralForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,

@@ -11,6 +11,7 @@ from typing import Any, Final
 import pytest
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from rigs.models import published_configs
 from rigs.models.tiny_models import tiny_config
 from sglang.srt.configs.config_fields import (
     FIELDS,
@@ -122,9 +123,13 @@ PUBLISHED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, *published_configs.PUBLISHED])
 def test_published_checkpoints_are_accepted(name: str) -> None:
-    architecture, raw = PUBLISHED[name]
+    if name in published_configs.PUBLISHED:
+        raw = published_configs.PUBLISHED[name].config
+        architecture = raw["architectures"][0]
+    else:
+        architecture, raw = PUBLISHED[name]
     check_fields(raw, architecture)
 
 
@@ -163,6 +168,7 @@ FAMILIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "Glm4MoeForCausalLM": ("glm4_moe", {}),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", {}),
     "LlamaForCausalLM": ("llama", {}),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", {}),
     "MinistralForCausalLM": ("ministral", {}),
     "MistralForCausalLM": ("mistral", {}),
     "Qwen2ForCausalLM": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
@@ -210,7 +216,7 @@ def test_a_field_that_changes_the_mathematics_is_refused_by_name() -> None:
 
 LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32, GLM5 = (
     f"{name}ForCausalLM"
-    for name in ("Llama", "Qwen2", "Qwen3", "Qwen3_5", "DeepseekV3", "DeepseekV32", "GlmMoeDsa")
+    for name in ("Llama", "Qwen2", "Qwen3", "Qwen3_5", "DeepseekV3", "DeepseekV32", "MiniMaxM2")
 )
 
 
@@ -234,6 +240,10 @@ LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32, GLM5 = (
         (V3, {"moe_layer_freq": [1, 2]}, "moe_layer_freq=2"),
         (V3, {"index_topk": 2048}, "index_topk=2048"),
         (V32, {"indexer_types": ["full", "shared"]}, "indexer_types='shared'"),
+        (M2, {"attn_type_list": [1, 0]}, "attn_type_list=0 is not supported"),
+        (M2, {"qk_norm_type": "per_head"}, "qk_norm_type='per_head' is not supported"),
+        (M2, {"shared_intermediate_size": 8}, "shared_intermediate_size=8: remove"),
+        (M2, {"use_routing_bias": False}, "use_routing_bias=False is not supported"),
     ],
 )  # fmt: skip
 def test_what_is_not_known_or_not_supported_is_named(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rigs.models.published_configs import PUBLISHED
 from rigs.models.tiny_models import tiny_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.rope_config import RopeConfig
@@ -93,6 +95,27 @@ def test_both_forms_of_rope_are_read_alike(tmp_path: Path) -> None:
     ).rope
     assert old == new
     assert (old.theta, old.factor, old.original_max_position_embeddings) == (5e5, 8.0, 1024)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rotary_dim": 0}, r"rotary_dim=0 must be an integer from 1 to head_dim=128"),
+        ({"rotary_dim": 129}, r"rotary_dim=129 must be"),
+        ({"rotary_dim": 64.0}, r"rotary_dim=64.0 must be"),
+        ({"rotary_dim": True}, r"rotary_dim=True must be"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "rotary_dim=64 contradicts partial"),
+        ({"rope_parameters": {"partial_rotary_factor": "x"}}, "partial_rotary_factor='x'"),
+    ],
+)
+def test_dimensions_that_rotate(fields: dict[str, Any], words: str) -> None:
+    """A class of transformers may have read them, and may not."""
+    alone = {"head_dim": 128, "rotary_dim": 64, "rope_theta": 5e6}
+    for read in ({}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+        found = RopeConfig.from_hf(SimpleNamespace(**alone, **read), may_be_partial=True)
+        assert found.rotary_dim(128) == 64
+    with pytest.raises(ValueError, match=words):
+        RopeConfig.from_hf(SimpleNamespace(**{**alone, **fields}), may_be_partial=True)
 
 
 def test_linear_rope_stretches_the_context(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v32": {**HEADS, "num_key_value_heads": 8, "index_topk": 12},
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
+    "minimax_m2": HEADS,
     "ministral": HEADS,
 }
 LONG: Final = PROMPTS[4]
@@ -86,6 +87,7 @@ CASES: Final = [
     ("qwen3_next", 2, 1, 1),
     ("qwen3_next", 1, 2, 1),
     ("qwen3_5", 4, 2, 1),
+    ("minimax_m2", 2, 1, 1),
     ("ministral", 1, 1, 1),
     ("ministral", 4, 2, 1),
 ]

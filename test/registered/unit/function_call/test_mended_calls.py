@@ -29,6 +29,7 @@ TAGS = {
     ),
     "glm45": ("</arg_value>", "</tool_call>", "</tool_call>"),
     "glm47": ("</arg_value>", "</tool_call>", "</tool_call>"),
+    "minimax-m2": ("</parameter>", "</invoke>", "</minimax:tool_call>"),
 }
 """End tags of a value, of a call, and of a section of calls."""
 PARAMETERS = pytest.mark.parametrize("name", list(TAGS))

@@ -44,9 +44,9 @@ def tied_checkpoint(path: Path, family: str, case: str, *, mtp: bool = False) ->
     embedding = embedding_of(family)
     assert HEAD not in tensors and embedding in tensors
     if case != "absent":
-        tensors[HEAD] = tensors[embedding].clone()
+        tensors[head] = tensors[embedding].clone()
     if case == "differs":
-        tensors[HEAD][-1, -1] += 1.0
+        tensors[head][-1, -1] += 1.0
     if case == "alone":
         del tensors[embedding]
     save_file(tensors, file, metadata={"format": "pt"})

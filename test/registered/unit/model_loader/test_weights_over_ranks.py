@@ -49,6 +49,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "deepseek_v32": LATENT,
+    "minimax_m2": HEADS,
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
     "qwen3_5_moe": DELTA,

@@ -30,6 +30,7 @@ CASES = [
     pytest.param("glm_moe_dsa", LATENT, id="glm_moe_dsa"),
     pytest.param("glm_moe_dsa_shared", LATENT, id="glm_moe_dsa_shared"),
     pytest.param("glm4_moe", SPLIT, id="glm4_moe"),
+    pytest.param("minimax_m2", SPLIT, id="minimax_m2"),
 ]
 SIZES = [(2, 2), (4, 2), (4, 4)]
 """Ranks, and over how many of them prefills are split."""
@@ -117,7 +118,7 @@ def run_with_drafts(driver: StepDriver, group: object = None) -> tuple[torch.Ten
     return kept.table[:3].clone(), pools
 
 
-DRAFTING = [case for case in CASES if "qwen3" not in str(case.id)]
+DRAFTING = [case for case in CASES if not str(case.id).startswith(("minimax", "qwen3"))]
 
 
 @pytest.mark.parametrize(("size", "cp_size"), SIZES)

@@ -69,10 +69,20 @@ def test_logits_by_flashinfer_equal_transformers(
     )
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("qwen3_moe", {}),
+        ("minimax_m2", {}),
+        ("minimax_m2", {"rope_parameters": {"rope_theta": 500.0}}),
+    ],
+)
 @pytest.mark.parametrize("disable_cuda_graph", [True, False])
-def test_logits_of_experts_equal_transformers(tmp_path: Path, disable_cuda_graph: bool) -> None:
+def test_logits_of_experts_equal_transformers(
+    tmp_path: Path, family: str, overrides: dict[str, Any], disable_cuda_graph: bool
+) -> None:
     """In fp32, because rounding to 2 bytes may choose another expert."""
-    check_logits(tmp_path, "qwen3_moe", {}, 64, disable_cuda_graph, "triton", torch.float32)
+    check_logits(tmp_path, family, overrides, 64, disable_cuda_graph, "triton", torch.float32)
 
 
 @pytest.mark.parametrize("disable_cuda_graph", [True, False])

@@ -31,6 +31,7 @@ WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
         ("llama", {}),
         ("qwen3", WIDE),
         ("qwen3_moe", {}),
+        ("minimax_m2", {}),
         ("qwen3_next", {}),
         ("deepseek_v3", {}),
         ("deepseek_v32", {}),

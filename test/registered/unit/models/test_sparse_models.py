@@ -47,6 +47,14 @@ GLM4 = [
         id="a-quarter-rotates",
     ),
 ]
+MINIMAX = [
+    pytest.param({}, id="minimax-m2"),
+    pytest.param({"rms_norm_eps": 0.5}, id="large-epsilon"),
+    pytest.param(
+        {"rope_parameters": {"rope_theta": 500.0}, "num_key_value_heads": 6}, id="all-rotate-mha"
+    ),
+    pytest.param({"num_experts_per_tok": 8, "tie_word_embeddings": True}, id="all-experts-tied"),
+]
 EXPERT = "model.layers.1.mlp.experts"
 
 
@@ -66,14 +74,23 @@ def test_logits_of_glm4_equal_transformers(tmp_path: Path, overrides: dict[str, 
     assert_logits_of_batches(hf, StepDriver(tmp_path, page_size=16))
 
 
-@pytest.mark.parametrize("family", [FAMILY, "glm4_moe"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("overrides", MINIMAX)
+def test_logits_of_minimax_equal_transformers(
+    tmp_path: Path, overrides: dict[str, Any], page_size: int
+) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "minimax_m2", **overrides)
+    assert_logits_of_batches(hf, StepDriver(tmp_path, page_size=page_size))
+
+
+@pytest.mark.parametrize("family", [FAMILY, "glm4_moe", "minimax_m2"])
 def test_256_greedy_tokens_equal_transformers(tmp_path: Path, family: str) -> None:
     hf = save_tiny_checkpoint(tmp_path, family, eos_token_id=None)
     driver = StepDriver(tmp_path, page_size=16)
     assert_greedy_words(hf, driver, prompt(20, 3))
 
 
-@pytest.mark.parametrize("family", [FAMILY, "glm4_moe"])
+@pytest.mark.parametrize("family", [FAMILY, "glm4_moe", "minimax_m2"])
 def test_bf16_errs_like_transformers(tmp_path: Path, family: str) -> None:
     hf = save_tiny_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     driver = StepDriver(tmp_path, page_size=16)
@@ -216,17 +233,22 @@ def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("family", "field", "value", "message"),
     [
-        ("num_experts_per_tok", 9, "config.json: a token cannot use 9 of 8 experts"),
-        ("decoder_sparse_step", 0, "config.json: decoder_sparse_step=0"),
-        ("moe_intermediate_size", 0, "config.json: moe_intermediate_size=0"),
+        (FAMILY, "num_experts_per_tok", 9, "config.json: a token cannot use 9 of 8 experts"),
+        (FAMILY, "decoder_sparse_step", 0, "config.json: decoder_sparse_step=0"),
+        (FAMILY, "moe_intermediate_size", 0, "config.json: moe_intermediate_size=0"),
+        ("minimax_m2", "num_experts_per_tok", 9, "^config.json: a token cannot use 9 of 8 experts"),
+        ("minimax_m2", "num_local_experts", 0, "^config.json: num_local_experts=0"),
+        ("minimax_m2", "rotary_dim", 6, "rotary_dim=6 contradicts partial_rotary_factor=0.5 of"),
+        ("glm4_moe", "head_dim", 18, "partial_rotary_factor=0.5 of head_dim=18 must be an even"),
+        ("minimax_m2", "head_dim", 2, "partial_rotary_factor=0.5 of head_dim=2 must be an even"),
     ],
-)
+)  # fmt: skip
 def test_configs_that_make_no_sense_are_refused(
-    tmp_path: Path, field: str, value: int, message: str
+    tmp_path: Path, family: str, field: str, value: int, message: str
 ) -> None:
-    save_tiny_checkpoint(tmp_path, FAMILY)
+    save_tiny_checkpoint(tmp_path, family)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with pytest.raises(ValueError, match=message):

@@ -26,6 +26,7 @@ CASES = [
     pytest.param("llama", {**SPLIT, "tie_word_embeddings": True}, id="llama-tied"),
     pytest.param("qwen2", SPLIT, id="qwen2"),
     pytest.param("qwen3", SPLIT, id="qwen3"),
+    pytest.param("minimax_m2", SPLIT, id="minimax_m2"),
     pytest.param("ministral", SPLIT, id="ministral"),
     pytest.param("qwen3_moe", SPLIT, id="qwen3_moe"),
     pytest.param("deepseek_v2", LATENT, id="deepseek_v2"),
@@ -72,12 +73,20 @@ def test_logits_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides"),
-    [("llama", SPLIT), ("qwen3_moe", SPLIT), ("deepseek_v3", LATENT), ("qwen3_5", LINEAR)],
+    ("family", "overrides", "each"),
+    [
+        ("llama", SPLIT, 2),
+        ("qwen3_moe", SPLIT, 2),
+        ("deepseek_v3", LATENT, 2),
+        ("minimax_m2", SPLIT, 3),
+        ("qwen3_5", LINEAR, 2),
+    ],
 )
-def test_few_collectives_suffice(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
-    """One for the embedding, attention and feed-forward of each layer; one for what is read of the
-    logits, whole or the greatest, however often."""
+def test_few_collectives_suffice(
+    tmp_path: Path, family: str, overrides: dict[str, Any], each: int
+) -> None:
+    """One for the embedding, attention and feed-forward of each layer, and a norm over all heads;
+    one for what is read of the logits, whole or the greatest, however often."""
     layers = save_tiny_checkpoint(tmp_path, family, **overrides).config.num_hidden_layers
 
     def work(driver: StepDriver, group: MemoryTensorGroup) -> list[int]:
@@ -91,7 +100,7 @@ def test_few_collectives_suffice(tmp_path: Path, family: str, overrides: dict[st
         assert len(output.logits.argmax()) == 2
         return [*counts, group.num_calls]
 
-    step = 1 + 2 * layers
+    step = 1 + each * layers
     expected = [0, step, step + 1, 2 * step + 1, 2 * step + 2]
     assert on_rank_threads(2, tmp_path, work) == [expected] * 2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -17,6 +17,10 @@ from sglang.srt.layers.layer_weight import (
 )
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightedLayer
+
+ExpertNames: TypeAlias = tuple[str, str, str]
+EXPERT_NAMES: Final[ExpertNames] = ("gate_proj", "up_proj", "down_proj")
+"""Names of an expert's projections in most checkpoints."""
 
 FEW: Final = 8
 _USES_OF_AN_EXPERT: Final = 2
@@ -40,22 +44,24 @@ class RoutedExperts(WeightedLayer):
         intermediate_size: int,
         *,
         placement: TensorPlacement,
+        names: ExpertNames = EXPERT_NAMES,
     ) -> None:
         """Args:
         intermediate_size: Features between the projections of one expert.
-        placement: The experts', which checkpoints name `{prefix}.{expert}.gate_proj.weight`.
+        placement: The experts', which checkpoints name `{prefix}.{expert}.{name}.weight`.
+        names: Names of the projections: gate, up, down.
 
         Raises:
             ValueError: The ranks do not divide the intermediate size.
         """
         super().__init__(placement)
         assert num_experts <= torch.iinfo(torch.int16).max
-        self.num_experts = num_experts
+        self.num_experts, self._projections = num_experts, names
         self.features = placement.share(intermediate_size, "features of an expert")
         hidden, lead = Share(0, hidden_size, hidden_size), (num_experts,)
         # Kernels take both weights in the same format.
-        names = self._quantized_names(placement)
-        format_ = kept_format(placement, names, hidden, self.features)
+        quantized = self._quantized_names(placement)
+        format_ = kept_format(placement, quantized, hidden, self.features)
         both = [self.features, self.features]
         self.gate_up = new_weight(self, "gate_up", placement, format_, both, hidden, lead=lead)
         self.down = new_weight(self, "down", placement, format_, [hidden], self.features, lead=lead)
@@ -159,5 +165,5 @@ class RoutedExperts(WeightedLayer):
 
     def _names(self, expert: int) -> tuple[str, str, str]:
         """Checkpoint tensors of one expert: gate, up, down."""
-        first = f"{self.prefix}.{expert}"
-        return f"{first}.gate_proj.weight", f"{first}.up_proj.weight", f"{first}.down_proj.weight"
+        gate, up, down = (f"{self.prefix}.{expert}.{name}.weight" for name in self._projections)
+        return gate, up, down

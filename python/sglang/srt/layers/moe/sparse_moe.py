@@ -12,7 +12,7 @@ from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.activation import GatedMLP
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import MergedColumnParallelLinear, apply_linear
-from sglang.srt.layers.moe.experts import RoutedExperts
+from sglang.srt.layers.moe.experts import EXPERT_NAMES, ExpertNames, RoutedExperts
 from sglang.srt.layers.placement import (
     NamedSlots,
     Share,
@@ -154,13 +154,22 @@ class SparseMoeOptions:
     has_correction_bias: bool = False
     """True if the router has an `e_score_correction_bias`, kept in fp32."""
     shared: SharedExpertOptions | None = None
+    name: str = "mlp"
+    """The block's name in a checkpoint, below its layer's."""
+    expert_names: ExpertNames = EXPERT_NAMES
+    bias_name: str = "gate.e_score_correction_bias"
+    """Name of the router's correction bias, below the block's."""
 
 
 class Router(WeightedLayer):
     """Scores the experts for each token and chooses some; replicated on every rank."""
 
     def __init__(self, options: SparseMoeOptions, placement: TensorPlacement) -> None:
-        super().__init__(placement)
+        """Args:
+        placement: The sparse block's.
+        """
+        super().__init__(placement.at("gate"))
+        self._bias_name = placement.at(options.bias_name).prefix
         self.options = options.router
         count, dtype = self.options.num_experts, options.router_dtype or placement.dtype
         self.weight = replace(placement, dtype=dtype).empty(count, options.hidden_size)
@@ -181,8 +190,7 @@ class Router(WeightedLayer):
     def weight_slots(self) -> NamedSlots:
         yield f"{self.prefix}.weight", WeightSlot.of(self.weight)
         if self.correction_bias is not None:
-            name = f"{self.prefix}.e_score_correction_bias"
-            yield name, WeightSlot.of(self.correction_bias)
+            yield self._bias_name, WeightSlot.of(self.correction_bias)
 
 
 class SparseMoeBlock(torch.nn.Module):
@@ -196,12 +204,13 @@ class SparseMoeBlock(torch.nn.Module):
         super().__init__()
         hidden_size, shared = options.hidden_size, options.shared
         self._group = placement.tp_group
-        self.gate = Router(options, placement.at("gate"))
+        self.gate = Router(options, placement)
         self.experts = RoutedExperts(
             options.router.num_experts,
             hidden_size,
             options.intermediate_size,
             placement=placement.at("experts"),
+            names=options.expert_names,
         )
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: MergedColumnParallelLinear | None = None
