@@ -42,12 +42,14 @@ class Format:
         encode: Encodes a weight `[outputs, inputs]` of this name.
         multiple: Outputs and inputs of a weight are multiples of this; others are left plain.
         takes_stacks: True if stacks of weights can be encoded.
+        only: Pattern in the names of the weights that are encoded.
     """
 
     config: dict[str, Any]
     encode: Callable[[str, Floats], Encoded]
     multiple: int = 1
     takes_stacks: bool = False
+    only: str = ""
 
 
 def write_quantized(plain: Path, directory: Path, form: Format, *, files: int = 1) -> Path:
@@ -71,6 +73,7 @@ def write_quantized(plain: Path, directory: Path, form: Format, *, files: int = 
             is_stacked = form.takes_stacks and _STACKED.search(name) is not None
             is_matrix = tensor.dim() == 2 and name.endswith(".weight")
             fits = not any(size % form.multiple for size in tensor.shape[-2:])
+            fits = fits and re.search(form.only, name) is not None
             if _LEFT_PLAIN.search(name) or not (is_matrix or is_stacked) or not fits:
                 quantized[name] = values[name] = tensor
                 continue
@@ -151,6 +154,28 @@ def _fp8(
         weight = compensated(weight, moments, of_column)
     elements = nearest(weight, of_each)
     return elements, torch.from_numpy(scales), elements.to(torch.float32).numpy() * of_each
+
+
+def packed_experts(group: int = 32) -> Format:
+    """compressed-tensors' symmetric int4 with scales in bf16, for experts alone, as Kimi's."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {**weights, "group_size": group}}},
+    }
+
+    def encode(name: str, weight: Floats) -> Encoded:
+        integers, scales, _ = _centred(weight, np.arange(weight.shape[1]) // group, 4)
+        stored = torch.from_numpy(scales).to(torch.bfloat16)
+        of_each = stored.to(torch.float32).numpy().repeat(group, axis=1)
+        return {
+            f"{name}_packed": _pack(integers, 4, axis=1),
+            f"{name}_scale": stored,
+            f"{name}_shape": torch.tensor(weight.shape),
+        }, (integers - 8) * of_each
+
+    return Format(config, encode, multiple=group, only=r"\.experts\.")
 
 
 def awq(group: int = 32, *, moments: Moments = NO_MOMENTS) -> Format:

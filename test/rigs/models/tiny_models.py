@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -18,6 +20,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    Kimi_K25Config,
+    Kimi_K25ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -67,17 +71,34 @@ _VISION: dict[str, Any] = {
 }
 
 
-def _beside_vision(config_class: Any) -> Callable[..., Any]:
-    """Makes the config of a text model with these fields and a vision tower."""
+_KIMI_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "patch_size": 4,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
+
+
+def _beside_vision(
+    config_class: Any, vision: dict[str, Any] = _VISION, *, image_token: int = 5
+) -> Callable[..., Any]:
+    """Makes the config of a text model with these fields and a vision tower.
+
+    Args:
+        image_token: Id that stands for an image; the next one stands for a video. Random prompts
+            contain 5 and 6.
+    """
 
     def make(*, tie_word_embeddings: bool = False, **fields: Any) -> Any:
         return config_class(
             text_config=fields,
-            vision_config={**_VISION, "out_hidden_size": fields["hidden_size"]},
+            vision_config={**vision, "out_hidden_size": fields["hidden_size"]},
             tie_word_embeddings=tie_word_embeddings,
-            # These ids are in the vocabulary, so that random prompts contain them.
-            image_token_id=5,
-            video_token_id=6,
+            image_token_id=image_token,
+            video_token_id=image_token + 1,
         )
 
     return make
@@ -90,6 +111,11 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "glm_moe_dsa_shared": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
+    # transformers embeds token 0 in place of an image that is not there.
+    "kimi_k25_vision": (
+        _beside_vision(Kimi_K25Config, _KIMI_VISION, image_token=163605),
+        Kimi_K25ForConditionalGeneration,
+    ),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "ministral": (MinistralConfig, MinistralForCausalLM),
@@ -177,6 +203,7 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "indexer_types": ["full", "shared", "full", "shared"],
     },
+    "kimi_k25_vision": {**_LATENT, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64},
     "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
@@ -255,9 +282,37 @@ def save_tiny_checkpoint(
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     torch.nn.Module.to(model, dtype=dtype)
     model.save_pretrained(str(directory), max_shard_size=shard)
+    if family == "kimi_k25_vision":
+        _rename(Path(directory), _KIMI_NAMES)
     if mtp:
         save_draft(directory, model)
     return model
+
+
+_KIMI_NAMES = {
+    "language_model.model.blocks.": "language_model.model.layers.",
+    "model.mm_projector.": "mm_projector.",
+    "model.vision_tower.": "vision_tower.",
+}
+"""Begins of names that transformers 5.24 writes for Kimi-K2.5, to the published ones."""
+
+
+def _rename(directory: Path, begins: Mapping[str, str]) -> None:
+    """Rename the tensors of a checkpoint whose names begin with a key of `begins`."""
+
+    def renamed(names: dict[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, value in names.items():
+            begin = next((one for one in begins if name.startswith(one)), "")
+            found[begins.get(begin, "") + name.removeprefix(begin)] = value
+        return found
+
+    for file in directory.glob("*.safetensors"):
+        save_file(renamed(load_file(file)), file, metadata={"format": "pt"})
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        fields = json.loads(index.read_text())
+        index.write_text(json.dumps(fields | {"weight_map": renamed(fields["weight_map"])}))
 
 
 class _Row:

@@ -105,6 +105,8 @@ class ConfigFields:
     text: ConfigFields | None = None
     """Fields of `text_config`, if the text model has its settings there; only the text model is
     served."""
+    other_text_types: frozenset[str] = frozenset()
+    """Further values of `text_config.model_type`, which that class reads as the text model's."""
 
     @property
     def of_text(self) -> ConfigFields:
@@ -198,6 +200,17 @@ _DEEPSEEK_V32: Final = ConfigFields(
     },
     num_draft_layers=_LATENT_DRAFTS,
 )
+_KIMI_K25: Final = ConfigFields(
+    model_types=_words("kimi_k25"),
+    harmless=_VISION
+    | _words("""
+        projection_hidden_size projection_layer_norm_eps media_placeholder_token_id
+        video_placeholder use_unified_vision_chunk ignore_index
+    """),
+    # No checkpoint has a layer that drafts.
+    text=replace(_DEEPSEEK_V3, num_draft_layers=None),
+    other_text_types=_words("kimi_k2"),
+)
 _SHARED_CHOICE: Final = _words("index_topk_freq index_skip_topk_offset index_topk_pattern")
 
 FIELDS: Final[Mapping[str, ConfigFields]] = {
@@ -222,6 +235,8 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         read_by_class=_DEEPSEEK_V32.read_by_class | _SHARED_CHOICE,
         fixed={**_DEEPSEEK_V32.fixed, "indexer_rope_interleave": (True,)},
     ),
+    "KimiK25ForConditionalGeneration": _KIMI_K25,
+    "Kimi_K25ForConditionalGeneration": _KIMI_K25,
     "LlamaForCausalLM": ConfigFields(
         model_types=_words("llama"),
         read=_words("attention_bias mlp_bias"),
@@ -307,10 +322,11 @@ def check_fields(raw: Mapping[str, Any], architecture: str) -> None:
         text = raw[TEXT_CONFIG]
         known |= {TEXT_CONFIG}
         model_type = text.get("model_type")
-        if model_type is not None and str(model_type) not in fields.text.model_types:
+        text_types = fields.text.model_types | fields.other_text_types
+        if model_type is not None and str(model_type) not in text_types:
             raise ValueError(
                 f"config.json: {TEXT_CONFIG}.model_type={model_type!r} is not that of "
-                f"{architecture} ({', '.join(sorted(fields.text.model_types))}): copy the "
+                f"{architecture} ({', '.join(sorted(text_types))}): copy the "
                 "checkpoint again"
             )
         _check(text, fields.text, fields.text.known(), f"{TEXT_CONFIG}.", architecture)

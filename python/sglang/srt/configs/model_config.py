@@ -182,7 +182,7 @@ class ModelConfig:
             head_dim=head_dim,
             vocab_size=vocab_size,
             rms_norm_eps=float(hf.rms_norm_eps),
-            tie_word_embeddings=bool(whole.tie_word_embeddings),
+            tie_word_embeddings=_is_head_tied(raw, whole),
             rope=rope,
             eos_token_ids=_in_vocabulary(_eos_token_ids((hf, whole), directory), vocab_size),
             linear_attention_layers=linear_layers,
@@ -192,6 +192,13 @@ class ModelConfig:
             quantization=quantization_of(raw, asked=quantization),
             has_draft_layer=has_draft_layer,
         )
+
+
+def _is_head_tied(raw: dict[str, Any], whole: PretrainedConfig) -> bool:
+    """`tie_word_embeddings` of the whole checkpoint, else of its text model, else the class's."""
+    field = "tie_word_embeddings"
+    said = (raw.get(field), (raw.get(TEXT_CONFIG) or {}).get(field), getattr(whole, field))
+    return bool(next(value for value in said if value is not None))
 
 
 def _parse_hf_config(directory: Path, raw: dict[str, Any], architecture: str) -> PretrainedConfig:

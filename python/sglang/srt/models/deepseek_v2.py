@@ -280,6 +280,19 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
     layers have no indexer, and share the choice of an earlier layer."""
 
 
+class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
+    """Kimi-K2.5, 2.6 and 2.7: the text model, DeepSeek-V3's, of a checkpoint with a vision tower,
+    whose tensors are not read. The published class name; `Kimi_K25ForConditionalGeneration` is
+    transformers'."""
+
+    model_prefix = "language_model.model"
+    head_prefix = "language_model.lm_head"
+
+    def is_redundant(self, name: str) -> bool:
+        """Also true of the vision tower's tensors."""
+        return super().is_redundant(name) or name.startswith(("vision_tower.", "mm_projector."))
+
+
 def _check(value: object, name: str, supported: tuple[str, ...]) -> None:
     """Raise ValueError if a field is set to a value that is not supported."""
     if value is not None and value not in supported:

@@ -299,6 +299,7 @@ class LlamaForCausalLM(CausalLM):
 
     model_prefix = "model"
     """Prefix of the names of all checkpoint tensors except the head's."""
+    head_prefix = "lm_head"
 
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__()
@@ -308,7 +309,7 @@ class LlamaForCausalLM(CausalLM):
             None
             if config.tie_word_embeddings
             else VocabParallelEmbedding(
-                config.vocab_size, config.hidden_size, placement=placement.at("lm_head")
+                config.vocab_size, config.hidden_size, placement=placement.at(self.head_prefix)
             )
         )
         if self.lm_head is None:
@@ -325,7 +326,7 @@ class LlamaForCausalLM(CausalLM):
     @classmethod
     def head_names(cls) -> tuple[str, str]:
         """Names of the head's tensor and of the embedding's in a checkpoint."""
-        return "lm_head.weight", f"{cls.model_prefix}.embed_tokens.weight"
+        return f"{cls.head_prefix}.weight", f"{cls.model_prefix}.embed_tokens.weight"
 
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:

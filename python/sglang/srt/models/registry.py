@@ -10,6 +10,7 @@ from sglang.srt.models.deepseek_v2 import (
     DeepseekV3ForCausalLM,
     DeepseekV32ForCausalLM,
     GlmMoeDsaForCausalLM,
+    KimiK25ForConditionalGeneration,
 )
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from sglang.srt.models.llama import (
@@ -38,6 +39,8 @@ MODEL_CLASSES: Mapping[str, type[LlamaForCausalLM]] = MappingProxyType(
         "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
         "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
         "GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM,
+        "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,
+        "Kimi_K25ForConditionalGeneration": KimiK25ForConditionalGeneration,
         "LlamaForCausalLM": LlamaForCausalLM,
         "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
         "MinistralForCausalLM": MinistralForCausalLM,

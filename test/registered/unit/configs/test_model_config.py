@@ -167,6 +167,15 @@ def test_a_text_model_beside_a_vision_tower_is_read(tmp_path: Path) -> None:
     assert config.eos_token_ids == (3, 4, 7, 9)
 
 
+def test_the_text_model_says_whether_its_head_is_tied(tmp_path: Path) -> None:
+    """transformers' class of the whole ties it where config.json says nothing beside it."""
+    path = str(PUBLISHED["Kimi-K2.5"].write(tmp_path))
+    config = ModelConfig.from_path(path)
+    assert (config.model_type, config.hf_config.model_type) == ("kimi_k25", "deepseek_v3")
+    assert not config.tie_word_embeddings
+    assert config.quantization is not None and config.quantization.block == (1, 32)
+
+
 @pytest.mark.parametrize(
     ("text", "changes", "message"),
     [

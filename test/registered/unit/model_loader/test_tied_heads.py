@@ -31,8 +31,12 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CASES = ("differs", "equal", "alone", "absent")
 
 
-def embedding_of(family: str) -> str:
-    return EMBEDDING.replace("model", "model.language_model") if "vision" in family else EMBEDDING
+def names_of(family: str) -> tuple[str, str]:
+    """Names of head and embedding in a file."""
+    if family.startswith("kimi"):
+        return f"language_model.{HEAD}", f"language_model.{EMBEDDING}"
+    is_part = "vision" in family
+    return HEAD, EMBEDDING.replace("model", "model.language_model") if is_part else EMBEDDING
 
 
 def tied_checkpoint(path: Path, family: str, case: str, *, mtp: bool = False) -> Path:
@@ -41,8 +45,8 @@ def tied_checkpoint(path: Path, family: str, case: str, *, mtp: bool = False) ->
     save_tiny_checkpoint(path, family, tie_word_embeddings=True, mtp=mtp)
     file = path / "model.safetensors"
     tensors = load_file(file)
-    embedding = embedding_of(family)
-    assert HEAD not in tensors and embedding in tensors
+    head, embedding = names_of(family)
+    assert head not in tensors and embedding in tensors
     if case != "absent":
         tensors[head] = tensors[embedding].clone()
     if case == "differs":

@@ -157,7 +157,10 @@ def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path, family: str) 
         StepDriver(tmp_path, has_draft_layer=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v2", "ministral"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen2", "qwen3_moe", "deepseek_v2", "kimi_k25_vision", "minimax_m2", "ministral"],
+)
 def test_families_without_such_a_layer_are_refused_by_name(tmp_path: Path, family: str) -> None:
     hf = save_tiny_checkpoint(tmp_path, family)
     message = (

@@ -35,6 +35,7 @@ CASES = [
     pytest.param("glm_moe_dsa", LATENT, id="glm_moe_dsa"),
     pytest.param("glm_moe_dsa_shared", LATENT, id="glm_moe_dsa_shared"),
     pytest.param("glm4_moe", SPLIT, id="glm4_moe"),
+    pytest.param("kimi_k25_vision", LATENT, id="kimi_k25"),
     pytest.param("qwen3_next", LINEAR, id="qwen3_next"),
     pytest.param("qwen3_5", {**LINEAR, "linear_num_value_heads": 4}, id="qwen3_5-equal-heads"),
     pytest.param("qwen3_5_moe", LINEAR, id="qwen3_5_moe"),

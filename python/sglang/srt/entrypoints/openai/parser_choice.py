@@ -52,6 +52,8 @@ _CALL: Final = {
 }
 _FAMILY_CALLS: Final[Mapping[str, str]] = {
     "Glm": "glm45",
+    "Kimi": "kimi_k2",
+    "MiniMax": "minimax-m2",
     "Mistral": "mistral",
     "Ministral": "mistral",
     "Qwen2": "qwen25",
@@ -62,6 +64,8 @@ way."""
 _FAMILY_REASONING: Final[Mapping[str, tuple[str, str]]] = {
     "Deepseek": ("deepseek-v3", "deepseek-r1"),
     "Glm": ("glm45", "glm45"),
+    "Kimi": ("kimi_k2", "kimi_k2"),
+    "MiniMax": ("minimax", "minimax"),
     "": ("qwen3", "qwen3-thinking"),
 }
 """Begin of an architecture's name to its parser, and to its parser if prompts open the reasoning. A

@@ -87,6 +87,8 @@ def test_joined_arguments_choose_a_parser() -> None:
         ("Qwen2ForCausalLM", "qwen25"),
         ("Qwen3_5MoeForConditionalGeneration", "qwen3_coder"),
         ("Glm4MoeForCausalLM", "glm45"),
+        ("KimiK25ForConditionalGeneration", "kimi_k2"),
+        ("MiniMaxM2ForCausalLM", "minimax-m2"),
         ("MistralForCausalLM", "mistral"),
     ],
 )
@@ -122,6 +124,8 @@ def test_calls_that_nothing_fits_are_refused(
         ("</think>", "DeepseekV3ForCausalLM", "deepseek-v3"),
         ("<think>\n", "DeepseekV2ForCausalLM", "deepseek-r1"),
         ("{# </think> #}", "Glm4MoeForCausalLM", "glm45"),
+        ("<think>", "KimiK25ForConditionalGeneration", "kimi_k2"),
+        ("<think>\n", "MiniMaxM2ForCausalLM", "minimax"),
         ("<think>", "LlamaForCausalLM", "qwen3-thinking"),
     ],
 )
