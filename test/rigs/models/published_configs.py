@@ -134,6 +134,24 @@ _GLM5: Final = {
     "index_topk": 2048,
     "max_position_embeddings": 202752,
 }
+_GLM5_3: Final = {
+    **_GLM5,
+    "rms_norm_eps": 1e-5,
+    "head_dim": 192,
+    "qk_head_dim": 256,
+    "rope_interleave": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 8000000},
+    "moe_layer_freq": 1,
+    "moe_router_dtype": "float32",
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,
+    "indexer_rope_interleave": True,
+    "indexer_types": ["full"] * 3 + ["shared", "shared", "shared", "full"] * 18 + ["shared"] * 3,
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 3,
+    "index_share_for_mtp_iteration": True,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 1048576,
+}
 _GLM4: Final = {
     **_COMMON,
     "architectures": ["Glm4MoeForCausalLM"],
@@ -238,6 +256,45 @@ _QWEN3_NEXT: Final = {
     "norm_topk_prob": True,
     "max_position_embeddings": 262144,
 }
+_QWEN3_6: Final = {
+    **_QWEN3_NEXT,
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "mamba_ssm_dtype": "float32",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+    },
+    "tie_word_embeddings": False,
+}
+"""Text model of Qwen3.6-35B-A3B, and most of Qwen3.8-27B's."""
+_BESIDE_VISION: Final = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "image_token_id": 248056,
+    "video_token_id": 248057,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
+    "language_model_only": False,
+    "tie_word_embeddings": False,
+    "vision_config": {"model_type": "qwen3_5_vision", "depth": 27, "hidden_size": 1152},
+}
+_EXPERTS: Final = (
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_experts",
+    "num_experts_per_tok",
+    "shared_expert_intermediate_size",
+)
 _QWEN3_5: Final = {
     "architectures": ["Qwen3_5MoeForCausalLM"],
     "model_type": "qwen3_5_moe_text",
@@ -291,6 +348,7 @@ PUBLISHED: Final = {
     "Kimi-K2.5": Published(1026, _KIMI_K25),
     "GLM-5": Published(744, _without(_GLM5, "quantization_config")),
     "GLM-5-FP8": Published(744, _GLM5),
+    "GLM-5.3": Published(744, _GLM5_3),
     "GLM-4.6": Published(355, _GLM4),
     "MiniMax-M2": Published(230, _MINIMAX),
     "Qwen3-8B": Published(
@@ -316,6 +374,37 @@ PUBLISHED: Final = {
     ),
     "Qwen3-Next-80B-A3B": Published(80, _QWEN3_NEXT),
     "Qwen3.5-397B-A17B": Published(397, {**_without(_QWEN3_NEXT, "intermediate_size"), **_QWEN3_5}),
+    "Qwen3.6-35B-A3B": Published(
+        35,
+        {
+            **_BESIDE_VISION,
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+            "model_type": "qwen3_5_moe",
+            "text_config": {
+                **_without(_QWEN3_6, "intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+                "model_type": "qwen3_5_moe_text",
+                "num_hidden_layers": 40,
+                "num_experts": 256,
+                "num_experts_per_tok": 8,
+            },
+        },
+    ),
+    "Qwen3.8-27B": Published(
+        27,
+        {
+            **_BESIDE_VISION,
+            "text_config": {
+                **_without(_QWEN3_6, *_EXPERTS),
+                "hidden_size": 5120,
+                "intermediate_size": 17408,
+                "num_hidden_layers": 64,
+                "num_attention_heads": 24,
+                "num_key_value_heads": 4,
+                "linear_num_value_heads": 48,
+                "output_gate_type": "swish",
+            },
+        },
+    ),
 }
 """Checkpoints by name. Kimi-K2's own `model_type` needs code of the checkpoint; it has
 DeepSeek-V3's architecture, whose `model_type` stands here."""

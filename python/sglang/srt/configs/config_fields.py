@@ -157,6 +157,7 @@ _LATENT_FIXED: Final = {"moe_layer_freq": (1,), "moe_router_dtype": ("float32",)
 _LATENT_BY_CLASS: Final = _words("num_experts num_local_experts num_mtp_layers")
 _VISION: Final = _words("""
     vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id
+    language_model_only
 """)
 
 _QWEN3_5: Final = ConfigFields(

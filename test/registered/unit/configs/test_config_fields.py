@@ -214,7 +214,7 @@ def test_a_field_that_changes_the_mathematics_is_refused_by_name() -> None:
         check_fields({**raw, "indexer_rope_interleave": False}, "GlmMoeDsaForCausalLM")
 
 
-LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32, GLM5 = (
+LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32, M2 = (
     f"{name}ForCausalLM"
     for name in ("Llama", "Qwen2", "Qwen3", "Qwen3_5", "DeepseekV3", "DeepseekV32", "MiniMaxM2")
 )
