@@ -282,8 +282,7 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
 
 class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
     """Kimi-K2.5, 2.6 and 2.7: the text model, DeepSeek-V3's, of a checkpoint with a vision tower,
-    whose tensors are not read. The published class name; `Kimi_K25ForConditionalGeneration` is
-    transformers'."""
+    whose tensors are not read."""
 
     model_prefix = "language_model.model"
     head_prefix = "language_model.lm_head"
@@ -291,6 +290,10 @@ class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
     def is_redundant(self, name: str) -> bool:
         """Also true of the vision tower's tensors."""
         return super().is_redundant(name) or name.startswith(("vision_tower.", "mm_projector."))
+
+
+class Kimi_K25ForConditionalGeneration(KimiK25ForConditionalGeneration):
+    """The same model by transformers' name."""
 
 
 def _check(value: object, name: str, supported: tuple[str, ...]) -> None:

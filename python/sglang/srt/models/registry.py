@@ -10,6 +10,7 @@ from sglang.srt.models.deepseek_v2 import (
     DeepseekV3ForCausalLM,
     DeepseekV32ForCausalLM,
     GlmMoeDsaForCausalLM,
+    Kimi_K25ForConditionalGeneration,
     KimiK25ForConditionalGeneration,
 )
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
@@ -40,7 +41,7 @@ MODEL_CLASSES: Mapping[str, type[LlamaForCausalLM]] = MappingProxyType(
         "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
         "GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM,
         "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,
-        "Kimi_K25ForConditionalGeneration": KimiK25ForConditionalGeneration,
+        "Kimi_K25ForConditionalGeneration": Kimi_K25ForConditionalGeneration,
         "LlamaForCausalLM": LlamaForCausalLM,
         "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
         "MinistralForCausalLM": MinistralForCausalLM,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rigs.caches.memory_ranks import MemoryTensorGroup
+from rigs.checkpoints.published_checkpoints import save_as_published
 from rigs.drafts.draft_driver import (
     DraftDriver,
     draft_reference,
@@ -22,7 +23,6 @@ from rigs.models.model_oracle import (
     logits_of_batches,
     prompt,
 )
-from rigs.models.published_checkpoints import save_as_published
 from rigs.models.published_configs import PUBLISHED
 from rigs.models.quantized_checkpoints import Format, fp8_blocks, packed_experts
 from rigs.models.tiny_models import StepDriver
