@@ -111,6 +111,17 @@ def test_int4_is_as_large_as_the_published_files(tmp_path: Path) -> None:
     assert costs.weight_bytes == pytest.approx(594e9, rel=0.005)
 
 
+def test_a_router_that_is_left_plain_is_no_part_of_other_names(tmp_path: Path) -> None:
+    """modules_to_not_convert names "gate", which "gate_up_proj" contains."""
+    formats = kept_formats(published("MiniMax-M2", tmp_path))
+    assert formats is not None
+    block = "model.layers.0.block_sparse_moe"
+    assert formats(f"{block}.gate.weight") is formats("lm_head.weight") is None
+    for name in ("gate_up_proj", "0.w1.weight"):
+        found = formats(f"{block}.experts.{name}")
+        assert found is not None and found.block == (128, 128)
+
+
 def test_a_latent_row_is_on_every_rank_and_heads_are_divided(tmp_path: Path) -> None:
     config = published("DeepSeek-V3", tmp_path)
     for ranks in (1, 8):
