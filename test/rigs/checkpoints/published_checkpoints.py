@@ -1,4 +1,4 @@
-"""Tiny checkpoints whose fields, nesting, names and weight format are those of published ones."""
+"""Writes tiny checkpoints like published ones, with their fields, names and weight format."""
 
 from __future__ import annotations
 
