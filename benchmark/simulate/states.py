@@ -18,6 +18,7 @@ about 3 minutes. `simulate snapshots` covers snapshots of answers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from typing import Any, Final
 
@@ -165,30 +166,28 @@ def sizes(args: argparse.Namespace, trace: TraceReplays, report: Report) -> None
 
 def division(args: argparse.Namespace, trace: TraceReplays, report: Report) -> None:
     """The memory of a fraction of the pages, divided in different ways."""
+    kinds = args.state_pages, args.memory_ratios, args.max_states_per_path
     for fraction in args.fractions:
         total = trace.pages_of(fraction)
-        for cost in args.state_pages:
-            for ratio in args.memory_ratios:
-                case = {"part": "division", "fraction": fraction, "state_pages": cost}
-                case["memory_ratio"] = ratio
-                divided = divide_memory(
-                    total, ratio=ratio, state_pages=cost, longest_pages=trace.longest_pages
-                )
-                report.add("fits", divided is not None, "yes or no", case)
-                if divided is None:
-                    continue
-                pages, num_states = divided
-                dense = trace.dense(total)
-                for limit in args.max_states_per_path:
-                    states = StateSettings(
-                        num_states=num_states, alignment=args.alignments[0], max_per_path=limit
-                    )
-                    found = {
-                        "l1_states": num_states,
-                        **trace.once(pages, states, Arrangement.ONE_TIER),
-                        "dense_hit_rate": dense,
-                    }
-                    add_replay(report, {**case, "per_path": limit}, found)
+        for cost, ratio, limit in itertools.product(*kinds):
+            case = {"part": "division", "fraction": fraction, "state_pages": cost}
+            case |= {"memory_ratio": ratio, "per_path": limit}
+            divided = divide_memory(
+                total, ratio=ratio, state_pages=cost, longest_pages=trace.longest_pages
+            )
+            report.add("fits", divided is not None, "yes or no", case)
+            if divided is None:
+                continue
+            pages, num_states = divided
+            states = StateSettings(
+                num_states=num_states, alignment=args.alignments[0], max_per_path=limit
+            )
+            found = {
+                "l1_states": num_states,
+                **trace.once(pages, states, Arrangement.ONE_TIER),
+                "dense_hit_rate": trace.dense(total),
+            }
+            add_replay(report, case, found)
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
