@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--chunked-prefill-size", type=int, default=8192)
     add("--alignment", type=int, default=64, help="tokens between possible snapshots")
     add("--intervals", type=int, nargs="+", default=[0, 64, 256, 1024])
-    add("--max-states-per-path", type=int, nargs="+", default=[0, 1, 2, 3], help="0: no limit")
+    add("--max-states-per-path", type=int, nargs="+", default=[-1, 1, 2, 3], help="-1: no limit")
     add("--fractions", type=float, nargs="+", default=[0.2, 0.5, 1.0])
     add("--state-pages", type=int, nargs="+", default=[16, 64])
     add("--memory-ratio", type=float, default=0.9, help="bytes of states per byte of pages")
@@ -117,12 +117,12 @@ def add_replay(report: Report, case: dict[str, Any], found: dict[str, float]) ->
 def measure(args: argparse.Namespace, talks: Conversations, report: Report) -> None:
     """All replays."""
 
-    def settings(num_states: int, interval: int, most: int = 0) -> StateSettings:
+    def settings(num_states: int, interval: int, limit: int = -1) -> StateSettings:
         return StateSettings(
             num_states=num_states,
             alignment=args.alignment,
             track_interval=interval,
-            max_per_path=most,
+            max_per_path=limit,
         )
 
     # No two snapshots of a conversation have the same position.
@@ -171,7 +171,7 @@ _QUICK: Final = {
     "request_length": 100,
     "output_length": 200,
     "intervals": [0, 64],
-    "max_states_per_path": [0, 1],
+    "max_states_per_path": [-1, 1],
     "fractions": [0.5],
     "state_pages": [4],
 }

@@ -6,7 +6,8 @@ at its end. The replays have two parts.
 - `sizes`: L1 has a fraction of the pages and a fraction of the snapshots of an unlimited cache.
   Compared with that, and with a dense model and as many pages. `write_through` adds L2.
 - `division`: L1 has the memory of a fraction of the pages. `state_pages` is the memory of one state
-  in pages, `memory_ratio` the bytes of states for each byte of pages. Compared with a dense model
+  in pages, `memory_ratio` the bytes of states for each byte of pages, `per_path` the value of
+  `--mamba-max-states-per-path`. Compared with a dense model
   that has all of the memory for pages. A division that cannot hold the longest request has no
   figure but `fits`. Snapshots are the first of `--alignments` apart, or more.
 Hit rates are shares of the whole pages of all prompts. Requests are served one after the other and
@@ -59,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--hicache-ratio", type=float, default=2.0, help="pages of L2 per page of L1")
     add("--state-pages", type=int, nargs="+", default=[16, 64, 256])
     add("--memory-ratios", type=float, nargs="+", default=[0.1, 0.3, 0.9, 2.0])
-    add("--max-states-per-path", type=int, nargs="+", default=[0], help="of `division`; 0: none")
+    add("--max-states-per-path", type=int, nargs="+", default=[-1], help="of `division`; -1: none")
 
 
 class TraceReplays:
@@ -170,8 +171,13 @@ def division(args: argparse.Namespace, trace: TraceReplays, report: Report) -> N
     for fraction in args.fractions:
         total = trace.pages_of(fraction)
         for cost, ratio, limit in itertools.product(*kinds):
-            case = {"part": "division", "fraction": fraction, "state_pages": cost}
-            case |= {"memory_ratio": ratio, "per_path": limit}
+            case = {
+                "part": "division",
+                "fraction": fraction,
+                "state_pages": cost,
+                "memory_ratio": ratio,
+                "per_path": limit,
+            }
             divided = divide_memory(
                 total, ratio=ratio, state_pages=cost, longest_pages=trace.longest_pages
             )

@@ -74,12 +74,12 @@ def test_simulate_snapshots_of_answers() -> None:
     setting = (*small, "--output-length", "300", "--fractions", "0.5", "--state-pages", "4")
     _, none, often, dense, _, *bounded = run(
         *("simulate", "snapshots", *setting, "--intervals", "0", "64"),
-        *("--max-states-per-path", "0", "1"),
+        *("--max-states-per-path", "-1", "1"),
     )
     assert none["snapshots"] == 6 * 4 < often["snapshots"]
     assert none["hit_rate"] < often["hit_rate"]
     cases = [(one["interval"], one["per_path"]) for one in bounded]
-    assert cases == [(0, 0), (0, 1), (64, 0), (64, 1)]
+    assert cases == [(0, -1), (0, 1), (64, -1), (64, 1)]
     for one in bounded:
         assert one["states_evicted"] > 0 and one["hit_rate"] < dense["dense_hit_rate"]
 

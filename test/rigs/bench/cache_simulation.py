@@ -136,7 +136,7 @@ class SimulatedCache:
         rows: ReqToTokenPool | None = None,
         states: MambaPool | None = None,
         alignment: int | None = None,
-        max_per_path: int = 0,
+        max_per_path: int = -1,
     ) -> None:
         self._page_size = page_size
         pool = MHATokenToKVPool(

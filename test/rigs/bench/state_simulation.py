@@ -47,7 +47,7 @@ class StateSettings:
     """Tokens between possible snapshots."""
     track_interval: int = 0
     """Tokens between the snapshots of a request that decodes; 0: it leaves none."""
-    max_per_path: int = 0
+    max_per_path: int = -1
     """See `StateComponent`."""
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class SimulatedStateCache(SimulatedCache):
             rows=self._rows,
             states=pool,
             alignment=None if states is None else states.alignment,
-            max_per_path=0 if states is None else states.max_per_path,
+            max_per_path=-1 if states is None else states.max_per_path,
         )
         self._interval = 0 if states is None else states.track_interval
         self._snapshots = None

@@ -38,7 +38,7 @@ class CacheInitParams:
     mamba_snapshot_alignment: int | None = None
     """Snapshots are taken at multiples of so many tokens, so that a page and a chunk of the
     kernel end there; None: the end of any page."""
-    mamba_max_states_per_path: int = 0
+    mamba_max_states_per_path: int = -1
     """See `StateComponent.max_per_path`."""
     session_share: float = 0.0
     """Part of each tier that hints of sessions may keep."""

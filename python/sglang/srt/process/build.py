@@ -339,7 +339,7 @@ def _make_tree(
         metrics_registry=metrics.registry,
         model_pools=ModelPools.of(runner.pools.values(), runner.model_config.num_layers),
         mamba_snapshot_alignment=math.lcm(runner.config.page_size, CHUNK),
-        mamba_max_states_per_path=max(0, server_args.mamba_max_states_per_path),
+        mamba_max_states_per_path=server_args.mamba_max_states_per_path,
     )
     return create_tree_cache(
         TreeCacheBuildContext(

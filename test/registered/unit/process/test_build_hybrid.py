@@ -70,9 +70,10 @@ def test_states_are_sized_and_said(hybrid: Path) -> None:
 
 
 def test_prefixes_are_cached_with_their_states(hybrid: Path) -> None:
-    built = build_scheduler(cached_args(hybrid))
+    built = build_scheduler(cached_args(hybrid, mamba_max_states_per_path=3))
     tree = built.scheduler.state.tree
     assert tree.mamba_snapshot_alignment == 64, "a page of 16, a chunk of 64"
+    assert [one.max_per_path for one in tree.tree.components] == [3]
     assert isinstance(tree, HiMambaRadixCache)
     assert set(tree.cache_controller.mem_pool_host.entries) == {"kv", "mamba"}
     tiers = built.ready_details["tiers"]

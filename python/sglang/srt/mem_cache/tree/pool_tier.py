@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from sglang.srt.mem_cache.evict_policy import EvictionHeap, get_eviction_strategy
-from sglang.srt.mem_cache.tree.hicache_metrics import Decision
+from sglang.srt.mem_cache.tree.hicache_metrics import Decision, DecisionLog
 from sglang.srt.mem_cache.tree.kv_events import StorageMedium
 from sglang.srt.mem_cache.tree.ownership_audit import OwnershipAudit
 from sglang.srt.mem_cache.tree.tree_node import PoolSlots, TreeNode
 from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.tree.hicache_metrics import DecisionLog
     from sglang.srt.mem_cache.tree.kv_events import KVEventLog
     from sglang.srt.utils.metrics import Counter
 

@@ -32,13 +32,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.tree.digest import hash_of
 from sglang.srt.mem_cache.tree.hicache_metrics import StateMetrics
-from sglang.srt.mem_cache.tree.pool_tier import (
-    DeviceTier,
-    HostTier,
-    PoolTier,
-    SlotPool,
-    TieredTree,
-)
+from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, SlotPool, TieredTree
 from sglang.srt.mem_cache.tree.tree_node import StateSlots, StateWeights, TreeNode
 
 if TYPE_CHECKING:
@@ -55,7 +49,7 @@ class StateComponent:
         alignment: Snapshots are taken at multiples of this number of tokens.
         metrics: Metrics of states in all tiers.
         max_per_path: States of a path that leave in the order of their use. Those above leave
-            before all others, unless prompts branch there; 0: none does.
+            before all others, unless prompts branch there; -1: none does.
 
     Attributes:
         alignment: Usable prefixes have a multiple of this number of tokens.
@@ -72,7 +66,7 @@ class StateComponent:
         pool: StatePool,
         alignment: int,
         metrics: StateMetrics | None = None,
-        max_per_path: int = 0,
+        max_per_path: int = -1,
     ) -> None:
         self.pool = pool
         self.alignment = alignment
@@ -94,7 +88,6 @@ class StateComponent:
         self._index = index
         name = f"{self.pool.spec.name} states on the device"
         self.device = DeviceTier(tree, name, self.pool, slots_of=self.of)
-        self.tiers: list[PoolTier] = [self.device]
         self.device.evicted = self.metrics.evicted.labels("device")
         tree.device.dependents.append(self.device)
 
@@ -102,7 +95,6 @@ class StateComponent:
         """Let nodes have slots of `pool` on the host too."""
         name = f"{self.pool.spec.name} states on the host"
         self.host = HostTier(self._tree, name, pool, slots_of=self.of)
-        self.tiers.append(self.host)
         self.host.evicted = self.metrics.evicted.labels("host")
         self._tree.host.dependents.append(self.host)
 
@@ -224,13 +216,11 @@ class StateComponent:
         """As `DeviceTier.put`. States above that `end` replaces are the next to leave."""
         if not self.device.put(end, slot):
             return False
-        if self.max_per_path:
-            with_state = [node for node in end.path_up() if self.of(node).is_on_any_tier]
+        if self.max_per_path != -1:
+            with_state = [node for node in end.path_up() if self.can_end(node)]
             for node in with_state[self.max_per_path :]:
                 if len(node.children) == 1:
                     self.of(node).last_access_time = 0
-                    for tier in self.tiers:
-                        tier.heap.refresh(node)
         return True
 
     def _is_ready(self, node: TreeNode) -> bool:

@@ -322,24 +322,39 @@ def test_policies_choose_which_states_go(policy: str, survivor: int) -> None:
 
 @pytest.mark.parametrize(
     ("max_per_path", "branches", "leaves"),
-    [(0, False, [200, 4]), (1, False, [4, 8]), (2, False, [4, 200]), (1, True, [8, 200])],
+    [(-1, False, [16, 4]), (1, False, [4, 8]), (2, False, [4, 16]), (1, True, [8, 16])],
 )
 def test_replaced_states_of_a_path_leave_first(
     max_per_path: int, branches: bool, leaves: list[int]
 ) -> None:
     rig = StateRig(page_size=4)
     rig.states.max_per_path = max_per_path
-    insert(rig, range(196, 200))
+    insert(rig, range(16))
     for end in (4, 8, 12):
-        insert(rig, range(end))
+        insert(rig, range(300, 300 + end))
     if branches:
-        other = [*range(4), *range(90, 94)]
+        other = [*range(300, 304), *range(90, 106)]
         assert matched(rig, other) == 4
         insert(rig, other)
-    ends = {200: range(196, 200), 4: range(4), 8: range(8), 12: range(12)}
-    rig.tree.evict(EvictParams(mamba_num=2))
-    gone = [end for end, ids in ends.items() if matched(rig, [*ids, 70]) < len(ids)]
-    assert gone == sorted(leaves, key=list(ends).index)
+    ends = (16, 4, 8, 12)
+    gone: list[int] = []
+    for _ in leaves:
+        rig.tree.evict(EvictParams(mamba_num=1))
+        # A match would count as a use.
+        nodes = {depth(node): node for node in rig.tree.nodes()}
+        lost = [end for end in ends if end not in nodes or not rig.states.can_end(nodes[end])]
+        gone += [end for end in lost if end not in gone]
+    assert gone == leaves
+    rig.check()
+
+
+def test_a_request_that_goes_on_from_a_state_replaces_it() -> None:
+    rig = StateRig(page_size=4)
+    rig.states.max_per_path = 1
+    for ids in (range(200, 209), range(9), range(13)):
+        rig.run(ids)
+    rig.tree.evict(EvictParams(mamba_num=1))
+    assert [matched(rig, ids) for ids in (range(9), range(13), range(200, 209))] == [0, 12, 8]
     rig.check()
 
 

@@ -206,6 +206,24 @@ def test_slots_for_snapshots_go_to_requests_that_want_to_run(oracle: GreedyOracl
     rig.assert_clean()
 
 
+def test_a_request_that_decodes_holds_one_spare_state_between_snapshots(
+    oracle: GreedyOracle,
+) -> None:
+    rig = rig_of(oracle, num_states=9, max_requests=9, mamba_track_interval=PAGE)
+    tokens = prompt(46, 20)
+    rig.step(rig.request("one", tokens, greedy(60)))
+    pool = rig.scheduler.state.pools.req_to_token_pool.mamba_pool
+    assert pool is not None
+    held: list[int] = []
+    for _ in range(4 * PAGE):
+        rig.step()
+        held.append(9 - pool.available_size() - rig.tree.mamba_evictable_size())
+    assert max(held) <= 3
+    assert held.count(3) <= PAGE < held.count(2), "three while a step writes the next snapshot"
+    rig.run()
+    oracle.assert_words(tokens, rig.results["one"].output_ids, 60)
+
+
 def test_snapshots_of_one_batch_make_room_for_the_next(oracle: GreedyOracle) -> None:
     """Nine slots and as many requests: the first of them leave snapshots of their prompts."""
     rig = rig_of(oracle, num_states=9, max_requests=9)
