@@ -122,10 +122,9 @@ class RateLimitedLogger:
             return False
         now = self._clock()
         with self._lock:
-            window = self._windows.get(kind)
-            if window is not None and now - window.started < self._period:
-                window.suppressed += 1
+            if self._suppress(kind, now):
                 return False
+            window = self._windows.get(kind)
             suppressed = window.suppressed if window is not None else 0
             self._windows[kind] = _Window(started=now)
         if suppressed:
@@ -138,13 +137,17 @@ class RateLimitedLogger:
         that are costly to compose."""
         if not self._logger.isEnabledFor(level):
             return True
-        now = self._clock()
         with self._lock:
-            window = self._windows.get(kind)
-            if window is None or now - window.started >= self._period:
-                return False
-            window.suppressed += 1
-            return True
+            return self._suppress(kind, self._clock())
+
+    def _suppress(self, kind: str, now: float) -> bool:
+        """Count a line of `kind`, and return True, if one was written less than a period ago. The
+        caller holds the lock."""
+        window = self._windows.get(kind)
+        if window is None or now - window.started >= self._period:
+            return False
+        window.suppressed += 1
+        return True
 
     def info(self, kind: str, message: str, *args: object) -> bool:
         return self.log(logging.INFO, kind, message, *args)
