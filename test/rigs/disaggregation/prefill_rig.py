@@ -61,17 +61,20 @@ class FakeSender(BaseKVSender):
     ) -> None:
         assert isinstance(mgr, FakeManager)
         assert bootstrap_room not in mgr.pages, f"room {bootstrap_room} is taken"
-        self.bootstrap_room, self.num_sent = bootstrap_room, 0
+        self.bootstrap_room = bootstrap_room
         self._manager = mgr
         mgr.pages[bootstrap_room] = []
         if mgr.claims:
             mgr.claimed.append(bootstrap_room)
 
+    @property
+    def num_sent(self) -> int:
+        return len(self._manager.pages[self.bootstrap_room])
+
     def send(self, kv_indices: Sequence[int]) -> None:
         manager, room = self._manager, self.bootstrap_room
         assert room not in manager.ended and room not in manager.tokens
         manager.pages[room] += kv_indices
-        self.num_sent += len(kv_indices)
         manager.sent.append((room, len(kv_indices)))
 
     def send_aux(self, metadata: FirstToken) -> None:

@@ -360,6 +360,7 @@ def test_write_back_saves_no_leaf_whose_state_finds_no_room() -> None:
     assert taken is not None
     assert rig.tree.evict(EvictParams(num_tokens=20)).num_tokens_evicted == 20
     assert rig.hi.host_pool.available_size() == rig.hi.host_pool.size
+    assert not rig.hi.metrics.flows()["written"], "pages that no state can continue"
     states.free(taken)
     assert rig.run(range(21)) == Reused()
     rig.settle()

@@ -143,17 +143,17 @@ class BaseKVSender(KVPoller):
         bootstrap_addr: The bootstrap server that the request names.
         bootstrap_room: Number of the room. No other request has it; `clear` was called on the
             sender of an earlier one.
-
-    Attributes:
-        num_sent: Number of pages given to `send`.
     """
-
-    num_sent: int
 
     @abstractmethod
     def __init__(
         self, mgr: BaseKVManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
     ) -> None: ...
+
+    @property
+    @abstractmethod
+    def num_sent(self) -> int:
+        """Number of pages given to `send`."""
 
     @abstractmethod
     def send(self, kv_indices: Sequence[int]) -> None:

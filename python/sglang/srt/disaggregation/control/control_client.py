@@ -129,7 +129,7 @@ class ControlClient:
         waker: socket.socket | None = None,
         why_cancelled: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Raises RoomFailed if the endpoint is no such address."""
+        """Raises RoomFailed: `endpoint` is not `tcp://HOST:PORT`."""
         try:
             self._address = parse_endpoint(endpoint)
         except ValueError as error:

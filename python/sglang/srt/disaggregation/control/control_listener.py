@@ -116,9 +116,12 @@ class ControlPeer(asyncio.BufferedProtocol):
 
     def _look(self) -> None:
         """Announce the next frame if it is whole, else go on reading."""
-        most = MAX_QUESTION_BYTES if self._is_open else MAX_PROOF_BYTES
         try:
-            while (message := take_frame(self._received, most)) is not None:
+            while True:
+                most = MAX_QUESTION_BYTES if self._is_open else MAX_PROOF_BYTES
+                message = take_frame(self._received, most)
+                if message is None:
+                    break
                 if self._is_open:
                     self._message = message
                     self.transport.pause_reading()
@@ -127,7 +130,6 @@ class ControlPeer(asyncio.BufferedProtocol):
                 if (refusal := self._refusal(message)) is not None:
                     self._refuse(refusal)
                     return
-                most = MAX_QUESTION_BYTES
         except FrameTooLong as error:
             self._listener.bad.add(error)
             self.transport.abort()

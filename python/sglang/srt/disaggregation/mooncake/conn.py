@@ -309,18 +309,20 @@ class MooncakeKVSender(BaseKVSender):
         self, mgr: MooncakeKVPrefillManager, bootstrap_addr: BootstrapAddr, bootstrap_room: int
     ) -> None:
         self.bootstrap_room = bootstrap_room
-        self.num_sent = 0
         self._mgr = mgr
         self._rooms = mgr.rooms
         self._room = self._rooms.open_room(bootstrap_room)
         self._unsent: FirstToken | None = None
+
+    @property
+    def num_sent(self) -> int:
+        return len(self._room.pages)
 
     def send(self, kv_indices: Sequence[int]) -> None:
         checksums = self._mgr.checksums.draw_pages(kv_indices)
         with self._rooms.lock:
             self._room.pages += kv_indices
             self._room.checksums += checksums
-        self.num_sent += len(kv_indices)
         self._rooms.wake()
 
     def send_aux(self, metadata: FirstToken) -> None:

@@ -132,8 +132,8 @@ class PromptRead:
         room: Room of the prompt, with its prefill ranks.
         reader, fails_at: See `PrefillServers.new_reader`.
 
-    Attributes: Any thread may look at them.
-        shards: Set before anything is read.
+    Attributes:
+        shards: Set before anything is read. Any thread may look at these attributes.
         metadata: Results of the prefill, once all was read.
         failure: Why the prompt will not come.
         has_returned: Set when no thread reads, or will.

@@ -26,8 +26,10 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.control import control_client
+from sglang.srt.disaggregation.control.protocol import RoomsStatus
 from sglang.srt.disaggregation.mooncake import prefill_server
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+from sglang.srt.disaggregation.mooncake.prefill_server import AskedRoom
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -403,6 +405,16 @@ def test_messages_may_be_lost_doubled_and_late(
         for room in range(1, 40, 2):
             server.prefill.open(room)
         given_up(server.prefill, set(range(1, 40, 2)))
+
+
+def test_an_answer_to_an_earlier_question_says_nothing_of_a_later_request(server: Server) -> None:
+    """The rooms of both have the same number."""
+    room = AskedRoom(ROOM, serial=5)
+    server.peer._rooms[ROOM] = room
+    server.peer._take(RoomsStatus(4, ended={ROOM: "an earlier request"}))
+    assert room.failure is None and room.unknown_since is None
+    server.peer._take(RoomsStatus(5, ended={ROOM: "out of memory"}))
+    assert room.failure == "the prefill server ended the request: out of memory"
 
 
 # ---- threads and files -------------------------------------------------------------------------
