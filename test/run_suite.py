@@ -41,7 +41,9 @@ UNIT_SUITES: Final = frozenset({"base-a-test-cpu"})
 PROCESSES: Final = min(2, os.cpu_count() or 1)
 """Processes of a unit suite at the same time. More would cost more imports than they save."""
 PARTS: Final = 3 * PROCESSES
-"""Parts of a unit suite, each in a process and within its time. The last one may run by itself."""
+"""Parts of a unit suite, each in a process and within its time. Short ones leave a short end, in
+which one process runs by itself."""
+_PYTEST: Final = (sys.executable, "-m", "pytest", "-q")
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 """Environment of processes that share cores: torch's threads wait for each other by spinning."""
 
@@ -298,16 +300,15 @@ def _plan(
 
 def _file_step(file: Registration, env: Mapping[str, str], is_forked: bool = False) -> Step:
     path = os.path.relpath(file.path, REPO)
-    return Step(path, [sys.executable, "-m", "pytest", "-q", path], env, is_forked)
+    return Step(path, [*_PYTEST, path], env, is_forked)
 
 
 def _unit_steps(suite: str, files: Sequence[Registration], *, is_forked: bool) -> list[Step]:
     parts = [part for index in range(PARTS) if (part := partition(files, index, PARTS))]
-    pytest = [sys.executable, "-m", "pytest", "-q", "--durations=5"]
     return [
         Step(
             f"{suite} {number}/{len(parts)}, {len(part)} files",
-            [*pytest, *(os.path.relpath(file.path, REPO) for file in part)],
+            [*_PYTEST, "--durations=5", *(os.path.relpath(file.path, REPO) for file in part)],
             ONE_THREAD if len(parts) > 1 else {},
             is_forked,
             is_busy=True,

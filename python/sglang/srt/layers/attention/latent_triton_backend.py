@@ -224,7 +224,7 @@ class LatentTritonBackend(AttentionBackend):
     def forward_extend(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        q, k, _, _, rows, index = inputs
+        q, k, rows, index = inputs.q, inputs.k, inputs.rows, inputs.index_query
         if rows is not None:  # a request's last token sees all of its context, as in decoding
             index = None if index is None else index.of(rows)
             return self.forward_decode(q.index_select(0, rows), layer, forward_batch, index)

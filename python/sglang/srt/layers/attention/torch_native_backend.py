@@ -83,9 +83,8 @@ class TorchNativeAttnBackend(AttentionBackend):
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         q, k, v = inputs.q, inputs.k, inputs.v
-        last_only = (
-            inputs.rows is not None
-        )  # a request's last token sees its whole context: no mask
+        # A request's last token sees its whole context: no mask.
+        last_only = inputs.rows is not None
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         outs = []
         for segment in self._extend_plan:

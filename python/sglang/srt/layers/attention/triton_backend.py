@@ -127,7 +127,7 @@ class TritonAttnBackend(AttentionBackend):
     def forward_extend(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        q, k, v, _, rows, _ = inputs
+        q, k, v, rows = inputs.q, inputs.k, inputs.v, inputs.rows
         if rows is not None:  # a request's last token sees all of its context, as in decoding
             return self.forward_decode(q.index_select(0, rows), layer, forward_batch)
         if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:

@@ -173,9 +173,9 @@ class PrefillScheduler:
             return None
         rest = req.progress.uncommitted_tokens - plan.extend_tokens
         adder.commit(plan, rest + self._state.reserve_for(req))
-        return self._work(req, plan, slots)
+        return self._start_work(req, plan, slots)
 
-    def _work(
+    def _start_work(
         self, req: Req, plan: AddPlan, slots: torch.Tensor, first_state: int = 0
     ) -> PrefillWork:
         """The next work of `req`, all that is left of its prompt or a part of it, with the snapshot
@@ -265,7 +265,7 @@ class PrefillScheduler:
             if slots is not None:
                 self._commit(req, prefix)
                 rest = progress.uncommitted_tokens - plan.extend_tokens
-                work = self._work(req, plan, slots, first_state)
+                work = self._start_work(req, plan, slots, first_state)
                 adder.commit(plan, rest + state.reserve_for(req))
                 return plan.outcome, work
             if first_state:

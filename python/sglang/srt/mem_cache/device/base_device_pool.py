@@ -6,7 +6,7 @@ the layer counter keeps their order.
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
@@ -23,7 +23,7 @@ class HasLayerId(Protocol):
         """The layer's place in the model, from 0."""
 
 
-LayerOrId = HasLayerId | int
+LayerOrId: TypeAlias = HasLayerId | int
 
 
 class LayerTransferCounter(Protocol):
