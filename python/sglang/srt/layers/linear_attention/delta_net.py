@@ -23,7 +23,7 @@ from sglang.srt.layers.linear_attention.extend_plan import (
     kernel_plan_of,
 )
 from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, TorchDeltaRule
-from sglang.srt.layers.linear_attention.verify import VerifyBuffers
+from sglang.srt.layers.linear_attention.layer_states import states_of_layer
 from sglang.srt.layers.placement import (
     NamedSlots,
     Share,
@@ -41,8 +41,6 @@ from sglang.srt.layers.triton_ops.arguments import (
     RoundedRows,
 )
 from sglang.srt.layers.weight_format import WeightFormat
-from sglang.srt.mem_cache.device.state_pool import MambaPool
-from sglang.srt.mem_cache.device.state_spec import PoolName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +284,7 @@ class GatedDeltaNet(torch.nn.Module):
                 attended = attended.index_select(0, rows)
             return self.out_proj.forward(attended, residual)
         projected = self.in_proj.forward(x)
-        states = self._states_of(forward_batch)
+        states = states_of_layer(forward_batch, self.layer_id)
         if states.kept is not None:
             attended = self._verify(projected, states, states.kept)
         elif (plan := extend_plan_of(forward_batch, self.options.kernel)) is not None:
@@ -302,7 +300,7 @@ class GatedDeltaNet(torch.nn.Module):
         """Input of the output projection, `[num_tokens, num_heads * value_dim]`, for the layer's
         input `x`."""
         assert self._kernels is not None
-        of_step, plan = self._states_of(forward_batch), None
+        of_step, plan = states_of_layer(forward_batch, self.layer_id), None
         if forward_batch.forward_mode is ForwardMode.EXTEND:
             plan = kernel_plan_of(forward_batch)
             of_step = replace(of_step, bounds=plan.bounds, track_lens=plan.track_lens)
@@ -381,28 +379,4 @@ class GatedDeltaNet(torch.nn.Module):
             v.view(len(v), -1, options.value_dim),
             self.gates.decay(projected.a),
             projected.b.float().sigmoid(),
-        )
-
-    def _states_of(self, forward_batch: ForwardBatch) -> DeltaStates:
-        """The layer's states and the step's slots in them; the plan of a prefill has the rest."""
-        assert forward_batch.pools is not None, "the runner sets it before the model runs"
-        states = forward_batch.states
-        assert states is not None, "the maker of the batch gave it states"
-        is_verify = forward_batch.forward_mode is ForwardMode.TARGET_VERIFY
-        buffers = states.verify
-        assert is_verify == (buffers is not None), "a verification, and it alone, has buffers"
-        pool = forward_batch.pools[PoolName.MAMBA]
-        assert isinstance(pool, MambaPool)
-        place = pool.wait_for_layer(self.layer_id)
-        kept = None
-        if buffers is not None:
-            assert isinstance(buffers, VerifyBuffers)
-            kept = buffers.of_layer(place, len(forward_batch.input_ids), len(states.slots))
-        return DeltaStates(
-            temporal=pool.temporal[place],
-            conv=pool.conv[place],
-            slots=states.slots,
-            read_slots=states.read_slots,
-            kept=kept,
-            track_slots=states.track_slots,
         )
