@@ -109,6 +109,13 @@ def text_of(reply: httpx.Response) -> str:
     return reply.text.replace("\\", "")
 
 
+def num_failed(server: EngineServer) -> float:
+    """Requests that the server has counted as failed between the servers."""
+    found = server.metrics()
+    kinds = ("bootstrap", "transfer")
+    return sum(found[f"sglang:num_{kind}_failed_reqs_total"] for kind in kinds)
+
+
 # ---- failures under load -----------------------------------------------------------------------
 
 
@@ -116,7 +123,7 @@ def test_a_tenth_of_the_requests_fails_under_load(servers: Servers, url: str) ->
     """Each ends, with the right words or with an error that names the step."""
     bodies = [body(number % 40, 20 + 9 * (number % 40)) for number in range(100)]
     expected = {len(of["input_ids"]): post(url, of).json()["output_ids"] for of in bodies[:40]}
-    before = servers.failing.metrics()
+    before = num_failed(servers.prefill), num_failed(servers.failing)
     with (
         router([(servers.prefill, servers.port)], [servers.failing]) as failing,
         ThreadPoolExecutor(16) as pool,
@@ -131,15 +138,10 @@ def test_a_tenth_of_the_requests_fails_under_load(servers: Servers, url: str) ->
             assert reply.status_code == 503 and found, reply.text
             steps[found[1]] += 1
     assert 0 < sum(steps.values()) < len(bodies) / 2, steps
-    after = servers.failing.metrics()
-    failed = sum(
-        after[name] - before[name]
-        for name in (
-            "sglang:num_bootstrap_failed_reqs_total",
-            "sglang:num_transfer_failed_reqs_total",
-        )
-    )
-    assert failed == sum(steps.values())
+    told = sum(steps.values())
+    # A router may end a request when one server says that it failed; then the other does not count.
+    failed = num_failed(servers.failing) - before[1]
+    assert failed <= told <= failed + num_failed(servers.prefill) - before[0]
 
 
 # ---- rooms -------------------------------------------------------------------------------------
