@@ -1,4 +1,4 @@
-"""Activation functions of gated layers, and the gated feed-forward network."""
+"""Activation functions, and the feed-forward networks: gated, or of squared ReLU."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         return kernels.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)^2, in a new tensor."""
+    return F.relu(x).square_()
 
 
 def scale_by_gates_(
@@ -102,3 +107,35 @@ class GatedMLP(torch.nn.Module):
             if down is not None:
                 return kernels.round_rows(both, down, is_gated=True)
         return silu_and_mul(both)
+
+
+class SquaredReluMLP(torch.nn.Module):
+    """`down(squared_relu(up(x)))`; each rank has some of the intermediate features."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool, placement: TensorPlacement
+    ) -> None:
+        """Raises ValueError: the ranks do not divide the intermediate size."""
+        super().__init__()
+        size = placement.share(intermediate_size, "features of the feed-forward layers")
+        self.up_proj = MergedColumnParallelLinear(
+            hidden_size, [("up_proj", size)], bias=bias, placement=placement
+        )
+        self.down_proj = RowParallelLinear(
+            size, hidden_size, bias=bias, placement=placement.at("down_proj")
+        )
+
+    @property
+    def first_weight(self) -> Weight:
+        """The only weight that multiplies the input."""
+        return self.up_proj.weight
+
+    def forward(
+        self, x: torch.Tensor | RoundedRows, residual: torch.Tensor
+    ) -> tuple[ToAdd, torch.Tensor]:
+        """See `GatedMLP.forward`."""
+        return self.down_proj.forward(squared_relu(self.up_proj.forward(x)), residual)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """See `GatedMLP.part`."""
+        return self.down_proj.part(squared_relu(self.up_proj.forward(x)))

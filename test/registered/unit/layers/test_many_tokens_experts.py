@@ -25,10 +25,16 @@ from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expe
 Choice = tuple[torch.Tensor, torch.Tensor]
 
 
-def experts(dtype: torch.dtype, count: int, hidden: int, size: int) -> RoutedExperts:
+def experts(
+    dtype: torch.dtype, count: int, hidden: int, size: int, *, is_gated: bool = True
+) -> RoutedExperts:
     numbers = torch.Generator().manual_seed(3)
     layer = RoutedExperts(
-        count, hidden, size, placement=TensorPlacement(dtype=dtype, device=DEVICE)
+        count,
+        hidden,
+        size,
+        placement=TensorPlacement(dtype=dtype, device=DEVICE),
+        is_gated=is_gated,
     )
     for parameter in layer.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=numbers) * 0.2)
@@ -49,14 +55,16 @@ def rows(num_tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def run(layer: RoutedExperts, x: torch.Tensor, chosen: Choice) -> torch.Tensor:
-    return KERNELS.run_routed_experts(x, *chosen, layer.gate_up, layer.down)
+    return KERNELS.run_routed_experts(
+        x, *chosen, layer.gate_up, layer.down, is_gated=layer.is_gated
+    )
 
 
 def assert_near(got: torch.Tensor, layer: RoutedExperts, x: torch.Tensor, chosen: Choice) -> None:
     """Near what the CPU computes in fp32."""
     exact = RoutedExperts(
         layer.num_experts, x.shape[1], layer.features.size,
-        placement=TensorPlacement(dtype=torch.float32, device="cpu"),
+        placement=TensorPlacement(dtype=torch.float32, device="cpu"), is_gated=layer.is_gated,
     )  # fmt: skip
     for own, given in zip(exact.parameters(), layer.parameters(), strict=True):
         own.copy_(given)
@@ -108,6 +116,18 @@ def test_the_sum_is_that_of_the_cpu(
     dtype: torch.dtype, hidden: int, size: int, num_tokens: int
 ) -> None:
     layer, x = experts(dtype, 12, hidden, size), rows(num_tokens, hidden, dtype)
+    chosen = choice(num_tokens, 12, 3)
+    assert_near(run(layer, x, chosen), layer, x, chosen)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "size", "num_tokens"),
+    [(HALF, 64, 48, 1), (HALF, 100, 60, 64), (HALF, 296, 152, 30), (torch.float32, 50, 36, 64)],
+)
+def test_experts_of_squared_relu(
+    dtype: torch.dtype, hidden: int, size: int, num_tokens: int
+) -> None:
+    layer, x = experts(dtype, 12, hidden, size, is_gated=False), rows(num_tokens, hidden, dtype)
     chosen = choice(num_tokens, 12, 3)
     assert_near(run(layer, x, chosen), layer, x, chosen)
 

@@ -1,12 +1,14 @@
-"""The experts of one layer: gated feed-forward networks. Each token uses a few."""
+"""The experts of one layer: feed-forward networks, gated or of squared ReLU. Each token uses a
+few."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 import torch
 
-from sglang.srt.layers.activation import silu_and_mul
+from sglang.srt.layers.activation import silu_and_mul, squared_relu
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layer_weight import (
     kept_format,
@@ -31,7 +33,8 @@ tokens take them 0.9 of the time with Qwen3-Next's shape, and 0.55 with DeepSeek
 
 
 class RoutedExperts(WeightedLayer):
-    """Gate, up and down projections of all experts, stacked by expert.
+    """Gate, up and down projections of all experts, stacked by expert; experts of squared ReLU have
+    no gate.
 
     Each rank has some intermediate features of every expert, and computes a partial sum of the
     output, as in `RowParallelLinear`.
@@ -45,25 +48,33 @@ class RoutedExperts(WeightedLayer):
         *,
         placement: TensorPlacement,
         names: ExpertNames = EXPERT_NAMES,
+        is_gated: bool = True,
     ) -> None:
         """Args:
         intermediate_size: Features between the projections of one expert.
         placement: The experts', which checkpoints name `{prefix}.{expert}.{name}.weight`.
         names: Names of the projections: gate, up, down.
+        is_gated: False: the experts are `down(squared_relu(up(x)))`.
 
         Raises:
             ValueError: The ranks do not divide the intermediate size.
         """
         super().__init__(placement)
         assert num_experts <= torch.iinfo(torch.int16).max
-        self.num_experts, self._projections = num_experts, names
+        self.num_experts, self.is_gated = num_experts, is_gated
+        *firsts, self._last = names
+        self._firsts = firsts if is_gated else firsts[1:]
+        self._activate = silu_and_mul if is_gated else squared_relu
+        if not is_gated:
+            # No kernel takes their weights with scales.
+            placement = replace(placement, formats=None)
         self.features = placement.share(intermediate_size, "features of an expert")
         hidden, lead = Share(0, hidden_size, hidden_size), (num_experts,)
         # Kernels take both weights in the same format.
         quantized = self._quantized_names(placement)
         format_ = kept_format(placement, quantized, hidden, self.features)
-        both = [self.features, self.features]
-        self.gate_up = new_weight(self, "gate_up", placement, format_, both, hidden, lead=lead)
+        inner = [self.features for _ in self._firsts]
+        self.gate_up = new_weight(self, "gate_up", placement, format_, inner, hidden, lead=lead)
         self.down = new_weight(self, "down", placement, format_, [hidden], self.features, lead=lead)
         self._kernels = fused_kernels(placement.device)
 
@@ -87,7 +98,9 @@ class RoutedExperts(WeightedLayer):
         """
         if self._kernels is not None:
             ids = ids.contiguous()
-            return self._kernels.run_routed_experts(x, weights, ids, self.gate_up, self.down)
+            return self._kernels.run_routed_experts(
+                x, weights, ids, self.gate_up, self.down, is_gated=self.is_gated
+            )
         run = self._one_by_one if x.is_cpu else self._dense
         return run(x, weights, ids)
 
@@ -112,7 +125,7 @@ class RoutedExperts(WeightedLayer):
             if not count:
                 continue
             end = begin + count
-            inner = silu_and_mul(apply_linear(x[tokens[begin:end]], gate_up[expert]))
+            inner = self._activate(apply_linear(x[tokens[begin:end]], gate_up[expert]))
             result = apply_linear(inner, down[expert], out_dtype=torch.float32)
             out.index_add_(0, tokens[begin:end], result.mul_(scales[begin:end]))
             begin = end
@@ -124,31 +137,32 @@ class RoutedExperts(WeightedLayer):
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.num_experts):
             scales = weights.where(ids == expert, 0.0).sum(dim=1, keepdim=True)
-            inner = silu_and_mul(apply_linear(x, gate_up[expert]))
+            inner = self._activate(apply_linear(x, gate_up[expert]))
             result = apply_linear(inner, down[expert], out_dtype=torch.float32)
             # An expert may overflow for a token that does not use it, and 0 times infinity is NaN.
             out += (result * scales).where(scales != 0.0, 0.0)
         return out.to(x.dtype)
 
     def weight_slots(self) -> NamedSlots:
-        half, own = self.features.size, (self.features,)
+        size, own = self.features.size, (self.features,)
         pairs = zip(matrices_of(self.gate_up), matrices_of(self.down), strict=True)
         for expert, (gate_up, down) in enumerate(pairs):
-            gate, up, last = self._names(expert)
-            yield from slots_of(gate, rows_of(gate_up, 0, half), own)
-            yield from slots_of(up, rows_of(gate_up, half, 2 * half), own)
+            *firsts, last = self._names(expert)
+            for nth, name in enumerate(firsts):
+                yield from slots_of(name, rows_of(gate_up, nth * size, (nth + 1) * size), own)
             yield from slots_of(last, down, inputs=self.features)
 
     def stacked_slots(self) -> NamedSlots:
         names = [self._names(expert) for expert in range(self.num_experts)]
+        first, last = self._stacks()
         yield from slots_of(
-            f"{self.prefix}.gate_up_proj",
+            first,
             self.gate_up,
-            (self.features, self.features),
-            parts=tuple(name for gate, up, _ in names for name in (gate, up)),
+            tuple(self.features for _ in self._firsts),
+            parts=tuple(name for *firsts, _ in names for name in firsts),
         )
         yield from slots_of(
-            f"{self.prefix}.down_proj",
+            last,
             self.down,
             inputs=self.features,
             parts=tuple(last for *_, last in names),
@@ -157,13 +171,18 @@ class RoutedExperts(WeightedLayer):
     def _quantized_names(self, placement: TensorPlacement) -> list[str]:
         """Names of the weights to ask for their format: stacks, where the checkpoint has quantized
         stacks."""
-        stacks = [f"{self.prefix}.gate_up_proj", f"{self.prefix}.down_proj"]
+        stacks = self._stacks()
         formats = placement.formats
         if formats is not None and any(formats.of(name) is not None for name in stacks):
-            return stacks
+            return list(stacks)
         return [name for expert in range(self.num_experts) for name in self._names(expert)]
 
-    def _names(self, expert: int) -> tuple[str, str, str]:
-        """Checkpoint tensors of one expert: gate, up, down."""
-        gate, up, down = (f"{self.prefix}.{expert}.{name}.weight" for name in self._projections)
-        return gate, up, down
+    def _stacks(self) -> tuple[str, str]:
+        """Names of stacked tensors: those of the input's projections, and the others."""
+        first = "gate_up_proj" if self.is_gated else "up_proj"
+        return f"{self.prefix}.{first}", f"{self.prefix}.down_proj"
+
+    def _names(self, expert: int) -> tuple[str, ...]:
+        """Checkpoint tensors of one expert: projections of the input, down."""
+        names = (*self._firsts, self._last)
+        return tuple(f"{self.prefix}.{expert}.{name}.weight" for name in names)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
-from sglang.srt.layers.activation import GatedMLP
+from sglang.srt.layers.activation import GatedMLP, SquaredReluMLP
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import MergedColumnParallelLinear, apply_linear
 from sglang.srt.layers.moe.experts import EXPERT_NAMES, ExpertNames, RoutedExperts
@@ -159,6 +159,11 @@ class SparseMoeOptions:
     expert_names: ExpertNames = EXPERT_NAMES
     bias_name: str = "gate.e_score_correction_bias"
     """Name of the router's correction bias, below the block's."""
+    is_gated: bool = True
+    """False: all experts are of squared ReLU, without gates."""
+    latent_size: int | None = None
+    """Features of the projection that the routed experts read and write instead of the hidden
+    state; router and shared expert see the hidden state. None: there is no such projection."""
 
 
 class Router(WeightedLayer):
@@ -207,16 +212,35 @@ class SparseMoeBlock(torch.nn.Module):
         self.gate = Router(options, placement)
         self.experts = RoutedExperts(
             options.router.num_experts,
-            hidden_size,
+            options.latent_size or hidden_size,
             options.intermediate_size,
             placement=placement.at("experts"),
             names=options.expert_names,
+            is_gated=options.is_gated,
         )
-        self.shared_expert: GatedMLP | None = None
+        self.to_latent: MergedColumnParallelLinear | None = None
+        self.from_latent: MergedColumnParallelLinear | None = None
+        """Projections around the routed experts; the same on every rank."""
+        if options.latent_size is not None:
+            size = options.latent_size
+            self.to_latent = MergedColumnParallelLinear(
+                hidden_size,
+                [("fc1_latent_proj", Share(0, size, size))],
+                bias=False,
+                placement=placement,
+            )
+            self.from_latent = MergedColumnParallelLinear(
+                size,
+                [("fc2_latent_proj", Share(0, hidden_size, hidden_size))],
+                bias=False,
+                placement=placement,
+            )
+        self.shared_expert: GatedMLP | SquaredReluMLP | None = None
         self.shared_expert_gate: MergedColumnParallelLinear | None = None
         """The sigmoid of its output scales the shared expert's; the same on every rank."""
         if shared is not None:
-            self.shared_expert = GatedMLP(
+            make_shared = GatedMLP if options.is_gated else SquaredReluMLP
+            self.shared_expert = make_shared(
                 hidden_size,
                 shared.intermediate_size,
                 bias=False,
@@ -254,7 +278,10 @@ class SparseMoeBlock(torch.nn.Module):
         """Argument of the kernels for few tokens; None: they do not support this layer."""
         experts, shared = self.experts, self.shared_expert
         both: tuple[Weight, Weight] | None = None
+        if not experts.is_gated or self.to_latent is not None:
+            return None
         if shared is not None:
+            assert isinstance(shared, GatedMLP), "of the same kind as the others"
             both = shared.gate_up_proj.weight, shared.down_proj.weight
             if both[1].shape[1] != experts.features.size:
                 return None
@@ -287,7 +314,11 @@ class SparseMoeBlock(torch.nn.Module):
             if self.shared_expert_gate is not None:
                 shared_weight = weights[:, top_k:].to(x.dtype)
             weights = weights[:, :top_k]
-        out = self.experts.forward(x, weights, ids)
+        latent = x if self.to_latent is None else self.to_latent.forward(x)
+        out = self.experts.forward(latent, weights, ids)
+        if self.from_latent is not None:
+            # The projection of a rank's partial sum is a part of the whole's.
+            out = self.from_latent.forward(out)
         if self.shared_expert is None:
             return self._group.sum_later(out), residual
         is_split = self._group.size > 1

@@ -157,8 +157,10 @@ def _gate_up_kernel(
     BLOCK_H: tl.constexpr,
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
+    GATED: tl.constexpr,
 ) -> None:
-    """Compute `silu(gate) * up` of BLOCK_F features for the rows of one tile."""
+    """Compute `silu(gate) * up`, or without a gate max(up, 0)^2, of BLOCK_F features for the rows
+    of one tile."""
     tile, block, expert, begin, num_rows = tile_of_program(
         table_ptr, bound, tl.cdiv(FEATURES, BLOCK_F), GROUP
     )
@@ -166,19 +168,29 @@ def _gate_up_kernel(
         return
     used, uses = uses_of_tile(order_ptr, begin, num_rows, TILE_ROWS)
     x_at = x_ptr + (uses // TOP_K * HIDDEN)[None, :] + tl.arange(0, BLOCK_H)[:, None]
-    first = expert * 2 * FEATURES + block * BLOCK_F
-    mid = (expert * 2 + 1) * FEATURES
-    end = mid + FEATURES
+    matrices: tl.constexpr = 2 if GATED else 1
+    first = expert * matrices * FEATURES + block * BLOCK_F
+    end = (expert * matrices + 1) * FEATURES
     gate = tl.zeros([BLOCK_F, TILE_ROWS], tl.float32)
     up = tl.zeros([BLOCK_F, TILE_ROWS], tl.float32)
     for k in range(0, HIDDEN, BLOCK_H):
         # Weights first: their place is known before that of the rows.
-        of_gate = load_weights(gate_up, first, mid, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
-        of_up = load_weights(gate_up, first + FEATURES, end, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
-        x = load_rows(x_at, used, tl.arange(0, BLOCK_H), k, HIDDEN, BLOCK_H)
-        gate = tl.dot(of_gate, x, gate, input_precision="tf32x3")
+        if GATED:
+            of_gate = load_weights(gate_up, first, end, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
+            of_up = load_weights(
+                gate_up, first + FEATURES, end + FEATURES, k, BLOCK_F, HIDDEN, BLOCK_H, TMA
+            )
+            x = load_rows(x_at, used, tl.arange(0, BLOCK_H), k, HIDDEN, BLOCK_H)
+            gate = tl.dot(of_gate, x, gate, input_precision="tf32x3")
+        else:
+            of_up = load_weights(gate_up, first, end, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
+            x = load_rows(x_at, used, tl.arange(0, BLOCK_H), k, HIDDEN, BLOCK_H)
         up = tl.dot(of_up, x, up, input_precision="tf32x3")
-    inner = gate / (1.0 + tl.exp(-gate)) * up
+    if GATED:
+        inner = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        inner = tl.maximum(up, 0.0)
+        inner *= inner
     features = block * BLOCK_F + tl.arange(0, BLOCK_F)
     to = inner_ptr + (uses * FEATURES)[None, :] + features[:, None]
     stored = used[None, :] & (features < FEATURES)[:, None]
@@ -248,19 +260,25 @@ def _sum_kernel(
 
 
 def multiply_gate_up(
-    x: torch.Tensor, gate_up: torch.Tensor, tiles: ExpertTiles, blocks: Blocks
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    tiles: ExpertTiles,
+    blocks: Blocks,
+    *,
+    is_gated: bool = True,
 ) -> torch.Tensor:
     """The first products of all uses: `silu(gate) * up`.
 
     Args:
         x: Contiguous `[num_tokens, hidden_size]`.
         gate_up: Contiguous `[num_experts, 2 * features, hidden_size]`.
+        is_gated: False: `gate_up` has half as many rows, and the result is max(up, 0)^2.
 
     Returns:
         `[num_uses, features]` of the dtype of `x`.
     """
     assert x.is_contiguous() and gate_up.is_contiguous()
-    hidden, features = x.shape[1], gate_up.shape[1] // 2
+    hidden, features = x.shape[1], gate_up.shape[1] // (2 if is_gated else 1)
     inner = torch.empty((len(tiles.order), features), dtype=x.dtype, device=x.device)
     outputs, depth = _fitting(blocks.outputs, features), _fitting(blocks.depth, hidden)
     tma = _tma_takes(gate_up)
@@ -280,6 +298,7 @@ def multiply_gate_up(
         BLOCK_H=depth,
         GROUP=blocks.group,
         TMA=tma,
+        GATED=is_gated,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
@@ -365,6 +384,8 @@ def run_routed_experts(
     ids: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    *,
+    is_gated: bool = True,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, summed in fp32; bits are the same in each run.
 
@@ -373,6 +394,7 @@ def run_routed_experts(
         weights: fp32 `[num_tokens, top_k]`, of any stride between tokens.
         ids: `[num_tokens, top_k]`, any integer dtype.
         gate_up: See `ExpertWeights`; `down` likewise.
+        is_gated: See `multiply_gate_up`.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
@@ -380,6 +402,6 @@ def run_routed_experts(
     num_experts, top_k = len(gate_up), ids.shape[1]
     plan = plan_of(ids.numel() / num_experts, x.dtype)
     tiles = order_by_expert(ids, num_experts, plan.tile_rows)
-    inner = multiply_gate_up(x, gate_up, tiles, plan.gate_up)
+    inner = multiply_gate_up(x, gate_up, tiles, plan.gate_up, is_gated=is_gated)
     parts = multiply_down(inner, down, weights, tiles, plan.down)
     return sum_of_uses(parts, top_k)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
@@ -93,6 +101,20 @@ def deepseek_v3() -> Made:
     )
 
 
+def nemotron_h(latent: int | None = None) -> Made:
+    """Experts of squared ReLU."""
+    sizes = DEEPSEEK | {"n_shared_experts": 1, "moe_shared_expert_intermediate_size": 40}
+    _, made = deepseek_v3()
+    return NemotronHMoE(NemotronHConfig(**sizes, moe_latent_size=latent)), replace(
+        made, shared=SharedExpertOptions(intermediate_size=40), is_gated=False, latent_size=latent
+    )
+
+
+def nemotron_h_latent() -> Made:
+    """Routed experts read and write 20 features."""
+    return nemotron_h(20)
+
+
 def load(block: SparseMoeBlock, reference: torch.nn.Module) -> None:
     """Fill the block from transformers' module, whose experts are stacked."""
     state = {f"mlp.{name}": tensor for name, tensor in reference.state_dict().items()}
@@ -124,7 +146,9 @@ def pair(make: Callable[[], Made], dtype: torch.dtype) -> tuple[SparseMoeBlock, 
     return block, reference
 
 
-FAMILIES = pytest.mark.parametrize("make", [qwen3_moe, qwen3_next, deepseek_v2, deepseek_v3])
+FAMILIES = pytest.mark.parametrize(
+    "make", [qwen3_moe, qwen3_next, deepseek_v2, deepseek_v3, nemotron_h, nemotron_h_latent]
+)
 
 
 @FAMILIES

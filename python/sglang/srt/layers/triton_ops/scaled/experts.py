@@ -48,7 +48,13 @@ def run_experts(
 
 
 def run_routed_experts(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    is_gated: bool = True,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, summed in fp32; bits are the same in each run.
 
@@ -57,15 +63,16 @@ def run_routed_experts(
         weights: fp32 `[num_tokens, top_k]`, of any stride between tokens.
         ids: Contiguous `[num_tokens, top_k]`, any integer dtype.
         gate_up: See `ExpertWeights`; `down` is of the same kind.
+        is_gated: False: see `routed_experts.run_routed_experts`; the weights are plain.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
     """
     if isinstance(gate_up, ScaledWeight):
-        assert isinstance(down, ScaledWeight)
+        assert isinstance(down, ScaledWeight) and is_gated
         return run_scaled_routed_experts(x, weights, ids, gate_up, down)
     assert isinstance(down, torch.Tensor)
-    return routed_experts.run_routed_experts(x, weights, ids, gate_up, down)
+    return routed_experts.run_routed_experts(x, weights, ids, gate_up, down, is_gated=is_gated)
 
 
 def _are_alike(first: Weight, second: Weight) -> bool:
