@@ -174,7 +174,7 @@ class ServerFlags(
         None, "Most bytes of recurrent states in L1 for each byte of keys and values; absent: 0.9."
     )
     mamba_ssm_dtype: str = flag(
-        "float32", "Dtype of recurrent states.", choices=("float32", "bfloat16")
+        "float32", "Dtype of recurrent states.", choices=("float32", "bfloat16", "float16")
     )
     mamba_scheduler_strategy: str = flag(
         "auto",

@@ -30,7 +30,7 @@ COMMANDS: Final = {
     "DeepSeek, context parallel": f"{DEEPSEEK} --tp 8 --ep 8 --dp 2 --enable-dp-attention "
     "--enable-nsa-prefill-context-parallel --max-running-requests 32",
     "Qwen3-Next": f"{QWEN} {MTP} --speculative-algo NEXTN",
-    "Qwen3-Next, states": f"{QWEN} --max-mamba-cache-size 64 --mamba-ssm-dtype bfloat16 "
+    "Qwen3-Next, states": f"{QWEN} --max-mamba-cache-size 64 --mamba-ssm-dtype float16 "
     "--attention-backend fa3 --mamba-scheduler-strategy extra_buffer",
     "HiCache on 3FS": "--model-path /x/DeepSeek-R1/ --log-level info --tp 8 --port 10000 "
     "--enable-metrics --enable-cache-report --page-size 64 --mem-fraction-static 0.85 "
