@@ -13,6 +13,7 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
 from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.models.llama import SelfAttention
 
 POOL_SLOTS = 12
 """Slots of `pool_of`, besides padding."""
@@ -78,7 +79,7 @@ def batch_of(pool: MambaPool, num_tokens: int, new: list[int] | None, states: St
 
 
 def run_step(
-    layer: GatedDeltaNet,
+    layer: SelfAttention,
     pool: MambaPool,
     x: torch.Tensor,
     new: list[int] | None,

@@ -16,6 +16,7 @@ from sglang.srt.layers.triton_ops import (
     vocab,
 )
 from sglang.srt.layers.triton_ops import gemv as gemvs
+from sglang.srt.layers.triton_ops.mamba import chunks, tokens
 from sglang.srt.layers.triton_ops.scaled import experts
 from sglang.srt.layers.triton_ops.scaled import gemv as scaled_gemvs
 from sglang.srt.layers.triton_ops.scaled.linear import add_and_round_, multiply_scaled, round_rows
@@ -45,6 +46,8 @@ class FusedKernels:
     attend_linearly = staticmethod(fused_delta_net.attend_linearly)
     advance_states = staticmethod(verified_delta_net.advance_states)
     attend_in_chunks = staticmethod(chunked_delta_net.attend_in_chunks)
+    scan_tokens = staticmethod(tokens.scan_tokens)
+    scan_in_chunks = staticmethod(chunks.scan_in_chunks)
     choose_experts = staticmethod(expert_choice.choose_experts)
     run_experts = staticmethod(experts.run_experts)
     run_routed_experts = staticmethod(experts.run_routed_experts)

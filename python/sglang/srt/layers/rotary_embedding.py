@@ -1,4 +1,4 @@
-"""Rotary position embedding: default, linear, llama3 and yarn frequencies."""
+"""Rotary position embedding: default, linear, llama3 and yarn frequencies, or none."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     freqs = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "none":
+        # Angles of 0 keep every number as it is.
+        return torch.zeros_like(freqs)
     if rope.rope_type == "linear":
         return freqs / rope.factor
     if rope.rope_type == "llama3":

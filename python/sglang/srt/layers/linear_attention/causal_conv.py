@@ -1,4 +1,4 @@
-"""The convolution of a delta-net layer.
+"""The convolution of linear attention.
 
 It is causal in each channel; a request's state has its last inputs. It is computed in fp32 and
 rounded once, after SiLU.
@@ -13,7 +13,7 @@ from sglang.srt.layers.linear_attention.extend_plan import ExtendPlan
 
 
 def convolve_decode(
-    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor
+    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convolve one token of each request.
 
@@ -21,17 +21,24 @@ def convolve_decode(
         x: `[bs, channels]`.
         state: `[bs, channels, kernel - 1]`: earlier inputs, oldest first.
         weight: `[channels, kernel]`.
+        bias: fp32 `[channels]`; None: there is none.
 
     Returns:
         SiLU of the convolution, shaped like `x`, and the state after the token, like `state`.
     """
     window = torch.cat([state, x.to(state.dtype).unsqueeze(-1)], dim=-1)
     out = (window.float() * weight.float()).sum(dim=-1)
+    if bias is not None:
+        out += bias
     return F.silu(out).to(x.dtype), window[..., 1:]
 
 
 def convolve_extend(
-    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, plan: ExtendPlan
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    plan: ExtendPlan,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Convolve the new tokens of each request.
 
@@ -40,6 +47,7 @@ def convolve_extend(
         state: `[bs, channels, kernel - 1]`: earlier inputs, oldest first.
         weight: `[channels, kernel]`.
         plan: The batch's plan.
+        bias: fp32 `[channels]`; None: there is none.
 
     Returns:
         SiLU of the convolution, shaped like `x`; the states after the prefill, like `state`; the
@@ -52,6 +60,8 @@ def convolve_extend(
     out = windows[:length].float() * taps[0]
     for nth, tap in enumerate(taps[1:], start=1):
         out.addcmul_(windows[nth : nth + length].float(), tap)
+    if bias is not None:
+        out += bias
     out = F.silu(out.index_select(0, plan.first_inputs)).to(x.dtype)
     return out, _states(windows, plan.last_inputs), _states(windows, plan.tracked_inputs)
 

@@ -16,7 +16,7 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.triton_ops.arguments import DeltaChunks
 
 CHUNK: Final = 64
-"""Tokens that the delta rule computes at once."""
+"""Tokens that the delta rule computes at once. Other rules have chunks of other sizes."""
 
 SHORT: Final = 256
 """Longest prefill, in tokens, that devices with fused kernels compute token by token."""
@@ -63,15 +63,19 @@ class ChunkPlan(NamedTuple):
 
     @classmethod
     def of(
-        cls, num_new: Sequence[int], track_lens: Sequence[int] | None, device: torch.device | str
+        cls,
+        num_new: Sequence[int],
+        track_lens: Sequence[int] | None,
+        device: torch.device | str,
+        chunk: int = CHUNK,
     ) -> ChunkPlan:
         track = np.asarray(track_lens or [0] * len(num_new), dtype=np.int64)
         new = np.asarray(num_new, dtype=np.int64)
-        counts = -(-track // CHUNK) - (-(new - track) // CHUNK)
+        counts = -(-track // chunk) - (-(new - track) // chunk)
         requests = np.repeat(np.arange(len(num_new)), counts)
         bounds, firsts = (np.concatenate([[0], sizes.cumsum()]) for sizes in (new, counts))
         ids = upload([bounds, track, requests, firsts], device)
-        return cls(ids[0], ids[1], DeltaChunks(CHUNK, ids[2], ids[3]))
+        return cls(ids[0], ids[1], DeltaChunks(chunk, ids[2], ids[3]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ class ExtendPlan:
     """Indices for one prefill of `bs` requests. Tensors are int64 on the device.
 
     A *window* is the consecutive inputs of one request: first the `kernel - 1` inputs in its state,
-    then its new tokens. A *chunk* is up to `CHUNK` tokens of one request. A request's chunks begin
+    then its new tokens. A *chunk* is up to `chunk` tokens of one request. A request's chunks begin
     at its first new token, and again after its snapshot. Chunks are computed in rounds; a round has
     one chunk of each request that has chunks left.
     """
@@ -94,7 +98,7 @@ class ExtendPlan:
     tracked_inputs: torch.Tensor
     """`[num_tracked, kernel - 1]`: likewise for the snapshots."""
     chunk_tokens: torch.Tensor
-    """`[num_chunks, CHUNK]`: tokens of each chunk, round by round, padded with `num_tokens`."""
+    """`[num_chunks, chunk]`: tokens of each chunk, round by round, padded with `num_tokens`."""
     token_places: torch.Tensor
     """`[num_tokens]`: index of each token in the flattened chunks."""
     order: torch.Tensor
@@ -115,6 +119,7 @@ class ExtendPlan:
         track_lens: Sequence[int] | None,
         kernel: int,
         device: torch.device | str,
+        chunk: int = CHUNK,
     ) -> ExtendPlan:
         """The plan of a batch.
 
@@ -122,6 +127,7 @@ class ExtendPlan:
             num_new: New tokens of each request, at least 1 each.
             track_lens: New tokens before each request's snapshot; 0: no snapshot. None: all are 0.
             kernel: Width of the convolution in tokens.
+            chunk: Tokens that the rule computes at once.
 
         Raises:
             ValueError: A snapshot lies beyond its request's new tokens.
@@ -133,7 +139,7 @@ class ExtendPlan:
             )
         starts = [0, *itertools.accumulate(num_new)]
         chunks = [
-            [*_chunks(start, t), *_chunks(start + t, n - t)]
+            [*_chunks(start, t, chunk), *_chunks(start + t, n - t, chunk)]
             for start, t, n in zip(starts, track, num_new, strict=False)
         ]
         order = sorted(range(len(chunks)), key=lambda i: -len(chunks[i]))
@@ -141,10 +147,10 @@ class ExtendPlan:
             sum(len(own) > nth for own in chunks) for nth in range(max(map(len, chunks), default=0))
         ]
         rounds = [chunks[i][nth] for nth, size in enumerate(sizes) for i in order[:size]]
-        chunk_tokens, token_places = _chunk_rows(rounds, starts[-1])
+        chunk_tokens, token_places = _chunk_rows(rounds, starts[-1], chunk)
         # A snapshot is the state after the chunks of the tokens before it.
         snapshots = sorted(
-            (-(-track[i] // CHUNK) - 1, place, i) for place, i in enumerate(order) if track[i]
+            (-(-track[i] // chunk) - 1, place, i) for place, i in enumerate(order) if track[i]
         )
         tracked = [i for _, _, i in snapshots]
         windows = _window_rows(num_new, track, tracked, starts, kernel)
@@ -171,27 +177,42 @@ class ExtendPlan:
             tracked=ids[8],
         )
 
+    def in_chunks(self, x: torch.Tensor) -> torch.Tensor:
+        """Cut `[num_tokens, num_heads, ...]` into `[num_chunks, num_heads, chunk, ...]`. Zeros pad
+        the chunks, because they change no state."""
+        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        rows = padded.index_select(0, self.chunk_tokens.reshape(-1))
+        return rows.view(*self.chunk_tokens.shape, *x.shape[1:]).transpose(1, 2).contiguous()
 
-def kernel_plan_of(forward_batch: ForwardBatch) -> ShortPlan | ChunkPlan:
+
+def kernel_plan_of(forward_batch: ForwardBatch, chunk: int = CHUNK) -> ShortPlan | ChunkPlan:
     """The plan of a prefill for fused kernels, by its length; the first layer that asks makes it.
 
     In a captured prefill the step has a plan of its own already.
+
+    Args:
+        chunk: Tokens that the rule computes at once, the same in all layers.
     """
     states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
     assert states is not None and num_new is not None, "the maker of the batch gave it states"
     if states.plan is None:
         ids = forward_batch.input_ids
-        kind = ShortPlan if len(ids) <= SHORT else ChunkPlan
-        states.plan = kind.of(num_new, states.track_lens_cpu, ids.device)
+        if len(ids) <= SHORT:
+            states.plan = ShortPlan.of(num_new, states.track_lens_cpu, ids.device)
+        else:
+            states.plan = ChunkPlan.of(num_new, states.track_lens_cpu, ids.device, chunk)
     assert isinstance(states.plan, ShortPlan | ChunkPlan)
     return states.plan
 
 
-def extend_plan_of(forward_batch: ForwardBatch, kernel: int) -> ExtendPlan | None:
+def extend_plan_of(
+    forward_batch: ForwardBatch, kernel: int, chunk: int = CHUNK
+) -> ExtendPlan | None:
     """The plan of a prefill, which the first layer that asks makes; None: a decode step.
 
     Args:
         kernel: Width of the convolution in tokens, the same in all layers.
+        chunk: Tokens that the rule computes at once, likewise.
     """
     if not forward_batch.forward_mode.is_extend():
         return None
@@ -199,23 +220,23 @@ def extend_plan_of(forward_batch: ForwardBatch, kernel: int) -> ExtendPlan | Non
     assert states is not None and num_new is not None, "the maker of the batch gave it states"
     if states.plan is None:
         device = forward_batch.input_ids.device
-        states.plan = ExtendPlan.of(num_new, states.track_lens_cpu, kernel, device)
+        states.plan = ExtendPlan.of(num_new, states.track_lens_cpu, kernel, device, chunk)
     assert isinstance(states.plan, ExtendPlan)
     return states.plan
 
 
-def _chunks(start: int, count: int) -> list[tuple[int, int]]:
+def _chunks(start: int, count: int, chunk: int) -> list[tuple[int, int]]:
     """First token and number of tokens of each chunk of `count` tokens from `start` on."""
-    return [(start + done, min(CHUNK, count - done)) for done in range(0, count, CHUNK)]
+    return [(start + done, min(chunk, count - done)) for done in range(0, count, chunk)]
 
 
-def _chunk_rows(rounds: list[tuple[int, int]], num_tokens: int) -> tuple[_Ids, _Ids]:
+def _chunk_rows(rounds: list[tuple[int, int]], num_tokens: int, chunk: int) -> tuple[_Ids, _Ids]:
     """`ExtendPlan.chunk_tokens` and `token_places`."""
-    tokens = np.full((len(rounds), CHUNK), num_tokens, dtype=np.int64)
+    tokens = np.full((len(rounds), chunk), num_tokens, dtype=np.int64)
     places = np.empty(num_tokens, dtype=np.int64)
     for nth, (begin, count) in enumerate(rounds):
         tokens[nth, :count] = np.arange(begin, begin + count)
-        places[begin : begin + count] = np.arange(nth * CHUNK, nth * CHUNK + count)
+        places[begin : begin + count] = np.arange(nth * chunk, nth * chunk + count)
     return tokens, places
 
 

@@ -16,6 +16,9 @@ MOST_TAPS: Final = 4
 TILE_DIMS: Final = frozenset({64, 128})
 """Values of `key_dim` and `value_dim` that `attend_in_chunks` takes: its tiles are whole heads."""
 
+_SCAN_DIMS: Final = frozenset({16, 32, 64, 128, 256})
+"""Values of `head_dim` and `state_size` that `scan_in_chunks` takes: its tiles divide them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaLayout:
@@ -90,11 +93,58 @@ class DeltaChunks(NamedTuple):
     """
 
     size: int
-    """Tokens of a chunk: 64."""
+    """Most tokens of a chunk."""
     requests: torch.Tensor
     """`[num_chunks]`: the request of each chunk, ascending."""
     first_chunks: torch.Tensor
     """`[bs + 1]`: index of each request's first chunk; last, the number of chunks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpaceLayout:
+    """Sizes of a Mamba-2 layer. Its projections lie side by side: the gates of all heads, then the
+    channels of the convolution (x of all heads, B of all groups, C of all groups), then the time
+    steps of all heads."""
+
+    heads: int
+    groups: int
+    """Groups of consecutive heads."""
+    head_dim: int
+    state_size: int
+    kernel: int
+    """Width of the convolution, in tokens."""
+
+    @property
+    def values(self) -> int:
+        """Features of all heads; the column at which the channels begin."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.values + 2 * self.groups * self.state_size
+
+    @property
+    def takes_chunks(self) -> bool:
+        """True if `scan_in_chunks` takes heads and states of these sizes."""
+        return self.head_dim in _SCAN_DIMS and self.state_size in _SCAN_DIMS
+
+
+class StateSpaceWeights(NamedTuple):
+    """Weights of a Mamba-2 layer besides its projections; fp32 but for the norm's."""
+
+    conv: torch.Tensor
+    """`[channels, kernel]`."""
+    conv_bias: torch.Tensor
+    """`[channels]`."""
+    a_log: torch.Tensor
+    """`[heads]`: log of the decay rate."""
+    dt_bias: torch.Tensor
+    """`[heads]`: bias of the time step."""
+    skip: torch.Tensor
+    """`[heads]`: factor with which x is added to the output."""
+    norm: torch.Tensor
+    """`[values]`: weight of the gated norm of groups, in the dtype of activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,24 +19,27 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def by_definition(x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def by_definition(
+    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """`[num_tokens, channels]` of one request."""
     inputs = torch.cat([state, x.t()], dim=1)
-    return F.silu(F.conv1d(inputs[None], weight[:, None], groups=CHANNELS))[0].t()
+    return F.silu(F.conv1d(inputs[None], weight[:, None], bias, groups=CHANNELS))[0].t()
 
 
+@pytest.mark.parametrize("bias", [None, normal(CHANNELS)])
 @pytest.mark.parametrize("kernel", [2, 4])
-def test_prefills_in_a_batch_equal_each_alone(kernel: int) -> None:
+def test_prefills_in_a_batch_equal_each_alone(kernel: int, bias: torch.Tensor | None) -> None:
     lens, track = [1, 9, 2, 4], [1, 5, 0, 2]
     x, weight = normal(16, CHANNELS), normal(CHANNELS, kernel)
     states = normal(4, CHANNELS, kernel - 1)
     plan = ExtendPlan.of(lens, track, kernel, "cpu")
-    out, after, tracked = convolve_extend(x, states, weight, plan)
+    out, after, tracked = convolve_extend(x, states, weight, plan, bias)
     begin = 0
     for request, length in enumerate(lens):
         own = x[begin : begin + length]
         torch.testing.assert_close(
-            out[begin : begin + length], by_definition(own, states[request], weight)
+            out[begin : begin + length], by_definition(own, states[request], weight, bias)
         )
         inputs = torch.cat([states[request], own.t()], dim=1)
         assert torch.equal(after[request], inputs[:, length:])
@@ -48,15 +51,16 @@ def test_prefills_in_a_batch_equal_each_alone(kernel: int) -> None:
     assert len(tracked) == 3
 
 
-def test_decoding_goes_on_where_a_prefill_ended() -> None:
+@pytest.mark.parametrize("bias", [None, normal(CHANNELS)])
+def test_decoding_goes_on_where_a_prefill_ended(bias: torch.Tensor | None) -> None:
     x, weight = normal(7, CHANNELS), normal(CHANNELS, 4)
     state = torch.zeros(1, CHANNELS, 3)
-    want = by_definition(x, state[0], weight)
+    want = by_definition(x, state[0], weight, bias)
     plan = ExtendPlan.of([5], None, 4, "cpu")
-    out, state, _ = convolve_extend(x[:5], state, weight, plan)
+    out, state, _ = convolve_extend(x[:5], state, weight, plan, bias)
     torch.testing.assert_close(out, want[:5])
     for token in (5, 6):
-        step, state = convolve_decode(x[token : token + 1], state, weight)
+        step, state = convolve_decode(x[token : token + 1], state, weight, bias)
         torch.testing.assert_close(step, want[token : token + 1])
     assert torch.equal(state[0], x[4:].t())
 
