@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from transformers import DeepseekV32Config, Qwen3NextConfig
+from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 
 from benchmark.prompts import random_prompt
 from rigs.models.qwen3_8b import WEIGHTS
@@ -43,9 +44,22 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
             "topk_group": 4, "first_k_dense_replace": 1,
         },
     ),
+    "nemotron_h": (
+        NemotronHConfig,
+        "NemotronHForCausalLM",
+        {
+            "hidden_size": 2688, "hybrid_override_pattern": "MEMEM*EMEMEM*E",
+            "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
+            "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
+            "chunk_size": 128, "n_routed_experts": 128, "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
 }  # fmt: skip
-"""Qwen3-Next-80B-A3B with 12 of 48 layers, and DeepSeek-V3.2 with 6 of 61 layers (1 dense) and 64
-of 256 experts. Values: class of the configuration, class of the model, fields."""
+"""Qwen3-Next-80B-A3B with 12 of 48 layers, DeepSeek-V3.2 with 6 of 61 layers (1 dense) and 64 of
+256 experts, and Nemotron-3-Nano-30B-A3B with 14 of 52 layers. Values: class of the configuration,
+class of the model, fields."""
 
 
 def add_families(parser: argparse.ArgumentParser) -> None:

@@ -47,8 +47,8 @@ def active_bytes(driver: StepDriver, shape: dict[str, Any], but: tuple[str, ...]
     share = shape["num_experts_per_tok"] / experts
     total = 0.0
     for name, slot in driver.runner.model.weight_slots():
-        if not any(part in name for part in ("embed_tokens", *but)):
-            total += slot.dest.nbytes * (share if ".mlp.experts." in name else 1.0)
+        if not any(part in name for part in ("embed", *but)):
+            total += slot.dest.nbytes * (share if ".experts." in name else 1.0)
     return total
 
 

@@ -24,7 +24,7 @@ L2: Final = ("--enable-hierarchical-cache", "--hicache-size", "12")
 
 
 def measure_unused(family: str, model: str, rounds: int, report: Report) -> None:
-    states = ("--max-mamba-cache-size", "160") if family == "qwen3_next" else ()
+    states = ("--max-mamba-cache-size", "160") if family in ("qwen3_next", "nemotron_h") else ()
     with_l2 = f"+ L2, {family}"
     servers = {
         "GPU only": EngineServer(*PLAIN, *states, model=model),

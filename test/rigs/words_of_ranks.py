@@ -27,6 +27,7 @@ FAMILIES: Final = {
     "minimax_m2": HEADS,
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
+    "nemotron_h": {**HEADS, "n_groups": 2, "chunk_size": 64},
 }
 DRAFTING: Final = ("deepseek_v32",)
 IDS: Final = prompt(1, 200)
@@ -54,7 +55,7 @@ def flags(
         "hicache-storage-backend-extra-config": json.dumps({"prefetch_threshold": PAGE}),
         "hicache-ratio": 4,
     }
-    if family in ("qwen3_next", "qwen3_5"):
+    if family in ("qwen3_next", "qwen3_5", "nemotron_h"):
         words["max-mamba-cache-size"] = 24
     return [
         "--enable-hierarchical-cache",

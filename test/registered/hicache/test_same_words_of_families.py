@@ -39,6 +39,7 @@ NAMES: Final = {"file": "HiCacheFile", "mooncake": "MooncakeStore"}
 """Backends as answers name them."""
 STATES: Final = ("--max-running-requests", "2", "--max-mamba-cache-size", "12")
 HALF_STATES: Final = (*STATES, "--mamba-ssm-dtype", "bfloat16")
+SMALL_STATES: Final = (*STATES, "--mamba-ssm-dtype", "float16")
 """Snapshots and running states are rounded alike, so a state from a tier changes no word."""
 
 
@@ -132,6 +133,8 @@ def check_every_tier(server: ForkedServer, cold: Asked) -> None:
         ("qwen3_5_moe_vision", "file", STATES),
         ("qwen3_next", "mooncake", STATES),
         ("qwen3_next", "file", HALF_STATES),
+        ("nemotron_h", "mooncake", STATES),
+        ("nemotron_h", "file", SMALL_STATES),
         ("ministral", "mooncake", STATES),
     ],
 )

@@ -29,6 +29,7 @@ SIZES: Final = {
     "minimax_m2": TP[:2],
     "qwen3_next": ((1, 1), (4, 1)),
     "qwen3_5": TP[:2],
+    "nemotron_h": TP[:2],
 }
 """Numbers of ranks, and how many of them divide a prompt; the first is the reference."""
 ONE_HEAD_EACH: Final[dict[str, dict[str, Any]]] = {

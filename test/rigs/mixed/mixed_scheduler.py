@@ -219,7 +219,7 @@ class MixedScheduler:
         }
         if mix.family not in LATENT:
             args["num_states"] = rows + (3 if mix.is_small else rows)
-        if mix.family == "qwen3_next":
+        if mix.family in ("qwen3_next", "nemotron_h"):
             args["mamba_track_interval"] = 2 * page
         if mix.tiers > 1:
             args |= {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}

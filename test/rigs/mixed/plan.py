@@ -48,7 +48,7 @@ class Mix:
 
 
 LEVELS: Final[dict[str, Sequence[Any]]] = {
-    "family": (*DRAFTING, "ministral"),
+    "family": (*DRAFTING, "ministral", "nemotron_h"),
     "kv_cache_dtype": ("auto", "fp8_e4m3"),
     "num_drafts": (0, 3, 8),
     "max_requests": (8, 68),
@@ -61,7 +61,7 @@ LEVELS: Final[dict[str, Sequence[Any]]] = {
     "eviction": ("lru", "priority"),
 }
 """Values of each field of `Mix`. The families are each kind of state once: latent rows, these with
-indexer keys, recurrent states, and windows."""
+indexer keys, recurrent states of delta nets and of Mamba-2, and windows."""
 
 
 @cache

@@ -307,6 +307,38 @@ _QWEN3_5: Final = {
     "shared_expert_intermediate_size": 1024,
 }
 
+_NEMOTRON: Final = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "vocab_size": 131072,
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "num_hidden_layers": 52,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "chunk_size": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "layer_norm_epsilon": 1e-05,
+    "max_position_embeddings": 262144,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Published:
@@ -405,6 +437,7 @@ PUBLISHED: Final = {
             },
         },
     ),
+    "Nemotron-3-Nano-30B-A3B": Published(31.6, _NEMOTRON),
 }
 """Checkpoints by name. Kimi-K2's own `model_type` needs code of the checkpoint; it has
 DeepSeek-V3's architecture, whose `model_type` stands here."""

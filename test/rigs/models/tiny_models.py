@@ -48,6 +48,8 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHForCausalLM
 
 from rigs.drafts.tiny_drafts import save_draft
 from sglang.srt.configs.model_config import ModelConfig
@@ -120,6 +122,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "ministral": (MinistralConfig, MinistralForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "nemotron_h": (NemotronHConfig, NemotronHForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -191,6 +194,23 @@ _HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_vision": {**_HYBRID, **_MROPE},
     "qwen3_5_moe_vision": {**_HYBRID_EXPERTS, **_MROPE},
 }
+_SCALES = ("norm.weight", "norm_f.weight")
+_ONE_BLOCK: dict[str, Any] = {
+    "layers_block_type": [
+        "linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe",
+    ],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "chunk_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 44,
+    "moe_latent_size": 40,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
 _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     **_HYBRID_FAMILIES,
     "deepseek_v2": _LATENT,
@@ -221,6 +241,7 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
     "mistral": {"sliding_window": None},
+    "nemotron_h": _ONE_BLOCK,
     "ministral": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -272,7 +293,7 @@ def save_tiny_checkpoint(
             # The default initialisation has zero biases and norms of 1, which would test nothing.
             noise = torch.randn(weight.shape, generator=generator)
             # Most norms of the hybrids scale by 1 + weight.
-            is_scale = name.endswith("norm.weight") and family not in _HYBRID_FAMILIES
+            is_scale = name.endswith(_SCALES) and family not in _HYBRID_FAMILIES
             weight.copy_(noise * 0.2 + (1.0 if is_scale else 0.0))
             if name.endswith("A_log"):
                 # A state that forgets within some tokens would hide that it was a wrong one.
@@ -280,6 +301,10 @@ def save_tiny_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            # transformers raises small steps in prefills, but not in decoding.
+            module.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]
     torch.nn.Module.to(model, dtype=dtype)
     model.save_pretrained(str(directory), max_shard_size=shard)
     if family == "kimi_k25_vision":

@@ -7,6 +7,7 @@ are refused, unless they are null, false, zero or empty.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -98,6 +99,8 @@ class ConfigFields:
     harmless: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Supported values by field, for each item where the value is a list. Null is always one."""
+    letters: Mapping[str, str] = field(default_factory=dict)
+    """Fields that are strings of these letters, one for each layer."""
     rope: frozenset[str] = frozenset()
     """Harmless fields of `rope_parameters`."""
     num_draft_layers: str | None = None
@@ -143,6 +146,8 @@ _HYBRID_FIXED: Final = {
 }
 _WINDOWS: Final = _words("sliding_window max_window_layers")
 """Fields that have no effect while `use_sliding_window` is false."""
+_ONE_BLOCK: Final = ("linear_attention", "full_attention", "mlp", "moe")
+"""Kinds of layers that have one block each."""
 _WINDOWED: Final = {"layer_types": ("full_attention", "sliding_attention")}
 _SIGMOID_EXPERTS: Final = _words("""
     n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size
@@ -268,6 +273,38 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         model_types=_words("mistral"),
         read=_words("sliding_window"),
     ),
+    "NemotronHForCausalLM": ConfigFields(
+        model_types=_words("nemotron_h"),
+        read=_words("""
+            layer_norm_epsilon ssm_state_size mamba_num_heads mamba_head_dim n_groups conv_kernel
+            chunk_size n_routed_experts num_experts_per_tok moe_intermediate_size
+            moe_shared_expert_intermediate_size moe_latent_size routed_scaling_factor norm_topk_prob
+            n_group topk_group
+        """),
+        read_by_class=_words("hybrid_override_pattern num_local_experts"),
+        harmless=_words("""
+            expand num_logits_to_keep use_mamba_kernels mamba_ssm_cache_dtype time_step_min
+            time_step_max time_step_floor moe_shared_expert_overlap rescale_prenorm_residual
+            num_nextn_predict_layers mtp_layers_block_type mtp_hybrid_override_pattern
+        """),
+        fixed={
+            "layer_types": _ONE_BLOCK,
+            "layers_block_type": _ONE_BLOCK,
+            "norm_eps": (1e-5,),
+            "mlp_hidden_act": ("relu2",),
+            "mamba_hidden_act": ("silu",),
+            "attention_bias": (False,),
+            "use_bias": (False,),
+            "mamba_proj_bias": (False,),
+            "use_conv_bias": (True,),
+            "residual_in_fp32": (False,),
+            # transformers writes the second form of infinity.
+            "time_step_limit": (0.0, math.inf, {"__float__": "Infinity"}),
+            "n_shared_experts": (1,),
+            "sliding_window": (None,),
+        },
+        letters={"hybrid_override_pattern": "ME*-"},
+    ),
     "Qwen2ForCausalLM": ConfigFields(
         model_types=_words("qwen2"),
         read=_words("sliding_window"),
@@ -365,6 +402,13 @@ def _check(
                     f"config.json: {prefix}{name}={shown(item)} is not supported for "
                     f"{architecture}: {words} is"
                 )
+    for name, letters in fields.letters.items():
+        pattern = values.get(name)
+        if pattern is not None and not (isinstance(pattern, str) and set(pattern) <= set(letters)):
+            raise ValueError(
+                f"config.json: {prefix}{name}={shown(pattern)} must have a letter of {letters!r} "
+                "for each layer: copy the checkpoint again"
+            )
     unknown = [
         f"{prefix}{name}={shown(value)}"
         for name, value in _with_rope(values, fields.rope)

@@ -39,6 +39,14 @@ DTYPES = {
     "half": torch.float16,
 }
 _MAX_SIZE: Final = (1 << 31) - 1
+_STATE_CHUNKS: Final = (16, 32, 64, 128)
+"""Values of `chunk_size` that the kernels take."""
+_LAYER_LISTS: Final = ("layers_block_type", "hybrid_override_pattern")
+"""Other names of `layer_types`."""
+_UNROTATED: Final = frozenset({"nemotron_h"})
+"""Model types whose attention knows no positions."""
+_EPS_OF_TYPE: Final = {"nemotron_h": "layer_norm_epsilon"}
+"""Field with the norms' epsilon, where it has another name."""
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -69,7 +77,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     """Ascending, and in the vocabulary. Any of them ends a generation. See `with_end_of`."""
     linear_attention_layers: tuple[int, ...] = ()
-    """Layers whose state is recurrent; the others have full attention."""
+    """Layers whose state is recurrent."""
+    state_chunk: int | None = None
+    """Tokens that these layers compute at once, if config.json says it. Snapshots are at multiples
+    of it."""
     sliding_window: int | None = None
     """Tokens that a token of the `sliding_window_layers` sees, itself included."""
     sliding_window_layers: tuple[int, ...] = ()
@@ -156,9 +167,12 @@ class ModelConfig:
                 f"config.json: num_attention_heads={num_heads} must be a multiple of "
                 f"num_key_value_heads={kv_heads}, and head_dim={head_dim} must be even"
             )
-        linear_layers = _linear_attention_layers(hf)
+        linear_layers = _linear_attention_layers(hf, raw)
         may_be_partial = bool(linear_layers) or hf.model_type in ("glm4_moe", "minimax_m2")
-        rope = RopeConfig.from_hf(hf, may_be_partial=may_be_partial)
+        if hf.model_type in _UNROTATED:
+            rope = RopeConfig(rope_type="none")
+        else:
+            rope = RopeConfig.from_hf(hf, may_be_partial=may_be_partial)
         if rope.rotary_dim(head_dim) not in range(2, head_dim + 1, 2):
             raise ValueError(
                 f"config.json: partial_rotary_factor={rope.partial_rotary_factor} of "
@@ -181,11 +195,12 @@ class ModelConfig:
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=vocab_size,
-            rms_norm_eps=float(hf.rms_norm_eps),
+            rms_norm_eps=float(getattr(hf, _EPS_OF_TYPE.get(hf.model_type, "rms_norm_eps"))),
             tie_word_embeddings=_is_head_tied(raw, whole),
             rope=rope,
             eos_token_ids=_in_vocabulary(_eos_token_ids((hf, whole), directory), vocab_size),
             linear_attention_layers=linear_layers,
+            state_chunk=_state_chunk(hf),
             sliding_window=hf.sliding_window if windowed_layers else None,
             sliding_window_layers=windowed_layers,
             ssm_dtype=DTYPES[ssm_dtype],
@@ -261,7 +276,7 @@ def _check_draft_layer(hf: PretrainedConfig, architecture: str) -> None:
         )
 
 
-def _linear_attention_layers(hf: PretrainedConfig) -> tuple[int, ...]:
+def _linear_attention_layers(hf: PretrainedConfig, raw: dict[str, Any]) -> tuple[int, ...]:
     """Layers with a recurrent state.
 
     Raises:
@@ -269,12 +284,31 @@ def _linear_attention_layers(hf: PretrainedConfig) -> tuple[int, ...]:
     """
     types = getattr(hf, "layer_types", None) or []
     linear = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
-    if linear and (len(types) != hf.num_hidden_layers or "full_attention" not in types):
+    # Some classes of transformers count the list, and ignore the number.
+    count = raw.get("num_hidden_layers") or hf.num_hidden_layers
+    if linear and (len(types) != count or "full_attention" not in types):
+        name = next((name for name in _LAYER_LISTS if raw.get(name)), "layer_types")
         raise ValueError(
-            f"config.json: layer_types {types} must name all {hf.num_hidden_layers} layers, and at "
+            f"config.json: {name} {raw.get(name, types)} must name all {count} layers, and at "
             "least one with full_attention"
         )
     return linear
+
+
+def _state_chunk(hf: PretrainedConfig) -> int | None:
+    """See `ModelConfig.state_chunk`.
+
+    Raises:
+        ValueError: `chunk_size` is not one of `_STATE_CHUNKS`.
+    """
+    chunk = getattr(hf, "chunk_size", None)
+    if chunk is not None and chunk not in _STATE_CHUNKS:
+        words = ", ".join(map(str, _STATE_CHUNKS))
+        raise ValueError(
+            f"config.json: chunk_size={chunk!r} must be one of {words}: set it to 128, which "
+            "changes no result"
+        )
+    return chunk
 
 
 def _sliding_window_layers(hf: PretrainedConfig, context_len: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ class RopeConfig:
     """The settings that determine the rotation angles of a model's heads."""
 
     rope_type: str = "default"
+    """One of `SUPPORTED_ROPE_TYPES`, or "none" for models that rotate nothing."""
     theta: float = DEFAULT_THETA
     partial_rotary_factor: float = 1.0
     """Part of a head's dimensions that rotate: the first ones."""

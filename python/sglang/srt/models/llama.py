@@ -46,6 +46,7 @@ class SelfAttention(Protocol):
 
 MakeAttention = Callable[["LayerSpec"], SelfAttention]
 """Makes the attention module of a layer."""
+MakeLayer = Callable[["LayerSpec"], "ResidualLayer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,11 @@ class DecoderOptions:
     """Makes the attention of each layer; None: `LlamaAttention`."""
     norm: type[RMSNorm] = RMSNorm
     """Norm before both parts of a layer, and after the last layer."""
+    layer: MakeLayer | None = None
+    """Makes each layer; None: `LlamaDecoderLayer`."""
+    embedding_name: str = "embed_tokens"
+    norm_name: str = "norm"
+    """Names of the embedding and of the norm after the last layer in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +115,13 @@ class LlamaAttention(CachedAttention):
     outputs_per_query = 1
     """Outputs of the query projection per element of the queries."""
 
+    name = "self_attn"
+    """The layer's name in a checkpoint."""
+
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__()
         config, options, layer_id = layer.config, layer.options, layer.layer_id
-        placement = layer.placement.at("self_attn")
+        placement = layer.placement.at(self.name)
         heads = placement.share(config.num_attention_heads, "attention heads")
         kv_heads = placement.kv_head_share(config.num_key_value_heads)
         self.head_dim = config.head_dim
@@ -199,7 +208,26 @@ class LlamaAttention(CachedAttention):
         return q, k, v
 
 
-class LlamaDecoderLayer(torch.nn.Module):
+class ResidualLayer(torch.nn.Module, ABC):
+    """A layer that reads the residual stream, and adds to it."""
+
+    @abstractmethod
+    def forward(
+        self, x: ToAdd, residual: torch.Tensor, step: LayerStep
+    ) -> tuple[ToAdd, torch.Tensor]:
+        """Run the layer. The next layer adds its output to the residual.
+
+        Args:
+            x: `[num_tokens, hidden_size]`: output of the previous layer, overwritten; None: the
+                residual includes it.
+            residual: `[num_tokens, hidden_size]`, overwritten.
+
+        Returns:
+            The output (None: the residual includes it) and the residual.
+        """
+
+
+class LlamaDecoderLayer(ResidualLayer):
     """Attention and feed-forward, each after a norm and with a residual."""
 
     def __init__(self, layer: LayerSpec) -> None:
@@ -223,16 +251,6 @@ class LlamaDecoderLayer(torch.nn.Module):
     def forward(
         self, x: ToAdd, residual: torch.Tensor, step: LayerStep
     ) -> tuple[ToAdd, torch.Tensor]:
-        """Run the layer. The next layer adds its output to the residual.
-
-        Args:
-            x: `[num_tokens, hidden_size]`: output of the previous layer, overwritten; None: the
-                residual includes it.
-            residual: `[num_tokens, hidden_size]`, overwritten.
-
-        Returns:
-            The output (None: the residual includes it) and the residual.
-        """
         attention, mlp = self.self_attn, self.mlp
         normed, residual = self.input_layernorm.add_and_round_(x, residual, attention.first_weight)
         if step.rows is not None:
@@ -263,15 +281,16 @@ class LlamaModel(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, placement=placement.at("embed_tokens")
+            config.vocab_size, config.hidden_size, placement=placement.at(options.embedding_name)
         )
+        make_layer: MakeLayer = options.layer or LlamaDecoderLayer
         self.decoder_layers = [
-            LlamaDecoderLayer(LayerSpec(config, options, placement.at(f"layers.{i}"), i))
+            make_layer(LayerSpec(config, options, placement.at(f"layers.{i}"), i))
             for i in range(config.num_hidden_layers)
         ]
         self.layers = torch.nn.ModuleList(self.decoder_layers)
         self.norm = options.norm(
-            config.hidden_size, config.rms_norm_eps, placement=placement.at("norm")
+            config.hidden_size, config.rms_norm_eps, placement=placement.at(options.norm_name)
         )
         rotary_dim = config.rope.rotary_dim(config.head_dim)
         self.rotary_emb = RotaryEmbedding(config.rope, rotary_dim, placement=placement)

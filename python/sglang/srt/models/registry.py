@@ -20,6 +20,7 @@ from sglang.srt.models.llama import (
     MistralForCausalLM,
 )
 from sglang.srt.models.minimax_m2 import MiniMaxM2ForCausalLM
+from sglang.srt.models.nemotron_h import NemotronHForCausalLM
 from sglang.srt.models.qwen import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
@@ -46,6 +47,7 @@ MODEL_CLASSES: Mapping[str, type[LlamaForCausalLM]] = MappingProxyType(
         "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
         "MinistralForCausalLM": MinistralForCausalLM,
         "MistralForCausalLM": MistralForCausalLM,
+        "NemotronHForCausalLM": NemotronHForCausalLM,
         "Qwen2ForCausalLM": Qwen2ForCausalLM,
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
         "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,

@@ -338,7 +338,9 @@ def _make_tree(
         tp_cache_group=group,
         metrics_registry=metrics.registry,
         model_pools=ModelPools.of(runner.pools.values(), runner.model_config.num_layers),
-        mamba_snapshot_alignment=math.lcm(runner.config.page_size, CHUNK),
+        mamba_snapshot_alignment=math.lcm(
+            runner.config.page_size, runner.model_config.state_chunk or CHUNK
+        ),
         mamba_max_states_per_path=server_args.mamba_max_states_per_path,
     )
     return create_tree_cache(

@@ -68,6 +68,22 @@ QWEN3_5_TEXT: Final[dict[str, Any]] = {
         "rope_theta": 10000000, "partial_rotary_factor": 0.25,
     },
 }  # fmt: skip
+NEMOTRON: Final[dict[str, Any]] = {
+    **{name: value for name, value in COMMON.items() if name != "hidden_act"},
+    "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"}, "chunk_size": 128,
+    "conv_kernel": 4, "expand": 2, "hidden_dropout": 0.0, "hybrid_override_pattern": "MEM*E-",
+    "layer_norm_epsilon": 1e-5, "mamba_head_dim": 64, "mamba_hidden_act": "silu",
+    "mamba_num_heads": 64, "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32",
+    "mlp_hidden_act": "relu2", "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_groups": 8,
+    "n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-5, "norm_topk_prob": True,
+    "num_experts_per_tok": 6, "num_logits_to_keep": 1, "partial_rotary_factor": 1.0,
+    "rescale_prenorm_residual": True, "residual_in_fp32": False, "rope_theta": 10000,
+    "routed_scaling_factor": 2.5, "sliding_window": None, "ssm_state_size": 128,
+    "time_step_floor": 0.0001, "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1,
+    "time_step_min": 0.001, "topk_group": 1, "use_bias": False, "use_conv_bias": True,
+    "use_mamba_kernels": True,
+}  # fmt: skip
 PUBLISHED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "Llama-3.1-8B": (
         "LlamaForCausalLM",
@@ -116,6 +132,13 @@ PUBLISHED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         "DeepseekV32ForCausalLM",
         {**DEEPSEEK, "index_topk": 2048, "layer_types": ["indexed_attention"]},
     ),
+    "Nemotron-3-Nano": ("NemotronHForCausalLM", NEMOTRON),
+    "Nemotron-3-Nano saved by transformers 5.24": (
+        "NemotronHForCausalLM",
+        {**NEMOTRON, "hybrid_override_pattern": None, "mlp_hidden_act": "relu2",
+         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+         "time_step_limit": [0.0, {"__float__": "Infinity"}]},
+    ),
     "tuned by unsloth": (
         "Qwen3ForCausalLM",
         {**QWEN, "unsloth_fixed": True, "unsloth_version": "2026.1", "model_name": "x"},
@@ -156,7 +179,7 @@ def test_the_defaults_of_the_class_are_supported(fields: ConfigFields, kind: Any
     config = kind()
     for name, allowed in fields.supported().items():
         value = getattr(config, name, None)
-        items = value if isinstance(value, list) else [value]
+        items = value if isinstance(value, list | tuple) else [value]
         assert not [item for item in items if item is not None and item not in allowed], name
 
 
@@ -218,6 +241,7 @@ LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32, M2 = (
     f"{name}ForCausalLM"
     for name in ("Llama", "Qwen2", "Qwen3", "Qwen3_5", "DeepseekV3", "DeepseekV32", "MiniMaxM2")
 )
+NEMOTRON_H = "NemotronHForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -237,6 +261,14 @@ LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32, M2 = (
         (QWEN3, {"rope_parameters": {"mrope_section": [1]}}, "parameters.mrope_section"),
         (QWEN3, {"text": "x" * 100}, "text='" + "x" * 59 + r"\.\.\.: remove"),
         (QWEN3_5, {"attn_output_gate": False}, "attn_output_gate=False"),
+        (NEMOTRON_H, {"hybrid_override_pattern": "M*X"}, r"hybrid_override_pattern='M\*X' must"),
+        (NEMOTRON_H, {"hybrid_override_pattern": ["M"]}, r"pattern=\['M'\] must have a letter of"),
+        (NEMOTRON_H, {"layers_block_type": ["moe", "mamba"]}, "layers_block_type='mamba'"),
+        (NEMOTRON_H, {"time_step_limit": [0.01, 0.1]}, "time_step_limit=0.01 is not supported"),
+        (NEMOTRON_H, {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not supported"),
+        (NEMOTRON_H, {"use_conv_bias": False}, "use_conv_bias=False is not supported"),
+        (NEMOTRON_H, {"residual_in_fp32": True}, "residual_in_fp32=True is not supported"),
+        (NEMOTRON_H, {"sliding_window": 4096}, "sliding_window=4096 is not supported"),
         (V3, {"moe_layer_freq": [1, 2]}, "moe_layer_freq=2"),
         (V3, {"index_topk": 2048}, "index_topk=2048"),
         (V32, {"indexer_types": ["full", "shared"]}, "indexer_types='shared'"),

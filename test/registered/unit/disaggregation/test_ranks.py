@@ -38,6 +38,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
     "minimax_m2": HEADS,
+    "nemotron_h": HEADS,
     "ministral": HEADS,
 }
 LONG: Final = PROMPTS[4]
@@ -90,6 +91,8 @@ CASES: Final = [
     ("qwen3_next", 1, 2, 1),
     ("qwen3_5", 4, 2, 1),
     ("minimax_m2", 2, 1, 1),
+    ("nemotron_h", 1, 1, 1),
+    ("nemotron_h", 2, 1, 1),
     ("ministral", 1, 1, 1),
     ("ministral", 4, 2, 1),
 ]

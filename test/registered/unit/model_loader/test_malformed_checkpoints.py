@@ -41,6 +41,7 @@ def config_alone(path: Path, family: str) -> Path:
         "llama": "LlamaForCausalLM",
         "ministral": "MinistralForCausalLM",
         "deepseek_v32": "DeepseekV32ForCausalLM",
+        "nemotron_h": "NemotronHForCausalLM",
         "qwen3_5_moe_vision": "Qwen3_5MoeForConditionalGeneration",
     }
     config = tiny_config(family)
@@ -54,7 +55,9 @@ def plain(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("llama")
 
 
-@pytest.mark.parametrize("family", ["llama", "ministral", "deepseek_v32", "qwen3_5_moe_vision"])
+@pytest.mark.parametrize(
+    "family", ["llama", "ministral", "deepseek_v32", "qwen3_5_moe_vision", "nemotron_h"]
+)
 def test_random_fields_are_named(tmp_path: Path, family: str) -> None:
     path = config_alone(tmp_path, family)
     results = [assert_told(one, loads=False) for one in malformed_configs(path, seed=3, share=0.03)]
@@ -106,6 +109,13 @@ def planned(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
         ("llama", "intermediate_size", (1 << 31) - 1, None),
         ("deepseek_v32", "num_nextn_predict_layers", "x", "num_nextn_predict_layers='x' must be"),
         ("deepseek_v32", "n_shared_experts", -1, "n_shared_experts=-1 must be an integer from 0"),
+        (
+            "nemotron_h",
+            "layers_block_type",
+            "mlp",
+            "Field 'layers_block_type' expected a list, got str",
+        ),
+        ("nemotron_h", "ssm_state_size", [], "Field 'ssm_state_size' expected int, got list"),
         ("qwen3_5_moe_vision", "text_config.num_experts", 1 << 40, "text_config.num_experts=109"),
         ("qwen3_5_moe_vision", "text_config.model_type", [], "text_config.model_type=[] is not"),
     ],

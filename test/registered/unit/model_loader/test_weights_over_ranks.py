@@ -51,6 +51,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v32": LATENT,
     "minimax_m2": HEADS,
     "qwen3_next": DELTA,
+    "nemotron_h": {**HEADS, "n_groups": 4},
     "qwen3_5": DELTA,
     "qwen3_5_moe": DELTA,
     "qwen3_5_moe_vision": DELTA,

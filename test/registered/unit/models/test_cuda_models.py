@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.layers.linear_attention import delta_net
+from sglang.srt.layers.linear_attention import delta_net, mamba2
 from sglang.srt.layers.linear_attention.extend_plan import SHORT
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.state_pool import MambaPool
@@ -30,6 +31,13 @@ pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
 
 WIDE: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
 WIDER: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 128}
+ODD_DELTA: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+ODD_HEADS: dict[str, dict[str, Any]] = {
+    "nemotron_h": {"mamba_head_dim": 24, "ssm_state_size": 20},
+    "qwen3_5": ODD_DELTA,
+    "qwen3_next": ODD_DELTA,
+}
+"""Heads that the kernels for chunks do not take."""
 NEEDS_FLASHINFER = pytest.mark.skipif(
     importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed"
 )
@@ -86,7 +94,7 @@ def test_logits_of_experts_equal_transformers(
 
 
 @pytest.mark.parametrize("disable_cuda_graph", [True, False])
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "nemotron_h"])
 def test_logits_of_hybrids_equal_those_of_a_cpu(
     tmp_path: Path, family: str, disable_cuda_graph: bool
 ) -> None:
@@ -102,20 +110,37 @@ def test_logits_of_hybrids_equal_those_of_a_cpu(
     torch.testing.assert_close(logits_of_batches(driver), want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_long_prefills_of_mamba_equal_those_of_a_cpu(tmp_path: Path, chunk: int) -> None:
+    """The kernels for chunks compute them, from nothing and from a state."""
+    shape: dict[str, Any] = {"mamba_head_dim": 32, "ssm_state_size": 64, "chunk_size": chunk}
+    save_tiny_checkpoint(tmp_path, "nemotron_h", **shape)
+    tokens, found = prompt(460, 3), []
+    for device in ("cpu", "cuda"):
+        driver = StepDriver(tmp_path, page_size=16, device=device, num_states=20)
+        steps = [driver.extend([(0, tokens[:300])], {0: (18, 256)})]
+        driver.continue_from(18, 0, [1], 256)
+        steps.append(driver.extend([(1, tokens[256:]), (0, tokens[300:])]))
+        found.append(torch.cat([step.next_token_logits.cpu() for step in steps]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_captured_short_prefills_keep_recurrent_states(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("family", "layer"), [("qwen3_next", delta_net), ("nemotron_h", mamba2)])
+def test_captured_short_prefills_keep_recurrent_states(
+    tmp_path: Path, family: str, layer: ModuleType, dtype: str
+) -> None:
     """Logits, running states and snapshots are those of steps without graphs.
 
-    In fp32 those are computed in chunks, as long prefills are. In bf16, where another order of sums
-    may choose another expert, by the same kernels, and no step is padded.
+    In fp32 those are computed in torch, as long prefills of odd heads are. In bf16, where another
+    order of sums may choose another expert, by the same kernels, and no step is padded.
     """
     is_exact = dtype == "float32"
     steps = ([40, 3, 1], [1, 64, 2], [17, 90, 100])
     if not is_exact:
         steps = ([40, 20, 4], [1, 14, 1], [17, 90, 149])
     tracked = ({0: (20, 32), 2: (21, 1)}, None, {1: (22, 64)})
-    shape: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    save_tiny_checkpoint(tmp_path, "qwen3_next", **shape)
+    save_tiny_checkpoint(tmp_path, family, **ODD_HEADS[family])
     found = []
     for disable in (True, False):
         driver = StepDriver(
@@ -125,7 +150,7 @@ def test_captured_short_prefills_keep_recurrent_states(tmp_path: Path, dtype: st
         pool = driver.runner.pools[PoolName.MAMBA]
         assert isinstance(pool, MambaPool)
         logits = []
-        with mock.patch.object(delta_net, "SHORT", 0 if disable and is_exact else SHORT):
+        with mock.patch.object(layer, "SHORT", 0 if disable and is_exact else SHORT):
             for new, snapshots in zip(steps, tracked, strict=True):
                 work = [(row, prompt(count, row + count)) for row, count in enumerate(new)]
                 output = driver.extend(work, snapshots)
@@ -141,12 +166,11 @@ def test_captured_short_prefills_keep_recurrent_states(tmp_path: Path, dtype: st
         assert (graphed - eager).norm() < (1e-4 if is_exact else 3e-2) * eager.norm()
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "nemotron_h"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_captured_decoding_keeps_recurrent_states(tmp_path: Path, family: str, dtype: str) -> None:
     """Logits, running states and snapshots are those of steps without graphs, padded or not."""
-    shape: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    save_tiny_checkpoint(tmp_path, family, **shape)
+    save_tiny_checkpoint(tmp_path, family, **ODD_HEADS[family])
     found = []
     for disable in (True, False):
         driver = StepDriver(

@@ -1,4 +1,5 @@
-"""Delta-net hybrids: logits and words as transformers', in chunks, from snapshots, in batches."""
+"""Hybrids with recurrent states: logits and words as transformers', in chunks, from snapshots,
+in batches."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rigs.models.model_oracle import (
@@ -57,6 +59,30 @@ CASES = [
     pytest.param("qwen3_5_vision", {"tie_word_embeddings": True}, id="3.5-beside-vision-tied"),
     pytest.param("qwen3_5_moe_vision", {}, id="3.5-experts-beside-vision"),
     pytest.param("qwen3_5_vision", {"rope_parameters": YARN}, id="3.5-beside-vision-yarn"),
+    pytest.param("nemotron_h", {"chunk_size": 128, "max_shard_size": "60KB"}, id="nemotron"),
+    pytest.param(
+        "nemotron_h",
+        {"moe_latent_size": None, "n_groups": 8, "conv_kernel": 2, "chunk_size": 16},
+        id="nemotron-without-latent",
+    ),
+    pytest.param(
+        "nemotron_h", {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}, id="nemotron-groups"
+    ),
+    pytest.param(
+        "nemotron_h",
+        {"layers_block_type": ["full_attention", "linear_attention", "mlp"], "n_groups": 1},
+        id="nemotron-dense-last",
+    ),
+    pytest.param(
+        "nemotron_h",
+        {"layers_block_type": ["mlp", "linear_attention", "full_attention"]},
+        id="nemotron-attention-last",
+    ),
+    pytest.param(
+        "nemotron_h",
+        {"layers_block_type": ["full_attention", "moe", "linear_attention"]},
+        id="nemotron-mamba-last",
+    ),
 ]
 
 
@@ -72,7 +98,11 @@ def test_logits_equal_transformers(
 
 @pytest.mark.parametrize(
     ("family", "chunk"),
-    [*(("qwen3_5", chunk) for chunk in (1, 3, 63, 64, 65, 100)), ("qwen3_5_moe_vision", 65)],
+    [
+        *(("qwen3_5", chunk) for chunk in (1, 3, 63, 64, 65, 100)),
+        ("qwen3_5_moe_vision", 65),
+        *(("nemotron_h", chunk) for chunk in (1, 63, 64, 100)),
+    ],
 )
 def test_any_chunks_of_a_prompt_give_the_same_logits(
     tmp_path: Path, family: str, chunk: int
@@ -88,7 +118,8 @@ def test_any_chunks_of_a_prompt_give_the_same_logits(
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_vision", "qwen3_5_moe_vision"]
+    "family",
+    ["qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_vision", "qwen3_5_moe_vision", "nemotron_h"],
 )
 def test_greedy_words_equal_transformers(tmp_path: Path, family: str) -> None:
     hf = save_tiny_checkpoint(tmp_path, family)
@@ -96,9 +127,17 @@ def test_greedy_words_equal_transformers(tmp_path: Path, family: str) -> None:
     assert_greedy_words(hf, driver, prompt(70, 4), chunk=33)
 
 
-@pytest.mark.parametrize("at", [1, 2, 63, 64, 65, 130, 149, 150])
-def test_requests_continue_from_a_snapshot_of_a_prefill(tmp_path: Path, at: int) -> None:
-    hf = save_tiny_checkpoint(tmp_path, "qwen3_5")
+@pytest.mark.parametrize(
+    ("family", "at"),
+    [
+        *(("qwen3_5", at) for at in (1, 2, 63, 64, 65, 130, 149, 150)),
+        *(("nemotron_h", at) for at in (2, 64, 149)),
+    ],
+)
+def test_requests_continue_from_a_snapshot_of_a_prefill(
+    tmp_path: Path, family: str, at: int
+) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family)
     driver = StepDriver(tmp_path, num_states=20)
     tokens, other = prompt(160, 5), prompt(90, 6)
     want, want_other = reference(hf, tokens), reference(hf, other)
@@ -114,8 +153,9 @@ def test_requests_continue_from_a_snapshot_of_a_prefill(tmp_path: Path, at: int)
     assert_close(driver.decode([(1, tokens[150])]).next_token_logits, want[150:151])
 
 
-def test_several_requests_leave_snapshots_in_one_prefill(tmp_path: Path) -> None:
-    hf = save_tiny_checkpoint(tmp_path, "qwen3_next")
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_several_requests_leave_snapshots_in_one_prefill(tmp_path: Path, family: str) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family)
     driver = StepDriver(tmp_path, num_states=20)
     prompts = [prompt(length, 7 + length) for length in (9, 200, 70)]
     want = [reference(hf, tokens) for tokens in prompts]
@@ -132,8 +172,9 @@ def test_several_requests_leave_snapshots_in_one_prefill(tmp_path: Path) -> None
     assert torch.equal(pool.conv[:, 19], pool.conv[:, 3])
 
 
-def test_requests_continue_from_a_snapshot_of_decoding(tmp_path: Path) -> None:
-    hf = save_tiny_checkpoint(tmp_path, "qwen3_5")
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_requests_continue_from_a_snapshot_of_decoding(tmp_path: Path, family: str) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family)
     driver = StepDriver(tmp_path, num_states=20)
     tokens, other = prompt(50, 8), prompt(50, 9)
     want = reference(hf, tokens)
@@ -146,9 +187,10 @@ def test_requests_continue_from_a_snapshot_of_decoding(tmp_path: Path) -> None:
     assert_close(driver.decode([(2, tokens[48])]).next_token_logits, want[48:49])
 
 
-def test_states_of_bf16_follow_those_of_fp32(tmp_path: Path) -> None:
-    hf = save_tiny_checkpoint(tmp_path, "qwen3_5", dtype=torch.bfloat16)
-    for ssm_dtype in ("float32", "bfloat16"):
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_states_of_two_bytes_follow_those_of_fp32(tmp_path: Path, family: str) -> None:
+    hf = save_tiny_checkpoint(tmp_path, family, dtype=torch.bfloat16)
+    for ssm_dtype in ("float32", "bfloat16", "float16"):
         driver = StepDriver(tmp_path, ssm_dtype=ssm_dtype)
         assert_errs_like_bf16(hf, driver, prompt(120, 10), 70)
         pool = driver.runner.pools[PoolName.MAMBA]
@@ -179,6 +221,37 @@ def test_tensors_beside_the_text_model_are_left_unread_by_name(tmp_path: Path, f
             StepDriver(tmp_path)
 
 
+def test_a_checkpoint_of_nemotron_as_it_is_published(tmp_path: Path) -> None:
+    """A letter for each layer, tensors of `backbone` and of each expert."""
+    hf = save_tiny_checkpoint(tmp_path, "nemotron_h", chunk_size=128)
+    with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as file:
+        names = set(file.keys())
+    parts = ("embeddings", "norm_f", "layers.0.mixer.conv1d", "layers.1.mixer.experts.7.up_proj")
+    assert {f"backbone.{part}.weight" for part in parts} <= names
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["layers_block_type"], config["mtp_layers_block_type"], config["dtype"]
+    config |= {
+        "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+        "hybrid_override_pattern": "ME*-ME", "num_hidden_layers": 6, "norm_eps": 1e-5,
+        "rope_theta": 10000, "partial_rotary_factor": 1.0, "torch_dtype": "float32",
+        "time_step_limit": [0.0, float("inf")],
+    }  # fmt: skip
+    path.write_text(json.dumps(config))
+    assert_logits_of_batches(hf, StepDriver(tmp_path, page_size=64), cut=140, length=330)
+
+
+def test_layers_that_draft_tokens_are_left_unread_and_refused_by_name(tmp_path: Path) -> None:
+    """transformers drops them, so nothing says what they compute."""
+    hf = save_tiny_checkpoint(tmp_path, "nemotron_h", num_nextn_predict_layers=1)
+    save_file({"mtp.layers.0.norm.weight": torch.zeros(96)}, tmp_path / "more.safetensors")
+    tokens = prompt(9, 13)
+    logits = StepDriver(tmp_path).extend([(0, tokens)]).next_token_logits
+    assert_close(logits, reference(hf, tokens)[-1:])
+    with pytest.raises(ValueError, match="NemotronHForCausalLM has no layer that drafts tokens"):
+        StepDriver(tmp_path, has_draft_layer=True)
+
+
 def test_padding_is_no_state(tmp_path: Path) -> None:
     """If no request leaves a snapshot, only the running states are written."""
     save_tiny_checkpoint(tmp_path, "qwen3_5")
@@ -200,6 +273,19 @@ def test_padding_is_no_state(tmp_path: Path) -> None:
         ("qwen3_5", {"layer_types": ["linear_attention"] * 4}, "at least one with full_attention"),
         ("qwen3_5_moe", {"num_experts_per_tok": 9}, "config.json: a token cannot use 9 of 4"),
         ("qwen3_next", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a positive"),
+        ("nemotron_h", {"n_groups": 3}, "mamba_num_heads=8 must be a multiple of n_groups=3"),
+        ("nemotron_h", {"chunk_size": 100}, "chunk_size=100 must be one of 16, 32, 64, 128"),
+        ("nemotron_h", {"conv_kernel": 1}, "conv_kernel=1 must be at least 2"),
+        ("nemotron_h", {"mamba_head_dim": 0}, "mamba_head_dim=0 must be a positive integer"),
+        ("nemotron_h", {"num_hidden_layers": 7}, "must name all 7 layers"),
+        (
+            "nemotron_h",
+            {"layers_block_type": ["linear_attention", "mlp"]},
+            "layers_block_type ['linear_attention', 'mlp'] must name all 2 layers, and at least",
+        ),
+        ("nemotron_h", {"layers_block_type": ["full_attention"]}, "names no linear_attention"),
+        ("nemotron_h", {"moe_latent_size": 0}, "moe_latent_size=0 must be a positive integer"),
+        ("nemotron_h", {"num_experts_per_tok": 9}, "config.json: a token cannot use 9 of 8"),
         (
             "qwen3_next",
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.5}},

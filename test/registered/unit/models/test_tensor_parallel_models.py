@@ -36,6 +36,10 @@ CASES = [
     pytest.param("glm_moe_dsa_shared", LATENT, id="glm_moe_dsa_shared"),
     pytest.param("glm4_moe", SPLIT, id="glm4_moe"),
     pytest.param("kimi_k25_vision", LATENT, id="kimi_k25"),
+    pytest.param("nemotron_h", {**SPLIT, "n_groups": 4}, id="nemotron_h"),
+    pytest.param(
+        "nemotron_h", {**SPLIT, "n_groups": 8, "moe_latent_size": None}, id="nemotron_h-x"
+    ),
     pytest.param("qwen3_next", LINEAR, id="qwen3_next"),
     pytest.param("qwen3_5", {**LINEAR, "linear_num_value_heads": 4}, id="qwen3_5-equal-heads"),
     pytest.param("qwen3_5_moe", LINEAR, id="qwen3_5_moe"),
@@ -134,6 +138,11 @@ def test_log_probabilities_of_prompts_are_those_of_one_rank(tmp_path: Path) -> N
             "qwen3_5",
             {**LINEAR, "linear_num_key_heads": 2},
             "2 key heads of linear",
+        ),
+        (
+            "nemotron_h",
+            SPLIT,
+            r"2 groups of Mamba-2 heads \(n_groups\) cannot be split over 4 ranks",
         ),
         ("qwen3", {**SPLIT, "intermediate_size": 130}, "130 features of the feed-forward layers"),
     ],

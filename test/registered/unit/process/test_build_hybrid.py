@@ -82,6 +82,15 @@ def test_prefixes_are_cached_with_their_states(hybrid: Path) -> None:
     built.scheduler.close()
 
 
+def test_snapshots_are_at_multiples_of_the_models_own_chunk(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "nemotron_h", chunk_size=128)
+    scheduler = build_scheduler(
+        start_args(tmp_path, page_size=48, max_total_tokens=960, mamba_track_interval=384)
+    ).scheduler
+    assert scheduler.state.tree.mamba_snapshot_alignment == 384, "a page of 48, a chunk of 128"
+    scheduler.close()
+
+
 def test_graphs_of_drafts_are_captured_before_l2_joins_the_pools(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path, "qwen3_next", mtp=True)
     drafts: dict[str, Any] = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}

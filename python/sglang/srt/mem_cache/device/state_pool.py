@@ -154,7 +154,7 @@ def state_pool(pools: Iterable[BaseDevicePool]) -> StatePool | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MambaSpec(StateSpec):
-    """The state of linear attention: `temporal` and `conv`, in the delta-net layers."""
+    """The state of linear attention: `temporal` and `conv`."""
 
     name: PoolName = PoolName.MAMBA
     item: ItemKind = ItemKind.STATE
@@ -170,26 +170,32 @@ class MambaSpec(StateSpec):
         ssm_dtype: torch.dtype,
         conv_dtype: torch.dtype,
         share: RankShare | None = None,
+        conv_runs: tuple[int, ...] | None = None,
     ) -> MambaSpec:
         """The spec of states of these shapes.
 
         Args:
-            layers: The delta-net layers.
-            temporal: Shape on one rank: value heads, elements of a key, elements of a value.
-            conv: Shape on one rank: channels (all queries, all keys, all values), inputs before the
-                next token that the convolution reads.
+            layers: The layers with states.
+            temporal: Shape on one rank: heads, then the two dimensions of a head's state, in a
+                delta net elements of a key and of a value.
+            conv: Shape on one rank: channels, and inputs before the next token that the convolution
+                reads.
             share: The model's heads that these are; None: all of them.
+            conv_runs: Channels of each run that is split by heads; None: those of a delta net, all
+                queries, all keys and all values.
         """
         heads, key_dim, value_dim = temporal
-        values = heads * value_dim
-        keys, rest = divmod(conv[0] - values, 2)
-        # Only channels of queries, keys and values of such heads can be split.
-        is_known = rest == 0 and keys > 0 and keys % key_dim == 0
+        if conv_runs is None:
+            values = heads * value_dim
+            keys, rest = divmod(conv[0] - values, 2)
+            # Only channels of queries, keys and values of such heads can be split.
+            is_known = rest == 0 and keys > 0 and keys % key_dim == 0
+            conv_runs = (keys, keys, values) if is_known else ()
         return cls(
             layers=layers,
             buffers=(
                 StateBuffer("temporal", temporal, ssm_dtype, (heads,)),
-                StateBuffer("conv", conv, conv_dtype, (keys, keys, values) if is_known else ()),
+                StateBuffer("conv", conv, conv_dtype, conv_runs),
             ),
             share=share or RankShare(),
         )
@@ -202,7 +208,7 @@ class MambaPool(StatePool):
 
     @property
     def temporal(self) -> torch.Tensor:
-        """`[layers, size + 1, heads, key elements, value elements]`."""
+        """`[layers, size + 1, heads, ...]`: two dimensions of each head's state."""
         return self.buffers[0]
 
     @property

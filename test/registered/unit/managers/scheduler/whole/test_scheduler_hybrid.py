@@ -19,7 +19,9 @@ NEW_TOKENS = 16
 
 
 @pytest.fixture(
-    scope="module", params=[("qwen3_next", {"mlp_only_layers": [1]}), ("ministral", {})], ids=str
+    scope="module",
+    params=[("qwen3_next", {"mlp_only_layers": [1]}), ("nemotron_h", {}), ("ministral", {})],
+    ids=str,
 )
 def oracle(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
