@@ -51,6 +51,7 @@ from transformers import (
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHForCausalLM
 
+from rigs.checkpoints.vision_configs import KIMI_VISION, beside_vision
 from rigs.drafts.tiny_drafts import save_draft
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.forward_batch_info import (
@@ -63,49 +64,6 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
 
-_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "num_position_embeddings": 16,
-    "patch_size": 4,
-}
-
-
-_KIMI_VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "patch_size": 4,
-    "pos_emb_height": 4,
-    "pos_emb_width": 4,
-}
-
-
-def _beside_vision(
-    config_class: Any, vision: dict[str, Any] = _VISION, *, image_token: int = 5
-) -> Callable[..., Any]:
-    """Makes the config of a text model with these fields and a vision tower.
-
-    Args:
-        image_token: Id that stands for an image; the next one stands for a video. Random prompts
-            contain 5 and 6.
-    """
-
-    def make(*, tie_word_embeddings: bool = False, **fields: Any) -> Any:
-        return config_class(
-            text_config=fields,
-            vision_config={**vision, "out_hidden_size": fields["hidden_size"]},
-            tie_word_embeddings=tie_word_embeddings,
-            image_token_id=image_token,
-            video_token_id=image_token + 1,
-        )
-
-    return make
-
-
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
@@ -115,7 +73,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "glm_moe_dsa_shared": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     # transformers embeds token 0 in place of an image that is not there.
     "kimi_k25_vision": (
-        _beside_vision(Kimi_K25Config, _KIMI_VISION, image_token=163605),
+        beside_vision(Kimi_K25Config, KIMI_VISION, image_token=163605),
         Kimi_K25ForConditionalGeneration,
     ),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -129,8 +87,8 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
-    "qwen3_5_vision": (_beside_vision(Qwen3_5Config), Qwen3_5ForConditionalGeneration),
-    "qwen3_5_moe_vision": (_beside_vision(Qwen3_5MoeConfig), Qwen3_5MoeForConditionalGeneration),
+    "qwen3_5_vision": (beside_vision(Qwen3_5Config), Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe_vision": (beside_vision(Qwen3_5MoeConfig), Qwen3_5MoeForConditionalGeneration),
 }
 FAMILIES = tuple(_CLASSES)
 _SHAPE = {
