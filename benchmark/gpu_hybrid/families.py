@@ -18,6 +18,8 @@ from sglang.srt.configs.config_fields import FIELDS
 LENGTH: Final = 8192
 STEPS: Final = 32
 VOCABULARY: Final = 129_280
+PATTERN: Final = "hybrid_override_pattern"
+"""A letter for each layer, in the shapes whose class counts them."""
 SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
     "qwen3_next": (
         Qwen3NextConfig,
@@ -48,7 +50,7 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
         NemotronHConfig,
         "NemotronHForCausalLM",
         {
-            "hidden_size": 2688, "hybrid_override_pattern": "MEMEM*EMEMEM*E",
+            "hidden_size": 2688, PATTERN: "MEMEM*EMEMEM*E",
             "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
             "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
             "chunk_size": 128, "n_routed_experts": 128, "num_experts_per_tok": 6,
@@ -66,6 +68,13 @@ def add_families(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--families", nargs="+", choices=list(SHAPES), default=list(SHAPES))
 
 
+def first_layers(shape: dict[str, Any], count: int) -> dict[str, Any]:
+    """The fields of a shape that say its number of layers, for its first `count` layers."""
+    if PATTERN in shape:
+        return {PATTERN: shape[PATTERN][:count]}
+    return {"num_hidden_layers": count}
+
+
 @contextmanager
 def model_of(
     family: str, *, drafts: bool = False, weights: str = "bf16", layers: int | None = None
@@ -79,7 +88,7 @@ def model_of(
     """
     config_class, architecture, shape = SHAPES[family]
     with tempfile.TemporaryDirectory() as directory:
-        fields = shape | ({} if layers is None else {"num_hidden_layers": layers})
+        fields = shape | ({} if layers is None else first_layers(shape, layers))
         config = config_class(vocab_size=VOCABULARY, max_position_embeddings=40960, **fields)
         config.architectures = [architecture]
         config.dtype = "bfloat16"

@@ -38,6 +38,9 @@ SHORT: Final = 64
 _PROFILED: Final = 4
 """Runs of a profile."""
 TARGET: Final = "at most 1.5"
+TARGETS: Final = {"nemotron_h": "at most 1.7"}
+"""Of a decode step, in times the limit, where it is not TARGET."""
+PREFILL_TARGETS: Final = {"nemotron_h": "at most 2.5"}
 EXPECTED_MS: Final = {"qwen3_next": 0.8}
 
 
@@ -56,7 +59,8 @@ def add_decode(
     report: Report, case: dict[str, Any], step_ms: float, least_ms: float, expected: float | None
 ) -> None:
     report.add("decode", step_ms, "ms", case, expected=expected, limit=least_ms)
-    report.add("times_the_limit", step_ms / least_ms, "ratio", case, target=TARGET)
+    target = TARGETS.get(case["family"], TARGET)
+    report.add("times_the_limit", step_ms / least_ms, "ratio", case, target=target)
 
 
 def costs_by_ends(spans: Iterable[tuple[int, int, str]]) -> dict[str, list[int]]:
@@ -157,6 +161,8 @@ def measure_steps(family: str, model: str, weights: str, report: Report) -> None
         least_s = active_bytes(driver, shape, ("lm_head",)) * LENGTH / limits.product_flop_per_s
         case = {"family": family, "weights": weights, "graphs": len(driver.runner._graphs)}
         report.add(f"prefill_{LENGTH}", seconds[1], "s", case, limit=least_s)
+        report.add("prefill_times_the_limit", seconds[1] / least_s, "ratio", case,
+                   target=PREFILL_TARGETS.get(family))  # fmt: skip
         report.add("active_weights", active_bytes(driver, shape) / 1e9, "GB", case)
         expected = EXPECTED_MS.get(family) if weights == "bf16" else None
         add_decode(report, case, step_ms, least_ms, expected)
