@@ -31,13 +31,15 @@ LENGTHS: Final = (1, 2, 5, 17, 33, 64, 100, 129, 257, 300, 511, 700, 1030, 2048,
 TIERS: Final = ("--enable-hierarchical-cache", "--hicache-ratio", "4")
 FP8_STATE: Final = ("--kv-cache-dtype", "fp8_e4m3")
 DRAFTS: Final = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2")
-LAYERS: Final = {"qwen3": 4, "qwen3_next": 4, "deepseek_v32": 2}
+LAYERS: Final = {"qwen3": 4, "qwen3_next": 4, "deepseek_v32": 2, "nemotron_h": 7}
 """Few, because all servers share a GPU: one of each kind of layer."""
+RECURRENT: Final = ("qwen3_next", "nemotron_h")
 SERVERS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "dense": ("qwen3", {}, TIERS),
     "dense, fp8 weights": ("qwen3", {"weights": "fp8"}, ()),
     "hybrid": ("qwen3_next", {}, TIERS),
     "hybrid, drafts": ("qwen3_next", {"drafts": True}, (*TIERS, *DRAFTS)),
+    "mamba": ("nemotron_h", {}, TIERS),
     "latent": ("deepseek_v32", {}, TIERS),
     "latent, fp8 state": ("deepseek_v32", {"weights": "fp8"}, (*TIERS, *FP8_STATE)),
     "latent, drafts": ("deepseek_v32", {"drafts": True}, (*TIERS, *DRAFTS)),
@@ -59,7 +61,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
             model = stack.enter_context(make(layers=LAYERS[family], **checkpoint))
             # Grammars need a token that ends them.
             (Path(model) / "generation_config.json").write_text('{"eos_token_id": 7}')
-            states = ("--max-mamba-cache-size", "64") if family == "qwen3_next" else ()
+            states = ("--max-mamba-cache-size", "64") if family in RECURRENT else ()
             made[name] = EngineServer(
                 "--device", "cuda", *DUMMY_FLAGS, "--page-size", "64",
                 "--max-total-tokens", "20480", "--max-running-requests", "32",

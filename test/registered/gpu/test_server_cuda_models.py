@@ -10,9 +10,10 @@ from contextlib import ExitStack
 
 import pytest
 
+from benchmark.gpu_hybrid.families import VOCABULARY, model_of
 from rigs.models.qwen3_8b import DUMMY_FLAGS, VOCAB_SIZE, dummy_model
 from rigs.recall.run_eval import EvalArgs, run_eval
-from rigs.servers.engine_server import EngineServer
+from rigs.servers.engine_server import Answer, EngineServer
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -30,6 +31,7 @@ def servers() -> Iterator[Servers]:
     """All servers of the tests below, started side by side."""
     with ExitStack() as stack:
         large = stack.enter_context(dummy_model())
+        mamba = stack.enter_context(model_of("nemotron_h", layers=7))
         made = {
             "graphs": EngineServer("--device", "cuda"),
             "launches": EngineServer("--device", "cuda", "--disable-cuda-graph"),
@@ -44,6 +46,12 @@ def servers() -> Iterator[Servers]:
                 "--device", "cuda", *DUMMY_FLAGS,
                 "--enable-hierarchical-cache", "--max-total-tokens", "8192", "--hicache-ratio", "2",
                 model=large,
+            ),
+            "mamba": EngineServer(
+                "--device", "cuda", *DUMMY_FLAGS, "--page-size", "64", "--max-total-tokens", "8192",
+                "--enable-hierarchical-cache", "--hicache-ratio", "8", "--max-running-requests",
+                "4", "--max-mamba-cache-size", "24",
+                model=mamba,
             ),
         }  # fmt: skip
         for server in made.values():
@@ -116,4 +124,25 @@ def test_long_prompts_of_a_large_shape_load_from_l2(servers: Servers) -> None:
         assert len(answer.output_ids) == 16
         assert all(0 <= token < VOCAB_SIZE for token in answer.output_ids)
     assert answer.cached["host"] == 5000 // 64 * 64, answer.cached
+    server.flush()
+
+
+def test_states_of_mamba_from_l2_are_those_of_l1(servers: Servers) -> None:
+    """Both answers begin at the same snapshot, so the words and their logprobs are the same."""
+    server = servers["mamba"]
+    rng = random.Random(5)
+    asked, *others = [[rng.randrange(VOCABULARY) for _ in range(2100)] for _ in range(6)]
+    sampling = {"ignore_eos": True, "temperature": 0.0}
+
+    def ask(ids: list[int]) -> Answer:
+        return server.generate(ids, 24, sampling, return_logprob=True)
+
+    ask(asked)
+    from_l1 = ask(asked)
+    for ids in others:
+        ask(ids)
+    from_l2 = ask(asked)
+    assert (from_l1.cached["device"], from_l2.cached["host"]) == (2048, 2048)
+    assert from_l2.output_ids == from_l1.output_ids
+    assert from_l2.meta_info["output_token_logprobs"] == from_l1.meta_info["output_token_logprobs"]
     server.flush()

@@ -22,6 +22,8 @@ register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 
 WHOLE: dict[str, Any] = {"head_dim": 32, "state_size": 64}
 """Sizes that the kernels for many tokens take."""
+HALVES: tuple[torch.dtype, ...] = tuple(dict.fromkeys((HALF, torch.float16)))
+"""Dtypes of states of two bytes."""
 
 
 def ids(values: list[int]) -> torch.Tensor:
@@ -75,7 +77,8 @@ def test_decoding_moves_the_states_on(dtype: torch.dtype, changes: dict[str, Any
     layer = mamba2(dtype, DEVICE, **changes)
     bound = 1e-5 if dtype is torch.float32 else 5e-3
     assert_same(run_both(layer, torch.float32, None, [3, 7, 1]), bound)
-    assert_same(run_both(layer, HALF, None, [3, 7, 1], first=[4, 7, 9]), 5e-3)
+    for ssm_dtype in HALVES:
+        assert_same(run_both(layer, ssm_dtype, None, [3, 7, 1], first=[4, 7, 9]), 5e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -118,30 +121,38 @@ def test_steps_of_nothing_and_decays_to_nothing(bias: float) -> None:
         assert_same(run_both(layer, torch.float32, new, [3]), 1e-4)
 
 
+@pytest.mark.parametrize("ssm_dtype", HALVES)
 @pytest.mark.parametrize("tokens", [7, 300])
-def test_what_follows_a_snapshot_is_computed_from_what_is_kept(tokens: int) -> None:
+def test_what_follows_a_snapshot_is_computed_from_what_is_kept(
+    tokens: int, ssm_dtype: torch.dtype
+) -> None:
     layer = mamba2(HALF, DEVICE, **WHOLE)
     layer._kernels = KERNELS
-    _, _, pool = run_from_snapshot(layer, tokens)
+    _, _, pool = run_from_snapshot(layer, tokens, ssm_dtype)
     assert torch.equal(pool.temporal[:, 4], pool.temporal[:, 3])
     assert torch.equal(pool.conv[:, 4], pool.conv[:, 3])
     assert not torch.equal(pool.temporal[:, 10], pool.temporal[:, 3])
 
 
+@pytest.mark.parametrize("ssm_dtype", HALVES)
 @pytest.mark.parametrize("tokens", [7, 300])
-def test_exact_activations_show_what_a_snapshot_has_lost(tokens: int) -> None:
+def test_exact_activations_show_what_a_snapshot_has_lost(
+    tokens: int, ssm_dtype: torch.dtype
+) -> None:
     """States are kept in half precision, so a state that is not rounded gives other outputs."""
     layer = mamba2(torch.float32, DEVICE, **WHOLE)
     layer._kernels = KERNELS
-    whole, rest, _ = run_from_snapshot(layer, tokens)
+    whole, rest, _ = run_from_snapshot(layer, tokens, ssm_dtype)
     assert relative_error(rest, whole[4:]) < 1e-5
 
 
-def run_from_snapshot(layer: Mamba2, tokens: int) -> tuple[torch.Tensor, torch.Tensor, MambaPool]:
+def run_from_snapshot(
+    layer: Mamba2, tokens: int, ssm_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, MambaPool]:
     """Outputs of all tokens, with a snapshot of four in slot 10 and the state in slot 3; those of
     the others from the snapshot, with the state in slot 4."""
     dtype = layer.weights.norm.dtype
-    x, pool = randn(tokens, 32, seed=7, dtype=dtype), pool_of(layer, HALF, dtype)
+    x, pool = randn(tokens, 32, seed=7, dtype=dtype), pool_of(layer, ssm_dtype, dtype)
     slots = ids([[3], [4], [10]])  # type: ignore[list-item]
     tracked = StateBatch(slots=slots[0], track_slots=slots[2], track_lens_cpu=[4])
     whole = run_step(layer, pool, x, [tokens], tracked)
