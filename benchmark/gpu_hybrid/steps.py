@@ -39,7 +39,7 @@ _PROFILED: Final = 4
 """Runs of a profile."""
 TARGET: Final = "at most 1.5"
 TARGETS: Final = {"nemotron_h": "at most 1.7"}
-"""Of a decode step, in times the limit, where it is not TARGET."""
+"""Families with another target for decode steps than TARGET."""
 PREFILL_TARGETS: Final = {"nemotron_h": "at most 2.5"}
 EXPECTED_MS: Final = {"qwen3_next": 0.8}
 
