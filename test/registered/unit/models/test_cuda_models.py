@@ -217,11 +217,13 @@ def check_logits(
     )
     long, short = prompt(90, 1), prompt(21, 2)
     want_long, want_short = reference(hf, long), reference(hf, short)
+    # In bf16 transformers' logits are up to 0.026 from those in fp32. Two roundings add up.
+    bound = 1e-4 if dtype is torch.float32 else 4e-2
 
     def check(got: torch.Tensor, *want: torch.Tensor) -> None:
         wanted = torch.stack(want)
         error = (got.cpu() - wanted).norm() / wanted.norm()
-        assert error < (1e-4 if dtype is torch.float32 else 3e-2), float(error)
+        assert error < bound, float(error)
 
     check(
         driver.extend([(0, short[:17]), (1, long[:37])]).next_token_logits,
