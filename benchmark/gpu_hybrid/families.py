@@ -50,7 +50,8 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
         NemotronHConfig,
         "NemotronHForCausalLM",
         {
-            "hidden_size": 2688, PATTERN: "MEMEM*EMEMEM*E",
+            "hidden_size": 2688,
+            PATTERN: "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
             "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
             "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
             "chunk_size": 128, "n_routed_experts": 128, "num_experts_per_tok": 6,
@@ -60,8 +61,8 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
     ),
 }  # fmt: skip
 """Qwen3-Next-80B-A3B with 12 of 48 layers, DeepSeek-V3.2 with 6 of 61 layers (1 dense) and 64 of
-256 experts, and Nemotron-3-Nano-30B-A3B with 14 of 52 layers. Values: class of the configuration,
-class of the model, fields."""
+256 experts, and the whole Nemotron-3-Nano-30B-A3B. Values: class of the configuration, class of the
+model, fields."""
 
 
 def add_families(parser: argparse.ArgumentParser) -> None:

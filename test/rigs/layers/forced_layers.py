@@ -68,9 +68,7 @@ def layers_recorded(
             def recording(
                 x: torch.Tensor | None,
                 residual: torch.Tensor,
-                rotation: Any,
-                batch: Any,
-                rows: torch.Tensor | None = None,
+                step: Any,
                 run: Any = run,
             ) -> Any:
                 if given is not None:
@@ -79,8 +77,8 @@ def layers_recorded(
                 x, residual = None if x is None else x.clone(), residual.clone()
                 got = None if x is None else x.clone(), residual.clone()
                 before = _sum(*got)
-                out, residual = run(x, residual, rotation, batch, rows)
-                wanted = before if rows is None else before[rows]
+                out, residual = run(x, residual, step)
+                wanted = before if step.rows is None else before[step.rows]
                 found.append(LayerStep(got, wanted, _sum(out, residual)))
                 return out, residual
 

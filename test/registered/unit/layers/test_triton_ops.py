@@ -52,7 +52,8 @@ def test_silu_and_mul_equal_the_definition(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "k"), [(64, 512), (4096, 1024), (3072, 512), (16400, 256), (152, 3072)]
+    ("n", "k"),
+    [(64, 512), (4096, 1024), (3072, 512), (16400, 256), (152, 3072), (128, 2688), (2688, 3712)],
 )
 @pytest.mark.parametrize("out_dtype", [HALF, torch.float32])
 def test_gemv_equals_the_definition(n: int, k: int, out_dtype: torch.dtype) -> None:
@@ -77,7 +78,7 @@ def test_the_product_of_an_fp32_weight_is_not_rounded(monkeypatch: pytest.Monkey
     assert relative_error(out, F.linear(x.double(), weight.double())) < 1e-6
 
 
-@pytest.mark.parametrize(("n", "k"), [(64, 512), (12288, 1024), (1004, 256), (152, 3072)])
+@pytest.mark.parametrize(("n", "k"), [(64, 512), (12288, 1024), (1004, 256), (152, 2688)])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 def test_gated_gemv_equals_two_kernels(n: int, k: int, dtype: torch.dtype) -> None:
     """Same results as the two kernels that it replaces; same bits if sums have one order."""

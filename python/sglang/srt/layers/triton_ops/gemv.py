@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
@@ -27,9 +29,15 @@ def _products(
     first = tl.load(weights)
     await_kernels_before(EARLY)
     acc = first.to(tl.float32) * tl.load(x_ptr + cols).to(tl.float32)[None, :]
-    for begin in range(BLOCK_K, K, BLOCK_K):
+    whole: tl.constexpr = K // BLOCK_K * BLOCK_K
+    for begin in range(BLOCK_K, whole, BLOCK_K):
         w = tl.load(weights + begin)
         x = tl.load(x_ptr + begin + cols)
+        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    if whole < K:
+        is_col = whole + cols < K
+        w = tl.load(weights + whole, mask=is_col[None, :], other=0.0)
+        x = tl.load(x_ptr + whole + cols, mask=is_col, other=0.0)
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
     return tl.sum(acc, axis=1)
 
@@ -85,11 +93,20 @@ _MANY_ROWS = 2048
 """Rows of a weight from which programs with more rows and fewer columns still fill the device.
 Measured for the shapes of Qwen3-8B on one and two ranks, Qwen3-Next and DeepSeek-V3.2."""
 
+_ALIGNED: Final = 64
+"""Rows of a weight begin at multiples of this number of elements, so that programs read whole
+lines."""
+
 
 def plan(n: int, k: int) -> tuple[int, int, int] | None:
     """Rows, columns and warps of a program for a weight `[n, k]`; None: unsupported shape."""
     sizes = (2048, 1024, 512, 256) if n < _MANY_ROWS else (1024, 512, 256)
     block_k = next((size for size in sizes if k % size == 0), None)
+    if block_k is None and k % _ALIGNED == 0:
+        # The last columns are masked: at most an eighth of what a program computes is nothing.
+        block_k = next(
+            (size for size in sizes if size <= k and 8 * (-k % size) <= k + -k % size), None
+        )
     if block_k is None or n % 8:
         return None
     is_broad = _MANY_ROWS <= n <= 32768 and block_k == 1024 and k <= 6144
