@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
-from sglang.srt.layers.linear_attention.delta_net import DeltaNetOptions, GatedDeltaNet
+from sglang.srt.layers.linear_attention.delta_layer import DeltaNetOptions
+from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
 from sglang.srt.layers.linear_attention.verify import VerifyBuffers
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import LayerStep

@@ -175,17 +175,24 @@ class ProjectionQKNorm(WeightedLayer):
 
 class GatedRMSNorm(WeightedLayer):
     """Norm of linear attention, head by head, times SiLU of a gate, in fp32. Heads share the
-    weight."""
+    weight.
 
-    def __init__(self, size: int, eps: float, *, placement: TensorPlacement) -> None:
+    Args:
+        by_sigmoid: The gate's sigmoid multiplies instead of its SiLU.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, placement: TensorPlacement, by_sigmoid: bool = False
+    ) -> None:
         super().__init__(placement)
         self.eps = eps
+        self._activation = torch.sigmoid if by_sigmoid else F.silu
         self.weight = placement.empty(size)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `x`; `gate` has the same shape and the result's dtype."""
         normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return (normed * F.silu(gate.float())).to(gate.dtype)
+        return (normed * self._activation(gate.float())).to(gate.dtype)
 
     def weight_slots(self) -> NamedSlots:
         yield f"{self.prefix}.weight", WeightSlot.of(self.weight)

@@ -12,11 +12,8 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig, positive_int
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
-from sglang.srt.layers.linear_attention.delta_net import (
-    DeltaNetHeads,
-    DeltaNetOptions,
-    GatedDeltaNet,
-)
+from sglang.srt.layers.linear_attention.delta_layer import DeltaNetHeads, DeltaNetOptions
+from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
 from sglang.srt.layers.moe.sparse_moe import SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import LayerStep

@@ -2,124 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, replace
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.distributed.tensor_group import ToAdd
-from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import GatedRMSNorm
-from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.linear_attention.causal_conv import convolve_decode, convolve_extend
-from sglang.srt.layers.linear_attention.extend_plan import (
-    SHORT,
-    ChunkPlan,
-    ExtendPlan,
-    extend_plan_of,
-    kernel_plan_of,
+from sglang.srt.layers.linear import RowParallelLinear
+from sglang.srt.layers.linear_attention.delta_layer import (
+    DeltaGates,
+    DeltaLayer,
+    DeltaNetHeads,
+    DeltaNetOptions,
+    MergedProjections,
+    Projected,
 )
-from sglang.srt.layers.linear_attention.gated_delta_rule import DeltaRuleInputs, TorchDeltaRule
-from sglang.srt.layers.linear_attention.layer_states import states_of_layer
-from sglang.srt.layers.placement import (
-    NamedSlots,
-    Share,
-    TensorPlacement,
-    WeightedLayer,
-    WeightSlot,
-)
-from sglang.srt.layers.radix_attention import LayerStep
-from sglang.srt.layers.triton_ops.arguments import (
-    MOST_TAPS,
-    TILE_DIMS,
-    DeltaInputs,
-    DeltaLayout,
-    DeltaStates,
-    RoundedRows,
-)
-from sglang.srt.layers.weight_format import WeightFormat
+from sglang.srt.layers.linear_attention.extend_plan import ChunkPlan, ShortPlan
+from sglang.srt.layers.linear_attention.gated_delta_rule import TorchDeltaRule
+from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightSlot
+from sglang.srt.layers.triton_ops.arguments import DeltaLayout, DeltaStates
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNetOptions:
-    """Shape of a delta-net layer.
-
-    Raises:
-        ValueError: The number of value heads is no multiple of that of key heads, or a size is too
-            small.
-    """
-
-    hidden_size: int
-    num_key_heads: int
-    num_heads: int
-    """Value heads; each key head serves the same number of them."""
-    key_dim: int
-    value_dim: int
-    kernel: int
-    """Width of the convolution, in tokens."""
-    eps: float
-    is_grouped: bool
-    """If true, checkpoints interleave the projections, key head by key head (Qwen3-Next); else they
-    have a tensor for each projection (Qwen3.5)."""
-
-    def __post_init__(self) -> None:
-        if min(self.num_key_heads, self.key_dim, self.value_dim) < 1 or self.kernel < 2:
-            raise ValueError(f"config.json: sizes of linear attention are too small: {self}")
-        if self.num_heads < 1 or self.num_heads % self.num_key_heads:
-            raise ValueError(
-                f"config.json: linear_num_value_heads={self.num_heads} must be a multiple of "
-                f"linear_num_key_heads={self.num_key_heads}"
-            )
-
-    @property
-    def num_channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
-
-    def on_rank(self, heads: DeltaNetHeads) -> DeltaNetOptions:
-        """A copy of the options with the heads of one rank."""
-        return replace(self, num_key_heads=heads.keys.size, num_heads=heads.values.size)
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNetHeads:
-    """The heads of one rank: whole groups of a key head with its value heads."""
-
-    keys: Share
-    values: Share
-
-    @classmethod
-    def of(cls, options: DeltaNetOptions, placement: TensorPlacement) -> DeltaNetHeads:
-        """Raises ValueError: the ranks do not divide the key heads."""
-        keys = placement.share(options.num_key_heads, "key heads of linear attention")
-        return cls(keys, keys.times(options.num_heads // options.num_key_heads))
-
-    def runs(self, options: DeltaNetOptions) -> tuple[Share, Share, Share]:
-        """This rank's channels of queries, keys and values."""
-        keys = self.keys.times(options.key_dim)
-        return keys, keys, self.values.times(options.value_dim)
-
-
-class _Projected(NamedTuple):
-    """Projections of a layer's input."""
-
-    qkv: torch.Tensor
-    """`[num_tokens, num_channels]`: all queries, all keys, all values."""
-    gate: torch.Tensor
-    """`[num_tokens, num_heads, value_dim]`."""
-    b: torch.Tensor
-    """`[num_tokens, num_heads]`: `beta` before the sigmoid."""
-    a: torch.Tensor
-    """`[num_tokens, num_heads]`: the time step, before bias and softplus."""
-
-
-class DeltaNetProjections(torch.nn.Module):
-    """All projections of a layer's input, for either form of checkpoint, in one product. There is
-    one product for each run of projections with the same weight format, because checkpoints leave
-    the small ones plain.
+class DeltaNetProjections(MergedProjections):
+    """All projections of a layer's input, for either form of checkpoint.
 
     Args:
         options: Options of the rank.
@@ -128,8 +31,6 @@ class DeltaNetProjections(torch.nn.Module):
     def __init__(
         self, options: DeltaNetOptions, heads: DeltaNetHeads, placement: TensorPlacement
     ) -> None:
-        super().__init__()
-        self.options = options
         values = heads.values.times(options.value_dim)
         runs = heads.runs(options)
         repeats = options.num_heads // options.num_key_heads
@@ -148,19 +49,9 @@ class DeltaNetProjections(torch.nn.Module):
                 "in_proj_a": (heads.values,),
             }
         )
+        super().__init__(options.hidden_size, parts, placement)
+        self.options = options
         self.sizes = [sum(share.size for share in shares) for shares in parts.values()]
-        formats = placement.formats
-
-        def format_of(part: tuple[str, object]) -> WeightFormat | None:
-            return None if formats is None else formats.of(f"{placement.prefix}.{part[0]}.weight")
-
-        self._products = [
-            MergedColumnParallelLinear(
-                options.hidden_size, list(run), bias=False, placement=placement
-            )
-            for _, run in itertools.groupby(parts.items(), format_of)
-        ]
-        self.products = torch.nn.ModuleList(self._products)
 
     def layout(self) -> DeltaLayout:
         """Columns of each projection in the output of `columns`."""
@@ -184,25 +75,13 @@ class DeltaNetProjections(torch.nn.Module):
             kernel=options.kernel,
         )  # fmt: skip
 
-    def columns(self, x: torch.Tensor) -> torch.Tensor:
-        """Project `[num_tokens, hidden_size]`; all projections lie side by side."""
-        if len(self._products) == 1:
-            return self._products[0].forward(x)
-        if len(x) > 1:
-            return torch.cat([product.forward(x) for product in self._products], dim=-1)
-        widths = [product.weight.shape[0] for product in self._products]
-        out = x.new_empty((1, sum(widths)))
-        for product, part in zip(self._products, torch.split(out, widths, dim=1), strict=True):
-            product.forward(x, part)
-        return out
-
-    def forward(self, x: torch.Tensor) -> _Projected:
+    def forward(self, x: torch.Tensor) -> Projected:
         """Project `[num_tokens, hidden_size]`."""
         shape = (len(x), self.options.num_heads, self.options.value_dim)
         parts = torch.split(self.columns(x), self.sizes, dim=-1)
         if not self.options.is_grouped:
             qkv, gate, b, a = parts
-            return _Projected(qkv, gate.reshape(shape), b, a)
+            return Projected(qkv, gate.reshape(shape), b, a)
         options = self.options
         heads, repeats = options.num_key_heads, options.num_heads // options.num_key_heads
         values = repeats * options.value_dim
@@ -210,25 +89,19 @@ class DeltaNetProjections(torch.nn.Module):
         q, k, v, gate = torch.split(parts[0].view(len(x), heads, -1), sizes, dim=-1)
         b, a = torch.split(parts[1].view(len(x), heads, -1), repeats, dim=-1)
         qkv = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=-1)
-        return _Projected(qkv, gate.reshape(shape), b.flatten(1), a.flatten(1))
+        return Projected(qkv, gate.reshape(shape), b.flatten(1), a.flatten(1))
 
 
-class DeltaNetGates(WeightedLayer):
-    """The other weights of a layer: convolution, decay, time step. They are kept in fp32, in which
-    they are used."""
+class DeltaNetGates(DeltaGates):
+    """A decay and a time step for each head."""
 
     def __init__(
         self, options: DeltaNetOptions, heads: DeltaNetHeads, placement: TensorPlacement
     ) -> None:
-        super().__init__(placement)
+        super().__init__(options, placement, num_steps=options.num_heads)
         self._heads, self._runs = heads, heads.runs(options)
-        exact = replace(placement, dtype=torch.float32)
-        self.conv = exact.empty(options.num_channels, 1, options.kernel)
-        self.a_log = exact.empty(options.num_heads)
-        self.dt_bias = exact.empty(options.num_heads)
 
     def decay(self, a: torch.Tensor) -> torch.Tensor:
-        """fp32, as `a`: log of the decay of each head, at most 0."""
         return -self.a_log.exp() * F.softplus(a.float() + self.dt_bias)
 
     def weight_slots(self) -> NamedSlots:
@@ -237,146 +110,35 @@ class DeltaNetGates(WeightedLayer):
         yield f"{self.prefix}.dt_bias", WeightSlot.of(self.dt_bias, self._heads.values)
 
 
-class GatedDeltaNet(torch.nn.Module):
-    """Linear attention, which reads and overwrites each request's running state. A verification
-    only reads it, and keeps what `commit_verified` needs."""
-
-    first_weight = None
-    """The input is multiplied by several weights."""
+class GatedDeltaNet(DeltaLayer):
+    """Linear attention whose states decay head by head; see `DeltaLayer`."""
 
     def __init__(self, options: DeltaNetOptions, placement: TensorPlacement, layer_id: int) -> None:
         """Raises ValueError: the ranks do not divide the key heads."""
-        super().__init__()
         heads = DeltaNetHeads.of(options, placement)
-        self.options = options = options.on_rank(heads)
-        self.layer_id = layer_id
-        self._rule = TorchDeltaRule()
-        self._kernels = fused_kernels(placement.device) if options.kernel <= MOST_TAPS else None
-        self._takes_chunks = TILE_DIMS.issuperset({options.key_dim, options.value_dim})
-        self.in_proj = DeltaNetProjections(options, heads, placement)
+        own = options.on_rank(heads)
+        super().__init__(own, placement, layer_id, TorchDeltaRule())
+        self.in_proj = DeltaNetProjections(own, heads, placement)
         self._layout = self.in_proj.layout()
-        self.gates = DeltaNetGates(options, heads, placement)
-        self.norm = GatedRMSNorm(options.value_dim, options.eps, placement=placement.at("norm"))
+        self.gates = DeltaNetGates(own, heads, placement)
+        self.norm = GatedRMSNorm(own.value_dim, own.eps, placement=placement.at("norm"))
         self.out_proj = RowParallelLinear(
-            heads.values.times(options.value_dim),
-            options.hidden_size,
+            heads.values.times(own.value_dim),
+            own.hidden_size,
             bias=False,
             placement=placement.at("out_proj"),
         )
 
-    def forward(
-        self, x: torch.Tensor | RoundedRows, residual: torch.Tensor, step: LayerStep
-    ) -> tuple[ToAdd, torch.Tensor]:
-        """Update the states, then project like `RowParallelLinear.forward`.
+    def _project(self, x: torch.Tensor) -> Projected:
+        return self.in_proj.forward(x)
 
-        Args:
-            x: `[num_tokens, hidden_size]`.
-            residual: `[num_tokens, hidden_size]`, or `[bs, hidden_size]` with `LayerStep.rows`.
-            step: Its rotation is unused: the states carry positions.
-        """
-        assert isinstance(x, torch.Tensor), "there is no first weight"
-        _, forward_batch, rows = step
-        forward_batch.begin_layer(self.layer_id)
-        is_few = forward_batch.forward_mode is not ForwardMode.EXTEND or len(x) <= SHORT
-        if self._kernels is not None and (is_few or self._takes_chunks):
-            attended = self._attend_fused(x, forward_batch)
-            if rows is not None:
-                attended = attended.index_select(0, rows)
-            return self.out_proj.forward(attended, residual)
-        projected = self.in_proj.forward(x)
-        states = states_of_layer(forward_batch, self.layer_id)
-        if states.kept is not None:
-            attended = self._verify(projected, states, states.kept)
-        elif (plan := extend_plan_of(forward_batch, self.options.kernel)) is not None:
-            attended = self._extend(projected, states, plan)
-        else:
-            attended = self._decode(projected, states)
-        gate = projected.gate
-        if rows is not None:
-            attended, gate = attended.index_select(0, rows), gate.index_select(0, rows)
-        return self.out_proj.forward(self.norm.forward(attended, gate).flatten(1), residual)
-
-    def _attend_fused(self, x: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
-        """Input of the output projection, `[num_tokens, num_heads * value_dim]`, for the layer's
-        input `x`."""
-        assert self._kernels is not None
-        of_step, plan = states_of_layer(forward_batch, self.layer_id), None
-        if forward_batch.forward_mode is ForwardMode.EXTEND:
-            plan = kernel_plan_of(forward_batch)
-            of_step = replace(of_step, bounds=plan.bounds, track_lens=plan.track_lens)
-        projected = self.in_proj.columns(x)
-        gates = self.gates.conv.squeeze(1), self.gates.a_log, self.gates.dt_bias
-        norm = self.norm.weight, self.norm.eps
-        if isinstance(plan, ChunkPlan):
-            return self._kernels.attend_in_chunks(
-                projected, self._layout, gates, norm, of_step, plan.chunks
-            )
-        return self._kernels.attend_linearly(projected, self._layout, gates, norm, of_step)
-
-    def _decode(self, projected: _Projected, states: DeltaStates) -> torch.Tensor:
-        temporal, conv = states.temporal, states.conv
-        slots, first, weight = states.slots, states.read_slots, self.gates.conv.squeeze(1)
-        qkv, conv_after = convolve_decode(projected.qkv, conv.index_select(0, first), weight)
-        out, after = self._rule.decode(
-            self._inputs(qkv, projected), temporal.index_select(0, first).float()
-        )
-        # Padding rows all write to the padding slot, in any order.
-        conv.index_copy_(0, slots, conv_after)
-        temporal.index_copy_(0, slots, after.to(temporal.dtype))
-        return out
-
-    def _verify(
-        self, projected: _Projected, states: DeltaStates, kept: DeltaInputs
+    def _run_kernels(
+        self, x: torch.Tensor, states: DeltaStates, plan: ChunkPlan | ShortPlan | None
     ) -> torch.Tensor:
-        """Compute what decode steps for each token in turn would. No state is written: `kept` takes
-        the inputs."""
-        first, weight = states.read_slots, self.gates.conv.squeeze(1)
-        by_request = projected.qkv.view(len(first), -1, projected.qkv.shape[1])
-        conv, convolved = states.conv.index_select(0, first), []
-        for x in by_request.unbind(1):
-            out, conv = convolve_decode(x, conv, weight)
-            convolved.append(out)
-        inputs = self._inputs(torch.stack(convolved, dim=1).flatten(0, 1), projected)
-        for buffer, values in zip(kept, (projected.qkv, *inputs[1:]), strict=True):
-            buffer[: len(values)].copy_(values)
-        state, outputs = states.temporal.index_select(0, first).float(), []
-        for token in range(by_request.shape[1]):
-            of_token = DeltaRuleInputs(*(part[token :: by_request.shape[1]] for part in inputs))
-            out, state = self._rule.decode(of_token, state)
-            # The next decode step would read the state as stored.
-            state = state.to(states.temporal.dtype).float()
-            outputs.append(out)
-        return torch.stack(outputs, dim=1).flatten(0, 1)
-
-    def _extend(self, projected: _Projected, states: DeltaStates, plan: ExtendPlan) -> torch.Tensor:
-        temporal, conv = states.temporal, states.conv
-        slots, first, weight = states.slots, states.read_slots, self.gates.conv.squeeze(1)
-        qkv, conv_after, conv_tracked = convolve_extend(
-            projected.qkv, conv.index_select(0, first), weight, plan
-        )
-        out, after, tracked = self._rule.extend(
-            self._inputs(qkv, projected),
-            temporal.index_select(0, first).float(),
-            plan,
-            temporal.dtype,
-        )
-        conv.index_copy_(0, slots, conv_after)
-        temporal.index_copy_(0, slots, after.to(temporal.dtype))
-        if states.track_slots is not None:
-            targets = states.track_slots.index_select(0, plan.tracked)
-            conv.index_copy_(0, targets, conv_tracked)
-            temporal.index_copy_(0, targets, tracked.to(temporal.dtype))
-        return out
-
-    def _inputs(self, qkv: torch.Tensor, projected: _Projected) -> DeltaRuleInputs:
-        options = self.options
-        keys = options.num_key_heads * options.key_dim
-        sizes = [keys, keys, options.num_heads * options.value_dim]
-        q, k, v = torch.split(qkv, sizes, dim=-1)
-        return DeltaRuleInputs(
-            q.view(len(q), -1, options.key_dim),
-            k.view(len(k), -1, options.key_dim),
-            v.view(len(v), -1, options.value_dim),
-            self.gates.decay(projected.a),
-            projected.b.float().sigmoid(),
-        )
+        assert self._kernels is not None
+        projected = self.in_proj.columns(x)
+        norm = self.norm.weight, self.norm.eps
+        fixed = projected, self._layout, self.gates.all(), norm, states
+        if isinstance(plan, ChunkPlan):
+            return self._kernels.attend_in_chunks(*fixed, plan.chunks)
+        return self._kernels.attend_linearly(*fixed)

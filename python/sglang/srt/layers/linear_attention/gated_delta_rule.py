@@ -32,7 +32,8 @@ class DeltaRuleInputs(NamedTuple):
     v: torch.Tensor
     """`[num_tokens, num_heads, value_dim]`."""
     g: torch.Tensor
-    """fp32 `[num_tokens, num_heads]`: log of the decay, at most 0."""
+    """fp32 `[num_tokens, num_heads]`: log of the decay, at most 0. `KimiDeltaRule`: of each key
+    channel, `[num_tokens, num_heads, key_dim]`."""
     beta: torch.Tensor
     """fp32 `[num_tokens, num_heads]`: strength of the correction, 0 to 1."""
 
@@ -54,7 +55,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _NORM_EPS)
 
 
-class _Chunks(NamedTuple):
+class Chunks(NamedTuple):
     """Chunk tensors that do not depend on states, each `[num_chunks, num_heads, ...]`."""
 
     values: torch.Tensor
@@ -68,7 +69,7 @@ class _Chunks(NamedTuple):
     keys: torch.Tensor
     """`[CHUNK, key_dim]`: keys with the decay until the chunk's end."""
     decay: torch.Tensor
-    """`[1, 1]`: decay of the state over the whole chunk."""
+    """`[1, 1]`, or `[key_dim, 1]`: decay of the state over the whole chunk."""
 
 
 class TorchDeltaRule:
@@ -95,10 +96,14 @@ class TorchDeltaRule:
 
     def _advance(self, inputs: DeltaRuleInputs, state: torch.Tensor) -> None:
         _, k, v, g, beta = inputs
-        state.mul_(g.exp()[..., None, None])
+        state.mul_(self._decay(g))
         known = torch.einsum("bhkv,bhk->bhv", state, k)
         correction = (v - known) * beta.unsqueeze(-1)
         state.addcmul_(k.unsqueeze(-1), correction.unsqueeze(-2))
+
+    def _decay(self, g: torch.Tensor) -> torch.Tensor:
+        """Factor of the states `[bs, num_heads, key_dim, value_dim]`."""
+        return g.exp()[..., None, None]
 
     def extend(
         self,
@@ -120,7 +125,8 @@ class TorchDeltaRule:
             fp32 `[num_tokens, num_heads, value_dim]`; the states after the prefill, as `state`;
             and the snapshots, fp32 `[num_tracked, ...]`, in the plan's order.
         """
-        chunks = _solve(inputs, plan)
+        inputs = inputs.normalised()
+        chunks = self._solve(*(_in_chunks(tensor, plan) for tensor in inputs))
         state = state.index_select(0, plan.order)
         out = torch.empty_like(chunks.values)
         tracked_at = iter(enumerate(plan.tracked_rounds))
@@ -128,7 +134,7 @@ class TorchDeltaRule:
         snapshots: list[torch.Tensor] = []
         begin = 0
         for nth, size in enumerate(plan.round_sizes):
-            now = _Chunks(*(tensor[begin : begin + size] for tensor in chunks))
+            now = Chunks(*(tensor[begin : begin + size] for tensor in chunks))
             current = state[:size]
             corrections = now.values - now.reads @ current
             out[begin : begin + size] = now.queries @ current + now.scores @ corrections
@@ -144,28 +150,56 @@ class TorchDeltaRule:
         after = torch.empty_like(state).index_copy_(0, plan.order, state)
         return by_token, after, torch.cat([state[:0], *snapshots])
 
+    def _solve(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> Chunks:
+        """Solve all chunks at once, from their inputs `[num_chunks, num_heads, CHUNK, ...]`; the
+        corrections of a chunk's tokens form a linear system."""
+        total = g.cumsum(dim=-1)
+        is_past = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril_()
+        # Masked before exp, because decay over a negative time may overflow.
+        between = total.unsqueeze(-1) - total.unsqueeze(-2)
+        between = between.masked_fill_(~is_past, float("-inf")).exp_()
+        # Only entries below the diagonal are read; the diagonal is taken as ones.
+        system = (k @ k.transpose(-1, -2)).mul_(between)
+        scores = (q @ k.transpose(-1, -2)).mul_(between)
+        return solved(q, k, v, beta, total.unsqueeze(-1), system, scores)
 
-def _solve(inputs: DeltaRuleInputs, plan: ExtendPlan) -> _Chunks:
-    """Solve all chunks at once; the corrections of a chunk's tokens form a linear system."""
-    q, k, v, g, beta = (_in_chunks(tensor, plan) for tensor in inputs.normalised())
-    total = g.cumsum(dim=-1)
-    is_past = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril_()
-    # Masked before exp, because decay over a negative time may overflow.
-    between = total.unsqueeze(-1) - total.unsqueeze(-2)
-    between = between.masked_fill_(~is_past, float("-inf")).exp_()
-    scaled = k * beta.unsqueeze(-1)
-    # Only entries below the diagonal are read; the diagonal is taken as ones.
-    system = (scaled @ k.transpose(-1, -2)).mul_(between)
-    wanted = torch.cat([v * beta.unsqueeze(-1), scaled * total.exp().unsqueeze(-1)], dim=-1)
-    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    values, reads = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
-    return _Chunks(
+
+def solved(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    total: torch.Tensor,
+    system: torch.Tensor,
+    scores: torch.Tensor,
+) -> Chunks:
+    """Chunks with solved systems, for inputs `[num_chunks, num_heads, CHUNK, ...]`.
+
+    Args:
+        total: Log of the decay since the chunk's beginning, `[..., CHUNK, 1 or key_dim]`.
+        system: Products of the keys of tokens (rows) and earlier ones (columns), with the decay
+            between them, `[..., CHUNK, CHUNK]`; only entries below the diagonal are read.
+        scores: Likewise of queries and keys; 0 above the diagonal.
+    """
+    strength, since = beta.unsqueeze(-1), total.exp()
+    wanted = torch.cat([v * strength, k * strength * since], dim=-1)
+    both = torch.linalg.solve_triangular(system * strength, wanted, upper=False, unitriangular=True)
+    values, reads = torch.split(both, [v.shape[-1], k.shape[-1]], dim=-1)
+    last = total[..., -1:, :]
+    return Chunks(
         values,
         reads,
-        (q @ k.transpose(-1, -2)).mul_(between),
-        q * total.exp().unsqueeze(-1),
-        k * (total[..., -1:] - total).exp().unsqueeze(-1),
-        total[..., -1].exp()[..., None, None],
+        scores,
+        q * since,
+        k * (last - total).exp(),
+        last.exp().transpose(-1, -2),
     )
 
 

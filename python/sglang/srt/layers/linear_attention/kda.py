@@ -1,0 +1,129 @@
+"""The layer of Kimi Delta Attention (KDA): projections, three convolutions, rule, gated norm.
+
+Queries, keys and values have as many heads, of the same size. Decay and output gate come from
+projections of small rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sglang.srt.layers.layernorm import GatedRMSNorm
+from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.linear_attention.delta_layer import (
+    DeltaGates,
+    DeltaLayer,
+    DeltaNetHeads,
+    DeltaNetOptions,
+    MergedProjections,
+    Projected,
+)
+from sglang.srt.layers.linear_attention.extend_plan import ChunkPlan, ShortPlan
+from sglang.srt.layers.linear_attention.kimi_delta_rule import KimiDeltaRule
+from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightSlot
+from sglang.srt.layers.triton_ops.arguments import DeltaLayout, DeltaStates
+
+
+class KimiProjections(MergedProjections):
+    """All projections of a layer's input.
+
+    Args:
+        options: Options of the rank.
+    """
+
+    def __init__(
+        self, options: DeltaNetOptions, heads: DeltaNetHeads, placement: TensorPlacement
+    ) -> None:
+        size = options.key_dim
+        small, each = Share(0, size, size), heads.keys.times(size)
+        parts = {
+            "q_proj": (each,),
+            "k_proj": (each,),
+            "v_proj": (each,),
+            "f_a_proj": (small,),
+            "g_a_proj": (small,),
+            "b_proj": (heads.keys,),
+        }
+        super().__init__(options.hidden_size, parts, placement)
+        self.f_b, self.g_b = (
+            MergedColumnParallelLinear(size, [(name, each)], bias=False, placement=placement)
+            for name in ("f_b_proj", "g_b_proj")
+        )
+        channels = each.size
+        self.layout = DeltaLayout(
+            q=0, k=channels, v=2 * channels, z=0, b=3 * channels + 2 * size, a=0,
+            qk_step=size, v_step=size, ba_step=1,
+            key_heads=options.num_heads, repeats=1, key_dim=size, value_dim=size,
+            kernel=options.kernel,
+        )  # fmt: skip
+        """Of `columns`; the gate `z` and the decay `a` are tensors of their own."""
+
+    def all(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Project `[num_tokens, hidden_size]`: `columns`; decays and output gates,
+        `[num_tokens, num_heads * key_dim]` each."""
+        columns = self.columns(x)
+        size = self.layout.key_dim
+        begin = self.layout.b - 2 * size
+        # Kernels of products take dense rows.
+        f, g = (columns[:, at : at + size].contiguous() for at in (begin, begin + size))
+        return columns, self.f_b.forward(f), self.g_b.forward(g)
+
+    def forward(self, x: torch.Tensor) -> Projected:
+        """Project `[num_tokens, hidden_size]`."""
+        columns, decay, gate = self.all(x)
+        shape = (len(x), self.layout.key_heads, self.layout.value_dim)
+        qkv, b = columns[:, : 3 * decay.shape[1]], columns[:, self.layout.b :]
+        return Projected(qkv, gate.view(shape), b, decay)
+
+
+class KimiGates(DeltaGates):
+    """A rate of decay for each head, and a time step for each key channel."""
+
+    def __init__(
+        self, options: DeltaNetOptions, heads: DeltaNetHeads, placement: TensorPlacement
+    ) -> None:
+        channels = heads.keys.times(options.key_dim)
+        super().__init__(options, placement, num_steps=channels.size)
+        self._heads, self._channels = heads.keys, channels
+
+    def decay(self, a: torch.Tensor) -> torch.Tensor:
+        steps = F.softplus(a.float() + self.dt_bias).view(len(a), self._heads.size, -1)
+        return -self.a_log.exp().unsqueeze(-1) * steps
+
+    def weight_slots(self) -> NamedSlots:
+        share = self._channels
+        parts = self.conv.split(share.size)
+        for name, part in zip(("q_conv1d", "k_conv1d", "v_conv1d"), parts, strict=True):
+            yield f"{self.prefix}.{name}.weight", WeightSlot.of(part, share)
+        yield f"{self.prefix}.A_log", WeightSlot.of(self.a_log.view(1, 1, -1, 1), self._heads, 2)
+        yield f"{self.prefix}.dt_bias", WeightSlot.of(self.dt_bias, share)
+
+
+class KimiDeltaAttention(DeltaLayer):
+    """Linear attention whose states decay channel by channel; see `DeltaLayer`."""
+
+    def __init__(self, options: DeltaNetOptions, placement: TensorPlacement, layer_id: int) -> None:
+        """Raises ValueError: the ranks do not divide the heads."""
+        heads = DeltaNetHeads.of(options, placement)
+        own = options.on_rank(heads)
+        super().__init__(own, placement, layer_id, KimiDeltaRule())
+        self.in_proj = KimiProjections(own, heads, placement)
+        self.gates = KimiGates(own, heads, placement)
+        self.norm = GatedRMSNorm(
+            own.value_dim, own.eps, placement=placement.at("o_norm"), by_sigmoid=True
+        )
+        self.out_proj = RowParallelLinear(
+            heads.values.times(own.value_dim),
+            own.hidden_size,
+            bias=False,
+            placement=placement.at("o_proj"),
+        )
+
+    def _project(self, x: torch.Tensor) -> Projected:
+        return self.in_proj.forward(x)
+
+    def _run_kernels(
+        self, x: torch.Tensor, states: DeltaStates, plan: ChunkPlan | ShortPlan | None
+    ) -> torch.Tensor:
+        raise NotImplementedError
