@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
-from sglang.srt.layers.linear_attention.delta_layer import DeltaNetOptions
+from sglang.srt.layers.linear_attention.delta_layer import DeltaLayer, DeltaNetOptions
 from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
+from sglang.srt.layers.linear_attention.kda import KimiDeltaAttention
 from sglang.srt.layers.linear_attention.verify import VerifyBuffers
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import LayerStep
@@ -42,8 +43,21 @@ def delta_net(dtype: torch.dtype, device: str, layer_id: int = 0, **changes: Any
     return layer
 
 
+def kda(dtype: torch.dtype, device: str, layer_id: int = 0, **changes: Any) -> KimiDeltaAttention:
+    """A layer of `num_heads` heads, whose keys and values have `key_dim` elements."""
+    shape: dict[str, Any] = {
+        "hidden_size": 32, "num_heads": 2, "key_dim": 16, "kernel": 4, "eps": 1e-6,
+        "is_grouped": False,
+    } | changes  # fmt: skip
+    shape |= {"num_key_heads": shape["num_heads"], "value_dim": shape["key_dim"]}
+    placement = TensorPlacement(dtype=dtype, device=device)
+    layer = KimiDeltaAttention(DeltaNetOptions(**shape), placement, layer_id)
+    fill(layer, 1 + layer_id)
+    return layer
+
+
 def pool_of(
-    layer: GatedDeltaNet, ssm_dtype: torch.dtype, dtype: torch.dtype, layers: tuple[int, ...] = (0,)
+    layer: DeltaLayer, ssm_dtype: torch.dtype, dtype: torch.dtype, layers: tuple[int, ...] = (0,)
 ) -> MambaPool:
     """A pool of random states, on the layer's device."""
     shape = layer.options

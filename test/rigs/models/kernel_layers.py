@@ -12,6 +12,7 @@ import torch
 from rigs.layers import delta_layers
 from rigs.models.triton_device import triton_device
 from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
+from sglang.srt.layers.linear_attention.kda import KimiDeltaAttention
 
 DEVICE = triton_device()
 # The interpreter's bf16 is no real one.
@@ -28,3 +29,7 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
 
 def delta_net(dtype: torch.dtype, **changes: Any) -> GatedDeltaNet:
     return delta_layers.delta_net(dtype, DEVICE, **changes)
+
+
+def kda(dtype: torch.dtype, **changes: Any) -> KimiDeltaAttention:
+    return delta_layers.kda(dtype, DEVICE, **changes)

@@ -13,7 +13,8 @@ from sglang.srt.configs.model_config import positive_int
 class MLAConfig:
     """Sizes of latent attention: elements of one token's vectors.
 
-    A query or key of one head has a part without position, then a rotated one.
+    A query or key of one head has a part without position, then a rotated one. In Kimi-Linear,
+    which rotates nothing, all heads share the second part of a key all the same.
     """
 
     kv_lora_rank: int
@@ -25,6 +26,7 @@ class MLAConfig:
     v_head_dim: int
     rope_interleave: bool
     """The rotated pairs of the checkpoint are neighbours; otherwise half a head apart."""
+    rotates: bool = True
 
     @property
     def qk_head_dim(self) -> int:
@@ -37,11 +39,12 @@ class MLAConfig:
 
         Raises:
             ValueError: A size is missing or not a positive integer, or `head_dim` differs from the
-                size of the rotated part.
+                size of the part that is rotated.
         """
         rope_dim = positive_int(hf_config, "qk_rope_head_dim")
+        rotates = hf_config.model_type != "kimi_linear"
         head_dim = getattr(hf_config, "head_dim", rope_dim)
-        if head_dim != rope_dim:
+        if rotates and head_dim != rope_dim:
             raise ValueError(
                 f"config.json: head_dim={head_dim} is the rotated part of a head, and contradicts "
                 f"qk_rope_head_dim={rope_dim}: remove head_dim"
@@ -54,6 +57,7 @@ class MLAConfig:
             qk_rope_head_dim=rope_dim,
             v_head_dim=positive_int(hf_config, "v_head_dim"),
             rope_interleave=bool(getattr(hf_config, "rope_interleave", True)),
+            rotates=rotates,
         )
 
 

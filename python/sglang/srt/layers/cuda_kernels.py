@@ -16,6 +16,8 @@ from sglang.srt.layers.triton_ops import (
     vocab,
 )
 from sglang.srt.layers.triton_ops import gemv as gemvs
+from sglang.srt.layers.triton_ops.kda import chunks as kda_chunks
+from sglang.srt.layers.triton_ops.kda import tokens as kda_tokens
 from sglang.srt.layers.triton_ops.mamba import chunks, tokens
 from sglang.srt.layers.triton_ops.scaled import experts
 from sglang.srt.layers.triton_ops.scaled import gemv as scaled_gemvs
@@ -45,6 +47,8 @@ class FusedKernels:
     prepare_gated_qkv_ = staticmethod(fused_qkv.prepare_gated_qkv_)
     attend_linearly = staticmethod(fused_delta_net.attend_linearly)
     advance_states = staticmethod(verified_delta_net.advance_states)
+    attend_kda = staticmethod(kda_tokens.attend_kda)
+    attend_kda_in_chunks = staticmethod(kda_chunks.attend_kda_in_chunks)
     attend_in_chunks = staticmethod(chunked_delta_net.attend_in_chunks)
     scan_tokens = staticmethod(tokens.scan_tokens)
     scan_in_chunks = staticmethod(chunks.scan_in_chunks)

@@ -100,6 +100,8 @@ class DeepseekV2AttentionMLA(CachedAttention):
         return self.attn.forward(q, row, latent, step.batch, rows=step.rows, index=index)
 
     def _rotate_(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        if not self.mla.rotates:
+            return x
         return apply_rotary(x, step.rotation, x, is_interleaved=self.mla.rope_interleave)
 
     def _index(self, x: torch.Tensor, q_input: torch.Tensor, step: LayerStep) -> IndexQuery | None:
@@ -254,14 +256,8 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
     @classmethod
     def _sparse_layers(cls, config: ModelConfig) -> Iterable[int]:
-        types = config.hf_config.mlp_layer_types
-        if len(types) != config.num_hidden_layers or not set(types) <= {"dense", "sparse"}:
-            raise ValueError(
-                f"config.json: mlp_layer_types={types} must name each of "
-                f"{config.num_hidden_layers} layers 'dense' or 'sparse'"
-            )
         draft = range(config.num_hidden_layers, config.num_layers)
-        return [*(layer for layer, name in enumerate(types) if name == "sparse"), *draft]
+        return [*layers_with_experts(config), *draft]
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """Latent rows and, in the same slots, keys of the layers with an indexer. Keys are in fp8
@@ -294,6 +290,21 @@ class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
 
 class Kimi_K25ForConditionalGeneration(KimiK25ForConditionalGeneration):
     """The same model by transformers' name."""
+
+
+def layers_with_experts(config: ModelConfig) -> list[int]:
+    """The layers that `mlp_layer_types` calls sparse.
+
+    Raises:
+        ValueError: It does not say of each layer whether it is dense or sparse.
+    """
+    types = config.hf_config.mlp_layer_types
+    if len(types) != config.num_hidden_layers or not set(types) <= {"dense", "sparse"}:
+        raise ValueError(
+            f"config.json: mlp_layer_types={types} must name each of "
+            f"{config.num_hidden_layers} layers 'dense' or 'sparse'"
+        )
+    return [layer for layer, name in enumerate(types) if name == "sparse"]
 
 
 def _check(value: object, name: str, supported: tuple[str, ...]) -> None:

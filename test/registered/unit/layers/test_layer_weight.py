@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from sglang.srt.layers.layer_weight import kept_format, new_weight, slots_of, weight_shape
-from sglang.srt.layers.linear_attention.delta_net import (
-    DeltaNetHeads,
-    DeltaNetOptions,
-    DeltaNetProjections,
-)
+from sglang.srt.layers.linear_attention.delta_layer import DeltaNetHeads, DeltaNetOptions
+from sglang.srt.layers.linear_attention.delta_net import DeltaNetProjections
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.weight_format import WeightFormat, WeightFormats

@@ -1,4 +1,4 @@
-"""What layers of linear attention with the delta rule have in common.
+"""Shared part of layers of linear attention with a delta rule.
 
 Convolution and rule in torch's operations; the layers themselves have projections and kernels.
 """
@@ -38,6 +38,8 @@ from sglang.srt.layers.triton_ops.arguments import (
     RoundedRows,
 )
 from sglang.srt.layers.weight_format import WeightFormat
+from sglang.srt.mem_cache.device.state_pool import MambaSpec
+from sglang.srt.mem_cache.device.state_spec import RankSplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,30 @@ class DeltaNetHeads:
         """This rank's channels of queries, keys and values."""
         keys = self.keys.times(options.key_dim)
         return keys, keys, self.values.times(options.value_dim)
+
+
+def state_spec(
+    options: DeltaNetOptions,
+    heads: DeltaNetHeads,
+    layers: tuple[int, ...],
+    ssm_dtype: torch.dtype,
+    conv_dtype: torch.dtype,
+) -> MambaSpec:
+    """The spec of the states of `layers`.
+
+    Args:
+        options: Options of all ranks together.
+        heads: The heads of this rank.
+    """
+    own = options.on_rank(heads)
+    return MambaSpec.of_shapes(
+        layers,
+        (own.num_heads, own.key_dim, own.value_dim),
+        (own.num_channels, own.kernel - 1),
+        ssm_dtype=ssm_dtype,
+        conv_dtype=conv_dtype,
+        share=heads.values.of_state(RankSplit.HEADS),
+    )
 
 
 class Projected(NamedTuple):

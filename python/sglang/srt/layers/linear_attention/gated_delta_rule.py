@@ -126,7 +126,7 @@ class TorchDeltaRule:
             and the snapshots, fp32 `[num_tracked, ...]`, in the plan's order.
         """
         inputs = inputs.normalised()
-        chunks = self._solve(*(_in_chunks(tensor, plan) for tensor in inputs))
+        chunks = self._solve(*(plan.in_chunks(tensor) for tensor in inputs))
         state = state.index_select(0, plan.order)
         out = torch.empty_like(chunks.values)
         tracked_at = iter(enumerate(plan.tracked_rounds))
@@ -201,11 +201,3 @@ def solved(
         k * (last - total).exp(),
         last.exp().transpose(-1, -2),
     )
-
-
-def _in_chunks(x: torch.Tensor, plan: ExtendPlan) -> torch.Tensor:
-    """Cut `[num_tokens, num_heads, ...]` into `[num_chunks, num_heads, CHUNK, ...]`. Zeros pad the
-    chunks, because they change no state."""
-    padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-    rows = padded.index_select(0, plan.chunk_tokens.reshape(-1))
-    return rows.view(*plan.chunk_tokens.shape, *x.shape[1:]).transpose(1, 2).contiguous()

@@ -22,7 +22,7 @@ from sglang.srt.layers.linear_attention.delta_layer import (
 from sglang.srt.layers.linear_attention.extend_plan import ChunkPlan, ShortPlan
 from sglang.srt.layers.linear_attention.kimi_delta_rule import KimiDeltaRule
 from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightSlot
-from sglang.srt.layers.triton_ops.arguments import DeltaLayout, DeltaStates
+from sglang.srt.layers.triton_ops.arguments import DeltaLayout, DeltaStates, KdaProjected
 
 
 class KimiProjections(MergedProjections):
@@ -37,7 +37,7 @@ class KimiProjections(MergedProjections):
     ) -> None:
         size = options.key_dim
         small, each = Share(0, size, size), heads.keys.times(size)
-        parts = {
+        parts: dict[str, tuple[Share, ...]] = {
             "q_proj": (each,),
             "k_proj": (each,),
             "v_proj": (each,),
@@ -59,15 +59,14 @@ class KimiProjections(MergedProjections):
         )  # fmt: skip
         """Of `columns`; the gate `z` and the decay `a` are tensors of their own."""
 
-    def all(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project `[num_tokens, hidden_size]`: `columns`; decays and output gates,
-        `[num_tokens, num_heads * key_dim]` each."""
+    def all(self, x: torch.Tensor) -> KdaProjected:
+        """Project `[num_tokens, hidden_size]`, as kernels take the result."""
         columns = self.columns(x)
         size = self.layout.key_dim
         begin = self.layout.b - 2 * size
         # Kernels of products take dense rows.
         f, g = (columns[:, at : at + size].contiguous() for at in (begin, begin + size))
-        return columns, self.f_b.forward(f), self.g_b.forward(g)
+        return KdaProjected(columns, self.f_b.forward(f), self.g_b.forward(g))
 
     def forward(self, x: torch.Tensor) -> Projected:
         """Project `[num_tokens, hidden_size]`."""
@@ -93,7 +92,7 @@ class KimiGates(DeltaGates):
 
     def weight_slots(self) -> NamedSlots:
         share = self._channels
-        parts = self.conv.split(share.size)
+        parts = torch.split(self.conv, share.size)
         for name, part in zip(("q_conv1d", "k_conv1d", "v_conv1d"), parts, strict=True):
             yield f"{self.prefix}.{name}.weight", WeightSlot.of(part, share)
         yield f"{self.prefix}.A_log", WeightSlot.of(self.a_log.view(1, 1, -1, 1), self._heads, 2)
@@ -126,4 +125,9 @@ class KimiDeltaAttention(DeltaLayer):
     def _run_kernels(
         self, x: torch.Tensor, states: DeltaStates, plan: ChunkPlan | ShortPlan | None
     ) -> torch.Tensor:
-        raise NotImplementedError
+        assert self._kernels is not None
+        norm = self.norm.weight, self.norm.eps
+        fixed = self.in_proj.all(x), self.in_proj.layout, self.gates.all(), norm, states
+        if isinstance(plan, ChunkPlan):
+            return self._kernels.attend_kda_in_chunks(*fixed, plan.chunks)
+        return self._kernels.attend_kda(*fixed)

@@ -47,6 +47,18 @@ class DeltaLayout:
     """Width of the convolution, in tokens: at most `MOST_TAPS`."""
 
 
+class KdaProjected(NamedTuple):
+    """Projections of the input of a layer of Kimi Delta Attention (KDA)."""
+
+    columns: torch.Tensor
+    """`[num_tokens, columns]` with dense rows: queries, keys, values and strengths, where a
+    `DeltaLayout` has them."""
+    decay: torch.Tensor
+    """`[num_tokens, num_heads * key_dim]`: time steps of key channels, before bias and softplus."""
+    gate: torch.Tensor
+    """`[num_tokens, num_heads * value_dim]`: gates of the output, before the sigmoid."""
+
+
 class DeltaInputs(NamedTuple):
     """Inputs of a delta-net layer's states, by token. A verification keeps them until it is known
     which tokens are accepted. Dense; `kept` is the dtype of conv states."""

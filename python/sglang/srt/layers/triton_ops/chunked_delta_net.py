@@ -28,6 +28,7 @@ from sglang.srt.layers.triton_ops.chunked_convolution import (
     keep_convolution,
     span_of,
 )
+from sglang.srt.layers.triton_ops.fused_delta_net import softplus
 
 _PART: tl.constexpr = tl.constexpr(16)
 """Rows of a triangular system that are solved one after the other."""
@@ -36,7 +37,7 @@ _VALUES_OF_A_STATE = 32
 
 
 @triton.jit
-def _inverse(system: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
+def inverse_of(system: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
     """The inverse of 1 + `system`, fp32 `[CHUNK, CHUNK]` below the diagonal.
 
     Rows of the blocks on the diagonal are solved one after the other, which gives D, the inverse of
@@ -111,9 +112,8 @@ def _solve_kernel(
     key_head = head // REPEATS
     gates = x_ptr + tokens * stride + key_head * BA_STEP + head % REPEATS
     a = tl.load(gates + A0, mask=is_token, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + head)
-    step = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
     rate = tl.exp(tl.load(a_log_ptr + head))
-    total = tl.cumsum(tl.where(is_token, -rate * step, 0.0), axis=0)
+    total = tl.cumsum(tl.where(is_token, -rate * softplus(a), 0.0), axis=0)
     b = tl.load(gates + B0, mask=is_token, other=0.0).to(tl.float32)
     beta = tl.where(is_token, 1.0 / (1.0 + tl.exp(-b)), 0.0)
     tl.store(totals_ptr + head * num_tokens + tokens, total, mask=is_token)
@@ -124,7 +124,7 @@ def _solve_kernel(
     products = tl.dot(k, tl.trans(k), input_precision="ieee")
     rows = tl.arange(0, CHUNK)
     system = products * beta[:, None] * _decays(total, CHUNK)
-    inverse = _inverse(tl.where(rows[:, None] > rows[None, :], system, 0.0), CHUNK)
+    inverse = inverse_of(tl.where(rows[:, None] > rows[None, :], system, 0.0), CHUNK)
     heads = KEY_HEADS * REPEATS
     to = (tokens[:, None] * heads + head) * KEY_DIM + keys[None, :]
     factors = (inverse * (beta * tl.exp(total))[None, :]).to(k.dtype)

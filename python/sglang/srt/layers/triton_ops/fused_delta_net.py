@@ -24,7 +24,7 @@ _NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
 
 
 @triton.jit
-def _convolution(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def convolution(  # type: ignore[no-untyped-def]  # noqa: ANN201
     conv_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     channels: tl.tensor,
@@ -52,7 +52,7 @@ def _convolution(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit
-def _activated(x: tl.tensor, past: tl.tensor, tap: tl.tensor) -> tl.tensor:
+def activated(x: tl.tensor, past: tl.tensor, tap: tl.tensor) -> tl.tensor:
     """SiLU of the convolution, with `past` from older inputs, in fp32 but rounded to the input's
     dtype."""
     acc = past + x.to(tl.float32) * tap
@@ -60,12 +60,19 @@ def _activated(x: tl.tensor, past: tl.tensor, tap: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def softplus(x: tl.tensor) -> tl.tensor:
+    """log(1 + e^x), without overflow."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
 def advanced(
-    state: tl.tensor, k: tl.tensor, v: tl.tensor, g: tl.tensor, beta: tl.tensor
+    state: tl.tensor, k: tl.tensor, v: tl.tensor, decay: tl.tensor, beta: tl.tensor
 ) -> tl.tensor:
-    """The state `[keys, values]` after a token with key `k`, value `v` and log of the decay `g`."""
+    """The state `[keys, values]` after a token with key `k` and value `v`; `decay` is a number, or
+    `[keys, 1]`."""
     k *= tl.rsqrt(tl.sum(k * k, axis=0) + _NORM_EPS)
-    state *= tl.exp(g)
+    state *= decay
     known = tl.sum(state * k[:, None], axis=0)
     return state + k[:, None] * ((v - known) * beta)[None, :]
 
@@ -137,13 +144,13 @@ def _rule_kernel(
     q_channels = key_head * KEY_DIM + keys
     k_channels = KEY_HEADS * KEY_DIM + q_channels
     v_channels = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
-    qt0, qt1, qt2, qt3, q_1st, q_2nd, q_3rd = _convolution(
+    qt0, qt1, qt2, qt3, q_1st, q_2nd, q_3rd = convolution(
         conv, weight_ptr, q_channels, is_key, KERNEL
     )
-    kt0, kt1, kt2, kt3, k_1st, k_2nd, k_3rd = _convolution(
+    kt0, kt1, kt2, kt3, k_1st, k_2nd, k_3rd = convolution(
         conv, weight_ptr, k_channels, is_key, KERNEL
     )
-    vt0, vt1, vt2, vt3, v_1st, v_2nd, v_3rd = _convolution(
+    vt0, vt1, vt2, vt3, v_1st, v_2nd, v_3rd = convolution(
         conv, weight_ptr, v_channels, is_value, KERNEL
     )
     await_kernels_before(EARLY)
@@ -175,9 +182,9 @@ def _rule_kernel(
     b = tl.load(row + b_col).to(tl.float32)
     a = tl.load(row + a_col).to(tl.float32)
     for token in range(begin, end):
-        q = _activated(xq, q_1st, qt0)
-        k = _activated(xk, k_1st, kt0)
-        v = _activated(xv, v_1st, vt0)
+        q = activated(xq, q_1st, qt0)
+        k = activated(xk, k_1st, kt0)
+        v = activated(xv, v_1st, vt0)
         beta = 1.0 / (1.0 + tl.exp(-b))
         step = a + bias
         if KEEP:
@@ -201,10 +208,9 @@ def _rule_kernel(
             xv = tl.load(row + v_cols, mask=is_value, other=0.0)
             b = tl.load(row + b_col).to(tl.float32)
             a = tl.load(row + a_col).to(tl.float32)
-        step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
         q *= tl.rsqrt(tl.sum(q * q, axis=0) + _NORM_EPS) * scale
-        g = -rate * step
-        state = advanced(state, k, v, g, beta)
+        g = -rate * softplus(step)
+        state = advanced(state, k, v, tl.exp(g), beta)
         out = tl.sum(state * q[:, None], axis=0)
         tl.store(out_ptr + (token * heads + head) * VALUE_DIM + values, out, mask=is_value)
         if KEEP:

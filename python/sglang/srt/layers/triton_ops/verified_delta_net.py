@@ -83,7 +83,7 @@ def _advance_kernel(
             k = tl.load(own_k + keys, mask=is_key, other=0.0).to(tl.float32)
             v = tl.load(v_ptr + row * VALUE_DIM + values, mask=is_value, other=0.0)
             g, beta = tl.load(g_ptr + row), tl.load(beta_ptr + row)
-            state = advanced(state, k, v.to(tl.float32), g, beta)
+            state = advanced(state, k, v.to(tl.float32), tl.exp(g), beta)
             state = state.to(kept).to(tl.float32)
         tl.store(states + target * size + place, state.to(kept), mask=inside)
         if block == 0:

@@ -26,8 +26,8 @@ from sglang.srt.layers.triton_ops.arguments import (
     StateSpaceWeights,
 )
 from sglang.srt.layers.triton_ops.chunked_convolution import INDICES, chunk_of_program, span_of
+from sglang.srt.layers.triton_ops.fused_delta_net import softplus
 from sglang.srt.layers.triton_ops.mamba.finish import finish
-from sglang.srt.layers.triton_ops.mamba.tokens import softplus
 
 _HEADS_AT_ONCE = 16
 _CHANNELS_AT_ONCE = 32

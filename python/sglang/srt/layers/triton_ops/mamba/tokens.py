@@ -18,7 +18,7 @@ from sglang.srt.layers.triton_ops.arguments import (
     StateSpaceWeights,
 )
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
-from sglang.srt.layers.triton_ops.fused_delta_net import _activated, _convolution
+from sglang.srt.layers.triton_ops.fused_delta_net import activated, convolution, softplus
 from sglang.srt.layers.triton_ops.mamba.finish import finish
 
 _FEW_REQUESTS = 2
@@ -27,12 +27,6 @@ _FEATURES_AT_ONCE = (16, 32)
 otherwise. Fewer features fill the device; more features recompute B and C less often."""
 _WARPS = (2, 4)
 """The second for several tokens of a request, whose convolutions take more registers."""
-
-
-@triton.jit
-def softplus(x: tl.tensor) -> tl.tensor:
-    """log(1 + exp(x)), which for large `x` is `x`."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
@@ -92,13 +86,13 @@ def _scan_kernel(
     x_bias = tl.load(conv_bias_ptr + x_channels, mask=is_feature, other=0.0)
     b_bias = tl.load(conv_bias_ptr + b_channels, mask=is_state, other=0.0)
     c_bias = tl.load(conv_bias_ptr + c_channels, mask=is_state, other=0.0)
-    xt0, xt1, xt2, xt3, x_1st, x_2nd, x_3rd = _convolution(
+    xt0, xt1, xt2, xt3, x_1st, x_2nd, x_3rd = convolution(
         conv, weight_ptr, x_channels, is_feature, KERNEL
     )
-    bt0, bt1, bt2, bt3, b_1st, b_2nd, b_3rd = _convolution(
+    bt0, bt1, bt2, bt3, b_1st, b_2nd, b_3rd = convolution(
         conv, weight_ptr, b_channels, is_state, KERNEL
     )
-    ct0, ct1, ct2, ct3, c_1st, c_2nd, c_3rd = _convolution(
+    ct0, ct1, ct2, ct3, c_1st, c_2nd, c_3rd = convolution(
         conv, weight_ptr, c_channels, is_state, KERNEL
     )
     await_kernels_before(EARLY)
@@ -121,9 +115,9 @@ def _scan_kernel(
     new_c = tl.load(row + c_channels, mask=is_state, other=0.0)
     step = tl.load(row + CHANNELS + head).to(tl.float32)
     for token in range(begin, end):
-        x = _activated(new_x, x_1st + x_bias, xt0)
-        b = _activated(new_b, b_1st + b_bias, bt0)
-        c = _activated(new_c, c_1st + c_bias, ct0)
+        x = activated(new_x, x_1st + x_bias, xt0)
+        b = activated(new_b, b_1st + b_bias, bt0)
+        c = activated(new_c, c_1st + c_bias, ct0)
         dt = softplus(step + dt_bias)
         if EACH != 1:
             x_1st, x_2nd, x_3rd = x_2nd + new_x * xt1, x_3rd + new_x * xt2, new_x * xt3

@@ -1,0 +1,97 @@
+"""Kernels of Kimi Delta Attention as Triton compiles them for Hopper, which needs no GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import triton
+import triton.knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sglang.srt.layers.triton_ops.kda import chunks, tokens
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+HOPPER: Final = GPUTarget("cuda", 90, 32)
+TOOL: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+DIM: Final = 128
+CONSTANTS: Final[dict[str, Any]] = {
+    "Q0": 0, "K0": 32 * DIM, "V0": 64 * DIM, "B0": 98 * DIM, "HEADS": 32, "DIM": DIM, "KERNEL": 4,
+    "CHUNK": 64, "BLOCK": DIM, "BLOCK_K": DIM, "BLOCK_V": 32, "PAST": 4,
+}  # fmt: skip
+"""Kimi-Linear-48B-A3B's."""
+ONE: Final = {"EACH": 1, "TRACK": False, "EARLY": 1}
+SHORT: Final = {"EACH": 0, "TRACK": True, "EARLY": 0}
+KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int]]] = {
+    "gates": (chunks._gates_kernel, {}, 4, 24),
+    "products": (chunks._products_kernel, {}, 4, 40),
+    "solve": (chunks._solve_kernel, {}, 4, 112),
+    "advance": (chunks._advance_kernel, {}, 4, 112),
+    "output": (chunks._output_kernel, {}, 4, 112),
+    "one token": (tokens._rule_kernel, {**ONE, "BLOCK_V": 16}, 2, 8),
+    "tokens": (tokens._rule_kernel, SHORT, 2, 8),
+    "norm": (tokens._finish_kernel, ONE, 1, 8),
+}
+"""Kernel, its own constants, warps, most KiB of shared memory: half of a multiprocessor's 228, so
+that two programs run at once, or less."""
+INDICES: Final = frozenset(
+    f"{name}_ptr" for name in "bounds firsts read requests track track_lens write".split()
+)
+EXACT: Final = frozenset(
+    f"{name}_ptr" for name in "a_log attended decays dt_bias system temporal totals weight".split()
+)
+
+
+def compiled(name: str) -> Any:
+    kernel, own, warps, _ = KERNELS[name]
+    names: list[str] = kernel.arg_names
+    constants = {arg: value for arg, value in (CONSTANTS | own).items() if arg in names}
+
+    def type_of(arg: str) -> str:
+        if arg in constants:
+            return "constexpr"
+        if not arg.endswith("_ptr"):
+            return "fp32" if arg in ("scale", "eps") else "i32"
+        if arg == "out_ptr" and kernel is tokens._rule_kernel:
+            return "*fp32"
+        return "*i64" if arg in INDICES else "*fp32" if arg in EXACT else "*bf16"
+
+    aligned = [arg for arg in names if arg.endswith("_ptr") and arg not in INDICES]
+    return triton.compile(
+        ASTSource(
+            kernel,
+            {arg: type_of(arg) for arg in names},
+            constexprs={(names.index(arg),): value for arg, value in constants.items()},
+            attrs={(names.index(arg),): [["tt.divisibility", 16]] for arg in aligned},
+        ),
+        target=HOPPER,
+        options={"num_warps": warps, "num_stages": 2 if name == "advance" else 3},
+    )
+
+
+STACK: Final = {"solve": 1280}
+"""Most bytes of a thread's registers that are spilled: the inverse of a system takes 1,080 in the
+delta net's kernel too."""
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_little_is_spilled_and_two_programs_share_a_multiprocessor(
+    name: str, tmp_path: Path
+) -> None:
+    found = compiled(name)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(found.asm["cubin"])
+    command = [str(TOOL), "--dump-resource-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", usage)
+    assert stack is not None and int(stack[1]) <= STACK.get(name, 0), usage
+    assert found.metadata.shared <= KERNELS[name][3] << 10
