@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from transformers import DeepseekV32Config, Qwen3NextConfig
+from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 
 from benchmark.prompts import random_prompt
@@ -31,6 +32,19 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
             "linear_key_head_dim": 128, "linear_value_head_dim": 128,
             "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        },
+    ),
+    "kimi_linear": (
+        KimiLinearConfig,
+        "KimiLinearForCausalLM",
+        {
+            "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4,
+            "num_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+            "moe_intermediate_size": 1024, "bos_token_id": None, "eos_token_id": None,
+            "pad_token_id": None,
         },
     ),
     "deepseek_v32": (
@@ -60,9 +74,11 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
         },
     ),
 }  # fmt: skip
-"""Qwen3-Next-80B-A3B with 12 of 48 layers, DeepSeek-V3.2 with 6 of 61 layers (1 dense) and 64 of
-256 experts, and the whole Nemotron-3-Nano-30B-A3B. Values: class of the configuration, class of the
-model, fields."""
+"""Qwen3-Next-80B-A3B with 12 of 48 layers, the whole Kimi-Linear-48B-A3B, DeepSeek-V3.2 with 6 of
+61 layers (1 dense) and 64 of 256 experts, and the whole Nemotron-3-Nano-30B-A3B. Values: class of
+the configuration, class of the model, fields."""
+RECURRENT: Final = ("qwen3_next", "kimi_linear", "nemotron_h")
+"""Families with recurrent states."""
 
 
 def add_families(parser: argparse.ArgumentParser) -> None:

@@ -8,19 +8,19 @@ import time
 from typing import Final
 
 from benchmark.command import Command
-from benchmark.gpu_hybrid.families import LENGTH, add_families, model_of, prompt
+from benchmark.gpu_hybrid.families import LENGTH, RECURRENT, add_families, model_of, prompt
 from benchmark.report import Report
 from benchmark.servers import ask, started
 from rigs.models.qwen3_8b import DUMMY_FLAGS
 from rigs.servers.engine_server import EngineServer
 
-EXPECTED_OF_COLD: Final = {"qwen3_next": 0.2, "deepseek_v32": 0.15}
+EXPECTED_OF_COLD: Final = {"qwen3_next": 0.2, "kimi_linear": 0.2, "deepseek_v32": 0.15}
 
 
 def measure_server(family: str, model: str, report: Report) -> None:
     flags = ["--max-total-tokens", "18432", "--enable-hierarchical-cache", "--page-size", "64",
              "--hicache-ratio", "4", "--max-running-requests", "8"]  # fmt: skip
-    if family in ("qwen3_next", "nemotron_h"):
+    if family in RECURRENT:
         flags += ["--max-mamba-cache-size", "32"]
     medians: dict[str, float] = {}
     server = EngineServer("--device", "cuda", *DUMMY_FLAGS, *flags, model=model)

@@ -25,6 +25,7 @@ FAMILIES: Final = {
     "qwen3_moe": HEADS,
     "deepseek_v32": LATENT,
     "minimax_m2": HEADS,
+    "kimi_linear": LATENT,
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
     "nemotron_h": {**HEADS, "n_groups": 2, "chunk_size": 64},
@@ -55,7 +56,7 @@ def flags(
         "hicache-storage-backend-extra-config": json.dumps({"prefetch_threshold": PAGE}),
         "hicache-ratio": 4,
     }
-    if family in ("qwen3_next", "qwen3_5", "nemotron_h"):
+    if family in ("kimi_linear", "qwen3_next", "qwen3_5", "nemotron_h"):
         words["max-mamba-cache-size"] = 24
     return [
         "--enable-hierarchical-cache",

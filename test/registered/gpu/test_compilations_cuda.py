@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 
-from benchmark.gpu_hybrid.families import model_of
+from benchmark.gpu_hybrid.families import RECURRENT, model_of
 from rigs.models.qwen3_8b import DUMMY_FLAGS, dummy_model
 from rigs.servers.engine_server import EngineServer
 from sglang.serve_pd import count_gpus
@@ -31,15 +31,17 @@ LENGTHS: Final = (1, 2, 5, 17, 33, 64, 100, 129, 257, 300, 511, 700, 1030, 2048,
 TIERS: Final = ("--enable-hierarchical-cache", "--hicache-ratio", "4")
 FP8_STATE: Final = ("--kv-cache-dtype", "fp8_e4m3")
 DRAFTS: Final = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2")
-LAYERS: Final = {"qwen3": 4, "qwen3_next": 4, "deepseek_v32": 2, "nemotron_h": 7}
+LAYERS: Final = {
+    "qwen3": 4, "qwen3_next": 4, "kimi_linear": 5, "deepseek_v32": 2, "nemotron_h": 7,
+}  # fmt: skip
 """Few, because all servers share a GPU: one of each kind of layer."""
-RECURRENT: Final = ("qwen3_next", "nemotron_h")
 SERVERS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "dense": ("qwen3", {}, TIERS),
     "dense, fp8 weights": ("qwen3", {"weights": "fp8"}, ()),
     "hybrid": ("qwen3_next", {}, TIERS),
     "hybrid, drafts": ("qwen3_next", {"drafts": True}, (*TIERS, *DRAFTS)),
     "mamba": ("nemotron_h", {}, TIERS),
+    "hybrid, latent": ("kimi_linear", {}, TIERS),
     "latent": ("deepseek_v32", {}, TIERS),
     "latent, fp8 state": ("deepseek_v32", {"weights": "fp8"}, (*TIERS, *FP8_STATE)),
     "latent, drafts": ("deepseek_v32", {"drafts": True}, (*TIERS, *DRAFTS)),

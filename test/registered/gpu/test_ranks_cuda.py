@@ -42,10 +42,12 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3_moe": HEADS,
     "minimax_m2": HEADS,
     "deepseek_v32": {**HEADS, "num_key_value_heads": 8},
+    "kimi_linear": {**HEADS, "num_key_value_heads": 8},
     "qwen3_next": {**HEADS, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
 }
+RECURRENT: Final = ("kimi_linear", "qwen3_next")
 CASES: Final = [
-    (family, cp) for family in FAMILIES for cp in (1, 2) if (family, cp) != ("qwen3_next", 2)
+    (family, cp) for family in FAMILIES for cp in (1, 2) if cp == 1 or family not in RECURRENT
 ]
 SHAPES: Final = (1, 64), (3, 4096), (64, 4096), (700, 1000), (9000, 4096)
 """Shapes of summed tensors: some go through symmetric memory, some through NCCL."""

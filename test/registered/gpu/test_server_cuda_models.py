@@ -31,7 +31,10 @@ def servers() -> Iterator[Servers]:
     """All servers of the tests below, started side by side."""
     with ExitStack() as stack:
         large = stack.enter_context(dummy_model())
-        mamba = stack.enter_context(model_of("nemotron_h", layers=7))
+        recurrent = {
+            "mamba": stack.enter_context(model_of("nemotron_h", layers=7)),
+            "kda": stack.enter_context(model_of("kimi_linear", layers=5)),
+        }
         made = {
             "graphs": EngineServer("--device", "cuda"),
             "launches": EngineServer("--device", "cuda", "--disable-cuda-graph"),
@@ -47,13 +50,13 @@ def servers() -> Iterator[Servers]:
                 "--enable-hierarchical-cache", "--max-total-tokens", "8192", "--hicache-ratio", "2",
                 model=large,
             ),
-            "mamba": EngineServer(
+        }  # fmt: skip
+        for name, model in recurrent.items():
+            made[name] = EngineServer(
                 "--device", "cuda", *DUMMY_FLAGS, "--page-size", "64", "--max-total-tokens", "8192",
                 "--enable-hierarchical-cache", "--hicache-ratio", "8", "--max-running-requests",
-                "4", "--max-mamba-cache-size", "24",
-                model=mamba,
-            ),
-        }  # fmt: skip
+                "4", "--max-mamba-cache-size", "24", model=model,
+            )  # fmt: skip
         for server in made.values():
             stack.callback(server.kill)
         with ThreadPoolExecutor(len(made)) as pool:
@@ -127,9 +130,10 @@ def test_long_prompts_of_a_large_shape_load_from_l2(servers: Servers) -> None:
     server.flush()
 
 
-def test_states_of_mamba_from_l2_are_those_of_l1(servers: Servers) -> None:
+@pytest.mark.parametrize("kind", ["mamba", "kda"])
+def test_recurrent_states_from_l2_are_those_of_l1(servers: Servers, kind: str) -> None:
     """Both answers begin at the same snapshot, so the words and their logprobs are the same."""
-    server = servers["mamba"]
+    server = servers[kind]
     rng = random.Random(5)
     asked, *others = [[rng.randrange(VOCABULARY) for _ in range(2100)] for _ in range(6)]
     sampling = {"ignore_eos": True, "temperature": 0.0}

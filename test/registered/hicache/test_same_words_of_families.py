@@ -131,6 +131,7 @@ def check_every_tier(server: ForkedServer, cold: Asked) -> None:
         ("kimi_k25_vision", "file", ()),
         ("minimax_m2", "file", ()),
         ("qwen3_5_moe_vision", "file", STATES),
+        ("kimi_linear", "mooncake", STATES),
         ("qwen3_next", "mooncake", STATES),
         ("qwen3_next", "file", HALF_STATES),
         ("nemotron_h", "mooncake", STATES),

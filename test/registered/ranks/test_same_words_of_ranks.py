@@ -27,6 +27,7 @@ SIZES: Final = {
     "qwen3_moe": ((1, 1), (4, 1), (2, 2)),
     "deepseek_v32": ((1, 1), (4, 1), (4, 2)),
     "minimax_m2": TP[:2],
+    "kimi_linear": TP[:2],
     "qwen3_next": ((1, 1), (4, 1)),
     "qwen3_5": TP[:2],
     "nemotron_h": TP[:2],

@@ -33,7 +33,7 @@ from rigs.drafts.guesses import guessed
 from rigs.mixed.cold_engine import ColdEngine
 from rigs.mixed.mirror import Mirror
 from rigs.mixed.mixed_requests import Asked, MixedRequests
-from rigs.mixed.plan import DRAFTING, LATENT, LEVELS, Mix, covering_mixes
+from rigs.mixed.plan import DRAFTING, LATENT, LEVELS, STATES, Mix, covering_mixes
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers import random_seeds
 from rigs.schedulers.random_checks import assert_unpinned
@@ -89,7 +89,7 @@ FEATURES: Final = (
 NEVER_TOGETHER: Final = {
     *map(frozenset, itertools.combinations(FEATURES[: len(LEVELS["family"])], 2)),
     # The server refuses these.
-    frozenset({"model ministral", "drafts"}),
+    *(frozenset({f"model {one}", "drafts"}) for one in LEVELS["family"] if one not in DRAFTING),
     *(frozenset({f"model {one}", "fp8 state"}) for one in LEVELS["family"] if one not in LATENT),
 }
 """Features that exclude each other."""
@@ -108,7 +108,7 @@ def _cold(family: str, kv_cache_dtype: str) -> ColdEngine:
     path = Path(_models().name) / f"{family}-{kv_cache_dtype}"
     fields: dict[str, Any] = {"mtp": family in DRAFTING}
     if kv_cache_dtype != "auto":
-        fields["first_k_dense_replace"] = 2
+        fields["first_k_dense_replace"] = 4 if family == "kimi_linear" else 2
     save_tiny_checkpoint(path, family, eos_token_id=None, **fields)
     return ColdEngine(path, kv_cache_dtype)
 
@@ -217,9 +217,9 @@ class MixedScheduler:
             "keep_session_share": 0.5,
             **speculation(1 + mix.num_drafts),
         }
-        if mix.family not in LATENT:
+        if mix.family in STATES:
             args["num_states"] = rows + (3 if mix.is_small else rows)
-        if mix.family in ("qwen3_next", "nemotron_h"):
+        if mix.family in ("kimi_linear", "qwen3_next", "nemotron_h"):
             args["mamba_track_interval"] = 2 * page
         if mix.tiers > 1:
             args |= {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}

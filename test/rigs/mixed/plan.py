@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
-LATENT: Final = ("deepseek_v3", "glm_moe_dsa")
-DRAFTING: Final = (*LATENT, "qwen3_next")
+LATENT: Final = ("deepseek_v3", "glm_moe_dsa", "kimi_linear")
+STATES: Final = ("kimi_linear", "ministral", "qwen3_next")
+DRAFTING: Final = ("deepseek_v3", "glm_moe_dsa", "qwen3_next")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Mix:
 
 
 LEVELS: Final[dict[str, Sequence[Any]]] = {
-    "family": (*DRAFTING, "ministral", "nemotron_h"),
+    "family": (*DRAFTING, "kimi_linear", "ministral", "nemotron_h"),
     "kv_cache_dtype": ("auto", "fp8_e4m3"),
     "num_drafts": (0, 3, 8),
     "max_requests": (8, 68),
@@ -61,7 +62,8 @@ LEVELS: Final[dict[str, Sequence[Any]]] = {
     "eviction": ("lru", "priority"),
 }
 """Values of each field of `Mix`. The families are each kind of state once: latent rows, these with
-indexer keys, recurrent states of delta nets and of Mamba-2, and windows."""
+indexer keys, recurrent states of delta nets, of Mamba-2 and, beside latent rows, of KDA;
+and windows."""
 
 
 @cache

@@ -212,6 +212,43 @@ _MINIMAX: Final = {
         "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
     },
 }
+_KIMI_LINEAR: Final = {
+    **_COMMON,
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 163840,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "moe_intermediate_size": 1024,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 72,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_shared_experts": 1,
+    "num_expert_group": 1,
+    "topk_group": 1,
+    "moe_renormalize": True,
+    "routed_scaling_factor": 2.446,
+    "first_k_dense_replace": 1,
+    "tie_word_embeddings": False,
+    "model_max_length": 1048576,
+}
 _QWEN3: Final = {
     **_COMMON,
     "architectures": ["Qwen3ForCausalLM"],
@@ -364,6 +401,7 @@ def _without(config: dict[str, Any], *names: str) -> dict[str, Any]:
 
 PUBLISHED: Final = {
     # Publishers count in billions; those of GLM-5 and GLM-4.5 count their draft layer too.
+    # Kimi-Linear's name says 48, its files have 49.1.
     "DeepSeek-V3": Published(671, _DEEPSEEK),
     "DeepSeek-V3.2": Published(
         671,
@@ -378,6 +416,7 @@ PUBLISHED: Final = {
     ),
     "Kimi-K2-Instruct": Published(1026, _KIMI),
     "Kimi-K2.5": Published(1026, _KIMI_K25),
+    "Kimi-Linear-48B-A3B": Published(49.1, _KIMI_LINEAR),
     "GLM-5": Published(744, _without(_GLM5, "quantization_config")),
     "GLM-5-FP8": Published(744, _GLM5),
     "GLM-5.3": Published(744, _GLM5_3),

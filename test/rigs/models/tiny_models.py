@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -48,9 +46,12 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForCausalLM
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHForCausalLM
 
+from rigs.checkpoints.published_names import name_as_published
 from rigs.checkpoints.vision_configs import KIMI_VISION, beside_vision
 from rigs.drafts.tiny_drafts import save_draft
 from sglang.srt.configs.model_config import ModelConfig
@@ -76,6 +77,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
         beside_vision(Kimi_K25Config, KIMI_VISION, image_token=163605),
         Kimi_K25ForConditionalGeneration,
     ),
+    "kimi_linear": (KimiLinearConfig, KimiLinearForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
     "ministral": (MinistralConfig, MinistralForCausalLM),
@@ -198,6 +200,22 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
+    "kimi_linear": {
+        **{name: _LATENT[name] for name in _LATENT if name != "n_routed_experts"},
+        "num_hidden_layers": 4,
+        "q_lora_rank": None,
+        "pad_token_id": None,
+        "head_dim": 18,
+        "num_experts": 8,
+        "n_shared_experts": 1,
+        "linear_attn_config": {
+            "full_attn_layers": [3],
+            "kda_layers": [1, 2, 4],
+            "head_dim": 12,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+    },
     "mistral": {"sliding_window": None},
     "nemotron_h": _ONE_BLOCK,
     "ministral": {
@@ -265,37 +283,10 @@ def save_tiny_checkpoint(
             module.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]
     torch.nn.Module.to(model, dtype=dtype)
     model.save_pretrained(str(directory), max_shard_size=shard)
-    if family == "kimi_k25_vision":
-        _rename(Path(directory), _KIMI_NAMES)
+    name_as_published(Path(directory), family)
     if mtp:
         save_draft(directory, model)
     return model
-
-
-_KIMI_NAMES = {
-    "language_model.model.blocks.": "language_model.model.layers.",
-    "model.mm_projector.": "mm_projector.",
-    "model.vision_tower.": "vision_tower.",
-}
-"""Begins of names that transformers 5.24 writes for Kimi-K2.5, to the published ones."""
-
-
-def _rename(directory: Path, begins: Mapping[str, str]) -> None:
-    """Rename the tensors of a checkpoint whose names begin with a key of `begins`."""
-
-    def renamed(names: dict[str, Any]) -> dict[str, Any]:
-        found = {}
-        for name, value in names.items():
-            begin = next((one for one in begins if name.startswith(one)), "")
-            found[begins.get(begin, "") + name.removeprefix(begin)] = value
-        return found
-
-    for file in directory.glob("*.safetensors"):
-        save_file(renamed(load_file(file)), file, metadata={"format": "pt"})
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        fields = json.loads(index.read_text())
-        index.write_text(json.dumps(fields | {"weight_map": renamed(fields["weight_map"])}))
 
 
 class _Row:

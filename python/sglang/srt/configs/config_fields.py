@@ -8,9 +8,11 @@ are refused, unless they are null, false, zero or empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
+
+from sglang.srt.configs.kda_config import check_kda
 
 TEXT_CONFIG: Final = "text_config"
 """The object of config.json that has the settings of a text model which is a part of the whole."""
@@ -105,6 +107,8 @@ class ConfigFields:
     """Harmless fields of `rope_parameters`."""
     num_draft_layers: str | None = None
     """Field with the number of layers that draft tokens (MTP); None: no such layer is supported."""
+    check: Callable[[Mapping[str, Any]], None] | None = None
+    """Checks config.json further; raises ValueError."""
     text: ConfigFields | None = None
     """Fields of `text_config`, if the text model has its settings there; only the text model is
     served."""
@@ -243,6 +247,31 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
     ),
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Kimi_K25ForConditionalGeneration": _KIMI_K25,
+    "KimiLinearForCausalLM": ConfigFields(
+        model_types=_words("kimi_linear"),
+        read=_words("""
+            attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+            linear_conv_kernel_dim linear_head_dim linear_num_heads
+            num_experts num_experts_per_tok n_shared_experts moe_intermediate_size mlp_layer_types
+            routed_scaling_factor norm_topk_prob n_group topk_group
+        """),
+        read_by_class=_words("""
+            linear_attn_config model_max_length first_k_dense_replace num_local_experts
+            num_experts_per_token num_shared_experts moe_renormalize num_expert_group
+        """),
+        harmless=_words("qk_head_dim"),
+        fixed={
+            "layer_types": ("linear_attention", "full_attention"),
+            "mla_use_nope": (True,),
+            "moe_layer_freq": (1,),
+            "moe_router_activation_func": ("sigmoid",),
+            "num_nextn_predict_layers": (0,),
+            # transformers has no tied form.
+            "tie_word_embeddings": (False,),
+            "use_grouped_topk": (True,),
+        },
+        check=check_kda,
+    ),
     "LlamaForCausalLM": ConfigFields(
         model_types=_words("llama"),
         read=_words("attention_bias mlp_bias"),
@@ -371,6 +400,8 @@ def check_fields(raw: Mapping[str, Any], architecture: str) -> None:
     # Settings of the text model may be repeated beside it.
     own = {name: value for name, value in raw.items() if name not in text or text[name] != value}
     _check(own, fields, known, "", architecture)
+    if fields.check is not None:
+        fields.check(raw)
 
 
 def _check(

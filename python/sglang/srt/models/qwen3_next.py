@@ -12,15 +12,18 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig, positive_int
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import ZeroCenteredRMSNorm
-from sglang.srt.layers.linear_attention.delta_layer import DeltaNetHeads, DeltaNetOptions
+from sglang.srt.layers.linear_attention.delta_layer import (
+    DeltaNetHeads,
+    DeltaNetOptions,
+    state_spec,
+)
 from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
 from sglang.srt.layers.moe.sparse_moe import SharedExpertOptions, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.layers.rotary_embedding import apply_rotary
 from sglang.srt.layers.triton_ops.arguments import RoundedRows
-from sglang.srt.mem_cache.device.state_pool import MambaSpec
-from sglang.srt.mem_cache.device.state_spec import RankSplit, StateSpec
+from sglang.srt.mem_cache.device.state_spec import StateSpec
 from sglang.srt.models.llama import (
     DecoderOptions,
     LayerSpec,
@@ -78,15 +81,8 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
         super().__init__(config, placement)
         options = self._linear_options(config)
         heads = DeltaNetHeads.of(options, placement)
-        own = options.on_rank(heads)
-        self._states = MambaSpec.of_shapes(
-            config.linear_attention_layers,
-            (own.num_heads, own.key_dim, own.value_dim),
-            (own.num_channels, own.kernel - 1),
-            ssm_dtype=config.ssm_dtype,
-            conv_dtype=config.dtype,
-            share=heads.values.of_state(RankSplit.HEADS),
-        )
+        layers = config.linear_attention_layers
+        self._states = state_spec(options, heads, layers, config.ssm_dtype, config.dtype)
 
     @classmethod
     def decoder_options(cls, config: ModelConfig) -> DecoderOptions:

@@ -14,6 +14,7 @@ from sglang.srt.models.deepseek_v2 import (
     KimiK25ForConditionalGeneration,
 )
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+from sglang.srt.models.kimi_linear import KimiLinearForCausalLM
 from sglang.srt.models.llama import (
     LlamaForCausalLM,
     MinistralForCausalLM,
@@ -43,6 +44,7 @@ MODEL_CLASSES: Mapping[str, type[LlamaForCausalLM]] = MappingProxyType(
         "GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM,
         "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,
         "Kimi_K25ForConditionalGeneration": Kimi_K25ForConditionalGeneration,
+        "KimiLinearForCausalLM": KimiLinearForCausalLM,
         "LlamaForCausalLM": LlamaForCausalLM,
         "MiniMaxM2ForCausalLM": MiniMaxM2ForCausalLM,
         "MinistralForCausalLM": MinistralForCausalLM,

@@ -84,6 +84,25 @@ NEMOTRON: Final[dict[str, Any]] = {
     "time_step_min": 0.001, "topk_group": 1, "use_bias": False, "use_conv_bias": True,
     "use_mamba_kernels": True,
 }  # fmt: skip
+KIMI_LINEAR: Final[dict[str, Any]] = {
+    "model_type": "kimi_linear", "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"},
+    "dtype": "bfloat16", "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216,
+    "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 72,
+    "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-5, "kv_lora_rank": 512,
+    "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "mla_use_nope": True, "rope_scaling": None, "rope_theta": 10000.0, "model_max_length": 1048576,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
+        "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
+    },
+    "first_k_dense_replace": 1, "moe_intermediate_size": 1024, "moe_layer_freq": 1,
+    "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_expert_group": 1,
+    "num_experts": 256, "num_experts_per_token": 8, "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1, "routed_scaling_factor": 2.446, "topk_group": 1,
+    "use_grouped_topk": True, "tie_word_embeddings": False, "use_cache": True,
+    "bos_token_id": 163584, "eos_token_id": 163586, "pad_token_id": 163839,
+}  # fmt: skip
 PUBLISHED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "Llama-3.1-8B": (
         "LlamaForCausalLM",
@@ -120,6 +139,7 @@ PUBLISHED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", DEEPSEEK),
     "Kimi-K2": ("DeepseekV3ForCausalLM", {**DEEPSEEK, "model_type": "kimi_k2"}),
+    "Kimi-Linear": ("KimiLinearForCausalLM", KIMI_LINEAR),
     "DeepSeek-V3.2": (
         "DeepseekV32ForCausalLM",
         {**DEEPSEEK, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
@@ -190,6 +210,7 @@ FAMILIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "DeepseekV32ForCausalLM": ("deepseek_v32", {}),
     "Glm4MoeForCausalLM": ("glm4_moe", {}),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", {}),
+    "KimiLinearForCausalLM": ("kimi_linear", {}),
     "LlamaForCausalLM": ("llama", {}),
     "MiniMaxM2ForCausalLM": ("minimax_m2", {}),
     "MinistralForCausalLM": ("ministral", {}),
@@ -237,9 +258,24 @@ def test_a_field_that_changes_the_mathematics_is_refused_by_name() -> None:
         check_fields({**raw, "indexer_rope_interleave": False}, "GlmMoeDsaForCausalLM")
 
 
-LLAMA, QWEN2, QWEN3, QWEN3_5, V3, V32, M2 = (
+def kda(**changes: Any) -> dict[str, Any]:
+    """The settings of Kimi-Linear's states, with changes."""
+    settings = {**KIMI_LINEAR["linear_attn_config"], **changes}
+    return {"num_hidden_layers": 27, "linear_attn_config": settings}
+
+
+LLAMA, KIMI, QWEN2, QWEN3, QWEN3_5, V3, V32, M2 = (
     f"{name}ForCausalLM"
-    for name in ("Llama", "Qwen2", "Qwen3", "Qwen3_5", "DeepseekV3", "DeepseekV32", "MiniMaxM2")
+    for name in (
+        "Llama",
+        "KimiLinear",
+        "Qwen2",
+        "Qwen3",
+        "Qwen3_5",
+        "DeepseekV3",
+        "DeepseekV32",
+        "MiniMaxM2",
+    )
 )
 NEMOTRON_H = "NemotronHForCausalLM"
 
@@ -276,6 +312,26 @@ NEMOTRON_H = "NemotronHForCausalLM"
         (M2, {"qk_norm_type": "per_head"}, "qk_norm_type='per_head' is not supported"),
         (M2, {"shared_intermediate_size": 8}, "shared_intermediate_size=8: remove"),
         (M2, {"use_routing_bias": False}, "use_routing_bias=False is not supported"),
+        (KIMI, {"mla_use_nope": False}, "mla_use_nope=False is not supported"),
+        (KIMI, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is not supported"),
+        (KIMI, {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+        (KIMI, {**kda(), "num_hidden_layers": None}, "num_hidden_layers is missing beside"),
+        (KIMI, {"linear_head_dim": 0}, "linear_head_dim=0 must be an integer from 1 to 256"),
+        (KIMI, {"linear_attn_config": 4}, "linear_attn_config must be an object"),
+        (KIMI, {"linear_attn_config": None}, "linear_attn_config must be an object"),
+        (KIMI, {**kda(), "linear_head_dim": 64}, "linear_head_dim=64 contradicts .*head_dim=128"),
+        (KIMI, kda(head_dim=512), "_config.head_dim=512 must be an integer from 1 to 256"),
+        (KIMI, kda(num_heads=True), "linear_attn_config.num_heads=True must be an integer"),
+        (KIMI, kda(short_conv_kernel_size=1), "short_conv_kernel_size=1 must be an integer from 2"),
+        (KIMI, kda(gate_lower_bound=-5.0), "linear_attn_config.gate_lower_bound=-5.0 is not known"),
+        (KIMI, {"linear_attn_config": {"kda_layers": [1]}}, "_attn_config has kda_layers alone"),
+        (KIMI, kda(kda_layers=None), "linear_attn_config.kda_layers has None: each layer"),
+        (KIMI, kda(full_attn_layers=[4, 28]), "full_attn_layers has 28: each layer from 1 to 27"),
+        (KIMI, kda(full_attn_layers=[0]), "full_attn_layers has 0: each layer from 1 to 27"),
+        (KIMI, kda(full_attn_layers=[4, 5]), "kda_layers has 5: each layer from 1 to 27"),
+        (KIMI, kda(full_attn_layers="4"), "full_attn_layers has 4: each layer"),
+        (KIMI, kda(full_attn_layers=[4]), "layer 8 of 27 is in none of"),
+        (KIMI, {**kda(), "layer_types": ["full_attention"] * 27}, "layer_types contradicts"),
     ],
 )  # fmt: skip
 def test_what_is_not_known_or_not_supported_is_named(

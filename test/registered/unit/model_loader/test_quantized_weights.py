@@ -33,7 +33,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 FAMILIES = (
-    "llama", "qwen3_moe", "deepseek_v3", "deepseek_v32", "qwen3_next", "qwen3_5_moe", "nemotron_h",
+    "llama", "qwen3_moe", "deepseek_v3", "deepseek_v32", "kimi_linear", "qwen3_next",
+    "qwen3_5_moe", "nemotron_h",
 )  # fmt: skip
 FORMATS: dict[str, Callable[[], Format]] = {
     "fp8-blocks-of-128": fp8_blocks,

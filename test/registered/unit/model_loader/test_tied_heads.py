@@ -71,7 +71,7 @@ def head_of(model: LlamaForCausalLM) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "kimi_linear"])
 def test_head_and_embedding_are_those_of_transformers(
     tmp_path: Path, family: str, case: str
 ) -> None:

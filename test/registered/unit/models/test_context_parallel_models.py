@@ -196,6 +196,7 @@ def test_ranks_compute_their_share_alone(tmp_path: Path) -> None:
     ("model", "has_draft_layer", "words"),
     [
         pytest.param("qwen3_5", False, "recurrent states of Qwen3_5ForC", id="recurrent"),
+        pytest.param("kimi_linear", False, "recurrent states of KimiLinearForC", id="kimi"),
         pytest.param("qwen3_5", True, "recurrent states of Qwen3_5ForC", id="drafts"),
         pytest.param("nemotron_h", False, "recurrent states of NemotronHForC", id="one-block"),
         pytest.param("ministral", False, "windows of MinistralForC", id="windows"),

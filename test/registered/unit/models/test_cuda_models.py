@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import pytest
@@ -16,7 +16,7 @@ from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.layers.linear_attention import delta_net, mamba2
+from sglang.srt.layers.linear_attention import delta_layer, mamba2
 from sglang.srt.layers.linear_attention.extend_plan import SHORT
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.state_pool import MambaPool
@@ -33,6 +33,7 @@ WIDE: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size":
 WIDER: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 128}
 ODD_DELTA: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 ODD_HEADS: dict[str, dict[str, Any]] = {
+    "kimi_linear": {},
     "nemotron_h": {"mamba_head_dim": 24, "ssm_state_size": 20},
     "qwen3_5": ODD_DELTA,
     "qwen3_next": ODD_DELTA,
@@ -94,7 +95,7 @@ def test_logits_of_experts_equal_transformers(
 
 
 @pytest.mark.parametrize("disable_cuda_graph", [True, False])
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next", "qwen3_5", "nemotron_h"])
 def test_logits_of_hybrids_equal_those_of_a_cpu(
     tmp_path: Path, family: str, disable_cuda_graph: bool
 ) -> None:
@@ -110,11 +111,27 @@ def test_logits_of_hybrids_equal_those_of_a_cpu(
     torch.testing.assert_close(logits_of_batches(driver), want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("chunk", [64, 128])
-def test_long_prefills_of_mamba_equal_those_of_a_cpu(tmp_path: Path, chunk: int) -> None:
+MAMBA: Final[dict[str, Any]] = {"mamba_head_dim": 32, "ssm_state_size": 64}
+KDA: Final[dict[str, Any]] = {
+    "linear_attn_config": {
+        "full_attn_layers": [3], "kda_layers": [1, 2, 4], "head_dim": 64, "num_heads": 2,
+        "short_conv_kernel_size": 4,
+    }
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        *(("nemotron_h", {**MAMBA, "chunk_size": chunk}) for chunk in (64, 128)),
+        ("kimi_linear", KDA),
+    ],
+)
+def test_long_prefills_of_hybrids_equal_those_of_a_cpu(
+    tmp_path: Path, family: str, shape: dict[str, Any]
+) -> None:
     """The kernels for chunks compute them, from nothing and from a state."""
-    shape: dict[str, Any] = {"mamba_head_dim": 32, "ssm_state_size": 64, "chunk_size": chunk}
-    save_tiny_checkpoint(tmp_path, "nemotron_h", **shape)
+    save_tiny_checkpoint(tmp_path, family, **shape)
     tokens, found = prompt(460, 3), []
     for device in ("cpu", "cuda"):
         driver = StepDriver(tmp_path, page_size=16, device=device, num_states=20)
@@ -126,7 +143,10 @@ def test_long_prefills_of_mamba_equal_those_of_a_cpu(tmp_path: Path, chunk: int)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("family", "layer"), [("qwen3_next", delta_net), ("nemotron_h", mamba2)])
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [("qwen3_next", delta_layer), ("kimi_linear", delta_layer), ("nemotron_h", mamba2)],
+)
 def test_captured_short_prefills_keep_recurrent_states(
     tmp_path: Path, family: str, layer: ModuleType, dtype: str
 ) -> None:
@@ -166,7 +186,7 @@ def test_captured_short_prefills_keep_recurrent_states(
         assert (graphed - eager).norm() < (1e-4 if is_exact else 3e-2) * eager.norm()
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next", "qwen3_5", "nemotron_h"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_captured_decoding_keeps_recurrent_states(tmp_path: Path, family: str, dtype: str) -> None:
     """Logits, running states and snapshots are those of steps without graphs, padded or not."""

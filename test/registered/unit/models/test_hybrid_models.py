@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from rigs.models.model_oracle import (
     assert_close,
@@ -21,6 +21,7 @@ from rigs.models.model_oracle import (
     prompt,
     reference,
 )
+from rigs.models.published_configs import PUBLISHED
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
@@ -37,6 +38,13 @@ YARN = {
     "mrope_section": [2, 1, 1],
     "factor": 4.0,
     "original_max_position_embeddings": 128,
+}
+KIMI_LAST_FULL = {
+    "full_attn_layers": [4],
+    "kda_layers": [1, 2, 3],
+    "head_dim": 32,
+    "num_heads": 3,
+    "short_conv_kernel_size": 2,
 }
 CASES = [
     pytest.param("qwen3_next", {}, id="next-experts"),
@@ -83,6 +91,23 @@ CASES = [
         {"layers_block_type": ["full_attention", "moe", "linear_attention"]},
         id="nemotron-mamba-last",
     ),
+    pytest.param("kimi_linear", {}, id="kimi"),
+    pytest.param(
+        "kimi_linear",
+        {
+            "q_lora_rank": 24,
+            "attention_bias": True,
+            "num_expert_group": 4,
+            "topk_group": 2,
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+        },
+        id="kimi-query-latent-groups",
+    ),
+    pytest.param(
+        "kimi_linear",
+        {"moe_renormalize": False, "linear_attn_config": KIMI_LAST_FULL},
+        id="kimi-published-order",
+    ),
 ]
 
 
@@ -102,6 +127,7 @@ def test_logits_equal_transformers(
         *(("qwen3_5", chunk) for chunk in (1, 3, 63, 64, 65, 100)),
         ("qwen3_5_moe_vision", 65),
         *(("nemotron_h", chunk) for chunk in (1, 63, 64, 100)),
+        *(("kimi_linear", chunk) for chunk in (1, 63, 64, 65)),
     ],
 )
 def test_any_chunks_of_a_prompt_give_the_same_logits(
@@ -119,7 +145,15 @@ def test_any_chunks_of_a_prompt_give_the_same_logits(
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_vision", "qwen3_5_moe_vision", "nemotron_h"],
+    [
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_vision",
+        "qwen3_5_moe_vision",
+        "kimi_linear",
+        "nemotron_h",
+    ],
 )
 def test_greedy_words_equal_transformers(tmp_path: Path, family: str) -> None:
     hf = save_tiny_checkpoint(tmp_path, family)
@@ -131,7 +165,7 @@ def test_greedy_words_equal_transformers(tmp_path: Path, family: str) -> None:
     ("family", "at"),
     [
         *(("qwen3_5", at) for at in (1, 2, 63, 64, 65, 130, 149, 150)),
-        *(("nemotron_h", at) for at in (2, 64, 149)),
+        *((family, at) for family in ("kimi_linear", "nemotron_h") for at in (2, 64, 149)),
     ],
 )
 def test_requests_continue_from_a_snapshot_of_a_prefill(
@@ -153,7 +187,7 @@ def test_requests_continue_from_a_snapshot_of_a_prefill(
     assert_close(driver.decode([(1, tokens[150])]).next_token_logits, want[150:151])
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next", "nemotron_h"])
 def test_several_requests_leave_snapshots_in_one_prefill(tmp_path: Path, family: str) -> None:
     hf = save_tiny_checkpoint(tmp_path, family)
     driver = StepDriver(tmp_path, num_states=20)
@@ -172,7 +206,7 @@ def test_several_requests_leave_snapshots_in_one_prefill(tmp_path: Path, family:
     assert torch.equal(pool.conv[:, 19], pool.conv[:, 3])
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_5", "nemotron_h"])
 def test_requests_continue_from_a_snapshot_of_decoding(tmp_path: Path, family: str) -> None:
     hf = save_tiny_checkpoint(tmp_path, family)
     driver = StepDriver(tmp_path, num_states=20)
@@ -250,6 +284,41 @@ def test_layers_that_draft_tokens_are_left_unread_and_refused_by_name(tmp_path: 
     assert_close(logits, reference(hf, tokens)[-1:])
     with pytest.raises(ValueError, match="NemotronHForCausalLM has no layer that drafts tokens"):
         StepDriver(tmp_path, has_draft_layer=True)
+
+
+def test_kimi_linear_as_it_is_published(tmp_path: Path) -> None:
+    """Names of tensors and fields are its publisher's; transformers writes further fields."""
+    hf = save_tiny_checkpoint(tmp_path, "kimi_linear", dtype=torch.bfloat16)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    linear = "A_log dt_bias q_conv1d.weight k_conv1d.weight v_conv1d.weight o_norm.weight " + (
+        " ".join(f"{name}_proj.weight" for name in "q k v b f_a f_b g_a g_b o".split())
+    )
+    assert {f"model.layers.0.self_attn.{name}" for name in linear.split()} <= names
+    assert "model.layers.0.mlp.gate_proj.weight" in names
+    block = "model.layers.3.block_sparse_moe"
+    for name in ("gate.weight", "gate.e_score_correction_bias", "experts.7.w1.weight",
+                 "experts.7.w2.weight", "shared_experts.down_proj.weight"):  # fmt: skip
+        assert f"{block}.{name}" in names
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    config = {name: raw[name] for name in PUBLISHED["Kimi-Linear-48B-A3B"].config if name in raw}
+    path.write_text(json.dumps(config | {
+        "first_k_dense_replace": 1, "head_dim": 18, "mla_use_nope": True, "moe_layer_freq": 1,
+        "moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0,
+        "rope_scaling": None, "rope_theta": 10000.0, "use_grouped_topk": True,
+        "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"},
+    }))  # fmt: skip
+    assert "layer_types" not in config and "linear_head_dim" not in config
+    assert_logits_of_batches(torch.nn.Module.float(hf), StepDriver(tmp_path, dtype="float32"))
+
+
+def test_latent_attention_without_rotation_cannot_be_scaled(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "kimi_linear")
+    path = tmp_path / "config.json"
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": scaling}))
+    with pytest.raises(ValueError, match="rope_scaling of type 'linear': Kimi-Linear"):
+        StepDriver(tmp_path)
 
 
 def test_padding_is_no_state(tmp_path: Path) -> None:

@@ -159,7 +159,16 @@ def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path, family: str) 
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "qwen2", "qwen3_moe", "deepseek_v2", "kimi_k25_vision", "minimax_m2", "ministral"],
+    [
+        "llama",
+        "qwen2",
+        "qwen3_moe",
+        "deepseek_v2",
+        "kimi_k25_vision",
+        "kimi_linear",
+        "minimax_m2",
+        "ministral",
+    ],
 )
 def test_families_without_such_a_layer_are_refused_by_name(tmp_path: Path, family: str) -> None:
     hf = save_tiny_checkpoint(tmp_path, family)

@@ -40,6 +40,7 @@ CASES = [
     pytest.param(
         "nemotron_h", {**SPLIT, "n_groups": 8, "moe_latent_size": None}, id="nemotron_h-x"
     ),
+    pytest.param("kimi_linear", LATENT, id="kimi_linear"),
     pytest.param("qwen3_next", LINEAR, id="qwen3_next"),
     pytest.param("qwen3_5", {**LINEAR, "linear_num_value_heads": 4}, id="qwen3_5-equal-heads"),
     pytest.param("qwen3_5_moe", LINEAR, id="qwen3_5_moe"),

@@ -40,7 +40,7 @@ def test_the_engine_has_the_same_states_and_weights(model: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "kimi_linear", "qwen3_next", "nemotron_h"])
 def test_memory_planned_from_the_config_is_what_each_rank_allocates(
     tmp_path: Path, family: str, ranks: int
 ) -> None:

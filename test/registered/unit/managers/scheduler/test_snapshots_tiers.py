@@ -22,7 +22,7 @@ register_cpu_ci(est_time=14, suite="base-a-test-cpu")
 pytestmark = pytest.mark.usefixtures("reads_are_never_late")
 
 PAGE = 16
-FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
+FAMILIES = ("kimi_linear", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
 IDS = prompt(1, 100)
 
 

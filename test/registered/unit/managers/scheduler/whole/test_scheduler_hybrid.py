@@ -20,7 +20,12 @@ NEW_TOKENS = 16
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen3_next", {"mlp_only_layers": [1]}), ("nemotron_h", {}), ("ministral", {})],
+    params=[
+        ("qwen3_next", {"mlp_only_layers": [1]}),
+        ("nemotron_h", {}),
+        ("ministral", {}),
+        ("kimi_linear", {}),
+    ],
     ids=str,
 )
 def oracle(
