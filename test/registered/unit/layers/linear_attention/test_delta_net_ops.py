@@ -129,14 +129,20 @@ def test_long_prefills_leave_states_and_snapshots(
 
 @pytest.mark.parametrize("make", [delta_net, kda])
 def test_padding_after_short_prefills_is_zero(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever memory had, since what is not computed there would spread to later layers."""
+    """New memory is NaN here: on a GPU it has old values, which would spread to later layers."""
     layer = make(torch.float32)
     layer._kernels = KERNELS
     pool = pool_of(layer, torch.float32, torch.float32)
     slots = on_device([3, 7])
     assert slots is not None
     batch = batch_of(pool, 16, [9, 2], StateBatch(slots=slots))
-    monkeypatch.setattr(torch, "empty", lambda size, **like: torch.full(size, torch.nan, **like))
+    empty = torch.empty
+
+    def with_nan(*size: Any, **like: Any) -> torch.Tensor:
+        found = empty(*size, **like)
+        return found.fill_(torch.nan) if found.is_floating_point() else found
+
+    monkeypatch.setattr(torch, "empty", with_nan)
     out = layer._attend_fused(randn(16, 32, seed=9), batch)
     assert out[:11].isfinite().all() and out[:11].any(dim=-1).all()
     assert not out[11:].any()

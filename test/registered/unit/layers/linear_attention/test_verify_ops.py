@@ -18,7 +18,7 @@ from rigs.layers.delta_layers import (
 )
 from rigs.models.kernel_layers import DEVICE, HALF, delta_net, randn, relative_error
 from sglang.srt.layers.cuda_kernels import KERNELS
-from sglang.srt.layers.linear_attention import delta_net as delta_net_module
+from sglang.srt.layers.linear_attention import delta_layer
 from sglang.srt.layers.linear_attention import verify as verify_module
 from sglang.srt.layers.linear_attention.verify import commit_verified
 from sglang.srt.layers.triton_ops import verified_delta_net
@@ -100,7 +100,7 @@ def test_kernels_of_decode_steps_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even a verification of more tokens than a short prefill has is computed token by token."""
     layer = delta_net(torch.float32)
     layer._kernels = KERNELS
-    monkeypatch.setattr(delta_net_module, "SHORT", 1)
+    monkeypatch.setattr(delta_layer, "SHORT", 1)
     monkeypatch.setattr(layer, "_rule", None)
     monkeypatch.setattr(verify_module, "fused_kernels", lambda device: KERNELS)
     pool = pool_of(layer, HALF, torch.float32)
