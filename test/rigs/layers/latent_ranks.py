@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from rigs.layers.quick_interpreter import quicken_interpreter
 from rigs.models.latent_driver import latent_driver
 from rigs.models.model_oracle import prompt
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
@@ -49,6 +50,8 @@ def logits_of(driver: StepDriver) -> torch.Tensor:
 
 def logits_of_rank(path: str, device: str) -> tuple[torch.Tensor, list[int]]:
     """One rank's logits, and how many rows it has chosen for the ranks, call by call."""
+    if device == "cpu":
+        quicken_interpreter()
     group, shared = get_attention_tp_group(), []
     gather = backend.LatentTritonBackend._of_all_ranks
 

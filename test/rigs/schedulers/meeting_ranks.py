@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from rigs.caches.memory_ranks import PlaceInGroup
+from rigs.layers.quick_interpreter import quicken_interpreter
 from sglang.srt.distributed.tensor_group import (
     LOW_LATENCY_ROWS,
     MOST_PROGRAMS,
@@ -137,6 +138,7 @@ def run(size: int) -> bool:
 
 def main(sizes: list[int]) -> int:
     torch.set_num_threads(1)
+    quicken_interpreter()
     return 0 if all(list(map(run, sizes))) else 1
 
 
