@@ -169,9 +169,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 pip=(.venv/bin/python -m pip install --progress-bar off --no-compile)
 # pip would compile with one core, after the downloads. What cannot be compiled is not imported.
 # Nothing imports the tests of packages, and of transformers' models only those that are compared
-# with the engine's: the rest is a quarter of all source text.
+# with the engine's: the rest is a quarter of all source text. Servers and tests use a few modules
+# of the other packages here, or none: a third of the rest.
 models='auto|deepseek_v|encoder_decoder|glm|llama|m(in)?istral|qwen[23]|__init__'
-rarely="/site-packages/(.+/tests/|transformers/models/(?!$models))"
+tools='fontTools|graphql|kubernetes_validate|matplotlib|mypy|mypyc|networkx|pip|schemathesis'
+tools+='|setuptools|sympy/(physics|stats)|torch/(_inductor|testing)|torchgen|virtualenv'
+rarely="/site-packages/(.+/tests/|transformers/models/(?!$models)|($tools)/)"
 compile() { .venv/bin/python -m compileall -q -q -j 0 -x "$rarely" "$@" || true; }
 # First and with an exact version: the machine's pip configuration chooses the build, and on a CPU
 # host the next step then does not fetch CUDA's libraries.
