@@ -28,7 +28,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-b-test-cpu")
+register_cpu_ci(est_time=9, suite="base-b-test-cpu")
 
 FIGURES = (
     "prefill_latency prefill_throughput median_decode_latency median_decode_throughput "

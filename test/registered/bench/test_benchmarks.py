@@ -16,7 +16,7 @@ from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=55, suite="base-b-test-cpu")
+register_cpu_ci(est_time=83, suite="base-b-test-cpu")
 
 ROOT = Path(__file__).parents[3]
 

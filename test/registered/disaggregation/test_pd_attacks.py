@@ -5,7 +5,7 @@ from __future__ import annotations
 from rigs.disaggregation.pd_attacks import run_attacks
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=16, suite="base-b-test-cpu")
 
 AT_PORTS = ("flood", "endless", "idle", "bombs")
 

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.messages.io_struct import AbortReq, Bootstrap, TokenizedGenerateReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=27, suite="base-b-test-cpu")
 
 SILENT_S = 6
 """A busy machine may pause for seconds."""

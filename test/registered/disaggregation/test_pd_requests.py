@@ -22,7 +22,7 @@ from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="base-b-test-cpu")
+register_cpu_ci(est_time=11, suite="base-b-test-cpu")
 
 CHUNKS: Final = ("--chunked-prefill-size", "64")
 FACTS: Final = (

@@ -17,7 +17,7 @@ from sglang.srt.constants import BUILTIN_MODEL_NAME
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=5, suite="base-b-test-cpu")
+register_cpu_ci(est_time=8, suite="base-b-test-cpu")
 
 FACTS = "The code of heron is 7391. The code of otter is 0042. The code of badger is 5127. "
 

@@ -17,7 +17,7 @@ from rigs.disaggregation.pd_servers import TCP, decode_server, prefill_server
 from rigs.servers.engine_server import EngineServer
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=9, suite="base-b-test-cpu")
+register_cpu_ci(est_time=2, suite="base-b-test-cpu")
 
 SECRET: Final = secrets.token_hex(32)
 FILE: Final = "--disaggregation-secret-file"

@@ -42,7 +42,7 @@ from sglang.srt.model_loader.weight_source import LoadConfig, SeedAddress, Weigh
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=13, suite="base-b-test-cpu")
+register_cpu_ci(est_time=17, suite="base-b-test-cpu")
 
 TCP = {"MOONCAKE_PROTOCOL": "tcp"}
 PROMPT = "The code of heron is 7391. What is the code of heron?"

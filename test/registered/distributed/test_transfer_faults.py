@@ -37,7 +37,7 @@ from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=19, suite="base-b-test-cpu")
+register_cpu_ci(est_time=29, suite="base-b-test-cpu")
 
 SIZE = 32 * MIB
 BLOCK = 64 * 1024

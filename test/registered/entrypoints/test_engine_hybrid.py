@@ -18,7 +18,7 @@ from rigs.servers.engine_case import (
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="base-b-test-cpu")
+register_cpu_ci(est_time=7, suite="base-b-test-cpu")
 
 STATES: dict[str, Any] = {"max_running_requests": 2, "max_mamba_cache_size": 12}
 

@@ -20,7 +20,7 @@ from sglang.srt.messages.io_struct import ControlReqOutput, encode
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-b-test-cpu")
+register_cpu_ci(est_time=26, suite="base-b-test-cpu")
 
 
 pytestmark = pytest.mark.usefixtures("server_serves_on")

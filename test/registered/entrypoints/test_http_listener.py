@@ -17,7 +17,7 @@ from sglang.embedded_router import Router
 from sglang.srt.utils.network import get_free_port, listening_sockets, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-b-test-cpu")
+register_cpu_ci(est_time=5, suite="base-b-test-cpu")
 
 MOST: Final = 150
 """Connections of a process that may open 300 files."""

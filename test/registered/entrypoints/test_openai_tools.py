@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatBody, Tool
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=3, suite="base-b-test-cpu")
+register_cpu_ci(est_time=6, suite="base-b-test-cpu")
 
 END = "~"
 """Stops the echo."""

@@ -14,7 +14,7 @@ from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.srt.utils.process import kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+register_cpu_ci(est_time=27, suite="base-b-test-cpu")
 
 
 def serves(url: str) -> bool:

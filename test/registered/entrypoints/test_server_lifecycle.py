@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.http_server import READY_LINE
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=10, suite="base-b-test-cpu")
 
 LONG: dict[str, Any] = {
     "text": "a",

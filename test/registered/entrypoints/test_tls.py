@@ -16,7 +16,7 @@ import pytest
 from rigs.servers.tls_server import Certificates, tls_server
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-b-test-cpu")
+register_cpu_ci(est_time=2, suite="base-b-test-cpu")
 
 KEY = "a-key-of-the-config-file"
 

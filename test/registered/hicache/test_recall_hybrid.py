@@ -24,7 +24,7 @@ from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=13, suite="base-b-test-cpu")
+register_cpu_ci(est_time=19, suite="base-b-test-cpu")
 
 MODEL = str(BUILTIN_HYBRID_MODEL_DIR)
 CONTEXT = 2000

@@ -39,7 +39,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=7, suite="base-b-test-cpu")
 
 _DEADLINE_MS = 60_000
 

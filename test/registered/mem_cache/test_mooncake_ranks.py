@@ -17,7 +17,7 @@ from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-b-test-cpu")
+register_cpu_ci(est_time=25, suite="base-b-test-cpu")
 
 PAGES = 40
 SIZES = (1, 2, 4)

@@ -53,7 +53,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeS
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-b-test-cpu", alone=True)
+register_cpu_ci(est_time=2, suite="base-b-test-cpu", alone=True)
 
 LANDED = CacheOutcome.LANDED
 

@@ -19,7 +19,7 @@ from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
 # Mooncake's client looks at its server once a second; it does not notice a faster restart.
-register_cpu_ci(est_time=25, suite="base-b-test-cpu", alone=True)
+register_cpu_ci(est_time=6, suite="base-b-test-cpu", alone=True)
 
 LANDED = CacheOutcome.LANDED
 

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeS
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="base-b-test-cpu")
+register_cpu_ci(est_time=17, suite="base-b-test-cpu")
 
 pytestmark = pytest.mark.usefixtures("moving_in_place")
 

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeS
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="base-b-test-cpu")
+register_cpu_ci(est_time=4, suite="base-b-test-cpu")
 
 LANDED, MISS, FAILED = CacheOutcome.LANDED, CacheOutcome.MISS, CacheOutcome.FAILED
 QUOTAS = (

@@ -26,7 +26,7 @@ from sglang.srt.distributed.device_communicators.mooncake_log import mooncake_lo
 from sglang.srt.utils.network import ports_on_all_addresses, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=2, suite="base-b-test-cpu")
+register_cpu_ci(est_time=13, suite="base-b-test-cpu")
 
 
 @pytest.fixture(params=["store node", "transfer engine"])

@@ -21,7 +21,7 @@ from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import await_health, new_log_path
 
-register_cpu_ci(est_time=4, suite="base-b-test-cpu")
+register_cpu_ci(est_time=16, suite="base-b-test-cpu")
 
 END_S: Final = 40.0
 """Seconds in which both end at the latest; they need ten on a machine that does nothing else."""

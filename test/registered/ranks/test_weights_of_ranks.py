@@ -30,7 +30,7 @@ from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import await_health, new_log_path
 
-register_cpu_ci(est_time=16, suite="base-b-test-cpu")
+register_cpu_ci(est_time=10, suite="base-b-test-cpu")
 
 TCP: Final = {"MOONCAKE_PROTOCOL": "tcp"}
 PAGE: Final = 16

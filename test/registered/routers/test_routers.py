@@ -12,7 +12,7 @@ from rigs.disaggregation.router_probe import Probe, RouterFacts, running_router
 from rigs.disaggregation.router_rows import ROUTERS, ROWS
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=16, suite="base-b-test-cpu")
+register_cpu_ci(est_time=5, suite="base-b-test-cpu")
 
 
 @pytest.fixture(scope="module", params=ROUTERS.values(), ids=list(ROUTERS))

@@ -17,7 +17,7 @@ from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR
 from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+register_cpu_ci(est_time=9, suite="base-b-test-cpu")
 
 STEPS: Final = 8
 TOO_MANY: Final = 256 // (STEPS + 1) + 4

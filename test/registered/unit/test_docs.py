@@ -22,7 +22,7 @@ import pytest
 from benchmark.command import COMMANDS
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 REPO: Final = Path(__file__).resolve().parents[3]
 FILES: Final = REPO / "docs" / "files.md"

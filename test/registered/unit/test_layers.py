@@ -18,7 +18,7 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+register_cpu_ci(est_time=7, suite="base-a-test-cpu")
 
 REPO: Final = Path(__file__).resolve().parents[3]
 PACKAGE: Final = REPO / "python" / "sglang"

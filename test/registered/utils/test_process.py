@@ -26,7 +26,7 @@ from sglang.srt.utils.process import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="base-b-test-cpu")
+register_cpu_ci(est_time=1, suite="base-b-test-cpu")
 
 TREE = "sleep 300 & setsid sleep 300 & echo ready; wait"
 STUBBORN = "trap '' TERM; echo ready; while :; do sleep 0.05; done"

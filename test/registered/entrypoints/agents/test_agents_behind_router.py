@@ -17,7 +17,7 @@ from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.srt.utils.process import kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-b-test-cpu")
+register_cpu_ci(est_time=1, suite="base-b-test-cpu")
 
 KIMI_CALL: Final = (
     "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>{}"

@@ -16,7 +16,7 @@ from rigs.servers.fake_engine import LAST_MESSAGE, FrontServer, front_server, wr
 from rigs.written_calls import WRITERS
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-b-test-cpu")
+register_cpu_ci(est_time=2, suite="base-b-test-cpu")
 
 PARSERS: Final = {
     "glm45": "glm45",

@@ -29,7 +29,7 @@ from sglang.srt.environ import envs
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=5, suite="base-b-test-cpu")
+register_cpu_ci(est_time=10, suite="base-b-test-cpu")
 
 PAGE: Final = 64
 PAGES: Final = 8

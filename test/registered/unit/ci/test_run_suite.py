@@ -18,7 +18,7 @@ from sglang.srt.environ import child_environment
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=18, suite="base-b-test-cpu")
+register_cpu_ci(est_time=42, suite="base-b-test-cpu")
 
 SCRIPT = Path(__file__).resolve().parents[3] / "run_suite.py"
 HEAD = "import pytest\nfrom sglang.test.ci.ci_register import register_cpu_ci\n"

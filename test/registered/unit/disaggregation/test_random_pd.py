@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
 from sglang.srt.messages.io_struct import FinishReason
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=34, suite="base-a-test-cpu")
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
 
 @pytest.mark.parametrize("seed", [1, 2, 6])

@@ -32,7 +32,7 @@ from sglang.srt.messages.io_struct import ShutdownReq, TokenizedGenerateReqInput
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 pytestmark = pytest.mark.usefixtures("short_repeats")
 
 LENGTHS = (1, 4, 15, 16, 17, 64, 70)

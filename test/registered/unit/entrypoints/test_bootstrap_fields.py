@@ -20,7 +20,7 @@ from sglang.srt.messages.io_struct import (
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=7, suite="base-a-test-cpu")
 
 GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
 HELLO: Final = {"messages": [{"role": "user", "content": "hello"}]}

@@ -31,7 +31,7 @@ from sglang.srt.function_call.function_call_parser import make_call_parser
 from sglang.srt.function_call.tagged_detectors import allowed_types, typed_value
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 FORMATS = pytest.mark.parametrize("name", list(WRITERS))
 

@@ -18,7 +18,7 @@ from rigs.stores.losing_store import LosingStore
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 PROMPT = [*range(40), 7]
 """Ten pages and a token."""

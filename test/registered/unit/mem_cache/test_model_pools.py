@@ -44,7 +44,7 @@ from sglang.srt.mem_cache.storage.types import StoragePool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
 PROMPT = [*range(40), 7]
 """Ten pages and a token."""

@@ -28,7 +28,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import check_tokenizer_files
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 LAYER = "model.layers.0.mlp.down_proj"
 LONG = "a" * 300

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.speculative.eagle_worker import EAGLEWorker
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=11, suite="base-a-test-cpu")
+register_cpu_ci(est_time=19, suite="base-a-test-cpu")
 
 SPLIT: dict[str, Any] = {"num_attention_heads": 8}
 LATENT: dict[str, Any] = {**SPLIT, "num_key_value_heads": 8}

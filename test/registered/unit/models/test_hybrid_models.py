@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
 DENSE_NEXT = {"num_experts": 0, "max_shard_size": "60KB"}
 YARN = {

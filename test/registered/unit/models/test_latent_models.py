@@ -28,7 +28,7 @@ from sglang.srt.layers.attention.partial_attention import Partial, _attend_plain
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 YARN = {
     "rope_type": "yarn",

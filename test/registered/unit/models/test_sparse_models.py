@@ -25,7 +25,7 @@ from sglang.srt.model_loader.loader import get_model
 from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 FAMILY = "qwen3_moe"
 CASES = [

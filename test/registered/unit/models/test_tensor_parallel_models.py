@@ -15,7 +15,7 @@ from rigs.schedulers.rank_threads import on_rank_threads
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+register_cpu_ci(est_time=7, suite="base-a-test-cpu")
 
 SPLIT: dict[str, Any] = {"num_attention_heads": 8, "vocab_size": 162}
 """Four ranks divide the heads and not the vocabulary; two KV heads, so that they share those."""

@@ -19,7 +19,7 @@ from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, mak
 from sglang.srt.parser.reasoning_parser import REASONING_PARSERS, ReasoningParser
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 FORMATS = pytest.mark.parametrize("name", list(ALL_WRITERS))
 Message = tuple[str, str, list[tuple[str, Any]]]

@@ -20,7 +20,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfi
 from sglang.srt.model_executor.pool_sizing import memory_parts
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 
 DOCUMENT: Final = Path(__file__).parents[4] / "docs" / "models.md"
 RANKS: Final = (1, 4, 8, 16)

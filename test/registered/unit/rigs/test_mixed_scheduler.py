@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.tree.kv_events import BlockRemoved, KVEventLog
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-a-test-cpu")
+register_cpu_ci(est_time=13, suite="base-a-test-cpu")
 
 PLAIN = Mix(
     family="deepseek_v3",

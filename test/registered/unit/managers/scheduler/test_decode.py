@@ -22,7 +22,7 @@ from sglang.srt.messages.io_struct import FinishReason
 from sglang.srt.speculative import verify_graphs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 register_cuda_ci(est_time=15, suite="base-b-test-1-gpu-large")
 
 

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.messages.io_struct import FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
 pytestmark = pytest.mark.usefixtures("reads_are_never_late")
 

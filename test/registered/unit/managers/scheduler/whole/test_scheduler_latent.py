@@ -15,7 +15,7 @@ from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cpu_ci(est_time=7, suite="base-a-test-cpu")
 
 pytestmark = pytest.mark.usefixtures("reads_are_never_late")
 

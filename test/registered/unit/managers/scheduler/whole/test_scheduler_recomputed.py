@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.device.fp8_rows import read_rows
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 CACHED = [prompt(1, 64), prompt(2, 48)]
 LONGER = [CACHED[0] + prompt(5, 32), CACHED[1] + prompt(6, 25)]

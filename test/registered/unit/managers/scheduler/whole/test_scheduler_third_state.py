@@ -33,7 +33,7 @@ from sglang.srt.models.qwen3_next import Qwen3NextForCausalLM
 from sglang.srt.models.registry import MODEL_CLASSES
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=3, suite="base-a-test-cpu")
+register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
 VOCAB_SIZE = 160
 NEW_TOKENS = 12

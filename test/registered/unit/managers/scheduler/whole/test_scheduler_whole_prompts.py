@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
 
 pytestmark = pytest.mark.usefixtures("reads_are_never_late")
