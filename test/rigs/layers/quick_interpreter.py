@@ -13,9 +13,9 @@ _POLL_S: Final = 5e-4
 def quicken_interpreter() -> None:
     """Let this process patch the language once, and sleep while a kernel polls.
 
-    The interpreter inspects all of `triton.language` at each call of a kernel and of each function
-    in it, a quarter of the time, and afterwards undoes what it has changed for a kernel. A rank
-    that polls would take a core from the rank that it waits for.
+    The interpreter inspects all of `triton.language` each time that a kernel or a function in it is
+    called. This takes a fifth of its time. A rank that polls would take a core from the rank that
+    it waits for.
     """
     from triton.runtime import interpreter
 
