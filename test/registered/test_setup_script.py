@@ -123,6 +123,8 @@ def test_quiet_periods_are_those_of_what_is_shown(checkout: Path) -> None:
 
 def test_what_nothing_imports_is_not_compiled(checkout: Path) -> None:
     site = checkout / SITE
+    wanted: tuple[str, ...]
+    others: tuple[str, ...]
     wanted = ("transformers/models/llama/a.py", "some/a.py", "some/tests.py", "tests/a.py")
     wanted += ("torch/a.py", "torch/_inductor_not/a.py", "some/pip/a.py", "sympy/core/a.py")
     others = ("transformers/models/bert/a.py", "some/tests/a.py", "some/more/tests/a.py")

@@ -29,7 +29,7 @@ register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 UNTIED = ("kimi_linear", "nemotron_h")
-"""Families in which transformers saves a head of its own whatever config.json says."""
+"""transformers never ties the heads of these families. It saves them beside the embedding."""
 CASES = ("differs", "equal", "alone", "absent")
 
 
