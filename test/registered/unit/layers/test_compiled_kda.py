@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import triton
 import triton.knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from rigs.layers.compiled_kernels import Usage, compile_kernel, usage_of
 from sglang.srt.layers.triton_ops.kda import chunks, tokens
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -21,8 +16,6 @@ register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-HOPPER: Final = GPUTarget("cuda", 90, 32)
-TOOL: Final = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DIM: Final = 128
 CONSTANTS: Final[dict[str, Any]] = {
     "Q0": 0, "K0": 32 * DIM, "V0": 64 * DIM, "B0": 98 * DIM, "HEADS": 32, "DIM": DIM, "KERNEL": 4,
@@ -51,30 +44,22 @@ EXACT: Final = frozenset(
 )
 
 
-def compiled(name: str) -> Any:
+def usage(name: str) -> Usage:
     kernel, own, warps, _ = KERNELS[name]
-    names: list[str] = kernel.arg_names
-    constants = {arg: value for arg, value in (CONSTANTS | own).items() if arg in names}
 
     def type_of(arg: str) -> str:
-        if arg in constants:
-            return "constexpr"
         if not arg.endswith("_ptr"):
             return "fp32" if arg in ("scale", "eps") else "i32"
         if arg == "out_ptr" and kernel is tokens._rule_kernel:
             return "*fp32"
         return "*i64" if arg in INDICES else "*fp32" if arg in EXACT else "*bf16"
 
-    aligned = [arg for arg in names if arg.endswith("_ptr") and arg not in INDICES]
-    return triton.compile(
-        ASTSource(
-            kernel,
-            {arg: type_of(arg) for arg in names},
-            constexprs={(names.index(arg),): value for arg, value in constants.items()},
-            attrs={(names.index(arg),): [["tt.divisibility", 16]] for arg in aligned},
-        ),
-        target=HOPPER,
-        options={"num_warps": warps, "num_stages": 2 if name == "advance" else 3},
+    aligned = {arg for arg in kernel.arg_names if arg.endswith("_ptr")} - INDICES
+    stages = 2 if name == "advance" else 3
+    return usage_of(
+        compile_kernel(
+            kernel, CONSTANTS | own, type_of, aligned=aligned, warps=warps, stages=stages
+        )
     )
 
 
@@ -84,14 +69,7 @@ delta net's kernel too."""
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_little_is_spilled_and_two_programs_share_a_multiprocessor(
-    name: str, tmp_path: Path
-) -> None:
-    found = compiled(name)
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(found.asm["cubin"])
-    command = [str(TOOL), "--dump-resource-usage", str(cubin)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    stack = re.search(r"STACK:(\d+)", usage)
-    assert stack is not None and int(stack[1]) <= STACK.get(name, 0), usage
-    assert found.metadata.shared <= KERNELS[name][3] << 10
+def test_little_is_spilled_and_two_programs_share_a_multiprocessor(name: str) -> None:
+    found = usage(name)
+    assert found.spilled <= STACK.get(name, 0), found
+    assert found.shared <= KERNELS[name][3] << 10

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 import triton.knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from rigs.layers.compiled_kernels import compile_kernel
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.scaled import product, routed_experts
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -22,7 +20,6 @@ register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-HOPPER = GPUTarget("cuda", 90, 32)
 WEIGHT = {
     "N": 4096, "K": 7168, "FP8": False, "ZEROS": False, "HEIGHT": 1, "BLOCK_N": 128, "BLOCK_K": 128,
     "DEPTH": 1, "TILES": 4, "TMA": False, "CUDA": True,
@@ -47,20 +44,11 @@ def type_of(name: str) -> str:
 
 def ptx_of(kernel: Any, constants: dict[str, Any], types: dict[str, str], stages: int) -> str:
     """The code of a kernel. `types` are those of arguments for which `type_of` is wrong."""
-    names = kernel.arg_names
-    aligned = [arg for arg in names if arg.endswith("_ptr") and "desc" not in types.get(arg, "")]
-    compiled = triton.compile(
-        ASTSource(
-            kernel,
-            {
-                arg: "constexpr" if arg in constants else types.get(arg, type_of(arg))
-                for arg in names
-            },
-            constexprs={(names.index(arg),): value for arg, value in constants.items()},
-            attrs={(names.index(arg),): [["tt.divisibility", 16]] for arg in (*aligned, "stride")},
-        ),
-        target=HOPPER,
-        options={"num_warps": 4, "num_stages": stages},
+    aligned = {"stride"} | {
+        arg for arg in kernel.arg_names if arg.endswith("_ptr") and "desc" not in types.get(arg, "")
+    }
+    compiled = compile_kernel(
+        kernel, constants, lambda arg: types.get(arg, type_of(arg)), aligned=aligned, stages=stages
     )
     text: str = compiled.asm["ptx"]
     return text

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import triton.knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from rigs.layers.compiled_kernels import compile_kernel, usage_of
 from sglang.srt.layers.triton_ops.mamba import chunks, finish, tokens
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -21,7 +17,6 @@ register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-HOPPER: Final = GPUTarget("cuda", 90, 32)
 SHARED_BYTES: Final = 227 << 10
 """Shared memory of one program on Hopper."""
 NANO: Final = {"HEADS": 64, "GROUPS": 8, "HEAD_DIM": 64, "STATE": 128}
@@ -31,34 +26,11 @@ FP32: Final = re.compile("steps|totals|weight|bias|a_log|skip|temporal|scanned")
 INDICES: Final = re.compile("read|write|track|bounds|requests_ptr|firsts")
 
 
-def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> tuple[int, int, int]:
-    """Registers of a thread, bytes that it spills, and shared memory of a program."""
-    names = kernel.arg_names
-
-    def type_of(name: str) -> str:
-        if name.endswith("_ptr"):
-            return "*i64" if INDICES.search(name) else "*fp32" if FP32.search(name) else "*bf16"
-        return "fp32" if name == "eps" else "i32"
-
-    aligned = [name for name in names if name.endswith("_ptr") and not INDICES.search(name)]
-    made = triton.compile(
-        ASTSource(
-            kernel,
-            {name: "constexpr" if name in constants else type_of(name) for name in names},
-            constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-        ),
-        target=HOPPER,
-        options={"num_warps": warps, "num_stages": 3},
-    )
-    tool = Path(triton.backends.__file__).parent / "nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        dump = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(dump, check=True, capture_output=True, text=True).stdout
-    used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
-    return int(used["REG"]), int(used["STACK"]) + int(used["LOCAL"]), int(made.metadata.shared)
+def type_of(name: str) -> str:
+    """Triton's name for the type of an argument."""
+    if name.endswith("_ptr"):
+        return "*i64" if INDICES.search(name) else "*fp32" if FP32.search(name) else "*bf16"
+    return "fp32" if name == "eps" else "i32"
 
 
 SCAN: Final = NANO | {"KERNEL": 4, "BLOCK_N": 128, "TRACK": False, "EARLY": 0}
@@ -95,5 +67,8 @@ CASES: Final[dict[str, tuple[Any, dict[str, Any], int]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_keeps_everything_in_registers_and_fits(name: str) -> None:
-    registers, spilled, shared = compiled(*CASES[name])
-    assert (spilled, shared <= SHARED_BYTES) == (0, True), (registers, spilled, shared)
+    kernel, constants, warps = CASES[name]
+    pointers = {arg for arg in kernel.arg_names if arg.endswith("_ptr")}
+    aligned = {arg for arg in pointers if not INDICES.search(arg)}
+    found = usage_of(compile_kernel(kernel, constants, type_of, aligned=aligned, warps=warps))
+    assert found.spilled == 0 and found.shared <= SHARED_BYTES, found
