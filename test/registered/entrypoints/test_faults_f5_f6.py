@@ -152,6 +152,11 @@ def test_f5_storage_survives_sigterm_and_sigkill_does_not_hinder_a_restart(
     kill_and_judge(server, "scheduler")
 
 
+def left_in(directory: str) -> list[str]:
+    """Names in a directory of temporary files, but torch's own: 2.11 leaves one there."""
+    return sorted(name for name in os.listdir(directory) if not name.startswith("torchinductor_"))
+
+
 def test_f5_the_next_start_cleans_up_after_a_process_tree_killed_at_once() -> None:
     # A short prefix, because paths of Unix sockets have a limit.
     with tempfile.TemporaryDirectory(prefix="f5-") as parent:
@@ -169,11 +174,11 @@ def test_f5_the_next_start_cleans_up_after_a_process_tree_killed_at_once() -> No
             killed.start()
             assert not orphan.exists()
             assert f"removed {orphan}" in log_of(killed)
-            assert sorted(os.listdir(parent)) == sorted([kept.name, ipc_directory(killed).name])
+            assert left_in(parent) == sorted([kept.name, ipc_directory(killed).name])
             for server in (killed, living):
                 assert server.generate("name", max_new_tokens=2).output_ids
                 assert server.stop() == 0
-        assert os.listdir(parent) == []
+        assert left_in(parent) == []
 
 
 def test_f6_the_detokenizers_death_ends_the_server(server: EngineServer) -> None:
