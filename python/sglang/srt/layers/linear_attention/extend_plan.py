@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -176,6 +176,47 @@ class ExtendPlan:
             tracked_places=ids[7],
             tracked=ids[8],
         )
+
+    def advance(
+        self,
+        state: torch.Tensor,
+        state_dtype: torch.dtype,
+        step: Callable[[slice, torch.Tensor], None],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move all states over the chunks, round by round.
+
+        Tokens after a snapshot continue from it as stored, rounded to `state_dtype`.
+
+        Args:
+            state: fp32 `[bs, ...]`: states before the prefill.
+            state_dtype: Dtype in which states are stored.
+            step: Gets the chunks of a round, and the states before them, which it overwrites with
+                those after them.
+
+        Returns:
+            The states after the prefill, as `state`; and the snapshots, fp32 `[num_tracked, ...]`,
+            in the plan's order.
+        """
+        state = state.index_select(0, self.order)
+        tracked_at = iter(enumerate(self.tracked_rounds))
+        upcoming = next(tracked_at, None)
+        snapshots: list[torch.Tensor] = []
+        begin = 0
+        for nth, size in enumerate(self.round_sizes):
+            step(slice(begin, begin + size), state[:size])
+            begin += size
+            while upcoming is not None and upcoming[1] == nth:
+                place = self.tracked_places[upcoming[0] : upcoming[0] + 1]
+                snapshot = state.index_select(0, place).to(state_dtype).float()
+                state.index_copy_(0, place, snapshot)
+                snapshots.append(snapshot)
+                upcoming = next(tracked_at, None)
+        after = torch.empty_like(state).index_copy_(0, self.order, state)
+        return after, torch.cat([state[:0], *snapshots])
+
+    def by_token(self, x: torch.Tensor) -> torch.Tensor:
+        """The opposite of `in_chunks`."""
+        return x.transpose(1, 2).flatten(0, 1).index_select(0, self.token_places)
 
     def in_chunks(self, x: torch.Tensor) -> torch.Tensor:
         """Cut `[num_tokens, num_heads, ...]` into `[num_chunks, num_heads, chunk, ...]`. Zeros pad

@@ -127,28 +127,16 @@ class TorchDeltaRule:
         """
         inputs = inputs.normalised()
         chunks = self._solve(*(plan.in_chunks(tensor) for tensor in inputs))
-        state = state.index_select(0, plan.order)
         out = torch.empty_like(chunks.values)
-        tracked_at = iter(enumerate(plan.tracked_rounds))
-        upcoming = next(tracked_at, None)
-        snapshots: list[torch.Tensor] = []
-        begin = 0
-        for nth, size in enumerate(plan.round_sizes):
-            now = Chunks(*(tensor[begin : begin + size] for tensor in chunks))
-            current = state[:size]
+
+        def step(places: slice, current: torch.Tensor) -> None:
+            now = Chunks(*(tensor[places] for tensor in chunks))
             corrections = now.values - now.reads @ current
-            out[begin : begin + size] = now.queries @ current + now.scores @ corrections
+            out[places] = now.queries @ current + now.scores @ corrections
             current.mul_(now.decay).add_(now.keys.transpose(-1, -2) @ corrections)
-            begin += size
-            while upcoming is not None and upcoming[1] == nth:
-                place = plan.tracked_places[upcoming[0] : upcoming[0] + 1]
-                snapshot = state.index_select(0, place).to(state_dtype).float()
-                state.index_copy_(0, place, snapshot)
-                snapshots.append(snapshot)
-                upcoming = next(tracked_at, None)
-        by_token = out.transpose(1, 2).flatten(0, 1).index_select(0, plan.token_places)
-        after = torch.empty_like(state).index_copy_(0, plan.order, state)
-        return by_token, after, torch.cat([state[:0], *snapshots])
+
+        after, snapshots = plan.advance(state, state_dtype, step)
+        return plan.by_token(out), after, snapshots
 
     def _solve(
         self,

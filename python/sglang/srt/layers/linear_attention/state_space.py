@@ -95,27 +95,15 @@ class TorchStateSpace:
             the snapshots, fp32 `[num_tracked, ...]`, in the plan's order.
         """
         chunks = _in_chunks(inputs, plan)
-        state = state.index_select(0, plan.order)
         out = chunks.own
-        tracked_at = iter(enumerate(plan.tracked_rounds))
-        upcoming = next(tracked_at, None)
-        snapshots: list[torch.Tensor] = []
-        begin = 0
-        for nth, size in enumerate(plan.round_sizes):
-            now = _Chunks(*(tensor[begin : begin + size] for tensor in chunks))
-            current = state[:size]
-            out[begin : begin + size] += now.reads @ current.transpose(-1, -2)
+
+        def step(places: slice, current: torch.Tensor) -> None:
+            now = _Chunks(*(tensor[places] for tensor in chunks))
+            out[places] += now.reads @ current.transpose(-1, -2)
             current.mul_(now.decay).add_(now.change)
-            begin += size
-            while upcoming is not None and upcoming[1] == nth:
-                place = plan.tracked_places[upcoming[0] : upcoming[0] + 1]
-                snapshot = state.index_select(0, place).to(state_dtype).float()
-                state.index_copy_(0, place, snapshot)
-                snapshots.append(snapshot)
-                upcoming = next(tracked_at, None)
-        by_token = out.transpose(1, 2).flatten(0, 1).index_select(0, plan.token_places)
-        after = torch.empty_like(state).index_copy_(0, plan.order, state)
-        return by_token, after, torch.cat([state[:0], *snapshots])
+
+        after, snapshots = plan.advance(state, state_dtype, step)
+        return plan.by_token(out), after, snapshots
 
 
 def _in_chunks(inputs: StateSpaceInputs, plan: ExtendPlan) -> _Chunks:
