@@ -97,6 +97,13 @@ class DeltaStates:
     track_lens: torch.Tensor | None = None
     """`[bs]`: new tokens before each snapshot; 0: no snapshot."""
 
+    @property
+    def indices(self) -> tuple[torch.Tensor, ...]:
+        """`read_slots`, `slots`, `track_slots`, `bounds`, `track_lens`, as kernels take them.
+        `slots` stands in for what is None, which they do not read."""
+        own = self.read_slots, self.slots, self.track_slots, self.bounds, self.track_lens
+        return tuple(self.slots if one is None else one for one in own)
+
 
 class DeltaChunks(NamedTuple):
     """Chunks of a prefill for `attend_in_chunks`: int64 tensors on the device.

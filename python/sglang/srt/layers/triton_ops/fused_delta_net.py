@@ -351,12 +351,7 @@ def attend_linearly(
     assert layout.kernel <= MOST_TAPS
     attended = torch.empty((num_tokens, heads, value_dim), dtype=torch.float32, device=x.device)
     out = torch.empty((num_tokens, heads * value_dim), dtype=x.dtype, device=x.device)
-    # Any tensor can stand in for an argument that is not read.
-    slots = states.slots
-    bounds = slots if states.bounds is None else states.bounds
-    track_slots = slots if states.track_slots is None else states.track_slots
-    track_lens = slots if states.track_lens is None else states.track_lens
-    indices = states.read_slots, slots, track_slots, bounds, track_lens
+    indices = states.indices
     inputs = (x,) * 5 if kept is None else kept
     has_more = each == 0 or requests > _FEW_REQUESTS
     block_v = min(_VALUES_AT_ONCE[has_more], triton.next_power_of_2(value_dim))

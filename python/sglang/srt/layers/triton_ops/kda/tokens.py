@@ -254,12 +254,7 @@ def attend_kda(
     assert layout.kernel <= MOST_TAPS
     attended = torch.empty((num_tokens, heads, dim), dtype=torch.float32, device=columns.device)
     out = columns.new_empty((num_tokens, heads * dim))
-    # Any tensor can stand in for an argument that is not read.
-    slots = states.slots
-    bounds = slots if states.bounds is None else states.bounds
-    track_slots = slots if states.track_slots is None else states.track_slots
-    track_lens = slots if states.track_lens is None else states.track_lens
-    indices = states.read_slots, slots, track_slots, bounds, track_lens
+    indices = states.indices
     block = triton.next_power_of_2(dim)
     has_more = each == 0 or requests > _FEW_REQUESTS
     block_v = min(_VALUES_AT_ONCE[has_more], block)

@@ -117,16 +117,11 @@ def finish(
     weight, eps = norm
     each = num_tokens // requests if states.bounds is None else 0
     out = torch.empty((num_tokens, layout.values), dtype=x.dtype, device=x.device)
-    # Any tensor can stand in for an argument that is not read.
-    slots = states.slots
-    bounds = slots if states.bounds is None else states.bounds
-    track_slots = slots if states.track_slots is None else states.track_slots
-    track_lens = slots if states.track_lens is None else states.track_lens
     block_v = triton.next_power_of_2(layout.values // layout.groups)
     parts = triton.cdiv(layout.channels, _CHANNELS_AT_ONCE * layout.groups)
     _finish_kernel[(layout.groups, num_tokens + requests * parts)](
-        x, states.conv, scanned, weight, out, states.read_slots, slots, track_slots, bounds,
-        track_lens, num_tokens, requests, x.stride(0), eps, GROUPS=layout.groups,
+        x, states.conv, scanned, weight, out, *states.indices, num_tokens, requests, x.stride(0),
+        eps, GROUPS=layout.groups,
         VALUES=layout.values, CHANNELS=layout.channels, KERNEL=layout.kernel, BLOCK_V=block_v,
         BLOCK_C=_CHANNELS_AT_ONCE, PAST=triton.next_power_of_2(layout.kernel - 1), PARTS=parts,
         EACH=each, TRACK=states.track_slots is not None, num_warps=max(1, min(8, block_v // 256)),

@@ -167,17 +167,12 @@ def scan_tokens(
     assert states.bounds is not None or requests * each == num_tokens
     assert states.kept is None and layout.kernel <= MOST_TAPS
     scanned = torch.empty((num_tokens, layout.values), dtype=torch.float32, device=x.device)
-    # Any tensor can stand in for an argument that is not read.
-    slots = states.slots
-    bounds = slots if states.bounds is None else states.bounds
-    track_slots = slots if states.track_slots is None else states.track_slots
-    track_lens = slots if states.track_lens is None else states.track_lens
     has_more = each == 0 or requests > _FEW_REQUESTS
     block_p = min(_FEATURES_AT_ONCE[has_more], triton.next_power_of_2(layout.head_dim))
     early = early_start(x)
     _scan_kernel[(triton.cdiv(layout.head_dim, block_p), layout.heads, requests)](
-        x, states.conv, states.temporal, *weights[:-1], scanned, states.read_slots, slots,
-        track_slots, bounds, track_lens, x.stride(0), HEADS=layout.heads, GROUPS=layout.groups,
+        x, states.conv, states.temporal, *weights[:-1], scanned, *states.indices, x.stride(0),
+        HEADS=layout.heads, GROUPS=layout.groups,
         HEAD_DIM=layout.head_dim, STATE=layout.state_size, KERNEL=layout.kernel, BLOCK_P=block_p,
         BLOCK_N=triton.next_power_of_2(layout.state_size), EACH=each, TRACK=tracks,
         num_warps=_WARPS[each != 1], **early,
