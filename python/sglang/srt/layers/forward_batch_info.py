@@ -142,6 +142,7 @@ class AttentionLayer(Protocol):
     scaling: float
     layer_id: int
     kind: AttentionKind
+    sinks: torch.Tensor | None
 
 
 class Attention(Protocol):

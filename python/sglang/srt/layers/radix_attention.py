@@ -34,12 +34,15 @@ class RadixAttention(torch.nn.Module):
         layer_id: int,
         *,
         kind: AttentionKind = FULL_ATTENTION,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Args:
         num_heads: Query heads of this rank; a multiple of `num_kv_heads`.
         scaling: Factor of the scores, before the softmax.
         layer_id: Index of this layer in the model.
         kind: Decides which backend runs it.
+        sinks: fp32 `[num_heads]`: a logit of each head, unscaled, that takes part in every softmax
+            and has no value. None: no sinks.
         """
         super().__init__()
         self.num_heads = num_heads
@@ -48,6 +51,7 @@ class RadixAttention(torch.nn.Module):
         self.scaling = scaling
         self.layer_id = layer_id
         self.kind = kind
+        self.sinks = sinks
 
     def forward(
         self,

@@ -269,6 +269,7 @@ class ModelRunner:
                 device=self.config.device,
                 mla=layer.mla if isinstance(layer, LatentAttention) else None,
                 tp_group=self.tp_group,
+                has_sinks=layer.sinks is not None,
             )
             for layer in layers
         }

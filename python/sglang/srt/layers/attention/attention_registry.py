@@ -30,16 +30,24 @@ MakeBackend = Callable[[AttentionConfig], AttentionBackend]
 
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 _BACKENDS: dict[tuple[AttentionKind, str, str], MakeBackend] = {}
+_TAKE_SINKS: set[tuple[AttentionKind, str, str]] = set()
+"""Backends for layers with attention sinks."""
 
 
 def register_attention_backend(
-    kind: AttentionKind, name: str, device_type: str, make: MakeBackend
+    kind: AttentionKind,
+    name: str,
+    device_type: str,
+    make: MakeBackend,
+    *,
+    takes_sinks: bool = False,
 ) -> None:
     """Register `make` as the backend `name` for layers of `kind` on devices of `device_type`.
 
     Args:
         device_type: Name of a `DeviceKind`.
         make: Makes the backend; raises ValueError if it does not support the model.
+        takes_sinks: True if it reads `RadixAttention.sinks`. Others refuse a model with sinks.
 
     Raises:
         ValueError: A backend is already registered for these three.
@@ -49,6 +57,8 @@ def register_attention_backend(
             f"attention backend {name!r} is already registered for {kind!r} on {device_type!r}"
         )
     _BACKENDS[kind, name, device_type] = make
+    if takes_sinks:
+        _TAKE_SINKS.add((kind, name, device_type))
 
 
 def default_attention_backend(device: str, kind: AttentionKind = FULL_ATTENTION) -> str:
@@ -75,8 +85,14 @@ def create_attention_backend(
         ValueError: No backend has that name (the error lists the names), or it does not support the
             device or this model.
     """
-    make = _BACKENDS.get((kind, name, device_kind(config.device).name))
+    key = kind, name, device_kind(config.device).name
+    make = _BACKENDS.get(key)
     if make is not None:
+        if config.has_sinks and key not in _TAKE_SINKS:
+            raise ValueError(
+                f"attention backend {name!r} does not support attention sinks, which the model's "
+                f"layers of kind {kind!r} have: use --attention-backend torch_native"
+            )
         return make(config)
     there = _names(kind, config.device)
     if any((k, n) == (kind, name) for k, n, _ in _BACKENDS):
@@ -201,10 +217,17 @@ _FULL: Final[dict[str, MakeBackend]] = {
     "flashinfer": _make_flashinfer,
     "ascend": _imported("ascend_backend.AscendAttnBackend"),
 }
+_FULL_WITH_SINKS: Final = frozenset({"torch_native"})
 for _kind in DEVICE_KINDS.values():
     for _name in _kind.attention_backends:
         if _name in _FULL:
-            register_attention_backend(FULL_ATTENTION, _name, _kind.name, _FULL[_name])
+            register_attention_backend(
+                FULL_ATTENTION,
+                _name,
+                _kind.name,
+                _FULL[_name],
+                takes_sinks=_name in _FULL_WITH_SINKS,
+            )
     if "triton" in _kind.attention_backends:
         register_attention_backend(MLA, "triton", _kind.name, _LATENT_TRITON)
         register_attention_backend(DSA, "triton", _kind.name, _LATENT_TRITON)
@@ -212,4 +235,6 @@ for _kind in DEVICE_KINDS.values():
         register_attention_backend(DSA, "flashmla", _kind.name, _make_flashmla)
     register_attention_backend(MLA, "torch_native", _kind.name, MLATorchNativeBackend)
     register_attention_backend(DSA, "torch_native", _kind.name, DSATorchNativeBackend)
-    register_attention_backend(SLIDING_WINDOW, "torch_native", _kind.name, WindowTorchBackend)
+    register_attention_backend(
+        SLIDING_WINDOW, "torch_native", _kind.name, WindowTorchBackend, takes_sinks=True
+    )

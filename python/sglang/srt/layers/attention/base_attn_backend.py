@@ -30,6 +30,8 @@ class AttentionConfig:
     device: str
     mla: MLAConfig | None = None
     """Sizes of latent attention, for the kinds that have it."""
+    has_sinks: bool = False
+    """True if the layers have `RadixAttention.sinks`."""
     tp_group: TensorGroup = field(default_factory=SingleTensorGroup)
     """The ranks that have the other heads of the same tokens."""
 

@@ -102,6 +102,21 @@ def merge_two(a: Partial, b: Partial) -> torch.Tensor:
     return torch.lerp(b.out.float(), a.out.float(), weight).to(b.out.dtype)
 
 
+def with_sinks(part: Partial, sinks: torch.Tensor | None) -> Partial:
+    """The part, with one more logit for each row in its softmax, which has no value.
+
+    Only one of the parts of a row may have it.
+
+    Args:
+        sinks: fp32, broadcast to `part.lse`; None: the part stays as it is.
+    """
+    if sinks is None:
+        return part
+    weight = torch.sigmoid(part.lse - sinks).unsqueeze(-1)
+    out = (part.out * weight).to(part.out.dtype)
+    return Partial(out, torch.logaddexp(part.lse, sinks))
+
+
 class RunningAttention:
     """Attention over parts of a context that are added one by one, in fp32."""
 
@@ -116,7 +131,7 @@ class RunningAttention:
         self.lse = torch.logaddexp(self.lse, part.lse)
 
 
-def merge_parts(parts: Partial, owners: torch.Tensor, num_owners: int) -> torch.Tensor:
+def merge_parts(parts: Partial, owners: torch.Tensor, num_owners: int) -> Partial:
     """Join any number of parts for each of several queries.
 
     Args:
@@ -124,7 +139,7 @@ def merge_parts(parts: Partial, owners: torch.Tensor, num_owners: int) -> torch.
         owners: int64 `[n]`: the query that each part belongs to; every query has a part.
 
     Returns:
-        `[num_owners, heads, rows, head_dim]`.
+        `out` `[num_owners, heads, rows, head_dim]`.
     """
     shape = (num_owners, *parts.lse.shape[1:])
     index = owners.view(-1, 1, 1).expand_as(parts.lse)
@@ -134,4 +149,4 @@ def merge_parts(parts: Partial, owners: torch.Tensor, num_owners: int) -> torch.
     total = torch.zeros(shape, device=weight.device).index_add_(0, owners, weight)
     out = torch.zeros((*shape, parts.out.shape[-1]), device=weight.device)
     out.index_add_(0, owners, parts.out * weight.unsqueeze(-1))
-    return (out / total.unsqueeze(-1)).to(parts.out.dtype)
+    return Partial((out / total.unsqueeze(-1)).to(parts.out.dtype), peak + total.log())

@@ -26,6 +26,7 @@ from sglang.srt.layers.attention.partial_attention import (
     heads_first,
     merge_parts,
     merge_two,
+    with_sinks,
 )
 from sglang.srt.layers.attention.slot_plan import (
     VIEW_BYTES,
@@ -99,6 +100,7 @@ class TorchNativeAttnBackend(AttentionBackend):
             new = attend(
                 heads_first(queries), keys, values, scale=layer.scaling, causal=not last_only
             )
+            new = with_sinks(new, None if layer.sinks is None else layer.sinks.unsqueeze(1))
             out = new.out
             prefix = _attend_prefix(queries, (pool_k, pool_v), segment, layer)
             if prefix is not None:
@@ -112,7 +114,14 @@ class TorchNativeAttnBackend(AttentionBackend):
         assert self._decode_plan is not None
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         grouped = q.reshape(q.shape[0], layer.num_kv_heads, -1, layer.head_dim)
-        out = decode_by_plan(self._decode_plan, grouped, pool_k, pool_v, scale=layer.scaling)
+        out = decode_by_plan(
+            self._decode_plan,
+            grouped,
+            pool_k,
+            pool_v,
+            scale=layer.scaling,
+            sinks=None if layer.sinks is None else layer.sinks.view(layer.num_kv_heads, -1),
+        )
         return out.reshape(q.shape[0], -1)
 
 
@@ -124,6 +133,7 @@ def decode_by_plan(
     *,
     scale: float,
     read: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from one token of each request to its whole context.
 
@@ -134,6 +144,7 @@ def decode_by_plan(
             then gathered once.
         scale: Factor of the scores.
         read: Makes values of the queries' dtype from slots of the pool; None: a conversion.
+        sinks: `RadixAttention.sinks` as `[num_kv_heads, heads of a group]`.
 
     Returns:
         `[bs, num_kv_heads, heads of a group, head_dim]`.
@@ -149,12 +160,14 @@ def decode_by_plan(
         parts.append(attend(q[row : row + 1], k_view, v_view, scale=scale))
     parts += [_attend_gathered(q, pool_k, pool_v, part, scale, read) for part in plan.gathers]
     out = parts[0].out if len(parts) == 1 else torch.cat([part.out for part in parts])
-    if plan.order is None:
-        lse = torch.cat([part.lse for part in parts])
-        out = merge_parts(Partial(out, lse), plan.owners, q.shape[0])
-    elif not plan.in_order:
-        out = out.index_select(0, plan.order)
-    return out
+    if plan.order is None or sinks is not None:
+        whole = Partial(out, torch.cat([part.lse for part in parts]))
+        if plan.order is None:
+            whole = merge_parts(whole, plan.owners, q.shape[0])
+        elif not plan.in_order:
+            whole = Partial(*(x.index_select(0, plan.order) for x in whole))
+        return with_sinks(whole, sinks).out
+    return out if plan.in_order else out.index_select(0, plan.order)
 
 
 def _attend_prefix(

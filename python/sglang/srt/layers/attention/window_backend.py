@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
-from sglang.srt.layers.attention.partial_attention import attend, heads_first
+from sglang.srt.layers.attention.partial_attention import attend, heads_first, with_sinks
 from sglang.srt.layers.forward_batch_info import (
     AttentionInputs,
     AttentionLayer,
@@ -185,6 +185,7 @@ class WindowTorchBackend(AttentionBackend):
         rings, states = self._rings_of(layer, forward_batch)
         slots = states.read_slots.index_select(0, plan.past.requests)
         past_k, past_v = rings.read(slots, plan.past.rows)
+        sinks = None if layer.sinks is None else layer.sinks.unsqueeze(1)
         outs, past_begin = [], 0
         for segment, past_len, blocks in zip(
             forward_batch.segments(), plan.past_lens, plan.blocks, strict=True
@@ -199,7 +200,7 @@ class WindowTorchBackend(AttentionBackend):
                 seen = slice(max(0, keys.shape[2] - self._window), None)
                 last = heads_first(q[segment.end - 1 : segment.end])
                 part = attend(last, keys[:, :, seen], values[:, :, seen], scale=layer.scaling)
-                outs.append(part.out[0].transpose(0, 1))
+                outs.append(with_sinks(part, sinks).out[0].transpose(0, 1))
                 continue
             for block in blocks:
                 seen = slice(block.first_key, block.last_key)
@@ -210,7 +211,7 @@ class WindowTorchBackend(AttentionBackend):
                     scale=layer.scaling,
                     mask=block.mask,
                 )
-                outs.append(part.out[0].transpose(0, 1))
+                outs.append(with_sinks(part, sinks).out[0].transpose(0, 1))
         return torch.cat(outs).flatten(1)
 
     def forward_decode(
@@ -231,7 +232,8 @@ class WindowTorchBackend(AttentionBackend):
             scale=layer.scaling,
             mask=mask,
         )
-        return part.out.reshape(q.shape[0], -1)
+        sinks = None if layer.sinks is None else layer.sinks.view(layer.num_kv_heads, -1)
+        return with_sinks(part, sinks).out.reshape(q.shape[0], -1)
 
     def _rings_of(
         self, layer: AttentionLayer, forward_batch: ForwardBatch

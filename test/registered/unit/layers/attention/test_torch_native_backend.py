@@ -23,6 +23,7 @@ from sglang.srt.layers.attention.partial_attention import (
     attend,
     merge_parts,
     merge_two,
+    with_sinks,
 )
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention_kind import DSA
@@ -43,7 +44,12 @@ CONFIG = AttentionConfig(
 POOL = 1024
 
 
-def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+SINKS = torch.tensor([-30.0, -1.0, 0.0, 0.5, 3.0, 30.0])
+
+
+def definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Rows of `q` are the last tokens of the context that `k` and `v` hold; fp64, head by head."""
     out = torch.empty(q.shape, dtype=torch.float64)
     first = len(k) - len(q)
@@ -51,15 +57,17 @@ def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
         for head in range(HEADS):
             kv_head = head // (HEADS // KV_HEADS)
             keys, values = k[: first + row + 1, kv_head], v[: first + row + 1, kv_head]
-            weights = (keys.double() @ q[row, head].double() * DIM**-0.5).softmax(0)
-            out[row, head] = weights @ values.double()
+            scores = keys.double() @ q[row, head].double() * DIM**-0.5
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head : head + 1].double()])
+            out[row, head] = scores.softmax(0)[: len(values)] @ values.double()
     return out.reshape(len(q), -1).float()
 
 
 class Bench:
     """A pool with two layers of random data and requests laid out as told."""
 
-    def __init__(self, contexts: list[torch.Tensor]) -> None:
+    def __init__(self, contexts: list[torch.Tensor], sinks: torch.Tensor | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
         self.pool = MHATokenToKVPool(POOL, 1, torch.float32, KV_HEADS, DIM, 2, "cpu")
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
@@ -68,7 +76,7 @@ class Bench:
         self.contexts = contexts
         for row, slots in enumerate(contexts):
             self.rows.req_to_token[row, : len(slots)] = slots.to(torch.int32)
-        self.layer = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, 1)
+        self.layer = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, 1, sinks=sinks)
         self.generator = generator
 
     def run(self, mode: ForwardMode, new: list[int], view_tokens: int) -> None:
@@ -97,7 +105,9 @@ class Bench:
         got = backend.forward(AttentionInputs(q, k, v), self.layer, batch)
         assert torch.equal(self.pool.k_buffer[1][loc], k)
         want = [
-            definition(rows, self.pool.k_buffer[1][slots], self.pool.v_buffer[1][slots])
+            definition(
+                rows, self.pool.k_buffer[1][slots], self.pool.v_buffer[1][slots], self.layer.sinks
+            )
             for rows, slots in zip(torch.split(q, new), self.contexts, strict=True)
         ]
         torch.testing.assert_close(got, torch.cat(want), rtol=1e-5, atol=1e-5)
@@ -118,25 +128,31 @@ def contexts(kind: str) -> list[torch.Tensor]:
     return [whole[0], torch.cat([whole[2], scattered[:20]]), scattered[20:33], whole[1]]
 
 
+has_sinks = pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+
+
+@has_sinks
 @pytest.mark.parametrize("view_tokens", [1, 16, 1000])
 @pytest.mark.parametrize("kind", ["whole", "scattered", "mixed"])
-def test_decode_is_right(kind: str, view_tokens: int) -> None:
-    bench = Bench(contexts(kind))
+def test_decode_is_right(kind: str, view_tokens: int, sinks: torch.Tensor | None) -> None:
+    bench = Bench(contexts(kind), sinks)
     bench.run(ForwardMode.DECODE, [1] * len(bench.contexts), view_tokens)
 
 
+@has_sinks
 @pytest.mark.parametrize("kind", ["whole", "scattered", "mixed"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_extend_is_right(kind: str, share: float) -> None:
-    bench = Bench(contexts(kind))
+def test_extend_is_right(kind: str, share: float, sinks: torch.Tensor | None) -> None:
+    bench = Bench(contexts(kind), sinks)
     new = [max(1, int(len(slots) * share)) for slots in bench.contexts]
     bench.run(ForwardMode.EXTEND, new, 16)
 
 
-def test_one_request_alone_equals_the_definition() -> None:
+@has_sinks
+def test_one_request_alone_equals_the_definition(sinks: torch.Tensor | None) -> None:
     for view_tokens in (1, 1000):
-        Bench([torch.arange(5, 60)]).run(ForwardMode.DECODE, [1], view_tokens)
-        Bench([torch.arange(5, 60)]).run(ForwardMode.EXTEND, [55], view_tokens)
+        Bench([torch.arange(5, 60)], sinks).run(ForwardMode.DECODE, [1], view_tokens)
+        Bench([torch.arange(5, 60)], sinks).run(ForwardMode.EXTEND, [55], view_tokens)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -206,7 +222,7 @@ def test_parts_join_to_the_whole_even_where_one_weighs_nothing() -> None:
         attend(q, k[:, :, a:b], v[:, :, a:b], scale=1.0) for a, b in [(0, 40), (40, 70), (70, 90)]
     ]
     stacked = Partial(torch.cat([p.out for p in pieces]), torch.cat([p.lse for p in pieces]))
-    got = merge_parts(stacked, torch.tensor([0, 1] * 3), 2)
+    got = merge_parts(stacked, torch.tensor([0, 1] * 3), 2).out
     torch.testing.assert_close(got, whole.out, rtol=1e-4, atol=1e-5)
     two = attend(q, k[:, :, 40:], v[:, :, 40:], scale=1.0)
     torch.testing.assert_close(merge_two(pieces[0], two), whole.out, rtol=1e-4, atol=1e-5)
@@ -233,6 +249,33 @@ def test_parts_are_added_one_after_the_other() -> None:
     whole = attend(q, k, v, scale=1.0)
     torch.testing.assert_close(running.out, whole.out, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(running.lse, whole.lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_is_one_more_logit_without_a_value(keys: int, dtype: torch.dtype) -> None:
+    """Rows with few keys as well: their log-sum-exp is as exact as that of many."""
+    q, k, v = (x.to(dtype) for x in random_qkv(3, keys))
+    got = with_sinks(attend(q, k, v, scale=1.0), SINKS.unsqueeze(1)).out
+    wide_k, wide_v = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    column = SINKS.double().view(1, HEADS, 1, 1).expand(2, HEADS, 3, 1)
+    scores = torch.cat([q.double() @ wide_k.transpose(-1, -2), column], dim=-1)
+    want = scores.softmax(-1)[..., :-1] @ wide_v
+    close = (
+        {"rtol": 0.02, "atol": 0.02} if dtype is torch.bfloat16 else {"rtol": 2e-5, "atol": 1e-6}
+    )
+    torch.testing.assert_close(got.double(), want, **close)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [("triton", "cuda:0"), ("flashinfer", "cuda:0"), ("ascend", "npu:0")]
+)
+def test_a_backend_that_does_not_know_sinks_refuses_them(name: str, device: str) -> None:
+    config = dataclasses.replace(CONFIG, device=device, has_sinks=True)
+    wanted = f"{name!r} does not support attention sinks, .* use --attention-backend torch_native"
+    with pytest.raises(ValueError, match=wanted):
+        create_attention_backend(name, config)
+    create_attention_backend("torch_native", dataclasses.replace(config, device="cpu"))
 
 
 def test_unknown_backend_is_refused_by_name() -> None:
