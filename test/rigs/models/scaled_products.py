@@ -13,7 +13,13 @@ import torch.nn.functional as F
 
 from sglang.srt.layers import fused_kernels, linear
 from sglang.srt.layers.moe import experts
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight, Weight, inputs_of_bytes
+from sglang.srt.layers.triton_ops.arguments import (
+    ExpertActivation,
+    ExpertBiases,
+    ScaledWeight,
+    Weight,
+    inputs_of_bytes,
+)
 from sglang.srt.model_loader import loader
 
 
@@ -86,9 +92,10 @@ class ReferenceKernels:
         gate_up: Weight,
         down: Weight,
         *,
-        is_gated: bool = True,
+        activation: ExpertActivation = "silu",
+        biases: ExpertBiases | None = None,
     ) -> torch.Tensor:
-        assert is_gated, "experts of squared ReLU are dequantized"
+        assert activation == "silu" and biases is None, "other experts are dequantized"
         out = torch.zeros(x.shape, device=x.device)
         for expert in range(gate_up.shape[0]):
             tokens, places = torch.where(ids == expert)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -10,6 +13,8 @@ from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.triton_ops.arguments import (
+    ClampedGate,
+    ExpertActivation,
     RoundedRows,
     ScaledWeight,
     Weight,
@@ -29,6 +34,21 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)^2, in a new tensor."""
     return F.relu(x).square_()
+
+
+def clamped_gate(gate_up: torch.Tensor, rule: ClampedGate) -> torch.Tensor:
+    """`[..., 2 * size]`, gate and up side by side, to `[..., size]`; see `ClampedGate`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=rule.limit)
+    weight = (gate * rule.alpha).sigmoid_().mul_(gate)
+    return up.clamp(-rule.limit, rule.limit).add_(1).mul_(weight)
+
+
+def activate_by(activation: ExpertActivation) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function of an activation, from the output of an expert's first projections."""
+    if isinstance(activation, ClampedGate):
+        return partial(clamped_gate, rule=activation)
+    return silu_and_mul if activation == "silu" else squared_relu
 
 
 def scale_by_gates_(

@@ -154,6 +154,9 @@ class WeightSlot:
     has the whole tensor."""
     parts: tuple[str, ...] = ()
     """Names of the tensors that a stacked tensor holds; see `stacked_slots`."""
+    alternating: int = 1
+    """Number of tensors whose elements alternate along `dim`. If there are several, `dest` has one
+    more dimension of that size, after `dim`."""
 
     @classmethod
     def of(cls, dest: torch.Tensor, share: Share | None = None, dim: int = 0) -> WeightSlot:
@@ -174,6 +177,21 @@ class WeightSlot:
             assert shape[dim] == sum(share.size for share in shares), (shape, dim, shares)
             shape[dim] = sum(share.total for share in shares)
         return cls(dest, tuple(shape), dim, shares, parts)
+
+    @classmethod
+    def of_alternating(
+        cls, dest: torch.Tensor, share: Share, dim: int, parts: tuple[str, ...] = ()
+    ) -> WeightSlot:
+        """A slot for several tensors whose elements alternate along `dim` of the checkpoint's.
+
+        Args:
+            dest: `[..., own, count, ...]`: this rank's elements of dimension `dim`, of each tensor.
+            share: This rank's part of that dimension of one tensor.
+        """
+        own, count = dest.shape[dim : dim + 2]
+        assert own == share.size, (dest.shape, dim, share)
+        shape = (*dest.shape[:dim], share.total * count, *dest.shape[dim + 2 :])
+        return cls(dest, shape, dim, (share.times(count),), parts, count)
 
     @property
     def is_split(self) -> bool:
@@ -213,11 +231,15 @@ class WeightSlot:
         if not self.shares:
             self.dest.copy_(whole[tuple(index)].expand(self.dest.shape))
             return
-        dests = torch.split(self.dest, [share.size for share in self.shares], self.dim)
+        sizes = [share.size // self.alternating for share in self.shares]
+        dests = torch.split(self.dest, sizes, self.dim)
         for (begin, end), dest in zip(self.ranges, dests, strict=True):
             if begin < end:
                 index[self.dim] = slice(begin, end)
-                dest.copy_(whole[tuple(index)].expand(dest.shape))
+                part = whole[tuple(index)]
+                if self.alternating > 1:
+                    part = part.unflatten(self.dim, (-1, self.alternating))
+                dest.copy_(part.expand(dest.shape))
 
 
 NamedSlots = Iterator[tuple[str, WeightSlot]]

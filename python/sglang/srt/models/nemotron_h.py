@@ -165,6 +165,6 @@ def _sparse_options(config: ModelConfig) -> SparseMoeOptions:
         shared=SharedExpertOptions(
             intermediate_size=positive_int(hf, "moe_shared_expert_intermediate_size")
         ),
-        is_gated=False,
+        activation="squared_relu",
         latent_size=positive_int(hf, "moe_latent_size") if has_latent else None,
     )

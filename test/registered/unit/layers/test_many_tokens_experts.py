@@ -20,13 +20,19 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 from sglang.srt.layers.cuda_kernels import KERNELS  # noqa: E402
 from sglang.srt.layers.triton_ops import expert_order, routed_experts  # noqa: E402
+from sglang.srt.layers.triton_ops.arguments import ExpertActivation  # noqa: E402
 from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert  # noqa: E402
 
 Choice = tuple[torch.Tensor, torch.Tensor]
 
 
 def experts(
-    dtype: torch.dtype, count: int, hidden: int, size: int, *, is_gated: bool = True
+    dtype: torch.dtype,
+    count: int,
+    hidden: int,
+    size: int,
+    *,
+    activation: ExpertActivation = "silu",
 ) -> RoutedExperts:
     numbers = torch.Generator().manual_seed(3)
     layer = RoutedExperts(
@@ -34,7 +40,7 @@ def experts(
         hidden,
         size,
         placement=TensorPlacement(dtype=dtype, device=DEVICE),
-        is_gated=is_gated,
+        activation=activation,
     )
     for parameter in layer.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=numbers) * 0.2)
@@ -56,7 +62,7 @@ def rows(num_tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
 
 def run(layer: RoutedExperts, x: torch.Tensor, chosen: Choice) -> torch.Tensor:
     return KERNELS.run_routed_experts(
-        x, *chosen, layer.gate_up, layer.down, is_gated=layer.is_gated
+        x, *chosen, layer.gate_up, layer.down, activation=layer.activation
     )
 
 
@@ -64,7 +70,7 @@ def assert_near(got: torch.Tensor, layer: RoutedExperts, x: torch.Tensor, chosen
     """Near what the CPU computes in fp32."""
     exact = RoutedExperts(
         layer.num_experts, x.shape[1], layer.features.size,
-        placement=TensorPlacement(dtype=torch.float32, device="cpu"), is_gated=layer.is_gated,
+        placement=TensorPlacement(dtype=torch.float32, device="cpu"), activation=layer.activation,
     )  # fmt: skip
     for own, given in zip(exact.parameters(), layer.parameters(), strict=True):
         own.copy_(given)
@@ -127,7 +133,10 @@ def test_the_sum_is_that_of_the_cpu(
 def test_experts_of_squared_relu(
     dtype: torch.dtype, hidden: int, size: int, num_tokens: int
 ) -> None:
-    layer, x = experts(dtype, 12, hidden, size, is_gated=False), rows(num_tokens, hidden, dtype)
+    layer, x = (
+        experts(dtype, 12, hidden, size, activation="squared_relu"),
+        rows(num_tokens, hidden, dtype),
+    )
     chosen = choice(num_tokens, 12, 3)
     assert_near(run(layer, x, chosen), layer, x, chosen)
 

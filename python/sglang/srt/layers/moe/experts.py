@@ -1,5 +1,5 @@
-"""The experts of one layer: feed-forward networks, gated or of squared ReLU. Each token uses a
-few."""
+"""The experts of one layer: feed-forward networks with one of several activations. Each token uses
+a few."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from sglang.srt.layers.activation import silu_and_mul, squared_relu
+from sglang.srt.layers.activation import activate_by
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layer_weight import (
     kept_format,
@@ -18,7 +18,14 @@ from sglang.srt.layers.layer_weight import (
     slots_of,
 )
 from sglang.srt.layers.linear import apply_linear
-from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightedLayer
+from sglang.srt.layers.placement import (
+    NamedSlots,
+    Share,
+    TensorPlacement,
+    WeightedLayer,
+    WeightSlot,
+)
+from sglang.srt.layers.triton_ops.arguments import ExpertActivation, ExpertBiases
 
 ExpertNames: TypeAlias = tuple[str, str, str]
 EXPERT_NAMES: Final[ExpertNames] = ("gate_proj", "up_proj", "down_proj")
@@ -48,24 +55,30 @@ class RoutedExperts(WeightedLayer):
         *,
         placement: TensorPlacement,
         names: ExpertNames = EXPERT_NAMES,
-        is_gated: bool = True,
+        activation: ExpertActivation = "silu",
+        has_bias: bool = False,
+        has_alternating_stacks: bool = False,
     ) -> None:
         """Args:
         intermediate_size: Features between the projections of one expert.
         placement: The experts', which checkpoints name `{prefix}.{expert}.{name}.weight`.
         names: Names of the projections: gate, up, down.
-        is_gated: False: the experts are `down(squared_relu(up(x)))`.
+        activation: What is computed between the projections; "squared_relu" knows no gate.
+        has_bias: True if all projections have biases.
+        has_alternating_stacks: True if stacked tensors of a checkpoint have the inputs before the
+            outputs, and the outputs of gate and up alternate.
 
         Raises:
             ValueError: The ranks do not divide the intermediate size.
         """
         super().__init__(placement)
         assert num_experts <= torch.iinfo(torch.int16).max
-        self.num_experts, self.is_gated = num_experts, is_gated
+        self.num_experts, self.activation = num_experts, activation
+        self.has_bias, self._has_alternating_stacks = has_bias, has_alternating_stacks
         *firsts, self._last = names
-        self._firsts = firsts if is_gated else firsts[1:]
-        self._activate = silu_and_mul if is_gated else squared_relu
-        if not is_gated:
+        self._firsts = firsts if self.is_gated else firsts[1:]
+        self._activate = activate_by(activation)
+        if activation != "silu" or has_bias:
             # No kernel takes their weights with scales.
             placement = replace(placement, formats=None)
         self.features = placement.share(intermediate_size, "features of an expert")
@@ -76,7 +89,29 @@ class RoutedExperts(WeightedLayer):
         inner = [self.features for _ in self._firsts]
         self.gate_up = new_weight(self, "gate_up", placement, format_, inner, hidden, lead=lead)
         self.down = new_weight(self, "down", placement, format_, [hidden], self.features, lead=lead)
+        self.gate_up_bias: torch.nn.Parameter | None = None
+        self.down_bias: torch.nn.Parameter | None = None
+        """`[num_experts, hidden_size]` on the first rank, which alone adds it; else without
+        columns."""
+        if has_bias:
+            self.gate_up_bias = placement.empty(num_experts, len(inner) * self.features.size)
+            columns = hidden_size if placement.tp_rank == 0 else 0
+            self.down_bias = placement.empty(num_experts, columns)
+        self._hidden = hidden
         self._kernels = fused_kernels(placement.device)
+
+    @property
+    def is_gated(self) -> bool:
+        """True if experts have a gate."""
+        return self.activation != "squared_relu"
+
+    @property
+    def biases(self) -> ExpertBiases | None:
+        """The biases that this rank adds; None: the experts have none."""
+        if self.gate_up_bias is None or self.down_bias is None:
+            return None
+        down = self.down_bias if self.down_bias.shape[1] else None
+        return ExpertBiases(self.gate_up_bias, down)
 
     def takes_few(self, num_tokens: int, top_k: int) -> bool:
         """True if the kernels for few tokens, which read each token's experts, are faster."""
@@ -99,7 +134,13 @@ class RoutedExperts(WeightedLayer):
         if self._kernels is not None:
             ids = ids.contiguous()
             return self._kernels.run_routed_experts(
-                x, weights, ids, self.gate_up, self.down, is_gated=self.is_gated
+                x,
+                weights,
+                ids,
+                self.gate_up,
+                self.down,
+                activation=self.activation,
+                biases=self.biases,
             )
         run = self._one_by_one if x.is_cpu else self._dense
         return run(x, weights, ids)
@@ -113,7 +154,6 @@ class RoutedExperts(WeightedLayer):
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """One product for each expert that has tokens."""
-        gate_up, down = self.plain()
         flat_ids = ids.flatten()
         order = flat_ids.argsort(stable=True)
         tokens = order.div(ids.shape[1], rounding_mode="floor")
@@ -125,23 +165,30 @@ class RoutedExperts(WeightedLayer):
             if not count:
                 continue
             end = begin + count
-            inner = self._activate(apply_linear(x[tokens[begin:end]], gate_up[expert]))
-            result = apply_linear(inner, down[expert], out_dtype=torch.float32)
+            result = self._run(expert, x[tokens[begin:end]])
             out.index_add_(0, tokens[begin:end], result.mul_(scales[begin:end]))
             begin = end
         return out.to(x.dtype)
 
     def _dense(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """All experts for all tokens, for accelerators without fused kernels."""
-        gate_up, down = self.plain()
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.num_experts):
             scales = weights.where(ids == expert, 0.0).sum(dim=1, keepdim=True)
-            inner = self._activate(apply_linear(x, gate_up[expert]))
-            result = apply_linear(inner, down[expert], out_dtype=torch.float32)
+            result = self._run(expert, x)
             # An expert may overflow for a token that does not use it, and 0 times infinity is NaN.
             out += (result * scales).where(scales != 0.0, 0.0)
         return out.to(x.dtype)
+
+    def _run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """One expert for all of `x` `[n, hidden_size]`, in fp32."""
+        gate_up, down = self.plain()
+        first, last = None, None
+        if self.biases is not None:
+            first = self.biases.gate_up[expert]
+            last = None if self.biases.down is None else self.biases.down[expert]
+        inner = self._activate(apply_linear(x, gate_up[expert], first))
+        return apply_linear(inner, down[expert], last, out_dtype=torch.float32)
 
     def weight_slots(self) -> NamedSlots:
         size, own = self.features.size, (self.features,)
@@ -151,22 +198,52 @@ class RoutedExperts(WeightedLayer):
             for nth, name in enumerate(firsts):
                 yield from slots_of(name, rows_of(gate_up, nth * size, (nth + 1) * size), own)
             yield from slots_of(last, down, inputs=self.features)
+            if self.gate_up_bias is not None and self.down_bias is not None:
+                *firsts, last = self._names(expert, "bias")
+                runs = self.gate_up_bias[expert].chunk(len(firsts))
+                for name, bias in zip(firsts, runs, strict=True):
+                    yield name, WeightSlot.of_runs(bias, own)
+                yield last, self._slot_of_down_bias(self.down_bias[expert])
 
     def stacked_slots(self) -> NamedSlots:
-        names = [self._names(expert) for expert in range(self.num_experts)]
+        if self._has_alternating_stacks:
+            yield from self._alternating_slots()
+            return
         first, last = self._stacks()
-        yield from slots_of(
-            first,
-            self.gate_up,
-            tuple(self.features for _ in self._firsts),
-            parts=tuple(name for *firsts, _ in names for name in firsts),
-        )
-        yield from slots_of(
-            last,
-            self.down,
-            inputs=self.features,
-            parts=tuple(last for *_, last in names),
-        )
+        firsts, lasts = self._parts("weight")
+        shares = tuple(self.features for _ in self._firsts)
+        yield from slots_of(first, self.gate_up, shares, parts=firsts)
+        yield from slots_of(last, self.down, inputs=self.features, parts=lasts)
+
+    def _alternating_slots(self) -> NamedSlots:
+        """`stacked_slots` of outputs that alternate: `[num_experts, hidden_size, 2 * features]` and
+        `[num_experts, features, hidden_size]`; biases without the inputs."""
+        count, (gate_up, down) = len(self._firsts), self.plain()
+        first, last = self._stacks()
+        firsts, lasts = self._parts("weight")
+        # `[num_experts, hidden_size, features, count]`
+        by_feature = gate_up.unflatten(1, (count, -1)).permute(0, 3, 2, 1)
+        yield first, WeightSlot.of_alternating(by_feature, self.features, 2, firsts)
+        yield last, WeightSlot.of_runs(down.transpose(1, 2), (self.features,), 1, lasts)
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            firsts, lasts = self._parts("bias")
+            by_feature = self.gate_up_bias.unflatten(1, (count, -1)).transpose(1, 2)
+            yield (
+                f"{first}_bias",
+                WeightSlot.of_alternating(by_feature, self.features, 1, firsts),
+            )
+            yield f"{last}_bias", self._slot_of_down_bias(self.down_bias, lasts)
+
+    def _slot_of_down_bias(self, bias: torch.Tensor, parts: tuple[str, ...] = ()) -> WeightSlot:
+        """The slot of some of `down_bias`, of which only the first rank has columns."""
+        share = Share(0, bias.shape[-1], self._hidden.size)
+        return WeightSlot.of_runs(bias, (share,), bias.dim() - 1, parts)
+
+    def _parts(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of all experts' projections: of the input, and the others."""
+        names = [self._names(expert, kind) for expert in range(self.num_experts)]
+        firsts = tuple(name for *some, _ in names for name in some)
+        return firsts, tuple(last for *_, last in names)
 
     def _quantized_names(self, placement: TensorPlacement) -> list[str]:
         """Names of the weights to ask for their format: stacks, where the checkpoint has quantized
@@ -182,7 +259,7 @@ class RoutedExperts(WeightedLayer):
         first = "gate_up_proj" if self.is_gated else "up_proj"
         return f"{self.prefix}.{first}", f"{self.prefix}.down_proj"
 
-    def _names(self, expert: int) -> tuple[str, ...]:
+    def _names(self, expert: int, kind: str = "weight") -> tuple[str, ...]:
         """Checkpoint tensors of one expert: projections of the input, down."""
         names = (*self._firsts, self._last)
-        return tuple(f"{self.prefix}.{expert}.{name}.weight" for name in names)
+        return tuple(f"{self.prefix}.{expert}.{name}.{kind}" for name in names)

@@ -21,6 +21,8 @@ from sglang.srt.layers.placement import (
     WeightSlot,
 )
 from sglang.srt.layers.triton_ops.arguments import (
+    ClampedGate,
+    ExpertActivation,
     ExpertChoice,
     ExpertWeights,
     RoundedRows,
@@ -159,8 +161,14 @@ class SparseMoeOptions:
     expert_names: ExpertNames = EXPERT_NAMES
     bias_name: str = "gate.e_score_correction_bias"
     """Name of the router's correction bias, below the block's."""
-    is_gated: bool = True
-    """False: all experts are of squared ReLU, without gates."""
+    activation: ExpertActivation = "silu"
+    """Of all experts; a shared expert has no clamped gate."""
+    router_name: str = "gate"
+    """Name of the router, below the block's."""
+    has_bias: bool = False
+    """True if router and routed experts have biases."""
+    has_alternating_stacks: bool = False
+    """See `RoutedExperts`."""
     latent_size: int | None = None
     """Features of the projection that the routed experts read and write instead of the hidden
     state; router and shared expert see the hidden state. None: there is no such projection."""
@@ -173,11 +181,12 @@ class Router(WeightedLayer):
         """Args:
         placement: The sparse block's.
         """
-        super().__init__(placement.at("gate"))
+        super().__init__(placement.at(options.router_name))
         self._bias_name = placement.at(options.bias_name).prefix
         self.options = options.router
         count, dtype = self.options.num_experts, options.router_dtype or placement.dtype
         self.weight = replace(placement, dtype=dtype).empty(count, options.hidden_size)
+        self.bias = replace(placement, dtype=dtype).empty(count) if options.has_bias else None
         self.correction_bias = (
             replace(placement, dtype=torch.float32).empty(count)
             if options.has_correction_bias
@@ -190,10 +199,12 @@ class Router(WeightedLayer):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, hidden_size]` to `[num_tokens, num_experts]` of the weight's dtype."""
-        return apply_linear(x, self.weight)
+        return apply_linear(x, self.weight, self.bias)
 
     def weight_slots(self) -> NamedSlots:
         yield f"{self.prefix}.weight", WeightSlot.of(self.weight)
+        if self.bias is not None:
+            yield f"{self.prefix}.bias", WeightSlot.of(self.bias)
         if self.correction_bias is not None:
             yield self._bias_name, WeightSlot.of(self.correction_bias)
 
@@ -216,7 +227,9 @@ class SparseMoeBlock(torch.nn.Module):
             options.intermediate_size,
             placement=placement.at("experts"),
             names=options.expert_names,
-            is_gated=options.is_gated,
+            activation=options.activation,
+            has_bias=options.has_bias,
+            has_alternating_stacks=options.has_alternating_stacks,
         )
         self.to_latent: MergedColumnParallelLinear | None = None
         self.from_latent: MergedColumnParallelLinear | None = None
@@ -239,7 +252,8 @@ class SparseMoeBlock(torch.nn.Module):
         self.shared_expert_gate: MergedColumnParallelLinear | None = None
         """The sigmoid of its output scales the shared expert's; the same on every rank."""
         if shared is not None:
-            make_shared = GatedMLP if options.is_gated else SquaredReluMLP
+            assert not isinstance(options.activation, ClampedGate), "no family has that"
+            make_shared = GatedMLP if options.activation == "silu" else SquaredReluMLP
             self.shared_expert = make_shared(
                 hidden_size,
                 shared.intermediate_size,
@@ -278,7 +292,7 @@ class SparseMoeBlock(torch.nn.Module):
         """Argument of the kernels for few tokens; None: they do not support this layer."""
         experts, shared = self.experts, self.shared_expert
         both: tuple[Weight, Weight] | None = None
-        if not experts.is_gated or self.to_latent is not None:
+        if experts.activation != "silu" or experts.has_bias or self.to_latent is not None:
             return None
         if shared is not None:
             assert isinstance(shared, GatedMLP), "of the same kind as the others"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -272,6 +272,29 @@ def inputs_of_bytes(block: int) -> torch.Tensor:
 
 Weight: TypeAlias = torch.Tensor | ScaledWeight
 """A weight as a layer has it: plain, or with scales."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedGate:
+    """An activation of gate and up: `(up + 1) * gate * sigmoid(alpha * gate)`, of a gate of at most
+    `limit` and an up within `[-limit, limit]`."""
+
+    limit: float
+    alpha: float
+
+
+ExpertActivation: TypeAlias = Literal["silu", "squared_relu"] | ClampedGate
+"""Computation between the projections of an expert: `silu(gate) * up`, `max(up, 0)^2` of experts
+without a gate, or a clamped gate."""
+
+
+class ExpertBiases(NamedTuple):
+    """Biases of a layer's experts, in the dtype of activations."""
+
+    gate_up: torch.Tensor
+    """`[num_experts, 2 * features]`."""
+    down: torch.Tensor | None
+    """`[num_experts, hidden_size]`; None: another rank adds them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sglang.srt.layers.triton_ops.arguments import ClampedGate, ExpertActivation, ExpertBiases
 from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert
 
 
@@ -385,7 +386,8 @@ def run_routed_experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     *,
-    is_gated: bool = True,
+    activation: ExpertActivation = "silu",
+    biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, summed in fp32; bits are the same in each run.
 
@@ -394,14 +396,18 @@ def run_routed_experts(
         weights: fp32 `[num_tokens, top_k]`, of any stride between tokens.
         ids: `[num_tokens, top_k]`, any integer dtype.
         gate_up: See `ExpertWeights`; `down` likewise.
-        is_gated: See `multiply_gate_up`.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
+
+    Raises:
+        NotImplementedError: The experts have clamped gates or biases.
     """
+    if isinstance(activation, ClampedGate) or biases is not None:
+        raise NotImplementedError("no Triton kernel runs experts with clamped gates or biases")
     num_experts, top_k = len(gate_up), ids.shape[1]
     plan = plan_of(ids.numel() / num_experts, x.dtype)
     tiles = order_by_expert(ids, num_experts, plan.tile_rows)
-    inner = multiply_gate_up(x, gate_up, tiles, plan.gate_up, is_gated=is_gated)
+    inner = multiply_gate_up(x, gate_up, tiles, plan.gate_up, is_gated=activation == "silu")
     parts = multiply_down(inner, down, weights, tiles, plan.down)
     return sum_of_uses(parts, top_k)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from rigs.caches.memory_ranks import PlaceInGroup
 from sglang.srt.layers.moe.experts import RoutedExperts
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.triton_ops.arguments import ClampedGate
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -121,7 +124,7 @@ def test_weights_are_not_copied_for_few_tokens(monkeypatch: pytest.MonkeyPatch) 
     owners = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     multiplied = []
 
-    def noting(x: torch.Tensor, weight: torch.Tensor, **options: torch.dtype) -> torch.Tensor:
+    def noting(x: torch.Tensor, weight: torch.Tensor, *_: None, **__: torch.dtype) -> torch.Tensor:
         multiplied.append(weight.is_contiguous() and weight.untyped_storage().data_ptr() in owners)
         return F.linear(x, weight)
 
@@ -175,6 +178,70 @@ def test_stacked_tensors_fill_the_same_weights(rank: int, size: int) -> None:
     assert all(map(torch.equal, got.plain(), want.plain()))
     parts = [part for slot in named.values() for part in slot.parts]
     assert sorted(parts) == sorted(tensors)
+
+
+def gpt_oss_experts() -> GptOssExperts:
+    """transformers' experts with random weights and biases, whose gates and ups reach the limit."""
+    config = GptOssConfig(
+        num_local_experts=EXPERTS, hidden_size=HIDDEN, intermediate_size=SIZE,
+        swiglu_limit=1.5, swiglu_alpha=1.3,
+    )  # fmt: skip
+    made = GptOssExperts(config).eval()
+    for nth, parameter in enumerate(made.parameters()):
+        parameter.requires_grad_(False).copy_(torch.randn(parameter.shape, generator=numbers(nth)))
+    return made
+
+
+def biased_experts(rank: int = 0, size: int = 1) -> RoutedExperts:
+    group = PlaceInGroup(rank, size)
+    return RoutedExperts(
+        EXPERTS,
+        HIDDEN,
+        SIZE,
+        placement=TensorPlacement(
+            dtype=torch.float32, device="cpu", tp_group=group, prefix="mlp.experts"
+        ),
+        activation=ClampedGate(limit=1.5, alpha=1.3),
+        has_bias=True,
+        has_alternating_stacks=True,
+    )
+
+
+@pytest.mark.parametrize("way", ["_one_by_one", "_dense"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_experts_with_biases_and_clamped_gates(size: int, way: str) -> None:
+    """As transformers computes them, from its checkpoint; ranks add the last bias once."""
+    oracle, (x, weights, ids) = gpt_oss_experts(), work(9)
+    total = torch.zeros_like(x)
+    for rank in range(size):
+        layer, tensors = biased_experts(rank, size), dict(oracle.state_dict())
+        slots = dict(layer.stacked_slots())
+        assert {f"mlp.experts.{name}" for name in tensors} == set(slots)
+        for name, slot in slots.items():
+            whole = tensors[name.removeprefix("mlp.experts.")]
+            assert slot.shape == tuple(whole.shape)
+            slot.fill(whole)
+        parts = [part for slot in slots.values() for part in slot.parts]
+        assert sorted(parts) == sorted(name for name, _ in layer.weight_slots())
+        total += getattr(layer, way)(x, weights, ids)
+    with torch.inference_mode():
+        want = oracle(x, ids, weights)
+    torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-5)
+
+
+def test_slots_of_single_experts_are_parts_of_the_stacks() -> None:
+    """Servers exchange weights by the names of single experts."""
+    layer, oracle = biased_experts(), gpt_oss_experts()
+    for name, slot in layer.stacked_slots():
+        slot.fill(oracle.state_dict()[name.removeprefix("mlp.experts.")])
+    found = {name: slot.dest for name, slot in layer.weight_slots()}
+    at = "mlp.experts.2"
+    assert torch.equal(found[f"{at}.gate_proj.weight"], oracle.gate_up_proj[2, :, ::2].t())
+    assert torch.equal(found[f"{at}.up_proj.weight"], oracle.gate_up_proj[2, :, 1::2].t())
+    assert torch.equal(found[f"{at}.down_proj.weight"], oracle.down_proj[2].t())
+    assert torch.equal(found[f"{at}.gate_proj.bias"], oracle.gate_up_proj_bias[2, ::2])
+    assert torch.equal(found[f"{at}.up_proj.bias"], oracle.gate_up_proj_bias[2, 1::2])
+    assert torch.equal(found[f"{at}.down_proj.bias"], oracle.down_proj_bias[2])
 
 
 def test_ranks_that_do_not_divide_the_features_are_refused() -> None:

@@ -106,7 +106,10 @@ def nemotron_h(latent: int | None = None) -> Made:
     sizes = DEEPSEEK | {"n_shared_experts": 1, "moe_shared_expert_intermediate_size": 40}
     _, made = deepseek_v3()
     return NemotronHMoE(NemotronHConfig(**sizes, moe_latent_size=latent)), replace(
-        made, shared=SharedExpertOptions(intermediate_size=40), is_gated=False, latent_size=latent
+        made,
+        shared=SharedExpertOptions(intermediate_size=40),
+        activation="squared_relu",
+        latent_size=latent,
     )
 
 

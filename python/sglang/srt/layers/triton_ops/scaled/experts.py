@@ -6,7 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.triton_ops import fused_experts, gemv, routed_experts
-from sglang.srt.layers.triton_ops.arguments import ExpertWeights, ScaledWeight, Weight
+from sglang.srt.layers.triton_ops.arguments import (
+    ExpertActivation,
+    ExpertBiases,
+    ExpertWeights,
+    ScaledWeight,
+    Weight,
+)
 from sglang.srt.layers.triton_ops.gating import silu_and_mul
 from sglang.srt.layers.triton_ops.scaled.few_experts import run_scaled_experts
 from sglang.srt.layers.triton_ops.scaled.linear import multiply_scaled
@@ -54,7 +60,8 @@ def run_routed_experts(
     gate_up: Weight,
     down: Weight,
     *,
-    is_gated: bool = True,
+    activation: ExpertActivation = "silu",
+    biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, summed in fp32; bits are the same in each run.
 
@@ -63,16 +70,23 @@ def run_routed_experts(
         weights: fp32 `[num_tokens, top_k]`, of any stride between tokens.
         ids: Contiguous `[num_tokens, top_k]`, any integer dtype.
         gate_up: See `ExpertWeights`; `down` is of the same kind.
-        is_gated: False: see `routed_experts.run_routed_experts`; the weights are plain.
+        activation: Weights with scales take "silu" alone.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
+
+    Raises:
+        NotImplementedError: See `routed_experts.run_routed_experts`.
     """
     if isinstance(gate_up, ScaledWeight):
-        assert isinstance(down, ScaledWeight) and is_gated
+        assert isinstance(down, ScaledWeight)
+        if activation != "silu" or biases is not None:
+            raise NotImplementedError("no Triton kernel runs such experts of weights with scales")
         return run_scaled_routed_experts(x, weights, ids, gate_up, down)
     assert isinstance(down, torch.Tensor)
-    return routed_experts.run_routed_experts(x, weights, ids, gate_up, down, is_gated=is_gated)
+    return routed_experts.run_routed_experts(
+        x, weights, ids, gate_up, down, activation=activation, biases=biases
+    )
 
 
 def _are_alike(first: Weight, second: Weight) -> bool:
