@@ -18,6 +18,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
     LlamaConfig,
@@ -72,6 +74,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "glm_moe_dsa_shared": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     # transformers embeds token 0 in place of an image that is not there.
     "kimi_k25_vision": (
         beside_vision(Kimi_K25Config, KIMI_VISION, image_token=163605),
@@ -194,6 +197,23 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 12,
+        # Most gates and ups of random weights exceed it.
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
     },
     "minimax_m2": {
         "num_local_experts": 8,

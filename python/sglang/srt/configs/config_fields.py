@@ -245,6 +245,16 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         read_by_class=_DEEPSEEK_V32.read_by_class | _SHARED_CHOICE,
         fixed={**_DEEPSEEK_V32.fixed, "indexer_rope_interleave": (True,)},
     ),
+    "GptOssForCausalLM": ConfigFields(
+        model_types=_words("gpt_oss"),
+        read=_words("""
+            attention_bias num_local_experts num_experts_per_tok sliding_window
+            swiglu_alpha swiglu_limit
+        """),
+        read_by_class=_words("num_experts"),
+        harmless=_words("experts_per_token initial_context_length"),
+        fixed=_WINDOWED,
+    ),
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Kimi_K25ForConditionalGeneration": _KIMI_K25,
     "KimiLinearForCausalLM": ConfigFields(

@@ -14,6 +14,7 @@ from sglang.srt.models.deepseek_v2 import (
     KimiK25ForConditionalGeneration,
 )
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+from sglang.srt.models.gpt_oss import GptOssForCausalLM
 from sglang.srt.models.kimi_linear import KimiLinearForCausalLM
 from sglang.srt.models.llama import (
     LlamaForCausalLM,
@@ -42,6 +43,7 @@ MODEL_CLASSES: Mapping[str, type[LlamaForCausalLM]] = MappingProxyType(
         "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
         "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
         "GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM,
+        "GptOssForCausalLM": GptOssForCausalLM,
         "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,
         "Kimi_K25ForConditionalGeneration": Kimi_K25ForConditionalGeneration,
         "KimiLinearForCausalLM": KimiLinearForCausalLM,
