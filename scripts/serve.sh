@@ -4,5 +4,5 @@
 # MODEL=hybrid serves the built-in hybrid model, MODEL=smollm2 a real model from PyPI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-scripts/setup.sh
+scripts/setup.sh serve
 exec .venv/bin/python -m sglang.serve_embedded "$@"

@@ -1,7 +1,20 @@
 #!/usr/bin/env bash
-# Creates .venv with all packages for serving and testing. Quick if it is up to date.
+# Creates .venv with what `serve`, `pd` (serving with a router) or `test` (the default) needs. Quick
+# if it is there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+# Each of these has what the ones before it have.
+uses=(serve pd test)
+use=${1:-test}
+rank_of() { # Index of a use; empty: there is no such use.
+    local nth
+    for nth in "${!uses[@]}"; do [ "${uses[nth]}" != "$1" ] || echo "$nth"; done
+}
+if [ -z "$(rank_of "$use")" ]; then
+    echo "setup: $use must be one of ${uses[*]}" >&2
+    exit 1
+fi
 
 # The extra of pyproject.toml with the Mooncake wheel for this machine; empty: the CPU's.
 extra=
@@ -11,13 +24,17 @@ for driver in /sys/class/infiniband/*/device/driver; do
 done
 
 # The installation depends on these; on the path because the package is installed in place.
-key=$(cat pyproject.toml scripts/setup.sh <(pwd) <(echo "$extra") | sha256sum | cut -d' ' -f1)
+key=$(cat pyproject.toml scripts/setup.sh scripts/install.py <(pwd) <(echo "$extra") | sha256sum | cut -d' ' -f1)
 stamp=.venv/setup.stamp
 log=.venv/setup.log
 cuda_index=https://download.pytorch.org/whl/cu130
 pypi=https://pypi.org/simple
 quiet_s=15 # Longest time without output.
-is_current() { [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && [ -x .venv/bin/python ]; }
+is_current() {
+    local of made
+    read -r of made 2>/dev/null <"$stamp" || return 1
+    [ "$of" = "$key" ] && (($(rank_of "$made") >= $(rank_of "$use"))) && [ -x .venv/bin/python ]
+}
 [ -z "${PYTHON:-}" ] && is_current && exit 0
 
 said=0 # When `say` said something.
@@ -88,8 +105,8 @@ is_current && exit 0
 
 packages_there() { find .venv/lib -maxdepth 3 -name '*.dist-info' 2>/dev/null | wc -l; }
 
-# Shows large downloads, builds, the number of installed packages, and errors from pip's output.
-# Prints a line after every `quiet_s` seconds without output of its own, whatever pip says meanwhile.
+# Shows large downloads, builds, the number of installed packages, and errors from uv's and pip's
+# output. Prints a line after every `quiet_s` seconds without output of its own, whatever they say.
 show_progress() {
     local line status left doing="working"
     while true; do
@@ -107,8 +124,11 @@ show_progress() {
         fi
         echo "$line" >>"$log"
         case $line in
-            *Downloading*[0-9]\ [MG]B\)*) doing="downloading" && say "${line#"${line%%[! ]*}"}" ;;
+            *Downloading*[0-9]\ [MG]B\)* | *Downloading*[0-9][MG]iB\)*)
+                doing="downloading" && say "${line#"${line%%[! ]*}"}"
+                ;;
             "Building wheel"*) doing="building" && say "$line" ;;
+            "Installed "[0-9]*\ packages*) say "$line" ;;
             "Installing collected packages: "*)
                 doing="installing"
                 say "installing $(tr -cd , <<<"$line," | wc -c) packages"
@@ -166,7 +186,7 @@ if [ ${#packages[@]} -gt 0 ]; then
 fi
 has_pip || run "making .venv" "$python" -m venv .venv
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-pip=(.venv/bin/python -m pip install --progress-bar off --no-compile)
+pip=(.venv/bin/python scripts/install.py)
 # pip would compile with one core, after the downloads. What cannot be compiled is not imported.
 # Nothing imports the tests of packages, and of transformers' models only those that are compared
 # with the engine's: the rest is a quarter of all source text. Servers and tests use a few modules
@@ -176,6 +196,7 @@ tools='fontTools|graphql|kubernetes_validate|matplotlib|mypy|mypyc|networkx|pip|
 tools+='|setuptools|sympy/(physics|stats)|torch/(_inductor|testing)|torchgen|virtualenv'
 rarely="/site-packages/(.+/tests/|transformers/models/(?!$models)|($tools)/)"
 compile() { .venv/bin/python -m compileall -q -q -j 0 -x "$rarely" "$@" || true; }
+.venv/bin/python -m pip install -q uv >>"$log" 2>&1 || say "there is no uv; pip takes longer"
 # First and with an exact version: the machine's pip configuration chooses the build, and on a CPU
 # host the next step then does not fetch CUDA's libraries.
 torch=torch==2.13.0
@@ -189,7 +210,11 @@ case $extra in
         ;;
 esac
 compile .venv/lib 9>&- & # Beside the next downloads.
-run "installing everything else" "${pip[@]}" --editable '.[test]'
+case $use in
+    serve) project=. ;;
+    *) project=".[$use]" ;;
+esac
+run "installing everything else" "${pip[@]}" --editable "$project"
 if [ -n "$extra" ]; then
     # All wheels of Mooncake install the same files.
     wheel=$("$python" -c 'import sys, tomllib
@@ -205,5 +230,5 @@ run "compiling" compile .venv/lib python
 for site in .venv/lib/python3*/site-packages; do echo "$PWD/test" >"$site/rigs.pth"; done
 # With torch, which brings the libraries of CUDA that Mooncake's CUDA wheels link.
 run "loading mooncake" .venv/bin/python -c 'import torch, mooncake.store'
-echo "$key" >"$stamp"
+echo "$key $use" >"$stamp"
 say "done"

@@ -1,8 +1,10 @@
-"""`scripts/setup.sh` reports its progress. Its pip is a fake here, which installs nothing."""
+"""`scripts/setup.sh` reports its progress, with a fake in place of `scripts/install.py`, which
+installs nothing. That script has pip's settings, with a fake uv and a real pip."""
 
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import re
 import shutil
@@ -11,9 +13,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=20, suite="base-b-test-cpu")
@@ -41,6 +45,7 @@ def checkout(tmp_path: Path) -> Path:
     for root in ("/dev/", "/sys/"):
         text = text.replace(f" {root}", f" {tmp_path}{root}")
     (tmp_path / "scripts" / "setup.sh").write_text(text)
+    shutil.copy(CHECKOUT / "scripts" / "install.py", tmp_path / "scripts")
     (tmp_path / "pip.sh").write_text(PIP)
     python = tmp_path / "python"
     python.write_text(
@@ -52,7 +57,8 @@ def checkout(tmp_path: Path) -> Path:
                 [ ! -e "$0.identity" ] || cp "$0.identity" .venv/bin/python.identity
                 ;;
             "-m pip --version") [ -e .venv/bin/python ] ;;
-            "-m pip install"*) echo "$*" >>{tmp_path}/pip.calls; bash {tmp_path}/pip.sh ;;
+            "-m pip install"*) ;;
+            "scripts/install.py "*) echo "$*" >>{tmp_path}/pip.calls; bash {tmp_path}/pip.sh ;;
             "-m pip uninstall"*) echo "$*" >>{tmp_path}/pip.calls ;;
             *torch.version.cuda*) [ -e {tmp_path}/torch-has-cuda ] ;;
             *ensurepip*) [ ! -e {tmp_path}/no-ensurepip ] ;;
@@ -69,11 +75,13 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(checkout: Path, python: str | None = "python") -> subprocess.Popen[str]:
+def start(
+    checkout: Path, python: str | None = "python", use: str | None = None
+) -> subprocess.Popen[str]:
     """Run the script. `python`: an interpreter in the checkout; None: the script chooses."""
     named = {"PYTHON": str(checkout / python)} if python else {}
     return subprocess.Popen(
-        ["bash", "scripts/setup.sh"],
+        ["bash", "scripts/setup.sh", *([use] if use else [])],
         cwd=checkout,
         env={"PATH": f"{checkout / 'bin'}:{os.defpath}", "HOME": str(checkout), **named},
         stdout=subprocess.PIPE,
@@ -82,8 +90,10 @@ def start(checkout: Path, python: str | None = "python") -> subprocess.Popen[str
     )
 
 
-def set_up(checkout: Path, python: str | None = "python") -> subprocess.CompletedProcess[str]:
-    process = start(checkout, python)
+def set_up(
+    checkout: Path, python: str | None = "python", use: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    process = start(checkout, python, use)
     out, err = process.communicate(timeout=60)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -268,12 +278,12 @@ def test_missing_modules_of_a_python_are_installed_or_named(checkout: Path) -> N
     assert "(Debian: sudo apt-get install -y python3.13-venv)" in done.stderr
 
 
-def pip_calls(checkout: Path) -> list[str]:
-    """Arguments of pip's calls, without those that all have."""
+def pip_calls(checkout: Path, use: str | None = None) -> list[str]:
+    """Arguments of the installations, and other calls of pip."""
     (checkout / "pip.sh").write_text("true\n")
-    done = set_up(checkout)
+    done = set_up(checkout, use=use)
     assert done.returncode == 0, done.stderr
-    common = "-m pip install --progress-bar off --no-compile "
+    common = "scripts/install.py "
     return [
         line.removeprefix(common).removeprefix("-m pip ")
         for line in (checkout / "pip.calls").read_text().splitlines()
@@ -326,6 +336,125 @@ def test_other_devices_set_up_again(checkout: Path) -> None:
     assert pip_calls(checkout)[-1] == "--editable .[test]"
     plant(checkout, gpu=True)
     assert pip_calls(checkout)[-1] == f"--no-deps {extra('cuda')}"
+
+
+def test_serving_needs_less_than_testing(checkout: Path) -> None:
+    """What is there for one use is there for those that need less."""
+    expected = ["torch==2.13.0", "--editable ."]
+    assert pip_calls(checkout, "serve") == expected
+    assert pip_calls(checkout, "serve") == expected
+    expected += ["torch==2.13.0", "--editable .[pd]"]
+    assert pip_calls(checkout, "pd") == expected
+    assert pip_calls(checkout, "serve") == expected
+    expected += ["torch==2.13.0", "--editable .[test]"]
+    assert pip_calls(checkout) == expected
+    for use in ("test", "pd", "serve"):
+        assert pip_calls(checkout, use) == expected
+
+
+def test_an_unknown_use_is_refused(checkout: Path) -> None:
+    done = set_up(checkout, use="fly")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "setup: fly must be one of serve pd test\n"
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`scripts/install.py` of an environment whose uv and `pip install` write their arguments, and
+    whose pip has no settings but those of the test."""
+    spec = importlib.util.spec_from_file_location("install", CHECKOUT / "scripts" / "install.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in child_environment():
+        if name.startswith("PIP_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    pip = tmp_path / "pip"
+    pip.write_text(
+        f"""#!/bin/bash
+        [ "$1" != config ] || exec {sys.executable} -m pip "$@"
+        echo "pip $*" >>{tmp_path}/calls
+        """
+    )
+    uv = tmp_path / "uv"
+    uv.write_text(f'#!/bin/bash\necho "uv $* ${{SSL_CERT_FILE:-}}" >>{tmp_path}/calls\n')
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    for one in (pip, uv):
+        one.chmod(0o755)
+    monkeypatch.setattr(module, "PIP", (str(pip),))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    return module
+
+
+def installations(install: ModuleType, folder: Path, *arguments: str) -> list[str]:
+    """The calls of uv and pip, without the options that all have."""
+    assert install.main(list(arguments)) == 0
+    best = f"pip install --python {folder}/python --index-strategy unsafe-best-match"
+    calls = (folder / "calls").read_text().splitlines()
+    return [call.replace(best, "BEST").rstrip() for call in calls]
+
+
+def test_uv_installs(install: ModuleType, tmp_path: Path) -> None:
+    assert installations(install, tmp_path, "a==1", "--no-deps") == ["uv BEST a==1 --no-deps"]
+
+
+def test_uv_gets_the_settings_of_pip(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a variable go before those of a file."""
+    settings = tmp_path / "pip.conf"
+    settings.write_text(
+        "[global]\nindex-url = https://a/simple\ntimeout = 9\n"
+        "extra-index-url =\n    https://b/simple\n    https://c/simple\n"
+        "trusted-host = a\n[install]\nfind-links = /wheels\n[freeze]\nuser = true\n"
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
+    monkeypatch.setenv("PIP_INDEX_URL", "https://d/simple")
+    monkeypatch.setenv("PIP_CERT", "/ca.pem")
+    monkeypatch.setenv("PIP_CONSTRAINT", "/most.txt")
+    (call,) = installations(install, tmp_path, "a")
+    words = call.removeprefix("uv BEST ").split()
+    assert words[-2:] == ["a", "/ca.pem"]
+    assert sorted(zip(words[:-2:2], words[1:-2:2], strict=True)) == [
+        ("--allow-insecure-host", "a"),
+        ("--constraint", "/most.txt"),
+        ("--default-index", "https://d/simple"),
+        ("--find-links", "/wheels"),
+        ("--index", "https://b/simple"),
+        ("--index", "https://c/simple"),
+    ]
+
+
+def test_an_index_of_the_call_replaces_those_of_the_settings(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "https://d/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://e/simple")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
+    calls = installations(install, tmp_path, "--index-url", "https://cuda", "a")
+    assert calls == ["uv BEST --find-links /wheels --index-url https://cuda a"]
+
+
+def test_pip_installs_where_uv_cannot(
+    install: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    by_pip = "pip install --progress-bar off --no-compile a"
+    monkeypatch.setenv("PIP_ONLY_BINARY", ":all:")
+    assert installations(install, tmp_path, "a") == [by_pip]
+    assert capfd.readouterr().out == (
+        "pip installs: pip's setting 'only-binary' has no counterpart\n"
+    )
+    monkeypatch.delenv("PIP_ONLY_BINARY")
+    (tmp_path / "uv").write_text("#!/bin/bash\nexit 1\n")
+    assert installations(install, tmp_path, "a") == [by_pip, by_pip]
+    assert capfd.readouterr().out == "uv failed: pip installs\n"
+    (tmp_path / "uv").unlink()
+    assert installations(install, tmp_path, "a") == [by_pip] * 3
+    assert capfd.readouterr().out == "pip installs: there is no uv\n"
 
 
 def extra(name: str) -> str:

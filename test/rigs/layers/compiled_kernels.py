@@ -39,7 +39,7 @@ def compile_kernel(
     """The compiled kernel of Triton.
 
     Args:
-        constants: Values of constexpr arguments. Names that are no argument of the kernel have no effect.
+        constants: Values of constexpr arguments. Other names have no effect.
         type_of: Triton's name for the type of each other argument.
         aligned: Arguments that are multiples of 16, in bytes or in number.
     """

@@ -247,8 +247,7 @@ def test_a_silent_server_does_not_hold_up_the_end(server: Server) -> None:
 
 def test_a_missing_server_fails_old_rooms(hasty: Server) -> None:
     hasty.why = BootstrapError("it cannot be reached")
-    began = time.monotonic()
-    old = hasty.ask()
+    began, old = time.monotonic(), hasty.ask()
     assert failure(old) == "the prefill server is not found: it cannot be reached"
     assert time.monotonic() - began >= 0.6
     late = hasty.ask(6)
