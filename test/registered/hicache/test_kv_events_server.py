@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVEve
 from sglang.srt.utils.network import get_free_ports, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=1, suite="base-b-test-cpu")
+register_cpu_ci(est_time=2, suite="base-b-test-cpu")
 
 PAGE = 16
 IDS = prompt(1, 70)
@@ -56,15 +56,19 @@ def blocks(endpoint: str, medium: str) -> dict[int, list[int]]:
     return have
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_events_tell_what_each_tier_has(tmp_path: Path, ranks: int) -> None:
-    """The first of several ranks tells."""
-    save_tiny_checkpoint(tmp_path, "llama")
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("llama", 1), ("llama", 2), ("kimi_linear", 1), ("gpt_oss", 1)]
+)
+def test_events_tell_what_each_tier_has(tmp_path: Path, family: str, ranks: int) -> None:
+    """The first of several ranks tells. Blocks are pages of tokens, whatever states lie beside
+    them."""
+    save_tiny_checkpoint(tmp_path, family)
     published, replayed = (f"tcp://127.0.0.1:{port}" for port in get_free_ports(2))
     config = json.dumps({"endpoint": published, "replay_endpoint": replayed, "topic": "kv"})
     flags: dict[str, Any] = {
         "tokenizer-path": BUILTIN_MODEL_DIR, "device": "cpu", "page-size": PAGE,
         "max-total-tokens": 256, "hicache-ratio": 4, "kv-events-config": config, "tp-size": ranks,
+        "max-running-requests": 2, "max-mamba-cache-size": 8,
     }  # fmt: skip
     pairs = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     server = ForkedServer("--enable-hierarchical-cache", *pairs, model=str(tmp_path))
