@@ -29,6 +29,7 @@ FAMILIES: Final = {
     "qwen3_next": DELTA,
     "qwen3_5": DELTA,
     "nemotron_h": {**HEADS, "n_groups": 2, "chunk_size": 64},
+    "gpt_oss": HEADS,
 }
 DRAFTING: Final = ("deepseek_v32",)
 IDS: Final = prompt(1, 200)
@@ -56,7 +57,7 @@ def flags(
         "hicache-storage-backend-extra-config": json.dumps({"prefetch_threshold": PAGE}),
         "hicache-ratio": 4,
     }
-    if family in ("kimi_linear", "qwen3_next", "qwen3_5", "nemotron_h"):
+    if family in ("kimi_linear", "qwen3_next", "qwen3_5", "nemotron_h", "gpt_oss"):
         words["max-mamba-cache-size"] = 24
     return [
         "--enable-hierarchical-cache",

@@ -31,6 +31,7 @@ SIZES: Final = {
     "qwen3_next": ((1, 1), (4, 1)),
     "qwen3_5": TP[:2],
     "nemotron_h": TP[:2],
+    "gpt_oss": TP[:2],
 }
 """Numbers of ranks, and how many of them divide a prompt; the first is the reference."""
 ONE_HEAD_EACH: Final[dict[str, dict[str, Any]]] = {

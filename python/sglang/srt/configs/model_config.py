@@ -41,6 +41,9 @@ DTYPES = {
 _MAX_SIZE: Final = (1 << 31) - 1
 _STATE_CHUNKS: Final = (16, 32, 64, 128)
 """Values of `chunk_size` that the kernels take."""
+RING_BYTES: Final = 8 << 20
+"""Most bytes of a prefix's windows: the keys and values of all layers with a window, over all
+ranks. Each snapshot is a copy of them, and so is each object of L3."""
 _LAYER_LISTS: Final = ("layers_block_type", "hybrid_override_pattern")
 """Other names of `layer_types`."""
 _UNROTATED: Final = frozenset({"nemotron_h"})
@@ -180,13 +183,16 @@ class ModelConfig:
             )
         context_len = _resolve_context_len(context_length, hf, rope)
         windowed_layers = _sliding_window_layers(hf, context_len)
+        own_dtype = _resolve_dtype(dtype, (hf, whole), directory)
+        if windowed_layers:
+            _check_rings(hf, len(windowed_layers), kv_heads * head_dim, own_dtype)
         vocab_size = positive_int(hf, "vocab_size")
         return cls(
             model_path=str(directory),
             architecture=architecture,
             model_type=whole.model_type,
             hf_config=hf,
-            dtype=_resolve_dtype(dtype, (hf, whole), directory),
+            dtype=own_dtype,
             context_len=context_len,
             hidden_size=hidden_size,
             intermediate_size=positive_int(hf, _name_of_intermediate_size(hf)),
@@ -332,6 +338,26 @@ def _sliding_window_layers(hf: PretrainedConfig, context_len: int) -> tuple[int,
     return windowed
 
 
+def _check_rings(hf: PretrainedConfig, num_layers: int, features: int, dtype: torch.dtype) -> None:
+    """Raise ValueError: a prefix's windows take more than `RING_BYTES`.
+
+    Args:
+        num_layers: Layers with a window.
+        features: Elements of the keys of one token and layer; values have as many.
+    """
+    elements = num_layers * hf.sliding_window * features * 2
+    found = elements * dtype.itemsize
+    if found <= RING_BYTES:
+        return
+    remedy = f"--context-length {hf.sliding_window}, up to which windows change nothing"
+    if elements * 2 <= RING_BYTES:
+        remedy = "--dtype bfloat16"
+    raise ValueError(
+        f"config.json: sliding_window={hf.sliding_window} in {num_layers} layers takes {found} "
+        f"bytes for each prefix, more than the {RING_BYTES} that are supported: give {remedy}"
+    )
+
+
 def _name_of_intermediate_size(hf: PretrainedConfig) -> str:
     """A model with experts in all layers may lack the width of a dense layer."""
     name = "intermediate_size"
@@ -377,12 +403,14 @@ def _resolve_dtype(dtype: str, configs: Iterable[PretrainedConfig], directory: P
 
 
 def _dtype_of_weights(directory: Path) -> torch.dtype | None:
-    """Dtype of the first tensor of the first weight file, for configs without a dtype."""
+    """Dtype of the first weight that is not quantized, for configs without a dtype."""
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(str(path), framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    return _SAFETENSORS_DTYPES.get(file.get_slice(name).get_dtype())
+                    found = _SAFETENSORS_DTYPES.get(file.get_slice(name).get_dtype())
+                    if found is not None:
+                        return found
         except (SafetensorError, OSError):
             # The loader reports a torn file, with the name of the tensor.
             return None

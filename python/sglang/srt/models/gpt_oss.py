@@ -50,11 +50,10 @@ class GptOssForCausalLM(LlamaForCausalLM):
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:
         hf = config.hf_config
+        count = positive_int(hf, "num_local_experts")
+        top_k = positive_int(hf, "num_experts_per_tok")
         try:
-            router = RouterOptions(
-                num_experts=positive_int(hf, "num_local_experts"),
-                top_k=positive_int(hf, "num_experts_per_tok"),
-            )
+            router = RouterOptions(num_experts=count, top_k=top_k)
         except ValueError as error:
             raise ValueError(f"config.json: {error}") from error
         experts = SparseMoeOptions(

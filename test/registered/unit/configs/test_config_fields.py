@@ -210,6 +210,7 @@ FAMILIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "DeepseekV32ForCausalLM": ("deepseek_v32", {}),
     "Glm4MoeForCausalLM": ("glm4_moe", {}),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", {}),
+    "GptOssForCausalLM": ("gpt_oss", {}),
     "KimiLinearForCausalLM": ("kimi_linear", {}),
     "LlamaForCausalLM": ("llama", {}),
     "MiniMaxM2ForCausalLM": ("minimax_m2", {}),

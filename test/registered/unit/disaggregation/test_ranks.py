@@ -41,6 +41,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "minimax_m2": HEADS,
     "nemotron_h": HEADS,
     "ministral": HEADS,
+    "gpt_oss": HEADS,
 }
 LONG: Final = PROMPTS[4]
 ARGS: Final[dict[str, Any]] = {
@@ -99,6 +100,7 @@ CASES: Final = [
     ("nemotron_h", 2, 1, 1),
     ("ministral", 1, 1, 1),
     ("ministral", 4, 2, 1),
+    ("gpt_oss", 2, 1, 1),
 ]
 """Family, ranks of prefill, ranks of decode, over how many of prefill's prompts are split."""
 

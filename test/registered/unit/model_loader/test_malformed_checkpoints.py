@@ -39,6 +39,7 @@ def config_alone(path: Path, family: str) -> Path:
     """A checkpoint without weights."""
     architectures = {
         "llama": "LlamaForCausalLM",
+        "gpt_oss": "GptOssForCausalLM",
         "ministral": "MinistralForCausalLM",
         "deepseek_v32": "DeepseekV32ForCausalLM",
         "nemotron_h": "NemotronHForCausalLM",
@@ -56,7 +57,7 @@ def plain(tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "ministral", "deepseek_v32", "qwen3_5_moe_vision", "nemotron_h"]
+    "family", ["llama", "ministral", "gpt_oss", "deepseek_v32", "qwen3_5_moe_vision", "nemotron_h"]
 )
 def test_random_fields_are_named(tmp_path: Path, family: str) -> None:
     path = config_alone(tmp_path, family)

@@ -50,6 +50,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v3": LATENT,
     "deepseek_v32": LATENT,
     "minimax_m2": HEADS,
+    "gpt_oss": HEADS,
     "kimi_linear": LATENT,
     "qwen3_next": DELTA,
     "nemotron_h": {**HEADS, "n_groups": 4},

@@ -200,6 +200,7 @@ def test_ranks_compute_their_share_alone(tmp_path: Path) -> None:
         pytest.param("qwen3_5", True, "recurrent states of Qwen3_5ForC", id="drafts"),
         pytest.param("nemotron_h", False, "recurrent states of NemotronHForC", id="one-block"),
         pytest.param("ministral", False, "windows of MinistralForC", id="windows"),
+        pytest.param("gpt_oss", False, "windows of GptOssForC", id="sinks"),
     ],
 )
 def test_models_with_states_of_whole_prefixes_are_refused(

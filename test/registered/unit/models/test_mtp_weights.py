@@ -168,6 +168,7 @@ def test_a_checkpoint_without_the_layer_is_refused(tmp_path: Path, family: str) 
         "kimi_linear",
         "minimax_m2",
         "ministral",
+        "gpt_oss",
     ],
 )
 def test_families_without_such_a_layer_are_refused_by_name(tmp_path: Path, family: str) -> None:

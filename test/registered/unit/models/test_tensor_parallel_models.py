@@ -28,6 +28,7 @@ CASES = [
     pytest.param("qwen3", SPLIT, id="qwen3"),
     pytest.param("minimax_m2", SPLIT, id="minimax_m2"),
     pytest.param("ministral", SPLIT, id="ministral"),
+    pytest.param("gpt_oss", SPLIT, id="gpt_oss"),
     pytest.param("qwen3_moe", SPLIT, id="qwen3_moe"),
     pytest.param("deepseek_v2", LATENT, id="deepseek_v2"),
     pytest.param("deepseek_v3", {**LATENT, "attention_bias": True}, id="deepseek_v3-biases"),
@@ -85,6 +86,7 @@ def test_logits_equal_transformers(
         ("qwen3_moe", SPLIT, 2),
         ("deepseek_v3", LATENT, 2),
         ("minimax_m2", SPLIT, 3),
+        ("gpt_oss", SPLIT, 2),
         ("qwen3_5", LINEAR, 2),
     ],
 )

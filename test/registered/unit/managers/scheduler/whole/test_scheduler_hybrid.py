@@ -25,6 +25,7 @@ NEW_TOKENS = 16
         ("nemotron_h", {}),
         ("ministral", {}),
         ("kimi_linear", {}),
+        ("gpt_oss", {}),
     ],
     ids=str,
 )

@@ -23,10 +23,12 @@ WORDS = 16
 PROMPTS = [prompt(1, 37), prompt(2, 21), prompt(1, 37)[:24] + prompt(3, 9)]
 
 
-@pytest.fixture(scope="module", name="model")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+@pytest.fixture(scope="module", name="model", params=["ministral", "gpt_oss"])
+def make_model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, PreTrainedModel]:
     path = tmp_path_factory.mktemp("windows")
-    return path, save_tiny_checkpoint(path, "ministral", eos_token_id=None, sliding_window=WINDOW)
+    return path, save_tiny_checkpoint(path, request.param, eos_token_id=None, sliding_window=WINDOW)
 
 
 @pytest.fixture(scope="module")
