@@ -375,6 +375,16 @@ _NEMOTRON: Final = {
     "layer_norm_epsilon": 1e-05,
     "max_position_embeddings": 262144,
 }
+_GPT_OSS: Final = {
+    **_COMMON, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss",
+    "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "swiglu_limit": 7.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128,
+    "max_position_embeddings": 131072, "initial_context_length": 4096, "rope_theta": 150000,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                     "truncate": False, "original_max_position_embeddings": 4096},
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,6 +432,7 @@ PUBLISHED: Final = {
     "GLM-5.3": Published(744, _GLM5_3),
     "GLM-4.6": Published(355, _GLM4),
     "MiniMax-M2": Published(230, _MINIMAX),
+    "gpt-oss-20b-BF16": Published(20.9, _GPT_OSS),
     "Qwen3-8B": Published(
         8.2,
         {

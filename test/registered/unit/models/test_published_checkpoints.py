@@ -39,6 +39,13 @@ MINIMAX: dict[str, Any] = {
     "rotary_dim": 8,
     "rope_parameters": {"rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
 }
+GPT_OSS_CONFIG = PUBLISHED["gpt-oss-20b-BF16"].config
+GPT_OSS: dict[str, Any] = {
+    "rope_parameters": {
+        **GPT_OSS_CONFIG["rope_scaling"],
+        "rope_theta": GPT_OSS_CONFIG["rope_theta"],
+    }
+}
 QWEN_TEXT = PUBLISHED["Qwen3.8-27B"].config["text_config"]
 QWEN: dict[str, Any] = {
     "rope_parameters": {**QWEN_TEXT["rope_parameters"], "mrope_section": [1, 1, 0]}
@@ -47,6 +54,7 @@ CASES = [
     pytest.param("GLM-5.3", "glm_moe_dsa_shared", fp8_blocks, {}, id="GLM-5.3"),
     pytest.param("Kimi-K2.5", "kimi_k25_vision", packed_experts, KIMI, id="Kimi-K2.5"),
     pytest.param("MiniMax-M2", "minimax_m2", fp8_blocks, MINIMAX, id="MiniMax-M2"),
+    pytest.param("gpt-oss-20b-BF16", "gpt_oss", None, GPT_OSS, id="gpt-oss"),
     pytest.param("Qwen3.6-35B-A3B", "qwen3_5_moe_vision", None, QWEN, id="Qwen3.6"),
     pytest.param("Qwen3.8-27B", "qwen3_5_vision", None, QWEN, id="Qwen3.8"),
 ]
