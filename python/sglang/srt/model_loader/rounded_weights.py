@@ -27,7 +27,7 @@ FP8_MAX: Final = 448.0
 """The greatest number of e4m3."""
 _INT4_MAX: Final = 7
 _PLAIN: Final = re.compile(
-    r"(^|\.)(lm_head|embed_tokens|embeddings|gate|shared_expert_gate|kv_b_proj|weights_proj"
+    r"(^|\.)(lm_head|embed_tokens|embeddings|gate|shared_expert_gate|router|kv_b_proj|weights_proj"
     r"|([qkv]_)?conv1d|in_proj_ba|in_proj_b|in_proj_a|b_proj|[fg]_[ab]_proj|eh_proj|fc"
     r"|\w*norm(?:_f)?)\.weight$"
 )

@@ -50,6 +50,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
     @staticmethod
     def decoder_options(config: ModelConfig) -> DecoderOptions:
         hf = config.hf_config
+        _check_format(config)
         count = positive_int(hf, "num_local_experts")
         top_k = positive_int(hf, "num_experts_per_tok")
         try:
@@ -75,6 +76,18 @@ class GptOssForCausalLM(LlamaForCausalLM):
             sparse_layers=frozenset(range(config.num_hidden_layers)),
             attention=GptOssAttention,
         )
+
+
+def _check_format(config: ModelConfig) -> None:
+    """Raise ValueError: a weight format whose products know no biases of experts."""
+    found = config.quantization
+    if found is None or found.method == "mxfp4":
+        return
+    where = "--quantization" if found.is_at_load else "config.json: quantization_config of method"
+    raise ValueError(
+        f"{where} {found.method}: the experts of {config.architecture} have biases, which only "
+        "bfloat16 and mxfp4 take: serve a checkpoint in one of these, without the setting"
+    )
 
 
 def _positive(hf: PretrainedConfig, name: str) -> float:
