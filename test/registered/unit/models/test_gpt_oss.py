@@ -171,7 +171,7 @@ def test_settings_that_cannot_be_are_refused_by_name(
 
 def test_fp8_at_load_is_refused(model: tuple[Path, PreTrainedModel]) -> None:
     config = ModelConfig.from_path(str(model[0]), quantization="fp8")
-    with pytest.raises(ValueError, match="^--quantization fp8: the experts of GptOssForCausalLM"):
+    with pytest.raises(ValueError, match=r"^--quantization fp8: the experts of GptOssForCausalLM"):
         build_model(config, LoadConfig())
 
 

@@ -11,12 +11,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rigs.models.model_oracle import greedy_words
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+register_cpu_ci(est_time=12, suite="base-a-test-cpu")
 
 WINDOW = 12
 WORDS = 16
@@ -96,6 +99,88 @@ def test_words_are_right_from_l2_and_l3(make_rig: Any, words: list[list[int]]) -
     other.run(other.request("from L3", PROMPTS[0], greedy(WORDS)))
     assert other.results["from L3"].output_ids == words[0]
     assert cached(other, "from L3") == (0, 0, 36)
+
+
+def note_positions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The positions that the model computes from now on."""
+    seen: list[int] = []
+    forward = ModelRunner.forward
+
+    def noting(runner: ModelRunner, batch: ForwardBatch) -> Any:
+        seen.extend(batch.positions.tolist())
+        return forward(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "forward", noting)
+    return seen
+
+
+@pytest.mark.parametrize("tier", ["L1", "L2"])
+@pytest.mark.parametrize("hit", [4, 12, 16])
+def test_a_hit_that_ends_within_a_window_is_continued_at_its_position(
+    make_rig: Any,
+    model: tuple[Path, PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    hit: int,
+    tier: str,
+) -> None:
+    """The first tokens after the hit see keys from before it: fewer than a window has, as many, or
+    more. They have the positions after the hit, not those within the window."""
+    rig = make_rig(enable_hierarchical_cache=tier == "L2")
+    known = prompt(7, hit + 1)
+    rig.generate([known], 1)
+    if tier == "L2":
+        rig.settle()
+        rig.tree.evict(EvictParams(num_tokens=10_000))
+    seen = note_positions(monkeypatch)
+    asked = [*known[:hit], known[hit] ^ 1, *prompt(8, 20)]
+    rig.run(rig.request("fork", asked, greedy(WORDS)))
+    assert cached(rig, "fork") == ((hit, 0, 0) if tier == "L1" else (0, hit, 0))
+    found = rig.results["fork"].output_ids
+    assert found == greedy_words(model[1], asked, found) and len(found) == WORDS
+    assert seen == list(range(hit, len(asked) + WORDS - 1))
+
+
+def test_a_request_keeps_its_window_while_all_others_are_evicted(
+    make_rig: Any, model: tuple[Path, PreTrainedModel]
+) -> None:
+    rig = make_rig()
+    known = prompt(7, 33)
+    rig.generate([known], 1)
+    asked = [*known, *prompt(8, 20)]
+    rig.step(rig.request("runs", asked, greedy(WORDS)))
+    for _ in range(WORDS):
+        rig.tree.evict(EvictParams(num_tokens=10_000, mamba_num=100))
+        rig.check()
+        rig.step()
+    rig.run()
+    assert cached(rig, "runs") == (32, 0, 0)
+    found = rig.results["runs"].output_ids
+    assert found == greedy_words(model[1], asked, found) and len(found) == WORDS
+    rig.tree.evict(EvictParams(num_tokens=10_000, mamba_num=100))
+    assert rig.tree.mamba_slots()["used_mamba_slots"] == rig.tree.total_size() == 0
+
+
+def test_windows_that_leave_first_leave_their_pages(
+    make_rig: Any, model: tuple[Path, PreTrainedModel]
+) -> None:
+    """A longer prompt needs the pages of a shorter one, whose window may go alone."""
+    rig = make_rig()
+    short, long = prompt(7, 9), prompt(7, 9) + prompt(8, 16)
+    for tokens in (short, long, long):
+        rig.generate([tokens], 1)
+    tokens_kept = rig.tree.total_size()
+    gone = rig.tree.evict(EvictParams(mamba_num=1))
+    assert (gone.mamba_num_evicted, gone.num_tokens_evicted) == (1, 0)
+    rig.run(rig.request("long", [*long, 5], greedy(WORDS)))
+    assert cached(rig, "long") == (24, 0, 0), "the pages before the short one's end are there"
+    rig.run(rig.request("short", [*short, 5], greedy(1)))
+    assert cached(rig, "short") == (0, 0, 0), "no window, no hit"
+    assert rig.tree.total_size() >= tokens_kept
+    found = rig.results["long"].output_ids
+    assert found == greedy_words(model[1], [*long, 5], found)
+    rig.run(rig.request("again", [*short, 5], greedy(1)))
+    assert cached(rig, "again") == (8, 0, 0), "computing the prompt left its window"
+    rig.check()
 
 
 def test_words_are_right_after_retractions(make_rig: Any, words: list[list[int]]) -> None:
