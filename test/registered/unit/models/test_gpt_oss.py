@@ -23,9 +23,11 @@ from rigs.models.model_oracle import (
 )
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint, tiny_config
 from sglang.srt.configs.model_config import RING_BYTES, ModelConfig
+from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention_kind import SLIDING_WINDOW
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_loader.loader import build_model, get_model
+from sglang.srt.model_loader.rounded_weights import is_rounded
 from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -80,6 +82,9 @@ def test_words_beyond_the_window_equal_transformers(model: tuple[Path, PreTraine
         pytest.param({"attention_bias": False}, id="no-attention-bias"),
         pytest.param({"num_experts_per_tok": 8, "swiglu_alpha": 0.7}, id="all-experts"),
         pytest.param({"layer_types": ["full_attention"] * 4}, id="no-window"),
+        pytest.param(
+            {"layer_types": ["full_attention", "sliding_attention"] * 2}, id="window-last"
+        ),
         pytest.param({"tie_word_embeddings": True}, id="tied"),
         pytest.param({"max_shard_size": "60KB"}, id="shards"),
     ],
@@ -133,6 +138,29 @@ def test_rotation_is_that_of_yarn_without_truncation(model: tuple[Path, PreTrain
     plain = 150000.0 ** (-pairs / 8)
     want = plain / 32 * slowed + plain * (1 - slowed)
     torch.testing.assert_close(made.inv_freq.double(), want, rtol=1e-5, atol=0.0)
+
+
+def test_a_backend_without_sinks_is_refused_at_the_start(
+    model: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_registry, "_TAKE_SINKS", set())
+    with pytest.raises(ValueError, match="'torch_native' does not support attention sinks"):
+        StepDriver(model[0])
+
+
+def test_a_router_is_not_rounded() -> None:
+    """Formats leave the choice of experts as it is."""
+    assert is_rounded("model.layers.0.mlp.experts.gate_up_proj")
+    assert not is_rounded("model.layers.0.mlp.router.weight")
+
+
+def test_quantized_weights_say_no_dtype(tmp_path: Path) -> None:
+    """A config without a dtype has that of the first weight that is not quantized."""
+    config = tiny_config("gpt_oss", architectures=["GptOssForCausalLM"])
+    config.save_pretrained(tmp_path)
+    tensors = {"a": torch.zeros(2, dtype=torch.uint8), "b": torch.zeros(2, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert ModelConfig.from_path(str(tmp_path)).dtype == torch.bfloat16
 
 
 def config_with(path: Path, **changes: Any) -> ModelConfig:
