@@ -259,11 +259,10 @@ class ModelRunner:
         self, layers: Iterable[RadixAttention], page_size: int
     ) -> dict[AttentionKind, AttentionBackend]:
         """Make a backend for each kind of `layers`."""
-        specs = {spec.name: spec for spec in self.state_specs}
         configs = {
             layer.kind: AttentionConfig(
                 num_heads=layer.num_heads,
-                specs=specs,
+                specs={spec.name: spec for spec in self.state_specs},
                 page_size=page_size,
                 dtype=self.model_config.dtype,
                 device=self.config.device,
