@@ -18,8 +18,6 @@ from transformers import (
     Glm4MoeForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
     LlamaConfig,
@@ -48,6 +46,8 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForCausalLM
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig

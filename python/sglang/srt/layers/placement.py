@@ -238,7 +238,7 @@ class WeightSlot:
                 index[self.dim] = slice(begin, end)
                 part = whole[tuple(index)]
                 if self.alternating > 1:
-                    part = part.unflatten(self.dim, (-1, self.alternating))
+                    part = torch.unflatten(part, self.dim, (-1, self.alternating))
                 dest.copy_(part.expand(dest.shape))
 
 

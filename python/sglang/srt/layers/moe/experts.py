@@ -222,12 +222,12 @@ class RoutedExperts(WeightedLayer):
         first, last = self._stacks()
         firsts, lasts = self._parts("weight")
         # `[num_experts, hidden_size, features, count]`
-        by_feature = gate_up.unflatten(1, (count, -1)).permute(0, 3, 2, 1)
+        by_feature = torch.unflatten(gate_up, 1, (count, -1)).permute(0, 3, 2, 1)
         yield first, WeightSlot.of_alternating(by_feature, self.features, 2, firsts)
         yield last, WeightSlot.of_runs(down.transpose(1, 2), (self.features,), 1, lasts)
         if self.gate_up_bias is not None and self.down_bias is not None:
             firsts, lasts = self._parts("bias")
-            by_feature = self.gate_up_bias.unflatten(1, (count, -1)).transpose(1, 2)
+            by_feature = torch.unflatten(self.gate_up_bias, 1, (count, -1)).transpose(1, 2)
             yield (
                 f"{first}_bias",
                 WeightSlot.of_alternating(by_feature, self.features, 1, firsts),

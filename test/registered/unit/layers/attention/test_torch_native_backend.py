@@ -261,10 +261,8 @@ def test_a_sink_is_one_more_logit_without_a_value(keys: int, dtype: torch.dtype)
     column = SINKS.double().view(1, HEADS, 1, 1).expand(2, HEADS, 3, 1)
     scores = torch.cat([q.double() @ wide_k.transpose(-1, -2), column], dim=-1)
     want = scores.softmax(-1)[..., :-1] @ wide_v
-    close = (
-        {"rtol": 0.02, "atol": 0.02} if dtype is torch.bfloat16 else {"rtol": 2e-5, "atol": 1e-6}
-    )
-    torch.testing.assert_close(got.double(), want, **close)
+    rtol, atol = (0.02, 0.02) if dtype is torch.bfloat16 else (2e-5, 1e-6)
+    torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
