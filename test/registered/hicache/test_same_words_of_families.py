@@ -25,7 +25,7 @@ from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=16, suite="base-b-test-cpu")
+register_cpu_ci(est_time=17, suite="base-b-test-cpu")
 
 PAGE: Final = 16
 IDS: Final = prompt(1, 200)

@@ -22,7 +22,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import ItemKind
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=27, suite="base-a-test-cpu")
+register_cpu_ci(est_time=28, suite="base-a-test-cpu")
 pytestmark = pytest.mark.usefixtures("short_repeats")
 
 PAGE: Final = 16

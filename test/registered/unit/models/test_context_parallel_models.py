@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.speculative.eagle_worker import EAGLEWorker
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=19, suite="base-a-test-cpu")
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
 SPLIT: dict[str, Any] = {"num_attention_heads": 8}
 LATENT: dict[str, Any] = {**SPLIT, "num_key_value_heads": 8}
@@ -31,6 +31,7 @@ CASES = [
     pytest.param("glm_moe_dsa_shared", LATENT, id="glm_moe_dsa_shared"),
     pytest.param("glm4_moe", SPLIT, id="glm4_moe"),
     pytest.param("minimax_m2", SPLIT, id="minimax_m2"),
+    pytest.param("gpt_oss", {**SPLIT, "layer_types": ["full_attention"] * 4}, id="gpt_oss"),
 ]
 SIZES = [(2, 2), (4, 2), (4, 4)]
 """Ranks, and over how many of them prefills are split."""
@@ -118,7 +119,7 @@ def run_with_drafts(driver: StepDriver, group: object = None) -> tuple[torch.Ten
     return kept.table[:3].clone(), pools
 
 
-DRAFTING = [case for case in CASES if not str(case.id).startswith(("minimax", "qwen3"))]
+DRAFTING = [case for case in CASES if not str(case.id).startswith(("gpt", "minimax", "qwen3"))]
 
 
 @pytest.mark.parametrize(("size", "cp_size"), SIZES)
