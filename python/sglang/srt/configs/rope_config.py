@@ -90,11 +90,13 @@ class RopeConfig:
         if rope_type == "linear":
             return scaled
         if rope_type == "yarn":
+            if theta <= 1:
+                raise ValueError(
+                    f"rope_theta={theta!r} in config.json: rope type 'yarn' needs a number above 1"
+                )
             return replace(
                 scaled,
-                original_max_position_embeddings=int(
-                    _number(params, "original_max_position_embeddings", rope_type)
-                ),
+                original_max_position_embeddings=_original_length(params, rope_type),
                 beta_fast=_number(params, "beta_fast", rope_type, default=32.0),
                 beta_slow=_number(params, "beta_slow", rope_type, default=1.0),
                 truncate=bool(params.get("truncate", True)),
@@ -104,9 +106,7 @@ class RopeConfig:
             scaled,
             low_freq_factor=_number(params, "low_freq_factor", rope_type),
             high_freq_factor=_number(params, "high_freq_factor", rope_type),
-            original_max_position_embeddings=int(
-                _number(params, "original_max_position_embeddings", rope_type)
-            ),
+            original_max_position_embeddings=_original_length(params, rope_type),
         )
 
 
@@ -155,6 +155,17 @@ def _attention_factor(params: Mapping[str, Any], factor: float) -> float:
 def _mscale(factor: float, weight: float) -> float:
     """YaRN's rule for how much scores grow with a context that is extended by `factor`."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _original_length(params: Mapping[str, Any], rope_type: str) -> int:
+    """The context length before the extension, in tokens."""
+    name = "original_max_position_embeddings"
+    length = int(_number(params, name, rope_type))
+    if length < 1:
+        raise ValueError(
+            f"rope_parameters.{name}={params[name]!r} in config.json must be at least 1"
+        )
+    return length
 
 
 def _number(

@@ -57,8 +57,9 @@ def _yarn_frequencies(rope: RopeConfig, freqs: torch.Tensor) -> torch.Tensor:
     pairs = len(freqs)
 
     def pair_that_turns(turns: float) -> float:
-        wave = rope.original_max_position_embeddings / (turns * 2 * math.pi)
-        return pairs * math.log(wave) / math.log(rope.theta)
+        # Not the log of the quotient, which overflows.
+        length = math.log(rope.original_max_position_embeddings) - math.log(2 * math.pi)
+        return pairs * (length - math.log(turns)) / math.log(rope.theta)
 
     first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
     if rope.truncate:

@@ -317,6 +317,11 @@ def test_overrides_replace_fields(tmp_path: Path) -> None:
         ({"model_type": "llama"}, "model_type='llama' is not that of Qwen3ForCausalLM"),
         ({"model_type": ...}, "model_type=None is not that of Qwen3ForCausalLM"),
         ({"rope_scaling": {**YARN, "factor": float("inf")}}, "factor=inf"),
+        ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1 .*'yarn' needs a number above 1"),
+        (
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": 0.5}},
+            "original_max_position_embeddings=0.5 in config.json must be at least 1",
+        ),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"num_hidden_layers": "two"}, "config.json"),
