@@ -26,6 +26,16 @@ WORDS = 16
 PROMPTS = [prompt(1, 37), prompt(2, 21), prompt(1, 37)[:24] + prompt(3, 9)]
 
 
+STORED: dict[str, Any] = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 3.0,
+    "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete",
+    "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": 4}),
+}
+"""Settings with all tiers."""
+
+
 @pytest.fixture(scope="module", name="model", params=["ministral", "gpt_oss"])
 def make_model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -80,14 +90,7 @@ def test_an_answer_is_continued_from_its_window(
 
 
 def test_words_are_right_from_l2_and_l3(make_rig: Any, words: list[list[int]]) -> None:
-    settings = {
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": 3.0,
-        "hicache_storage_backend": "file",
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": 4}),
-    }
-    rig = make_rig(**settings)
+    rig = make_rig(**STORED)
     assert rig.generate(PROMPTS, WORDS) == words
     rig.settle()
     rig.tree.evict(EvictParams(num_tokens=10_000))
@@ -95,7 +98,7 @@ def test_words_are_right_from_l2_and_l3(make_rig: Any, words: list[list[int]]) -
     assert rig.results["from L2"].output_ids == words[0]
     assert cached(rig, "from L2") == (0, 36, 0)
     rig.settle()
-    other = make_rig(**settings)
+    other = make_rig(**STORED)
     other.run(other.request("from L3", PROMPTS[0], greedy(WORDS)))
     assert other.results["from L3"].output_ids == words[0]
     assert cached(other, "from L3") == (0, 0, 36)
@@ -114,7 +117,7 @@ def note_positions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("tier", ["L1", "L2"])
+@pytest.mark.parametrize("tier", ["L1", "L2", "L3"])
 @pytest.mark.parametrize("hit", [4, 12, 16])
 def test_a_hit_that_ends_within_a_window_is_continued_at_its_position(
     make_rig: Any,
@@ -125,16 +128,18 @@ def test_a_hit_that_ends_within_a_window_is_continued_at_its_position(
 ) -> None:
     """The first tokens after the hit see keys from before it: fewer than a window has, as many, or
     more. They have the positions after the hit, not those within the window."""
-    rig = make_rig(enable_hierarchical_cache=tier == "L2")
+    rig = make_rig(**({} if tier == "L1" else STORED))
     known = prompt(7, hit + 1)
     rig.generate([known], 1)
-    if tier == "L2":
+    if tier != "L1":
         rig.settle()
         rig.tree.evict(EvictParams(num_tokens=10_000))
+    if tier == "L3":
+        rig = make_rig(**STORED)
     seen = note_positions(monkeypatch)
     asked = [*known[:hit], known[hit] ^ 1, *prompt(8, 20)]
     rig.run(rig.request("fork", asked, greedy(WORDS)))
-    assert cached(rig, "fork") == ((hit, 0, 0) if tier == "L1" else (0, hit, 0))
+    assert cached(rig, "fork") == tuple(hit if one == tier else 0 for one in ("L1", "L2", "L3"))
     found = rig.results["fork"].output_ids
     assert found == greedy_words(model[1], asked, found) and len(found) == WORDS
     assert seen == list(range(hit, len(asked) + WORDS - 1))
