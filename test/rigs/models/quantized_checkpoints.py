@@ -178,6 +178,29 @@ def packed_experts(group: int = 32) -> Format:
     return Format(config, encode, multiple=group, only=r"\.experts\.")
 
 
+def mxfp4() -> Format:
+    """gpt-oss's format: stacks of experts in 4-bit floats. A plain stack has its inputs first."""
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]}
+
+    def encode(name: str, weight: Floats) -> Encoded:
+        by_output = np.swapaxes(weight, -1, -2)
+        groups = by_output.reshape(*by_output.shape[:-1], -1, 32)
+        most = np.abs(groups).max(axis=-1, keepdims=True)
+        exponents = np.floor(np.log2(most)) - 2
+        floats = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        parts = groups / 2.0**exponents
+        integers = np.abs(parts[..., None] - floats).argmin(axis=-1)
+        values = (floats[integers] * 2.0**exponents).reshape(by_output.shape)
+        blocks = (integers[..., ::2] | integers[..., 1::2] << 4).astype(np.uint8)
+        scales = (exponents[..., 0] + 127).astype(np.uint8)
+        return {
+            f"{name}_blocks": torch.from_numpy(blocks),
+            f"{name}_scales": torch.from_numpy(scales),
+        }, np.swapaxes(values, -1, -2).astype(np.float32)
+
+    return Format(config, encode, multiple=32, takes_stacks=True, only=r"\.experts\.")
+
+
 def awq(group: int = 32, *, moments: Moments = NO_MOMENTS) -> Format:
     """AutoAWQ's layout for its GEMM kernels."""
     config = {

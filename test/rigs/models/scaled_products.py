@@ -25,6 +25,8 @@ from sglang.srt.model_loader import loader
 
 def dequantized(weight: ScaledWeight) -> torch.Tensor:
     """fp32 `[..., outputs, inputs]`: the values that the elements stand for."""
+    if weight.is_fp4:
+        return floats_of(weight).float()
     if weight.is_fp8:
         elements = weight.elements.float()
     else:
@@ -32,6 +34,17 @@ def dequantized(weight: ScaledWeight) -> torch.Tensor:
         elements = integers_of(weight).float() - zeros
     scales = weight.scales.float().repeat_interleave(weight.height, -2)
     return elements * scales.repeat_interleave(weight.group, -1)
+
+
+def floats_of(weight: ScaledWeight) -> torch.Tensor:
+    """fp64 `[..., outputs, inputs]`: the values of 4-bit floats."""
+    integers = integers_of(weight).int()
+    exponent, fraction = integers >> 1 & 3, integers & 1
+    # Numbers below 1 have no leading bit.
+    mantissas = torch.where(exponent == 0, fraction, 2 + fraction).double()
+    values = mantissas * 2.0 ** (exponent.clamp(min=1) - 2) * (1 - 2 * (integers >> 3))
+    scales = 2.0 ** (weight.scales.double() - 127)
+    return values * scales.repeat_interleave(weight.group, -1)
 
 
 def integers_of(weight: ScaledWeight) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from rigs.models import interpreted_fp8  # noqa: F401 - rounding in the interpreter
 from rigs.models.kernel_layers import DEVICE, HALF
-from rigs.models.scaled_products import integers_of
+from rigs.models.scaled_products import floats_of, integers_of
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 
 
@@ -37,8 +37,19 @@ def int4_weight(
     )
 
 
+def fp4_weight(*shape: int, seed: int = 0) -> ScaledWeight:
+    """MXFP4 `[..., outputs, inputs]` in groups of 32."""
+    numbers = torch.Generator().manual_seed(seed)
+    *lead, inputs = shape
+    elements = torch.randint(0, 256, (*lead, inputs // 2), generator=numbers, dtype=torch.uint8)
+    scales = torch.randint(120, 124, (*lead, inputs // 32), generator=numbers, dtype=torch.uint8)
+    return ScaledWeight(elements=elements.to(DEVICE), scales=scales.to(DEVICE))
+
+
 def dequantized(weight: ScaledWeight) -> torch.Tensor:
     """The weight in fp64."""
+    if weight.is_fp4:
+        return floats_of(weight)
     scales = weight.scales.double()
     scales = scales.repeat_interleave(weight.height, -2).repeat_interleave(weight.group, -1)
     if weight.is_fp8:

@@ -4,8 +4,9 @@ The object says how quantized weights are encoded. The files say which weights a
 quantized weight has scales beside it. Lists of exceptions (`ignore`, `modules_to_not_convert`)
 therefore need no interpretation.
 
-Sources of the formats: transformers' `FineGrainedFP8Config`, `AwqConfig` and `GPTQConfig`;
-compressed-tensors' `QuantizationConfig`; the checkpoint format of AutoGPTQ and its successor.
+Sources of the formats: transformers' `FineGrainedFP8Config`, `AwqConfig`, `GPTQConfig` and
+`Mxfp4Config`; compressed-tensors' `QuantizationConfig`; the checkpoint format of AutoGPTQ and its
+successor; OCP's "Microscaling Formats (MX)" for MXFP4.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ _MAX_SIZE: Final = (1 << 31) - 1
 FP8: Final = "F8_E4M3"
 INT8: Final = "I8"
 WORDS: Final = "I32"
+BYTES: Final = "U8"
 """Dtypes of elements, as safetensors names them."""
 
 
 class Packing(Enum):
-    """Order of integers in 32-bit words, lowest bits first."""
+    """Order of 4-bit floats in bytes, or of integers in 32-bit words; lowest bits first."""
 
     NONE = "none"
     """One element per weight: fp8 or int8, with scales."""
@@ -36,6 +38,9 @@ class Packing(Enum):
     """`[inputs / n, outputs]`: a word has `n` consecutive inputs of one output."""
     INTERLEAVED = "awq"
     """`[inputs, outputs / n]`: a word has eight outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    BLOCKS = "mxfp4"
+    """`[..., outputs, groups, bytes of a group]`: a byte has two consecutive inputs of one output,
+    which are e2m1 floats."""
 
 
 class ZeroPoints(Enum):
@@ -57,9 +62,10 @@ class QuantizationConfig:
     """`quant_method` of config.json."""
     packing: Packing = Packing.NONE
     bits: int = 8
-    """Bits of a packed integer."""
+    """Bits of a packed integer or float."""
     elements: str = FP8
-    """Dtype of the tensor with the elements: `FP8`, `INT8`, or `WORDS` of packed integers."""
+    """Dtype of the tensor with the elements: `FP8`, `INT8`, `WORDS` of packed integers, or `BYTES`
+    of packed floats."""
     zero_points: ZeroPoints = ZeroPoints.CENTRE
     """Zero points of integers."""
     block: tuple[int, int] | None = None
@@ -76,7 +82,7 @@ class QuantizationConfig:
     def may_have_negative_scales(self) -> bool:
         """True for integers around the centre of their range: AutoRound scales a group whose
         greatest magnitude is positive by a negative number, because -8 has no counterpart."""
-        return self.elements != FP8 and self.zero_points is not ZeroPoints.STORED
+        return self.elements in (INT8, WORDS) and self.zero_points is not ZeroPoints.STORED
 
     def __str__(self) -> str:
         """The format in words, for logs."""
@@ -197,6 +203,19 @@ def _gptq(stated: dict[str, Any]) -> QuantizationConfig:
     )
 
 
+_MX_GROUP: Final = 32
+"""Inputs that share a scale in OCP's MX formats."""
+
+
+def _mxfp4(stated: dict[str, Any]) -> QuantizationConfig:
+    """Elements of 4-bit floats (e2m1), with scales that are powers of two (e8m0)."""
+    _one_of(stated, "bits", (4, None))
+    _one_of(stated, "group_size", (_MX_GROUP, None))
+    return QuantizationConfig(
+        method="mxfp4", packing=Packing.BLOCKS, bits=4, elements=BYTES, block=(1, _MX_GROUP)
+    )
+
+
 _CT_FORMATS: Final = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
 
 
@@ -251,7 +270,13 @@ def _ct_group(stated: dict[str, Any], name: str, group: object) -> QuantizationC
 
 
 _PARSERS: Final[Mapping[str, Callable[[dict[str, Any]], QuantizationConfig]]] = MappingProxyType(
-    {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}
+    {
+        "fp8": _fp8,
+        "compressed-tensors": _compressed_tensors,
+        "awq": _awq,
+        "gptq": _gptq,
+        "mxfp4": _mxfp4,
+    }
 )
 
 

@@ -163,6 +163,29 @@ def slots_of(
         )
 
 
+def alternating_slots_of(
+    name: str, weight: Weight, outputs: Share, parts: tuple[str, ...]
+) -> NamedSlots:
+    """`slots_of` a checkpoint's weight in which the outputs of several weights alternate, which lie
+    one after the other in memory.
+
+    Args:
+        weight: This rank's part, `[..., count * outputs, inputs]`; scales of single outputs.
+        outputs: This rank's outputs of one of them.
+    """
+    tensors = (
+        [("", weight)]
+        if isinstance(weight, torch.Tensor)
+        else [(suffix, tensor) for suffix, tensor, _ in _tensors(weight)]
+    )
+    dim = len(weight.shape) - 2
+    for suffix, tensor in tensors:
+        assert tensor.shape[dim] == weight.shape[dim], "a scale belongs to one output"
+        by_output = tensor.unflatten(dim, (-1, outputs.size)).transpose(dim, dim + 1)
+        own = tuple(f"{part}{suffix}" for part in parts)
+        yield f"{name}{suffix}", WeightSlot.of_alternating(by_output, outputs, dim, own)
+
+
 def weight_shape(slot: WeightSlot) -> tuple[int, ...]:
     """Shape of the weight that fills a slot, in values: two for each byte of 4-bit integers."""
     *lead, columns = slot.shape

@@ -13,10 +13,13 @@ from sglang.srt.layers.triton_ops.arguments import LEAST_PACKED
 
 BLOCK: Final = 128
 """Outputs of a block, and inputs, that have one scale in memory."""
-SCALE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of scales in memory: the first for fp8, the others for 4-bit integers."""
+EXPONENTS: Final = torch.uint8
+"""Dtype of scales that are powers of two, in memory: e8m0."""
+SCALE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, EXPONENTS)
+"""Dtypes of scales in memory: the first for fp8, the last for 4-bit floats, the others for 4-bit
+integers."""
 _PACKED_GROUPS: Final = frozenset((32, 64, 128))
-"""Inputs of a group of 4-bit integers, unless it has all inputs."""
+"""Inputs of a group of 4-bit elements, unless it has all inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,7 @@ class WeightFormat:
     """How the elements of one weight of a checkpoint are quantized."""
 
     bits: int = 8
-    """8: fp8; 4: integers."""
+    """8: fp8; 4: integers, or floats (e2m1) if scales are `EXPONENTS`."""
     block: tuple[int, int] = (1, -1)
     """Outputs and inputs that share a scale; negative: all."""
     scales: torch.dtype = torch.float32

@@ -244,7 +244,7 @@ class _SafetensorsFiles:
             return {weight.name: weight.format(self._config, self._dtype_of) for weight in weights}
         format_ = format_of_rounded(self._config, torch.float32)
         assert format_ is not None, "fp8"
-        return {name: format_ for name in self._file_of if is_rounded(name)}
+        return {name: format_ for name in self._file_of if is_rounded(name, self._config)}
 
     def _dtype_of(self, name: str) -> str:
         file = self._file_of.get(name)
@@ -303,8 +303,7 @@ class _SafetensorsFiles:
                 f"{file}: tensor {name!r} is {dtype} and has no scales: the weights and "
                 "quantization_config in config.json are not of the same model"
             )
-        if self._rounds and is_rounded(name):
-            assert self._config is not None
+        if self._rounds and self._config is not None and is_rounded(name, self._config):
             whole = opened.get_tensor(name).to(slot.dest.device)
             found = rounded(whole, self._config, slot.dest.dtype, torch.float32)
             slots.fill_quantized(name, slot, found)

@@ -65,7 +65,8 @@ class DummyWeights:
 
     def formats(self) -> FormatOf:
         """See `WeightSource`."""
-        return lambda name: self._format if is_rounded(name) else None
+        config, format_ = self._config, self._format
+        return lambda name: format_ if config is not None and is_rounded(name, config) else None
 
     def has_own_head(self, head: str, embedding: str) -> bool:
         """See `WeightSource`. Random weights are as config.json says."""
@@ -83,7 +84,7 @@ class DummyWeights:
             if len(shape) < 2 or shape[-2] == 1:  # small
                 slot.fill(dummy_tensor(name, shape, self._seed, dtype=dtype, device=device))
                 continue
-            if self._config is None or self._format is None or not is_rounded(name):
+            if self._config is None or self._format is None or not is_rounded(name, self._config):
                 slot.fill(RandomTensor(name, shape, self._seed, dtype, device))
                 continue
             if self._config.packing is Packing.NONE:

@@ -22,14 +22,16 @@ from sglang.srt.configs.quantization_config import (
 )
 from sglang.srt.layers.quantization.quantized_tensor import (
     AWQ_ORDER,
+    NO_SCALE,
     WORD_BITS,
+    BlockFloatTensor,
     PackedTensor,
     QuantizedTensor,
     RawTensor,
     ScaledTensor,
     unpack_words,
 )
-from sglang.srt.layers.weight_format import WeightFormat
+from sglang.srt.layers.weight_format import EXPONENTS, WeightFormat
 from sglang.srt.model_loader.weight_files import REMEDY
 
 _SCALES: Final = ("_scale_inv", "_scale")
@@ -44,6 +46,16 @@ not quantize those."""
 
 _SCALE_DTYPES: Final = MappingProxyType({"F16": torch.float16, "BF16": torch.bfloat16})
 """Dtypes of the scales of 4-bit integers in memory, as safetensors names them."""
+
+_MARKERS: Final = MappingProxyType(
+    {
+        Packing.ROWS: "_packed",
+        Packing.COLUMNS: ".qweight",
+        Packing.INTERLEAVED: ".qweight",
+        Packing.BLOCKS: "_blocks",
+    }
+)
+"""Ends of the names of tensors with packed elements."""
 
 ReadTensor = Callable[[str], torch.Tensor]
 """Reads a whole tensor of the checkpoint by its name."""
@@ -69,7 +81,13 @@ class QuantizedWeight:
 
     def shape(self, stored: tuple[int, ...], config: QuantizationConfig) -> tuple[int, ...]:
         """Shape of the weight, whose elements are stored in the shape `stored`; words that are no
-        matrix are no weight, and keep theirs."""
+        matrix are no weight, and keep theirs, and so do blocks of another size."""
+        if config.packing is Packing.BLOCKS:
+            assert config.block is not None
+            if len(stored) < 3 or 2 * stored[-1] != config.block[1]:
+                return stored
+            *lead, groups, _ = stored
+            return (*lead, groups * config.block[1])
         if len(stored) != 2:
             return stored
         count = WORD_BITS // config.bits
@@ -94,6 +112,8 @@ class QuantizedWeight:
             why = None if dtype == FP8 else f"elements of {dtype}"
             return WeightFormat(block=config.block or (1, -1), why_dequantized=why)
         assert config.block is not None
+        if config.packing is Packing.BLOCKS:
+            return WeightFormat(bits=4, block=config.block, scales=EXPONENTS)
         scales = _SCALE_DTYPES.get(dtype_of(self.scales))
         why = None
         if config.bits != 4:
@@ -137,6 +157,10 @@ class QuantizedWeight:
             ValueError: Scales, zero points or groups do not fit the weight, or are impossible.
         """
         scales = read(self.scales)
+        if config.packing is Packing.BLOCKS:
+            assert config.block is not None
+            self._check_exponents(scales)
+            return BlockFloatTensor(elements, scales, config.block[1], dtype, device)
         if not scales.dtype.is_floating_point:
             raise ValueError(f"tensor {self.scales!r} has scales of {scales.dtype}")
         if config.packing is Packing.NONE:
@@ -202,6 +226,20 @@ class QuantizedWeight:
                 f"{wanted}: {REMEDY}"
             )
 
+    def _check_exponents(self, scales: torch.Tensor) -> None:
+        """Refuse scales that are no exponents, or not all. A scale of 0 is one: 2^-127, which
+        writers give to groups of zeros."""
+        if scales.dtype != torch.uint8:
+            raise ValueError(
+                f"tensor {self.scales!r} has scales of {scales.dtype}, which must be torch.uint8"
+            )
+        count = int((scales == NO_SCALE).sum())
+        if count:
+            raise ValueError(
+                f"tensor {self.scales!r} has {NO_SCALE}, which is NaN, for {count} of "
+                f"{scales.numel()} scales: {REMEDY}"
+            )
+
     def _zeros(self, packed: torch.Tensor, config: QuantizationConfig) -> torch.Tensor:
         """Zero points `[outputs, groups]`."""
         if packed.dtype != torch.int32 or packed.dim() != 2:
@@ -254,10 +292,13 @@ class QuantizedNames:
             if scales is None:
                 return None
             return QuantizedWeight(name=name, elements=name, scales=scales)
-        marker = "_packed" if packing is Packing.ROWS else ".qweight"
+        marker = _MARKERS[packing]
         if not name.endswith(marker):
             return None
         start = name.removesuffix(marker)
+        if packing is Packing.BLOCKS:
+            # The plain twin of a stack, called `start`, has its inputs first: another weight.
+            return QuantizedWeight(name=name, elements=name, scales=f"{start}_scales")
         if packing is Packing.ROWS:
             return QuantizedWeight(
                 name=start,

@@ -16,12 +16,16 @@ import torch.nn.functional as F
 
 from sglang.srt.configs.quantization_config import Packing, QuantizationConfig
 from sglang.srt.layers.quantization.quantized_tensor import (
+    E2M1,
+    E8M0,
+    NO_SCALE,
     WORD_BITS,
+    BlockFloatTensor,
     PackedTensor,
     QuantizedTensor,
     ScaledTensor,
 )
-from sglang.srt.layers.weight_format import WeightFormat
+from sglang.srt.layers.weight_format import EXPONENTS, WeightFormat
 
 FP8_MAX: Final = 448.0
 """The greatest number of e4m3."""
@@ -32,16 +36,20 @@ _PLAIN: Final = re.compile(
     r"|\w*norm(?:_f)?)\.weight$"
 )
 _STACKED: Final = re.compile(r"\.experts\.((?:gate_)?up_proj|down_proj)$")
+_OF_EXPERT: Final = ".experts."
 
 
-def is_rounded(name: str) -> bool:
-    """True for a weight that formats round: a matrix of a linear layer or of an expert.
+def is_rounded(name: str, config: QuantizationConfig) -> bool:
+    """True for a weight that a format rounds: a matrix of a linear layer or of an expert, of MXFP4
+    of an expert alone.
 
     Head, embedding, routers and other gates are left plain because results depend on them more than
     on others; convolutions and the up-projection of latent attention because no kernel multiplies
     them in a format; the input projection of a draft layer because published checkpoints do so.
     """
     is_weight = name.endswith(".weight") or _STACKED.search(name) is not None
+    if config.packing is Packing.BLOCKS and _OF_EXPERT not in name:
+        return False
     return is_weight and _PLAIN.search(name) is None
 
 
@@ -53,6 +61,9 @@ def format_of_rounded(config: QuantizationConfig, dtype: torch.dtype) -> WeightF
     """
     if config.packing is Packing.NONE:
         return WeightFormat(block=config.block or (1, -1))
+    if config.packing is Packing.BLOCKS:
+        assert config.block is not None
+        return WeightFormat(bits=4, block=config.block, scales=EXPONENTS)
     if config.bits != 4 or config.is_reordered or dtype not in (torch.bfloat16, torch.float16):
         return None
     assert config.block is not None
@@ -70,7 +81,7 @@ def rounded(
         scales: Dtype that integers' scales are rounded to.
 
     Raises:
-        ValueError: The format has 4 bits, and inputs are no multiple of 8.
+        ValueError: The format has 4 bits, and inputs are no multiple of 8, or of a group of floats.
     """
     *lead, outputs, inputs = values.shape
     of_block, of_group = config.block or (1, -1)
@@ -82,6 +93,8 @@ def rounded(
         return ScaledTensor(
             elements.view(values.shape), grid, (height, width), dtype, values.device
         )
+    if config.packing is Packing.BLOCKS:
+        return _to_mxfp4(values, width, dtype)
     if lead or inputs % (WORD_BITS // 4):
         raise ValueError(
             f"random weights {list(values.shape)} cannot be rounded to 4 bits, of which a word has "
@@ -104,6 +117,35 @@ def rounded(
         dtype=dtype,
         device=values.device,
     )
+
+
+def _to_mxfp4(values: torch.Tensor, group: int, dtype: torch.dtype) -> BlockFloatTensor:
+    """A scale is the power of two by which the greatest magnitude of its group lies in 4 to 8.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
+    """
+    inputs = values.shape[-1]
+    if inputs % group:
+        raise ValueError(
+            f"random weights {list(values.shape)} cannot be rounded to MXFP4, which has groups of "
+            f"{group} inputs: leave quantization_config out of config.json"
+        )
+    groups = values.float().unflatten(-1, (-1, group))
+    most = groups.abs().amax(-1)
+    # frexp's fractions are in 0.5 to 1.
+    exponents = torch.frexp(most).exponent - 3
+    bits = torch.where(most == 0, 0, exponents + 127).clamp_(0, NO_SCALE - 1)
+    scales = torch.tensor(E8M0, device=values.device)[bits.long()]
+    table = torch.tensor(E2M1[: len(E2M1) // 2], device=values.device)
+    # The boundaries between neighbours; a number on one goes to the even bits, as ties do.
+    bounds = (table[1:] + table[:-1]) / 2
+    parts = groups / scales.unsqueeze(-1)
+    magnitudes = torch.bucketize(parts.abs(), bounds)
+    is_tie = parts.abs() == torch.cat((bounds, bounds.new_tensor([torch.inf])))[magnitudes]
+    magnitudes += is_tie & (magnitudes % 2 == 1)
+    integers = (magnitudes + (parts < 0) * len(table)).to(torch.uint8)
+    blocks = integers[..., ::2] | integers[..., 1::2] << 4
+    return BlockFloatTensor(blocks, bits.to(torch.uint8), group, dtype, values.device)
 
 
 def _to_fp8(matrix: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.configs.quantization_config import (
+    BYTES,
     FP8,
     INT8,
     WORDS,
@@ -45,6 +46,14 @@ KIMI = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
+
+
+GPT_OSS = {
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+    "quant_method": "mxfp4",
+}  # fmt: skip
 
 
 def weights(**changes: Any) -> dict[str, Any]:
@@ -103,12 +112,21 @@ def test_published_formats_are_read(
     assert nested == found
 
 
+def test_4_bit_floats_are_read() -> None:
+    found = of(GPT_OSS)
+    assert found == QuantizationConfig(
+        method="mxfp4", packing=Packing.BLOCKS, bits=4, elements=BYTES, block=(1, 32)
+    )
+    assert found == of(GPT_OSS, "mxfp4") and not found.may_have_negative_scales
+
+
 @pytest.mark.parametrize(
     ("stated", "words"),
     [
         ("fp8", "quantization_config must be an object"),
         ({}, "quant_method='None' is not supported"),
-        ({"quant_method": "mxfp4"}, "'mxfp4' is not supported: supported are fp8, compressed-ten"),
+        ({"quant_method": "quark"}, "'quark' is not supported: supported are fp8, compressed-ten"),
+        ({**GPT_OSS, "group_size": 16}, "group_size=16 is not supported: 32 is"),
         ({**DEEPSEEK, "fmt": "e5m2"}, "fmt='e5m2' is not supported: 'e4m3' or"),
         ({**DEEPSEEK, "weight_block_size": [128]}, "weight_block_size=.*two integers from 1 to"),
         ({**DEEPSEEK, "weight_block_size": [0, 128]}, "weight_block_size=.*two integers from 1"),

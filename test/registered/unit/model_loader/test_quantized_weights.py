@@ -21,6 +21,7 @@ from rigs.models.quantized_checkpoints import (
     fp8_blocks,
     fp8_per_tensor,
     gptq,
+    mxfp4,
     write_quantized,
 )
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
@@ -75,6 +76,60 @@ def test_every_rank_has_the_values_that_the_format_stands_for(
     """Ranks cut blocks and words anywhere; tensors of one weight are in different files."""
     path = write_quantized(tiny_model(family), tmp_path, FORMATS[name](), files=2)
     assert_equal_weights(path, tmp_path / "plain")
+
+
+def test_every_rank_has_the_values_of_4_bit_floats(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The plain twin has its inputs before its outputs."""
+    path = write_quantized(tiny_model("gpt_oss"), tmp_path, mxfp4(), files=2)
+    assert_equal_weights(path, tmp_path / "plain")
+
+
+EXPERTS = "model.layers.0.mlp.experts.down_proj"
+
+
+def bytes_of(*shape: int) -> torch.Tensor:
+    return torch.full(shape, 127, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"blocks": bytes_of(8, 96, 4, 8)},
+            r"_blocks' has shape \[8, 96, 4, 8\], config.json asks",
+        ),
+        (
+            {"blocks": bytes_of(8, 96, 2, 16)},
+            r"_blocks' has shape \[8, 96, 64\], .* \[8, 96, 128\]",
+        ),
+        (
+            {"blocks": bytes_of(8, 96, 64)},
+            r"_blocks' has shape \[8, 96, 64\], config.json asks for",
+        ),
+        ({"blocks": torch.zeros(8, 96, 4, 16)}, r"_blocks': elements of F32 must be U8"),
+        ({"scales": None}, r"_blocks': tensor '.*_scales' is missing"),
+        ({"scales": bytes_of(8, 96, 2)}, r"_blocks': .* scales \[8, 96, 2\] must be \[8, 96, 4\]"),
+        ({"scales": torch.ones(8, 96, 4)}, r"_scales' has scales of torch.float32, which must be"),
+        (
+            {"scales": bytes_of(8, 96, 4) * 2 + 1},
+            r"_scales' has 255, which is NaN, for 3072 of 3072",
+        ),
+    ],
+)
+def test_4_bit_floats_that_do_not_fit_are_named(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    changes: dict[str, torch.Tensor | None],
+    words: str,
+) -> None:
+    path = write_quantized(tiny_model("gpt_oss"), tmp_path, mxfp4())
+    add(path, {f"{EXPERTS}_{name}": one for name, one in changes.items()})
+    with pytest.raises(ValueError, match=words) as error:
+        dict(weights(path))
+    text = str(error.value)
+    assert EXPERTS in text and "are not of the same model" in text and "\n" not in text
 
 
 def assert_equal_weights(path: Path, plain: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.layers.activation import activate_by
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layer_weight import (
+    alternating_slots_of,
     kept_format,
     matrices_of,
     new_weight,
@@ -31,6 +32,8 @@ ExpertNames: TypeAlias = tuple[str, str, str]
 EXPERT_NAMES: Final[ExpertNames] = ("gate_proj", "up_proj", "down_proj")
 """Names of an expert's projections in most checkpoints."""
 
+BLOCKS: Final = "_blocks"
+"""End of the names of stacks of 4-bit floats, as files have them."""
 FEW: Final = 8
 _USES_OF_AN_EXPERT: Final = 2
 """Limits of the kernels for few tokens: number of tokens, and average uses of an expert. Above
@@ -65,8 +68,8 @@ class RoutedExperts(WeightedLayer):
         names: Names of the projections: gate, up, down.
         activation: What is computed between the projections; "squared_relu" knows no gate.
         has_bias: True if all projections have biases.
-        has_alternating_stacks: True if stacked tensors of a checkpoint have the inputs before the
-            outputs, and the outputs of gate and up alternate.
+        has_alternating_stacks: True if the outputs of gate and up alternate in stacked tensors of
+            a checkpoint, and plain ones have the inputs before the outputs.
 
         Raises:
             ValueError: The ranks do not divide the intermediate size.
@@ -217,14 +220,21 @@ class RoutedExperts(WeightedLayer):
 
     def _alternating_slots(self) -> NamedSlots:
         """`stacked_slots` of outputs that alternate: `[num_experts, hidden_size, 2 * features]` and
-        `[num_experts, features, hidden_size]`; biases without the inputs."""
-        count, (gate_up, down) = len(self._firsts), self.plain()
+        `[num_experts, features, hidden_size]`, or blocks with the outputs before the inputs; biases
+        without the inputs."""
+        count = len(self._firsts)
         first, last = self._stacks()
         firsts, lasts = self._parts("weight")
-        # `[num_experts, hidden_size, features, count]`
-        by_feature = torch.unflatten(gate_up, 1, (count, -1)).permute(0, 3, 2, 1)
-        yield first, WeightSlot.of_alternating(by_feature, self.features, 2, firsts)
-        yield last, WeightSlot.of_runs(down.transpose(1, 2), (self.features,), 1, lasts)
+        yield from alternating_slots_of(
+            f"{first}{BLOCKS}", self.gate_up, self.features, parts=firsts
+        )
+        yield from slots_of(f"{last}{BLOCKS}", self.down, inputs=self.features, parts=lasts)
+        if isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor):
+            # `[num_experts, hidden_size, features, count]`
+            by_feature = torch.unflatten(self.gate_up, 1, (count, -1)).permute(0, 3, 2, 1)
+            yield first, WeightSlot.of_alternating(by_feature, self.features, 2, firsts)
+            down = self.down.transpose(1, 2)
+            yield last, WeightSlot.of_runs(down, (self.features,), 1, lasts)
         if self.gate_up_bias is not None and self.down_bias is not None:
             firsts, lasts = self._parts("bias")
             by_feature = torch.unflatten(self.gate_up_bias, 1, (count, -1)).transpose(1, 2)
@@ -248,10 +258,12 @@ class RoutedExperts(WeightedLayer):
     def _quantized_names(self, placement: TensorPlacement) -> list[str]:
         """Names of the weights to ask for their format: stacks, where the checkpoint has quantized
         stacks."""
-        stacks = self._stacks()
-        formats = placement.formats
-        if formats is not None and any(formats.of(name) is not None for name in stacks):
-            return list(stacks)
+        formats, stacks = placement.formats, self._stacks()
+        if formats is not None:
+            for marker in ("", BLOCKS):
+                names = [f"{stack}{marker}" for stack in stacks]
+                if any(formats.of(name) is not None for name in names):
+                    return names
         return [name for expert in range(self.num_experts) for name in self._names(expert)]
 
     def _stacks(self) -> tuple[str, str]:

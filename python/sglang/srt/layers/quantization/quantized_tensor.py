@@ -1,8 +1,9 @@
 """Quantized weights of a checkpoint, dequantized where they are read, or in memory's layout.
 
 A weight is `[outputs, inputs]`, or such matrices stacked in leading dimensions. Each element is an
-integer or an 8-bit float; it stands for (element - zero point) * scale. A scale belongs to a block
-of outputs and inputs. Values are computed in fp32 and rounded once to the dtype of the result.
+integer or a float of 4 or 8 bits; it stands for (element - zero point) * scale. A scale belongs to
+a block of outputs and inputs. Values are computed in fp32 and rounded once to the dtype of the
+result.
 
 A rank reads only the elements that its part needs. Its part may begin and end anywhere: within a
 block, and within a word of packed integers. Scales and zero points are read whole.
@@ -26,6 +27,14 @@ _TILE_ELEMENTS: Final = 1 << 22
 WORD_BITS: Final = 32
 AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word, counted from the lowest bits, of each of eight consecutive outputs."""
+E2M1: Final = tuple(
+    sign * one for sign in (1.0, -1.0) for one in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+)
+"""Values of 4-bit floats, by their bits."""
+NO_SCALE: Final = 255
+"""NaN among e8m0 scales, which are exponents."""
+E8M0: Final = tuple(2.0 ** (bits - 127) for bits in range(NO_SCALE))
+"""Values of the other scales, by their bits."""
 
 
 class RawTensor(Sliceable, Protocol):
@@ -188,8 +197,9 @@ class PackedTensor(QuantizedTensor):
         pairs = _PairsInBytes(self, packed_block(group))
         return StoredParts(pairs, self._scales[:, first], zeros)
 
-    def integers(self, rows: slice, columns: slice) -> torch.Tensor:
-        """The unsigned integers `[rows, columns]`, int32."""
+    def integers(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+        """See `_FourBits`."""
+        assert not place, "the files stack no integers"
         packing = self._packing
         if packing is Packing.ROWS:
             return self._unpack(rows, columns, packed_dim=1)
@@ -198,7 +208,7 @@ class PackedTensor(QuantizedTensor):
         return self._unpack(columns, rows, packed_dim=1, order=AWQ_ORDER).t()
 
     def tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
-        bits, elements = self._bits, self.integers(rows, columns)
+        bits, elements = self._bits, self.integers(place, rows, columns)
         groups = self._groups[columns]
         values = elements.to(torch.float32)
         if self._zeros is None:
@@ -221,23 +231,86 @@ class PackedTensor(QuantizedTensor):
         return elements.narrow(packed_dim, begin, wanted.stop - wanted.start)
 
 
+class BlockFloatTensor(QuantizedTensor):
+    """MXFP4: 4-bit floats (e2m1), two in a byte, with scales that are exponents (e8m0).
+
+    Args:
+        blocks: uint8 `[..., outputs, groups, bytes of a group]`; the first of two inputs is in the
+            low bits.
+        scales: uint8 `[..., outputs, groups]`: indices into `E8M0`.
+
+    Raises:
+        ValueError: The shapes do not fit each other, or blocks have another size than `group`.
+    """
+
+    def __init__(
+        self,
+        blocks: RawTensor,
+        scales: torch.Tensor,
+        group: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        *lead, groups, width = blocks.shape
+        super().__init__((*lead, groups * group), dtype, device)
+        if 2 * width != group or list(scales.shape) != [*lead, groups]:
+            raise ValueError(
+                f"blocks {list(blocks.shape)} must end with {group // 2} bytes of a group, and "
+                f"scales {list(scales.shape)} must be {[*lead, groups]}"
+            )
+        self._blocks, self._group = blocks, group
+        self._scales = scales.to(device)
+
+    def stored(self, height: int, group: int) -> StoredParts:
+        assert height == 1 and self._group % group == 0
+        scales = self._scales.repeat_interleave(self._group // group, -1)
+        return StoredParts(_PairsInBytes(self, packed_block(group)), scales, None)
+
+    def integers(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+        """See `_FourBits`: the bits of the floats."""
+        size = self._group
+        groups = slice(columns.start // size, -(-columns.stop // size))
+        lead = tuple(slice(at, at + 1) for at in place)
+        pairs = self._blocks[(*lead, rows, groups, slice(None))].to(self.device)
+        pairs = pairs.view(rows.stop - rows.start, -1)
+        integers = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+        return integers.narrow(1, columns.start % size, columns.stop - columns.start)
+
+    def tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+        floats, scales = (torch.tensor(one, device=self.device) for one in (E2M1, E8M0))
+        values = floats[self.integers(place, rows, columns).int()]
+        factors = scales[self._scales[place][rows].int()]
+        return values.mul_(factors[:, blocks_of(columns, self._group)])
+
+
+class _FourBits(Protocol):
+    """A weight of elements of 4 bits."""
+
+    shape: tuple[int, ...]
+    device: torch.device | str
+
+    def integers(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+        """The elements `[rows, columns]` of the matrix at `place` of the leading dimensions, as
+        unsigned integers of any dtype."""
+
+
 class _PairsInBytes(TiledTensor):
-    """The 4-bit integers of a weight, two inputs in a byte: uint8 `[outputs, inputs / 2]`. Tiles
-    are whole blocks.
+    """The elements of a weight, two inputs in a byte: uint8 `[..., outputs, inputs / 2]`. Tiles are
+    whole blocks.
 
     Args:
         block: See `ScaledWeight.block`.
     """
 
-    def __init__(self, weight: PackedTensor, block: int) -> None:
-        outputs, inputs = weight.shape
-        super().__init__((outputs, inputs // 2), torch.uint8, weight.device)
+    def __init__(self, weight: _FourBits, block: int) -> None:
+        *lead, inputs = weight.shape
+        super().__init__((*lead, inputs // 2), torch.uint8, weight.device)
         self._weight, self._block = weight, block
         self._order = inputs_of_bytes(block).to(weight.device)
 
     def tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
         inputs = slice(2 * columns.start, 2 * columns.stop)
-        integers = self._weight.integers(rows, inputs)
+        integers = self._weight.integers(place, rows, inputs)
         halves = integers.reshape(len(integers), -1, 2, self._block // 2)[..., self._order]
         pairs: torch.Tensor = halves[:, :, 0] | halves[:, :, 1] << 4
         return pairs.flatten(1)

@@ -10,7 +10,7 @@ import torch
 
 LEAST_PACKED: Final = 32
 _MOST_PACKED: Final = 128
-"""Bounds of a block of 4-bit integers, in inputs."""
+"""Bounds of a block of 4-bit elements, in inputs."""
 MOST_TAPS: Final = 4
 """The widest convolution that `attend_linearly` takes, in tokens."""
 TILE_DIMS: Final = frozenset({64, 128})
@@ -193,16 +193,22 @@ class ScaledWeight:
     """Weights whose elements have scales: an element stands for `(element - zero) * scale`."""
 
     elements: torch.Tensor
-    """float8_e4m3fn `[..., outputs, inputs]`; or uint8 `[..., outputs, inputs / 2]`: two 4-bit
-    integers a byte, in the order of `inputs_of_bytes`. Contiguous."""
+    """float8_e4m3fn `[..., outputs, inputs]`; or uint8 `[..., outputs, inputs / 2]`: two elements
+    of 4 bits a byte, in the order of `inputs_of_bytes`. Contiguous."""
     scales: torch.Tensor
-    """`[..., outputs / height, inputs / group]`, contiguous: fp32 for fp8, else bf16 or fp16."""
+    """`[..., outputs / height, inputs / group]`, contiguous: fp32 for fp8; bf16 or fp16 for 4-bit
+    integers; uint8 for 4-bit floats (e2m1), of which a scale s stands for 2^(s - 127) (e8m0)."""
     zeros: torch.Tensor | None = None
     """uint8 `[..., outputs, inputs / group]`: zero points of 4-bit integers; None: they are 8."""
 
     @property
     def is_fp8(self) -> bool:
         return self.elements.dtype == torch.float8_e4m3fn
+
+    @property
+    def is_fp4(self) -> bool:
+        """True if the elements are 4-bit floats."""
+        return self.scales.dtype == torch.uint8
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -222,7 +228,7 @@ class ScaledWeight:
 
     @property
     def block(self) -> int:
-        """Inputs whose 4-bit integers are packed together."""
+        """Inputs whose 4-bit elements are packed together."""
         return packed_block(self.group)
 
 
@@ -234,7 +240,7 @@ def takes_rounded(weight: Weight | None, tokens: int) -> ScaledWeight | None:
 
 
 def packed_block(group: int) -> int:
-    """Inputs whose 4-bit integers are packed together, in groups of so many."""
+    """Inputs whose 4-bit elements are packed together, in groups of so many."""
     return math.gcd(group, _MOST_PACKED)
 
 

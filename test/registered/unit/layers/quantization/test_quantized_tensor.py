@@ -6,15 +6,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from rigs.models.scaled_products import dequantized
 from sglang.srt.configs.quantization_config import Packing
 from sglang.srt.layers.quantization import quantized_tensor
 from sglang.srt.layers.quantization.quantized_tensor import (
+    BlockFloatTensor,
     PackedTensor,
     QuantizedTensor,
     ScaledTensor,
     unpack_words,
 )
+from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -55,6 +59,14 @@ def scaled(*lead: int) -> ScaledTensor:
     return ScaledTensor(raw, scales, (12, 24), torch.float32, "cpu")
 
 
+def block_floats(*lead: int) -> BlockFloatTensor:
+    generator = torch.Generator().manual_seed(2)
+    shape = (*lead, OUTPUTS, INPUTS // 32, 16)
+    blocks = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    scales = torch.randint(100, 150, shape[:-1], generator=generator, dtype=torch.uint8)
+    return BlockFloatTensor(blocks, scales, 32, torch.float32, "cpu")
+
+
 def whole(tensor: QuantizedTensor) -> torch.Tensor:
     return tensor[(slice(None),) * len(tensor.shape)]
 
@@ -67,6 +79,8 @@ TENSORS = {
     "interleaved-4": packed(Packing.INTERLEAVED, 4),
     "scaled": scaled(),
     "stack": scaled(3),
+    "floats": block_floats(),
+    "stack of floats": block_floats(3),
 }
 
 
@@ -94,6 +108,25 @@ def test_values_are_rounded_once() -> None:
     exact = (raw.double() * scales.double()).to(torch.bfloat16)
     assert torch.equal(whole(tensor), exact)
     assert not torch.equal(exact, raw.to(torch.bfloat16) * scales.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_floats_equal_those_of_transformers(dtype: torch.dtype) -> None:
+    """All bytes with all exponents, bit for bit."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(255, 16, 16).contiguous()
+    scales = torch.arange(255, dtype=torch.uint8).view(255, 1).expand(255, 16).contiguous()
+    got = whole(BlockFloatTensor(blocks.unsqueeze(0), scales.unsqueeze(0), 32, dtype, "cpu"))
+    want = convert_moe_packed_tensors(blocks.unsqueeze(0), scales.unsqueeze(0), dtype=dtype)
+    assert torch.equal(got, want.transpose(1, 2))
+    assert got[0, 127, :4].tolist() == [0.0, 0.0, 0.5, 0.0] and got[0, 0, 2] == 2.0**-128
+
+
+def test_block_floats_are_kept_in_memorys_order() -> None:
+    tensor = block_floats(3)
+    stored = tensor.stored(1, 32)
+    kept = ScaledWeight(elements=stored.elements[(slice(None),) * 3], scales=stored.scales)
+    assert kept.is_fp4 and kept.shape == tensor.shape and kept.group == 32
+    assert torch.equal(dequantized(kept), whole(tensor))
 
 
 def test_words_are_unpacked_from_the_lowest_bits() -> None:
