@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rigs.models.triton_device import triton_device
+from sglang.srt.layers.activation import clamped_gate
 from sglang.srt.layers.moe.experts import RoutedExperts
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -20,7 +21,11 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 from sglang.srt.layers.cuda_kernels import KERNELS  # noqa: E402
 from sglang.srt.layers.triton_ops import expert_order, routed_experts  # noqa: E402
-from sglang.srt.layers.triton_ops.arguments import ExpertActivation  # noqa: E402
+from sglang.srt.layers.triton_ops.arguments import (  # noqa: E402
+    ClampedGate,
+    ExpertActivation,
+    ExpertWeights,
+)
 from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert  # noqa: E402
 
 Choice = tuple[torch.Tensor, torch.Tensor]
@@ -33,6 +38,7 @@ def experts(
     size: int,
     *,
     activation: ExpertActivation = "silu",
+    has_bias: bool = False,
 ) -> RoutedExperts:
     numbers = torch.Generator().manual_seed(3)
     layer = RoutedExperts(
@@ -41,6 +47,7 @@ def experts(
         size,
         placement=TensorPlacement(dtype=dtype, device=DEVICE),
         activation=activation,
+        has_bias=has_bias,
     )
     for parameter in layer.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=numbers) * 0.2)
@@ -62,7 +69,7 @@ def rows(num_tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
 
 def run(layer: RoutedExperts, x: torch.Tensor, chosen: Choice) -> torch.Tensor:
     return KERNELS.run_routed_experts(
-        x, *chosen, layer.gate_up, layer.down, activation=layer.activation
+        x, *chosen, layer.gate_up, layer.down, activation=layer.activation, biases=layer.biases
     )
 
 
@@ -71,6 +78,7 @@ def assert_near(got: torch.Tensor, layer: RoutedExperts, x: torch.Tensor, chosen
     exact = RoutedExperts(
         layer.num_experts, x.shape[1], layer.features.size,
         placement=TensorPlacement(dtype=torch.float32, device="cpu"), activation=layer.activation,
+        has_bias=layer.has_bias,
     )  # fmt: skip
     for own, given in zip(exact.parameters(), layer.parameters(), strict=True):
         own.copy_(given)
@@ -124,6 +132,67 @@ def test_the_sum_is_that_of_the_cpu(
     layer, x = experts(dtype, 12, hidden, size), rows(num_tokens, hidden, dtype)
     chosen = choice(num_tokens, 12, 3)
     assert_near(run(layer, x, chosen), layer, x, chosen)
+
+
+GATE = ClampedGate(limit=1.0, alpha=1.702)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "size", "num_tokens"),
+    [(HALF, 96, 160, 30), (HALF, 100, 60, 64), (torch.float32, 50, 36, 64)],
+)
+def test_experts_with_clamped_gates(
+    dtype: torch.dtype, hidden: int, size: int, num_tokens: int, has_bias: bool
+) -> None:
+    """Most gates and ups exceed the limit."""
+    layer = experts(dtype, 12, hidden, size, activation=GATE, has_bias=has_bias)
+    x, chosen = rows(num_tokens, hidden, dtype), choice(num_tokens, 12, 3)
+    assert_near(run(layer, x, chosen), layer, x, chosen)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_few_tokens_of_clamped_gates(num_tokens: int, has_bias: bool) -> None:
+    layer = experts(HALF, 12, 96, 160, activation=GATE, has_bias=has_bias)
+    x, chosen = rows(num_tokens, 96, HALF), choice(num_tokens, 12, 3)
+    given = ExpertWeights(
+        gate_up=layer.gate_up, down=layer.down, shared=None,
+        activation=GATE, biases=layer.biases,
+    )  # fmt: skip
+    got = KERNELS.run_experts(x, chosen[0].contiguous(), chosen[1].contiguous(), given)
+    assert_near(got, layer, x, chosen)
+
+
+def test_a_rank_without_the_last_bias_adds_none() -> None:
+    layer = experts(HALF, 12, 64, 32, activation=GATE, has_bias=True)
+    x, chosen = rows(3, 64, HALF), choice(3, 12, 3)
+    biases = layer.biases
+    assert biases is not None and biases.down is not None
+    sums = [
+        (
+            KERNELS.run_routed_experts(
+                x, *chosen, layer.gate_up, layer.down, activation=GATE, biases=own
+            ),
+            KERNELS.run_experts(
+                x, *chosen,
+                ExpertWeights(gate_up=layer.gate_up, down=layer.down, shared=None,
+                              activation=GATE, biases=own),
+            ),
+        )
+        for own in (biases, biases._replace(down=None))
+    ]  # fmt: skip
+    added = (biases.down[chosen[1]].float() * chosen[0].unsqueeze(-1)).sum(1)
+    for whole, without in zip(*sums, strict=True):
+        torch.testing.assert_close(whole.float() - without.float(), added, rtol=0, atol=3e-2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_clamped_gate_keeps_nan(value: float) -> None:
+    gate_up = torch.tensor([[value, 1.0, 2.0, value]], device=DEVICE, dtype=HALF)
+    got = KERNELS.silu_and_mul(gate_up, GATE)
+    torch.testing.assert_close(got.cpu(), clamped_gate(gate_up.cpu(), GATE), equal_nan=True)
+    assert got.isnan().all() == (value != value)
 
 
 @pytest.mark.parametrize(

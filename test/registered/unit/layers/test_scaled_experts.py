@@ -9,15 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from rigs.models.kernel_layers import DEVICE, HALF, randn, relative_error
-from rigs.models.scaled_weights import dequantized, fp8_weight, int4_weight, operand
+from rigs.models.scaled_weights import dequantized, fp4_weight, fp8_weight, int4_weight, operand
+from sglang.srt.layers.activation import clamped_gate
 from sglang.srt.layers.cuda_kernels import KERNELS
-from sglang.srt.layers.triton_ops.arguments import ExpertWeights, ScaledWeight, Weight
+from sglang.srt.layers.triton_ops.arguments import (
+    ClampedGate,
+    ExpertBiases,
+    ExpertWeights,
+    ScaledWeight,
+    Weight,
+)
 from sglang.srt.layers.triton_ops.scaled import few_experts, routed_experts
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
 EXPERTS, TOP_K = 5, 3
+GATE = ClampedGate(limit=1.0, alpha=1.702)
 Pair = tuple[ScaledWeight, ScaledWeight]
 
 
@@ -47,6 +55,12 @@ def pair(kind: str, *lead: int, seed: int = 0, is_wide: bool = False) -> Pair:
             fp8_weight(*lead, 2 * features, 140, group=140, seed=seed),
             fp8_weight(*lead, 140, features, group=features, seed=seed + 1),
         )
+    if kind == "fp4":
+        features = 608 if is_wide else 32
+        return (
+            fp4_weight(*lead, 2 * features, 96, seed=seed),
+            fp4_weight(*lead, 96, features, seed=seed + 1),
+        )
     features, has_zeros = 704 if is_wide else 32, kind.endswith("zeros")
     return (
         int4_weight(*lead, 2 * features, 64, has_zeros=has_zeros, seed=seed),
@@ -54,7 +68,7 @@ def pair(kind: str, *lead: int, seed: int = 0, is_wide: bool = False) -> Pair:
     )
 
 
-KINDS = ["fp8 blocks", "fp8 blocks of one output", "fp8 rows", "int4", "int4 with zeros"]
+KINDS = ["fp8 blocks", "fp8 blocks of one output", "fp8 rows", "int4", "int4 with zeros", "fp4"]
 
 
 def choice(tokens: int, places: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,6 +82,14 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     if isinstance(weight, ScaledWeight):
         return operand(x, weight) @ dequantized(weight).t()
     return x.double() @ weight.double().t()
+
+
+def clamped_expert(
+    x: torch.Tensor, gate_up: Weight, down: Weight, first: torch.Tensor, last: torch.Tensor
+) -> torch.Tensor:
+    """`expert_of` with a clamped gate and biases."""
+    both = (linear(x, gate_up) + first.double()).to(x.dtype).double()
+    return linear(clamped_gate(both, GATE).to(x.dtype), down) + last.double()
 
 
 def expert_of(x: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
@@ -123,7 +145,7 @@ def test_few_tokens_equal_the_definition(kind: str, tokens: int, with_shared: bo
     check_few_tokens(tokens, pair(kind, EXPERTS), pair(kind, seed=7) if with_shared else None)
 
 
-@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 rows", "int4"])
+@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 rows", "int4", "fp4"])
 def test_the_second_product_may_have_many_tiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The product reads a row in several steps, and some tiles before others are used. The shared
     expert's tiles come last."""
@@ -162,7 +184,7 @@ def test_many_tokens_equal_the_definition(kind: str, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "nth_plan"),
     [(kind, n) for kind in ("fp8 rows", "fp8 blocks") for n in range(5)]
-    + [("int4", n) for n in range(4)],
+    + [(kind, n) for kind in ("int4", "fp4") for n in range(4)],
 )
 def test_every_plan_equals_the_definition(kind: str, nth_plan: int) -> None:
     """Sizes that are no multiples of the blocks, and several groups of tiles; of inputs one group,
@@ -173,6 +195,52 @@ def test_every_plan_equals_the_definition(kind: str, nth_plan: int) -> None:
     x, (weights, ids) = randn(30, experts[0].shape[-1], seed=2, dtype=HALF), choice(30)
     got = routed_experts.run_scaled_routed_experts(x, weights, ids, *experts, plans[nth_plan])
     assert relative_error(got, reference(x, weights, ids, experts)) < bound_of(experts)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("kind", ["fp4", "int4", "fp8 blocks"])
+def test_clamped_gates_and_biases_equal_the_definition(kind: str, tokens: int) -> None:
+    """For few and many tokens."""
+    experts = pair(kind, EXPERTS)
+    hidden, outputs = experts[0].shape[-1], experts[0].shape[1]
+    x = randn(tokens, hidden, seed=tokens, dtype=HALF)
+    biases = ExpertBiases(
+        randn(EXPERTS, outputs, seed=5, dtype=HALF), randn(EXPERTS, hidden, seed=6, dtype=HALF)
+    )
+    weights, ids = choice(tokens)
+    want = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for number in range(EXPERTS):
+        scales = weights.double().where(ids == number, 0.0).sum(1, keepdim=True)
+        own = (nth(weight, number) for weight in experts)
+        assert biases.down is not None
+        want += scales * clamped_expert(x, *own, biases.gate_up[number], biases.down[number])
+    given = ExpertWeights(
+        gate_up=experts[0], down=experts[1], shared=None, activation=GATE, biases=biases
+    )
+    few = KERNELS.run_experts(x, weights, ids, given)
+    many = KERNELS.run_routed_experts(x, weights, ids, *experts, activation=GATE, biases=biases)
+    for got in (few, many):
+        assert relative_error(got, want) < bound_of(experts)
+
+
+def test_a_shared_expert_of_another_rule_is_added() -> None:
+    experts, shared = pair("fp4", EXPERTS), pair("fp4", seed=7)
+    x, (weights, ids) = randn(2, 96, seed=1, dtype=HALF), choice(2, TOP_K + 1)
+    given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=shared, activation=GATE)
+    routed = KERNELS.run_experts(
+        x, weights[:, :TOP_K].contiguous(), ids, replace(given, shared=None)
+    )
+    want = routed.double() + weights[:, TOP_K:].double() * expert_of(x, *shared)
+    assert relative_error(KERNELS.run_experts(x, weights, ids, given), want) < bound_of(experts)
+
+
+def test_4_bit_floats_and_integers_are_not_alike() -> None:
+    """Their weights have the same sizes."""
+    experts, shared = pair("fp4", EXPERTS), (int4_weight(64, 96), int4_weight(96, 32))
+    x, (weights, ids) = randn(2, 96, seed=1, dtype=HALF), choice(2, TOP_K + 1)
+    given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=shared)
+    got = KERNELS.run_experts(x, weights, ids, given)
+    assert relative_error(got, reference(x, weights, ids, experts, shared)) < 2e-2
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "int4 with zeros"])

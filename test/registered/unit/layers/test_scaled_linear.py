@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from rigs.models.kernel_layers import DEVICE, HALF, randn, relative_error
 from rigs.models.scaled_weights import (
     dequantized,
+    fp4_weight,
     fp8_weight,
     int4_weight,
     operand,
@@ -54,6 +55,7 @@ WEIGHTS = {
     "int4 groups of 64 with zeros": int4_weight(36, 320, group=64, has_zeros=True),
     "int4 groups of 128": int4_weight(36, 384, group=128),
     "int4 rows with zeros": int4_weight(36, 224, group=224, has_zeros=True),
+    "fp4": fp4_weight(36, 352),
 }
 
 

@@ -81,7 +81,7 @@ class RoutedExperts(WeightedLayer):
         *firsts, self._last = names
         self._firsts = firsts if self.is_gated else firsts[1:]
         self._activate = activate_by(activation)
-        if activation != "silu" or has_bias:
+        if not self.is_gated:
             # No kernel takes their weights with scales.
             placement = replace(placement, formats=None)
         self.features = placement.share(intermediate_size, "features of an expert")

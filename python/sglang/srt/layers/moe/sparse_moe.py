@@ -292,14 +292,20 @@ class SparseMoeBlock(torch.nn.Module):
         """Argument of the kernels for few tokens; None: they do not support this layer."""
         experts, shared = self.experts, self.shared_expert
         both: tuple[Weight, Weight] | None = None
-        if experts.activation != "silu" or experts.has_bias or self.to_latent is not None:
+        if not experts.is_gated or self.to_latent is not None:
             return None
         if shared is not None:
             assert isinstance(shared, GatedMLP), "of the same kind as the others"
             both = shared.gate_up_proj.weight, shared.down_proj.weight
             if both[1].shape[1] != experts.features.size:
                 return None
-        return ExpertWeights(gate_up=experts.gate_up, down=experts.down, shared=both)
+        return ExpertWeights(
+            gate_up=experts.gate_up,
+            down=experts.down,
+            shared=both,
+            activation=experts.activation,
+            biases=experts.biases,
+        )
 
     def forward(
         self, x: torch.Tensor | RoundedRows, residual: torch.Tensor

@@ -314,3 +314,7 @@ class ExpertWeights:
     shared: tuple[Weight, Weight] | None
     """`gate_up` and `down` of the shared expert, without the first dimension; as many features.
     They may be of another kind than the others' weights."""
+    activation: ExpertActivation = "silu"
+    """With a gate. A shared expert has SiLU."""
+    biases: ExpertBiases | None = None
+    """None: the experts have none. A shared expert has none."""

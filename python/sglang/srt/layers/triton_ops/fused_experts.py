@@ -16,6 +16,7 @@ from sglang.srt.layers.triton_ops.early_start import (
     await_then_start_next,
     early_start,
 )
+from sglang.srt.layers.triton_ops.gating import clamped_gate, rule_of
 
 _FEATURES_OF_ONE = 4
 """Features that a program of the first product computes for a single token."""
@@ -29,6 +30,7 @@ def _gate_up_kernel(
     ids_ptr: tl.tensor,
     inner_ptr: tl.tensor,
     tokens: tl.tensor,
+    bias_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     FEATURES: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -37,9 +39,15 @@ def _gate_up_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_I: tl.constexpr,
     ONE: tl.constexpr,
+    BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Compute ROWS features of an expert for all its tokens, in the program of its first token."""
+    """Compute ROWS features of an expert for all its tokens, in the program of its first token.
+
+    BIAS, LIMIT: no expert is shared.
+    """
     features = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) // PLACES
     place = tl.program_id(1) % PLACES
@@ -56,6 +64,8 @@ def _gate_up_kernel(
         per_token = TOP_K
         expert = tl.load(ids_ptr + current)
         weight_ptr = gate_up_ptr + expert.to(tl.int64) * 2 * FEATURES * HIDDEN
+        if BIAS:
+            bias_ptr += expert.to(tl.int64) * 2 * FEATURES
         if not ONE:
             is_choice = numbers < tokens * TOP_K
             used = is_choice & (tl.load(ids_ptr + numbers, mask=is_choice, other=-1) == expert)
@@ -76,8 +86,15 @@ def _gate_up_kernel(
             x = tl.load(row + begin + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
             gate_sum += gate.to(tl.float32) * x
             up_sum += up.to(tl.float32) * x
-        wide = tl.sum(gate_sum, axis=1)
-        inner = wide / (1.0 + tl.exp(-wide)) * tl.sum(up_sum, axis=1)
+        if LIMIT > 0:
+            wide, ups = tl.sum(gate_sum, axis=1), tl.sum(up_sum, axis=1)
+            if BIAS:
+                wide += tl.load(bias_ptr + features).to(tl.float32)
+                ups += tl.load(bias_ptr + FEATURES + features).to(tl.float32)
+            inner = clamped_gate(wide, ups, LIMIT, ALPHA)
+        else:
+            wide = tl.sum(gate_sum, axis=1)
+            inner = wide / (1.0 + tl.exp(-wide)) * tl.sum(up_sum, axis=1)
         nth = tl.where(place < TOP_K, current % per_token, TOP_K)
         to = inner_ptr + (user * PLACES + nth).to(tl.int64) * FEATURES + features
         tl.store(to, inner.to(inner_ptr.dtype.element_ty))
@@ -95,6 +112,7 @@ def _down_kernel(
     weights_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     FEATURES: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -102,6 +120,7 @@ def _down_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_F: tl.constexpr,
     SHARED: tl.constexpr,
+    BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute one feature of a token: the weighted sum over its experts.
@@ -124,6 +143,9 @@ def _down_kernel(
     first_shared = tl.zeros([BLOCK_F], first.dtype)
     if SHARED:
         first_shared = tl.load(own_shared + at, mask=at < FEATURES, other=0.0)
+    if BIAS:
+        of_experts = tl.load(bias_ptr + ids * HIDDEN + feature, mask=chosen, other=0.0)
+        bias = tl.sum(of_experts.to(tl.float32) * weights, axis=0)
     await_kernels_before(EARLY)
     x = tl.load(inner + places[:, None] * FEATURES + at[None, :], mask=inside, other=0.0)
     total = first.to(tl.float32) * x.to(tl.float32)
@@ -144,6 +166,8 @@ def _down_kernel(
     summed = tl.sum(tl.sum(total, axis=1) * weights, axis=0)
     if SHARED:
         summed += tl.sum(shared, axis=0) * tl.load(weights_ptr + token * PLACES + TOP_K)
+    if BIAS:
+        summed += bias
     tl.store(out_ptr + token * HIDDEN + feature, summed.to(out_ptr.dtype.element_ty))
 
 
@@ -167,6 +191,11 @@ def run_experts(
     assert experts.gate_up.is_contiguous() and experts.down.is_contiguous()
     shared = experts.shared or (experts.gate_up, experts.down)
     assert (places > top_k) == (experts.shared is not None)
+    biases, rule = experts.biases, rule_of(experts.activation)
+    # Gates without limits come without biases.
+    assert biases is None or rule["LIMIT"]
+    assert experts.shared is None or not rule["LIMIT"]
+    first, last = (None, None) if biases is None else biases
     inner = torch.empty((num_tokens, places, features), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     rows = _FEATURES_OF_ONE if num_tokens == 1 and features % _FEATURES_OF_ONE == 0 else 1
@@ -177,6 +206,7 @@ def run_experts(
         ids,
         inner,
         num_tokens,
+        inner if first is None else first,
         HIDDEN=hidden,
         FEATURES=features,
         TOP_K=top_k,
@@ -185,6 +215,8 @@ def run_experts(
         BLOCK_H=min(2048, triton.next_power_of_2(hidden)),
         BLOCK_I=triton.next_power_of_2(num_tokens * max(top_k, 1)),
         ONE=num_tokens == 1,
+        BIAS=first is not None,
+        **rule,
         num_warps=4,
         **early_start(x),
     )
@@ -195,6 +227,7 @@ def run_experts(
         weights,
         ids,
         out,
+        inner if last is None else last,
         HIDDEN=hidden,
         FEATURES=features,
         TOP_K=top_k,
@@ -202,6 +235,7 @@ def run_experts(
         BLOCK_P=triton.next_power_of_2(top_k),
         BLOCK_F=min(512, triton.next_power_of_2(features)),
         SHARED=places > top_k,
+        BIAS=last is not None,
         num_warps=1 if num_tokens == 1 else 2,
         **early_start(x),
     )

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.arguments import ClampedGate, ExpertActivation
 from sglang.srt.layers.triton_ops.early_start import (
     SEVERAL_ROWS,
     await_kernels_before,
     early_start,
 )
+
+
+class GateRule(TypedDict):
+    """A gate's rule, as kernels take it."""
+
+    LIMIT: float
+    """See `ClampedGate`; 0: SiLU."""
+    ALPHA: float
+
+
+def rule_of(activation: ExpertActivation) -> GateRule:
+    """The constant arguments of a kernel with gates of that kind."""
+    if isinstance(activation, ClampedGate):
+        return {"LIMIT": activation.limit, "ALPHA": activation.alpha}
+    return {"LIMIT": 0.0, "ALPHA": 0.0}
+
+
+@triton.jit
+def clamped_gate(
+    gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr, ALPHA: tl.constexpr
+) -> tl.tensor:
+    """See `ClampedGate`; fp32. NaN stays NaN."""
+    every: tl.constexpr = tl.PropagateNan.ALL
+    gate = tl.minimum(gate, LIMIT, propagate_nan=every)
+    up = tl.minimum(tl.maximum(up, -LIMIT, propagate_nan=every), LIMIT, propagate_nan=every)
+    return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
 
 
 @triton.jit
@@ -20,6 +49,8 @@ def _silu_and_mul_kernel(
     size: tl.tensor,
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Grid `(num_tokens, size / BLOCK)`: one program computes BLOCK features of one token."""
@@ -33,16 +64,19 @@ def _silu_and_mul_kernel(
         gate = tl.load(x_ptr + row * 2 * size + cols, mask=cols < size, other=0.0)
         up = tl.load(x_ptr + row * 2 * size + size + cols, mask=cols < size, other=0.0)
     wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    out = (activated * up.to(tl.float32)).to(gate.dtype)
+    if LIMIT > 0:
+        out = clamped_gate(wide, up.to(tl.float32), LIMIT, ALPHA).to(gate.dtype)
+    else:
+        activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+        out = (activated * up.to(tl.float32)).to(gate.dtype)
     if EVEN:
         tl.store(out_ptr + row * size + cols, out)
     else:
         tl.store(out_ptr + row * size + cols, out, mask=cols < size)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Contiguous `[num_tokens, 2 * size]` to `[num_tokens, size]`."""
+def silu_and_mul(gate_up: torch.Tensor, activation: ExpertActivation = "silu") -> torch.Tensor:
+    """Contiguous `[num_tokens, 2 * size]` to `[num_tokens, size]`, also with a clamped gate."""
     assert gate_up.is_contiguous()
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
@@ -53,6 +87,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         size,
         BLOCK=block,
         EVEN=size % block == 0,
+        **rule_of(activation),
         num_warps=4,
         **early_start(gate_up, most_rows=SEVERAL_ROWS, is_short=True),
     )

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sglang.srt.layers.triton_ops.arguments import ClampedGate, ExpertActivation, ExpertBiases
+from sglang.srt.layers.triton_ops.arguments import ExpertActivation, ExpertBiases
 from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert
+from sglang.srt.layers.triton_ops.gating import clamped_gate, rule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ def _gate_up_kernel(
     table_ptr: tl.tensor,
     count_ptr: tl.tensor,
     bound: tl.tensor,
+    bias_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     FEATURES: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -159,9 +161,12 @@ def _gate_up_kernel(
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
     GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
 ) -> None:
-    """Compute `silu(gate) * up`, or without a gate max(up, 0)^2, of BLOCK_F features for the rows
-    of one tile."""
+    """Compute `silu(gate) * up`, with LIMIT a clamped gate, or without a gate max(up, 0)^2, of
+    BLOCK_F features for the rows of one tile. BIAS comes with LIMIT."""
     tile, block, expert, begin, num_rows = tile_of_program(
         table_ptr, bound, tl.cdiv(FEATURES, BLOCK_F), GROUP
     )
@@ -187,7 +192,14 @@ def _gate_up_kernel(
             of_up = load_weights(gate_up, first, end, k, BLOCK_F, HIDDEN, BLOCK_H, TMA)
             x = load_rows(x_at, used, tl.arange(0, BLOCK_H), k, HIDDEN, BLOCK_H)
         up = tl.dot(of_up, x, up, input_precision="tf32x3")
-    if GATED:
+    if LIMIT > 0:
+        if BIAS:
+            own = tl.minimum(block * BLOCK_F + tl.arange(0, BLOCK_F), FEATURES - 1)
+            at = bias_ptr + expert * 2 * FEATURES + own
+            gate += tl.load(at).to(tl.float32)[:, None]
+            up += tl.load(at + FEATURES).to(tl.float32)[:, None]
+        inner = clamped_gate(gate, up, LIMIT, ALPHA)
+    elif GATED:
         inner = gate / (1.0 + tl.exp(-gate)) * up
     else:
         inner = tl.maximum(up, 0.0)
@@ -209,6 +221,7 @@ def _down_kernel(
     count_ptr: tl.tensor,
     bound: tl.tensor,
     stride: tl.tensor,
+    bias_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     FEATURES: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -217,6 +230,7 @@ def _down_kernel(
     BLOCK_F: tl.constexpr,
     GROUP: tl.constexpr,
     TMA: tl.constexpr,
+    BIAS: tl.constexpr,
 ) -> None:
     """Compute BLOCK_H features of the weighted output for the rows of one tile."""
     tile, block, expert, begin, num_rows = tile_of_program(
@@ -233,6 +247,9 @@ def _down_kernel(
         weights = load_weights(down, first, end, k, BLOCK_H, FEATURES, BLOCK_F, TMA)
         inner = load_rows(inner_at, used, tl.arange(0, BLOCK_F), k, FEATURES, BLOCK_F)
         part = tl.dot(weights, inner, part, input_precision="tf32x3")
+    if BIAS:
+        own = tl.minimum(block * BLOCK_H + tl.arange(0, BLOCK_H), HIDDEN - 1)
+        part += tl.load(bias_ptr + expert * HIDDEN + own).to(tl.float32)[:, None]
     scales_at = weights_ptr + uses // TOP_K * stride + uses % TOP_K
     part *= tl.load(scales_at, mask=used, other=0.0)[None, :]
     features = block * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -266,19 +283,23 @@ def multiply_gate_up(
     tiles: ExpertTiles,
     blocks: Blocks,
     *,
-    is_gated: bool = True,
+    activation: ExpertActivation = "silu",
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The first products of all uses: `silu(gate) * up`.
+    """The first products of all uses, activated.
 
     Args:
         x: Contiguous `[num_tokens, hidden_size]`.
-        gate_up: Contiguous `[num_experts, 2 * features, hidden_size]`.
-        is_gated: False: `gate_up` has half as many rows, and the result is max(up, 0)^2.
+        gate_up: Contiguous `[num_experts, 2 * features, hidden_size]`; without a gate half as many
+            rows.
+        bias: `[num_experts, 2 * features]`, with a clamped gate; None: there is none.
 
     Returns:
         `[num_uses, features]` of the dtype of `x`.
     """
     assert x.is_contiguous() and gate_up.is_contiguous()
+    is_gated, rule = activation != "squared_relu", rule_of(activation)
+    assert bias is None or (bias.is_contiguous() and rule["LIMIT"])
     hidden, features = x.shape[1], gate_up.shape[1] // (2 if is_gated else 1)
     inner = torch.empty((len(tiles.order), features), dtype=x.dtype, device=x.device)
     outputs, depth = _fitting(blocks.outputs, features), _fitting(blocks.depth, hidden)
@@ -291,6 +312,7 @@ def multiply_gate_up(
         tiles.table,
         tiles.count,
         tiles.bound,
+        x if bias is None else bias,
         HIDDEN=hidden,
         FEATURES=features,
         TOP_K=tiles.top_k,
@@ -300,6 +322,8 @@ def multiply_gate_up(
         GROUP=blocks.group,
         TMA=tma,
         GATED=is_gated,
+        BIAS=bias is not None,
+        **rule,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
@@ -312,6 +336,7 @@ def multiply_down(
     weights: torch.Tensor,
     tiles: ExpertTiles,
     blocks: Blocks,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The second products of all uses, multiplied by the weights of the uses.
 
@@ -319,11 +344,13 @@ def multiply_down(
         inner: From `multiply_gate_up`.
         down: Contiguous `[num_experts, hidden_size, features]`.
         weights: fp32 `[num_tokens, top_k]`.
+        bias: `[num_experts, hidden_size]`; None: there is none.
 
     Returns:
         `[num_uses, hidden_size]` of the dtype of `inner`.
     """
     assert inner.is_contiguous() and down.is_contiguous() and weights.stride(1) == 1
+    assert bias is None or bias.is_contiguous()
     hidden, features = down.shape[1:]
     parts = torch.empty((len(inner), hidden), dtype=inner.dtype, device=inner.device)
     outputs, depth = _fitting(blocks.outputs, hidden), _fitting(blocks.depth, features)
@@ -338,6 +365,7 @@ def multiply_down(
         tiles.count,
         tiles.bound,
         weights.stride(0),
+        inner if bias is None else bias,
         HIDDEN=hidden,
         FEATURES=features,
         TOP_K=tiles.top_k,
@@ -346,6 +374,7 @@ def multiply_down(
         BLOCK_F=depth,
         GROUP=blocks.group,
         TMA=tma,
+        BIAS=bias is not None,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
@@ -399,15 +428,11 @@ def run_routed_experts(
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
-
-    Raises:
-        NotImplementedError: The experts have clamped gates or biases.
     """
-    if isinstance(activation, ClampedGate) or biases is not None:
-        raise NotImplementedError("no Triton kernel runs experts with clamped gates or biases")
     num_experts, top_k = len(gate_up), ids.shape[1]
     plan = plan_of(ids.numel() / num_experts, x.dtype)
     tiles = order_by_expert(ids, num_experts, plan.tile_rows)
-    inner = multiply_gate_up(x, gate_up, tiles, plan.gate_up, is_gated=activation == "silu")
-    parts = multiply_down(inner, down, weights, tiles, plan.down)
+    first, last = (None, None) if biases is None else biases
+    inner = multiply_gate_up(x, gate_up, tiles, plan.gate_up, activation=activation, bias=first)
+    parts = multiply_down(inner, down, weights, tiles, plan.down, last)
     return sum_of_uses(parts, top_k)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -25,8 +27,8 @@ def run_experts(
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, including the shared one, for few tokens.
 
-    A shared expert of another kind than the routed ones is computed by itself, and added to the
-    rounded sum of those.
+    A shared expert of another kind than the routed ones, or of another rule, is computed by itself,
+    and added to the rounded sum of those.
 
     Args:
         x: Contiguous `[num_tokens, hidden_size]`.
@@ -36,11 +38,10 @@ def run_experts(
         `[num_tokens, hidden_size]` of the dtype of `x`.
     """
     gate_up, down, shared = experts.gate_up, experts.down, experts.shared
-    if shared is not None and not all(
-        _are_alike(a, b) for a, b in zip(shared, (gate_up, down), strict=True)
-    ):
+    is_plain_rule = experts.activation == "silu" and experts.biases is None
+    if shared is not None and not (is_plain_rule and all(map(_are_alike, shared, (gate_up, down)))):
         top_k = ids.shape[1]
-        routed = ExpertWeights(gate_up=gate_up, down=down, shared=None)
+        routed = replace(experts, shared=None)
         out = run_experts(x, weights[:, :top_k].contiguous(), ids, routed)
         part = _multiply(silu_and_mul(_multiply(x, shared[0])), shared[1])
         return out.add_(part * weights[:, top_k:])
@@ -49,7 +50,10 @@ def run_experts(
         if shared is not None:
             assert isinstance(shared[0], ScaledWeight) and isinstance(shared[1], ScaledWeight)
             scaled = shared[0], shared[1]
-        return run_scaled_experts(x, weights, ids, gate_up, down, scaled)
+        return run_scaled_experts(
+            x, weights, ids, gate_up, down, scaled,
+            activation=experts.activation, biases=experts.biases,
+        )  # fmt: skip
     return fused_experts.run_experts(x, weights, ids, experts)
 
 
@@ -70,19 +74,16 @@ def run_routed_experts(
         weights: fp32 `[num_tokens, top_k]`, of any stride between tokens.
         ids: Contiguous `[num_tokens, top_k]`, any integer dtype.
         gate_up: See `ExpertWeights`; `down` is of the same kind.
-        activation: Weights with scales take "silu" alone.
+        activation: Of weights with scales one with a gate.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
-
-    Raises:
-        NotImplementedError: See `routed_experts.run_routed_experts`.
     """
     if isinstance(gate_up, ScaledWeight):
-        assert isinstance(down, ScaledWeight)
-        if activation != "silu" or biases is not None:
-            raise NotImplementedError("no Triton kernel runs such experts of weights with scales")
-        return run_scaled_routed_experts(x, weights, ids, gate_up, down)
+        assert isinstance(down, ScaledWeight) and activation != "squared_relu"
+        return run_scaled_routed_experts(
+            x, weights, ids, gate_up, down, activation=activation, biases=biases
+        )
     assert isinstance(down, torch.Tensor)
     return routed_experts.run_routed_experts(
         x, weights, ids, gate_up, down, activation=activation, biases=biases
@@ -92,7 +93,7 @@ def run_routed_experts(
 def _are_alike(first: Weight, second: Weight) -> bool:
     """True if one kernel can read both weights."""
     if isinstance(first, ScaledWeight) and isinstance(second, ScaledWeight):
-        return kind_of(first) == kind_of(second)
+        return kind_of(first) == kind_of(second) and first.is_fp4 == second.is_fp4
     return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
 
 

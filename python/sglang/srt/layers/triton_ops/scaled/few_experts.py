@@ -8,15 +8,21 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.arguments import (
+    ExpertActivation,
+    ExpertBiases,
+    ScaledWeight,
+)
 from sglang.srt.layers.triton_ops.early_start import (
     await_kernels_before,
     await_then_start_next,
     early_start,
 )
+from sglang.srt.layers.triton_ops.gating import clamped_gate, rule_of
 from sglang.srt.layers.triton_ops.rounding import gate
 from sglang.srt.layers.triton_ops.scaled.tiles import (
     add_tile_,
+    fewest_steps,
     inputs_at_once,
     kind_of,
     load_tile,
@@ -49,6 +55,7 @@ def _gate_up_kernel(
     ids_ptr: tl.tensor,
     inner_ptr: tl.tensor,
     tokens: tl.tensor,
+    bias_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     FEATURES: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -63,9 +70,15 @@ def _gate_up_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_I: tl.constexpr,
     ONE: tl.constexpr,
+    BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Compute ROWS features of an expert for all its tokens, in the program of its first token."""
+    """Compute ROWS features of an expert for all its tokens, in the program of its first token.
+
+    BIAS, LIMIT: no expert is shared.
+    """
     token = tl.program_id(1) // PLACES
     place = tl.program_id(1) % PLACES
     # `_down_kernel` begins to read weights once ids are known.
@@ -101,10 +114,18 @@ def _gate_up_kernel(
             expert * 2 * FEATURES + begin, rows_left(FEATURES, begin, ROWS), ROWS, FEATURES,
             HIDDEN, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_H, False,
         )  # fmt: skip
+        if BIAS:
+            # Of gate and up in turn, like the totals.
+            nth = tl.arange(0, 2 * ROWS)
+            of_both = tl.minimum(begin + nth // 2, FEATURES - 1) + nth % 2 * FEATURES
+            totals += tl.load(bias_ptr + expert * 2 * FEATURES + of_both).to(tl.float32)
         # Rounded at the same points as for many tokens.
         dtype = inner_ptr.dtype.element_ty
         gates, ups = tl.split(tl.reshape(totals.to(dtype).to(tl.float32), [ROWS, 2]))
-        inner = gate(gates, ups, dtype)
+        if LIMIT > 0:
+            inner = clamped_gate(gates, ups, LIMIT, ALPHA)
+        else:
+            inner = gate(gates, ups, dtype)
         own = tl.where(place < TOP_K, current % per_token, TOP_K)
         to = inner_ptr + (user * PLACES + own).to(tl.int64) * FEATURES + features
         tl.store(to, inner.to(dtype), mask=features < FEATURES)
@@ -127,6 +148,7 @@ def _down_kernel(
     ids_ptr: tl.tensor,
     out_ptr: tl.tensor,
     stride: tl.tensor,
+    bias_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     FEATURES: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -141,13 +163,14 @@ def _down_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_F: tl.constexpr,
     AHEAD: tl.constexpr,
+    BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute ROWS features of a token: the weighted sum over its experts.
 
     Weights are read in tiles: BLOCK_F inputs of the experts of BLOCK_P places, AHEAD tiles before
-    they are used. The previous kernel is `_gate_up_kernel`, so ids may be read before the wait; see
-    `early_start`.
+    they are used. The previous kernel is `_gate_up_kernel`, so ids, and weights of experts, may be
+    read before the wait; see `early_start`.
     """
     token = tl.program_id(1).to(tl.int64)
     STEPS: tl.constexpr = (FEATURES + BLOCK_F - 1) // BLOCK_F
@@ -180,6 +203,13 @@ def _down_kernel(
         at, own = rows_of[n // STEPS]
         tile = load_tile(at, own, n % STEPS, FEATURES, FP8, ZEROS, GROUP, SPAN, BLOCK_F)
         tiles += (tile,)
+    if BIAS:
+        features = tl.minimum(first + tl.arange(0, ROWS), HIDDEN - 1)
+        biases = tl.zeros([ROWS], tl.float32)
+        for n in tl.static_range(TOP_K):
+            expert = tl.load(ids_ptr + token * TOP_K + n).to(tl.int64)
+            of_expert = tl.load(bias_ptr + expert * HIDDEN + features)
+            biases += of_expert.to(tl.float32) * tl.load(weights_ptr + token * stride + n)
     await_kernels_before(EARLY)
     acc = no_sums(BLOCK_P, ROWS, FP8, SPAN, BLOCK_F)
     for n in tl.static_range(TILES):
@@ -199,6 +229,8 @@ def _down_kernel(
             FEATURES, FP8, ZEROS, GROUP, PACKED, BLOCK_F,
         )  # fmt: skip
     total = tl.sum(tl.sum(tl.sum(acc, axis=3), axis=2), axis=1)
+    if BIAS:
+        total += biases
     features = first + tl.arange(0, ROWS)
     to = out_ptr + token * HIDDEN + features
     tl.store(to, total.to(out_ptr.dtype.element_ty), mask=features < HIDDEN)
@@ -224,7 +256,10 @@ class DownPlan(TypedDict):
 
 def plan_gate_up(weight: ScaledWeight, tokens: int) -> GateUpPlan:
     """Sizes for a stack of weights `[experts, 2 * features, hidden_size]`."""
-    block_h = inputs_at_once(weight.shape[-1], kind_of(weight), 1024)
+    if weight.is_fp4:
+        block_h = fewest_steps(weight.shape[-1], 1024)
+    else:
+        block_h = inputs_at_once(weight.shape[-1], kind_of(weight), 1024)
     warps = max(1, block_h // 256)
     if not weight.is_fp8:
         return {"ROWS": _FEATURES_OF_INT4, "BLOCK_H": block_h, "num_warps": warps}
@@ -237,7 +272,12 @@ def plan_gate_up(weight: ScaledWeight, tokens: int) -> GateUpPlan:
 def plan_down(weight: ScaledWeight, places: int) -> DownPlan:
     """Sizes for a stack of weights `[experts, hidden_size, features]`."""
     features = weight.shape[-1]
-    block_f = inputs_at_once(features, kind_of(weight), _INPUTS if weight.is_fp8 else 1024)
+    if weight.is_fp4:
+        # A tile of 1,024 inputs would take the registers of a whole multiprocessor.
+        block_f = fewest_steps(features, 512)
+    else:
+        most = _INPUTS if weight.is_fp8 else 1024
+        block_f = inputs_at_once(features, kind_of(weight), most)
     block_p = max(1, min(_INPUTS // block_f, triton.next_power_of_2(places)))
     tiles = triton.cdiv(places, block_p) * triton.cdiv(features, block_f)
     # More tiles of 4-bit weights, or fewer warps, would need more registers than there are.
@@ -258,6 +298,9 @@ def run_scaled_experts(
     gate_up: ScaledWeight,
     down: ScaledWeight,
     shared: tuple[ScaledWeight, ScaledWeight] | None,
+    *,
+    activation: ExpertActivation = "silu",
+    biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, including the shared one if given, in fp32.
 
@@ -267,6 +310,7 @@ def run_scaled_experts(
             of the shared one.
         ids: Contiguous `[num_tokens, top_k]`, any integer dtype.
         shared: The shared expert's weights, of the same kinds and features as the others'.
+        activation: With a gate. Without `shared` it may be clamped, and there may be biases.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
@@ -279,19 +323,24 @@ def run_scaled_experts(
     assert all(kind_of(a) == kind_of(b) for a, b in zip(of_shared, (gate_up, down), strict=True))
     # The second product reads so many bytes at a time, whatever the compiler sees.
     assert all(weight.elements.data_ptr() % 16 == 0 for weight in (down, of_shared[1]))
+    rule = rule_of(activation)
+    assert shared is None or (biases is None and not rule["LIMIT"])
+    first, second = (None, None) if biases is None else biases
     inner = torch.empty((num_tokens, places, features), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     up, last = plan_gate_up(gate_up, num_tokens), plan_down(down, places)
     _gate_up_kernel[(triton.cdiv(features, up["ROWS"]), num_tokens * places)](
         x, *_tensors(gate_up), *_tensors(of_shared[0]), ids, inner, num_tokens,
+        inner if first is None else first,
         HIDDEN=hidden, FEATURES=features, TOP_K=top_k, PLACES=places, **kind_of(gate_up),
         ONE=num_tokens == 1, BLOCK_I=triton.next_power_of_2(num_tokens * top_k),
-        **up, **early_start(x),
+        BIAS=first is not None, **rule, **up, **early_start(x),
     )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, last["ROWS"]), num_tokens)](
         inner, *_tensors(down), *_tensors(of_shared[1]), weights, ids, out, weights.stride(0),
+        inner if second is None else second,
         HIDDEN=hidden, FEATURES=features, TOP_K=top_k, PLACES=places, **kind_of(down),
-        **last, **early_start(x),
+        BIAS=second is not None, **last, **early_start(x),
     )  # fmt: skip
     return out
 

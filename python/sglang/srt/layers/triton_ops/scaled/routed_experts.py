@@ -14,7 +14,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.arguments import (
+    ExpertActivation,
+    ExpertBiases,
+    ScaledWeight,
+)
 from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert
 from sglang.srt.layers.triton_ops.gating import silu_and_mul
 from sglang.srt.layers.triton_ops.rounding import quantize_activations, quantize_gated
@@ -104,6 +108,7 @@ def _product_kernel(
     bound: tl.tensor,
     num_rows: tl.tensor,
     stride: tl.tensor,
+    bias_ptr: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     FP8: tl.constexpr,
@@ -113,6 +118,7 @@ def _product_kernel(
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
     USES: tl.constexpr,
+    BIAS: tl.constexpr,
     FACTORS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -173,6 +179,8 @@ def _product_kernel(
     if FP8 and GROUPS == 1:
         x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
         acc *= by_output(tl.load(scales_ptr + own // HEIGHT), LEFT) * by_token(x_scales, LEFT)
+    if BIAS:
+        acc += by_output(tl.load(bias_ptr + own).to(tl.float32), LEFT)
     if FACTORS:
         at = factors_ptr + uses // TOP_K * stride + uses % TOP_K
         acc *= by_token(tl.load(at, mask=used, other=0.0), LEFT)
@@ -186,6 +194,7 @@ def _multiply(
     x: torch.Tensor,
     x_scales: torch.Tensor | None,
     weight: ScaledWeight,
+    bias: torch.Tensor | None,
     factors: torch.Tensor | None,
     tiles: ExpertTiles,
     plan: Plan,
@@ -197,9 +206,10 @@ def _multiply(
         x: Contiguous rows of inputs: one for each token, or with `factors` one for each use.
         x_scales: From `quantize_activations`, for fp8.
         weight: `[num_experts, outputs, inputs]`.
+        bias: `[num_experts, outputs]`, added before the factors multiply; None: there is none.
         factors: fp32 `[num_tokens, top_k]`, which multiply the results; None: nothing does.
     """
-    assert x.is_contiguous()
+    assert x.is_contiguous() and (bias is None or bias.is_contiguous())
     outputs, inputs = weight.shape[1:]
     out = torch.empty((len(tiles.order), outputs), dtype=dtype, device=x.device)
     tma = weight.is_fp8 and inputs % 16 == 0
@@ -210,9 +220,10 @@ def _multiply(
         x, weight.scales if x_scales is None else x_scales, elements, weight.scales,
         zeros_of(weight), weight.scales if factors is None else factors, out, tiles.order,
         tiles.table, tiles.count, tiles.bound, len(x), 0 if factors is None else factors.stride(0),
+        out if bias is None else bias,
         N=outputs, K=inputs, FP8=weight.is_fp8, ZEROS=weight.zeros is not None,
         HEIGHT=weight.height, GROUP=weight.group, BLOCK=weight.block, TOP_K=tiles.top_k,
-        USES=tiles.top_k if factors is None else 1,
+        USES=tiles.top_k if factors is None else 1, BIAS=bias is not None,
         FACTORS=factors is not None, TILE_ROWS=plan.tile_rows, BLOCK_N=plan.outputs,
         BLOCK_K=plan.block, DEPTH=plan.depth, TILES=plan.group, TMA=tma, CUDA=out.is_cuda,
         num_warps=plan.warps, num_stages=plan.stages,
@@ -227,6 +238,9 @@ def run_scaled_routed_experts(
     gate_up: ScaledWeight,
     down: ScaledWeight,
     plan: Plan | None = None,
+    *,
+    activation: ExpertActivation = "silu",
+    biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, summed in fp32; bits are the same in each run.
 
@@ -236,6 +250,7 @@ def run_scaled_routed_experts(
         ids: Contiguous `[num_tokens, top_k]`, any integer dtype.
         gate_up: See `ExpertWeights`; `down` likewise.
         plan: Sizes; None: those for the average uses of an expert.
+        activation: With a gate.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
@@ -244,7 +259,13 @@ def run_scaled_routed_experts(
     num_experts, top_k = gate_up.shape[0], ids.shape[1]
     plan = plan or plan_of(ids.numel() / num_experts, gate_up)
     tiles = order_by_expert(ids, num_experts, plan.tile_rows)
+    first, last = (None, None) if biases is None else biases
     given, scales = quantize_activations(x, gate_up.group) if gate_up.is_fp8 else (x, None)
-    both = _multiply(given, scales, gate_up, None, tiles, plan, x.dtype)
-    inner, scales = quantize_gated(both, down.group) if down.is_fp8 else (silu_and_mul(both), None)
-    return sum_of_uses(_multiply(inner, scales, down, weights, tiles, plan, x.dtype), top_k)
+    both = _multiply(given, scales, gate_up, first, None, tiles, plan, x.dtype)
+    if down.is_fp8 and activation == "silu":
+        inner, scales = quantize_gated(both, down.group)
+    else:
+        inner = silu_and_mul(both, activation)
+        if down.is_fp8:
+            inner, scales = quantize_activations(inner, down.group)
+    return sum_of_uses(_multiply(inner, scales, down, last, weights, tiles, plan, x.dtype), top_k)

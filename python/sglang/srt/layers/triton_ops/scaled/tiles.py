@@ -15,12 +15,18 @@ import triton.language as tl
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before
 from sglang.srt.layers.triton_ops.rounding import most_of_rows, round_with, scale_of
+from sglang.srt.layers.triton_ops.scaled.fp4 import (
+    FP4_TO_FLOATS,
+    ZERO,
+    power_of_two,
+    twice_fp4,
+)
 
 _PIECE: Final = tl.constexpr(8)
 """Inputs of fp8 weights that a thread reads at once: 16 bytes of `x`. Weights are read alike,
 though in 8 bytes, so that no numbers move between threads."""
 _BYTES: Final = tl.constexpr(16)
-"""Bytes of 4-bit integers that a thread reads at once."""
+"""Bytes of 4-bit elements that a thread reads at once."""
 _TO_FLOATS: Final = tl.constexpr("""
 {
 .reg .b32 a, b;
@@ -39,6 +45,7 @@ prmt.b32 $7, b, 0x43000000, 0x7344;
 """)
 """Four bytes to four low and four high integers, each plus 128. An integer in these bits of a
 float's mantissa makes this sum, without a conversion."""
+_FLOATS: Final = tl.constexpr("=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r")
 _SPAN: Final = 128
 """Most inputs of a span: neighbours with the same scales."""
 MULTIPROCESSORS: Final = 132
@@ -54,7 +61,7 @@ class WeightKind(TypedDict):
     GROUP: int
     SPAN: int
     PACKED: bool
-    """True if 4-bit integers are unpacked by packed instructions of a GPU."""
+    """True if 4-bit elements are unpacked by packed instructions of a GPU."""
 
 
 def kind_of(weight: ScaledWeight) -> WeightKind:
@@ -101,9 +108,11 @@ def _add_int4_(
     scales: tl.tensor,
     zeros: tl.tensor,
     x: tl.tensor,
+    FP4: tl.constexpr,
     PACKED: tl.constexpr,
 ) -> tl.tensor:
-    """Add the products of some columns to `acc` `[rows, vectors, spans, pieces]`."""
+    """Add the products of some columns to `acc` `[rows, vectors, spans, pieces]`. FP4: the integers
+    are those of `fp4`, from a table where they have zero points."""
     COUNT: tl.constexpr = acc.shape[1]
     SPANS: tl.constexpr = acc.shape[2]
     PARTS: tl.constexpr = x.shape[1] // SPANS // 32
@@ -114,14 +123,17 @@ def _add_int4_(
     totals = tl.sum(x0 + x1, axis=3)
     if PACKED:
         low, high = tl.inline_asm_elementwise(
-            _TO_FLOATS,
-            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r",
+            FP4_TO_FLOATS if FP4 else _TO_FLOATS,
+            _FLOATS,
             [elements],
             dtype=(tl.float32, tl.float32),
             is_pure=True,
             pack=4,
         )
         zeros += 128.0
+    elif FP4:
+        low, high = twice_fp4(elements & 0xF), twice_fp4(elements >> 4)
+        zeros -= ZERO
     else:
         low, high = (elements & 0xF).to(tl.float32), (elements >> 4).to(tl.float32)
     # Separate sums, which are chains of multiply-adds.
@@ -264,6 +276,9 @@ def add_tile_(
     inside = used[:, None] & (cols < K)
     part = tl.load(x[:, None] + cols, mask=inside, other=0.0).to(tl.float32)
     SCALED: tl.constexpr = scales.shape[0] // COUNT
+    FP4: tl.constexpr = scales.dtype == tl.uint8
+    if FP4:
+        scales = power_of_two(scales, tl.float32) * 0.5
     scales = tl.reshape(scales.to(tl.float32), [1, SCALED, COUNT, SPANS])
     scales = tl.broadcast_to(scales, [ROWS // SCALED, SCALED, COUNT, SPANS])
     scales = tl.reshape(scales, [ROWS, COUNT, SPANS]) * factors[None, :, None]
@@ -272,10 +287,10 @@ def add_tile_(
     if FP8:
         acc = _add_fp8_(acc, bytes_, scales, part, x_scales, GROUP == K)
     else:
-        points = tl.full([1, 1, 1], 8.0, tl.float32)
+        points = tl.full([1, 1, 1], ZERO if FP4 else 8.0, tl.float32)
         if ZEROS:
             points = tl.reshape(zeros.to(tl.float32), [ROWS, COUNT, SPANS])
-        acc = _add_int4_(acc, bytes_, scales, points, part, PACKED)
+        acc = _add_int4_(acc, bytes_, scales, points, part, FP4, PACKED)
     return acc
 
 
@@ -364,6 +379,15 @@ def inputs_at_once(inputs: int, kind: WeightKind, most: int) -> int:
     while inputs % block and block > max(256, kind["SPAN"]):
         block //= 2
     return max(kind["SPAN"], block)
+
+
+def fewest_steps(inputs: int, most: int) -> int:
+    """BLOCK_K of `load_tile` for 4-bit floats: the largest block, from 256 to `most`, of those with
+    the fewest columns beyond `inputs`."""
+    blocks = [min(most, triton.next_power_of_2(inputs))]
+    while blocks[-1] > 256:
+        blocks.append(blocks[-1] // 2)
+    return min(blocks, key=lambda block: (triton.cdiv(inputs, block) * block, -block))
 
 
 def zeros_of(weight: ScaledWeight) -> torch.Tensor:
