@@ -10,12 +10,13 @@ import pytest
 import torch
 import triton.knobs
 
-from rigs.layers.compiled_kernels import compile_kernel
+from rigs.layers.compiled_kernels import Usage, compile_kernel, usage_of
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
-from sglang.srt.layers.triton_ops.scaled import product, routed_experts
+from sglang.srt.layers.triton_ops.scaled import few_experts, product, routed_experts
+from sglang.srt.layers.triton_ops.scaled.tiles import kind_of
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
@@ -28,10 +29,20 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "product": WEIGHT
     | {"GROUP": 128, "BLOCK": 128, "SPLITS": 1, "BLOCK_T": 64, "BIAS": False, "EARLY": False},
     "routed_experts": WEIGHT
-    | {"GROUP": 32, "BLOCK": 32, "TOP_K": 8, "USES": 8, "FACTORS": False, "TILE_ROWS": 64},
+    | {
+        "GROUP": 32,
+        "BLOCK": 32,
+        "TOP_K": 8,
+        "USES": 8,
+        "BIAS": False,
+        "FACTORS": False,
+        "TILE_ROWS": 64,
+    },
 }
 BYTES = ("weight_ptr", "zeros_ptr")
 INDICES = ("order_ptr", "table_ptr", "count_ptr", "arrivals_ptr")
+REGISTERS = 65_536
+"""Registers of a multiprocessor."""
 LOOP = "// =>This Inner Loop Header"
 
 
@@ -62,6 +73,68 @@ def test_a_step_ends_its_product_before_the_next_step(name: str) -> None:
     products = step.split("wgmma.commit_group")
     assert len(products) == 3, "one for the low integers, one for the high ones"
     assert all("wgmma.wait_group.sync.aligned 0" in text for text in products[1:])
+
+
+MOE: Any = {"HIDDEN": 2880, "FEATURES": 2880, "TOP_K": 4, "PLACES": 4}
+GATE: Any = {"BIAS": True, "LIMIT": 7.0, "ALPHA": 1.702}
+
+
+def fp4_weight(outputs: int, inputs: int) -> ScaledWeight:
+    """A stack of gpt-oss-120b's, without memory."""
+    return ScaledWeight(
+        elements=torch.empty(128, outputs, inputs // 2, dtype=torch.uint8, device="meta"),
+        scales=torch.empty(128, outputs, inputs // 32, dtype=torch.uint8, device="meta"),
+    )
+
+
+def usage_of_fp4(kernel: Any, constants: dict[str, Any], warps: int, stages: int = 3) -> Usage:
+    fp32 = ("weights_ptr", "factors_ptr")
+
+    def own_type(name: str) -> str:
+        if name in fp32:
+            return "*fp32"
+        of_weight = name.startswith("shared") or name in ("weight_ptr", "scales_ptr", "zeros_ptr")
+        return "*u8" if of_weight else "*i32" if name == "ids_ptr" else type_of(name)
+
+    aligned = {"stride"} | {name for name in kernel.arg_names if name.endswith("_ptr")}
+    return usage_of(
+        compile_kernel(kernel, constants, own_type, aligned=aligned, warps=warps, stages=stages)
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_few_tokens_of_gpt_oss_spill_no_registers(tokens: int) -> None:
+    """Two programs or more of the second product run on a multiprocessor at once."""
+    first, second = fp4_weight(5760, 2880), fp4_weight(2880, 2880)
+    plan: dict[str, Any] = {**few_experts.plan_gate_up(first, tokens)}
+    warps = plan.pop("num_warps")
+    kind = {**kind_of(first), "PACKED": True, "EARLY": True}
+    sizes = MOE | GATE | plan | {"ONE": tokens == 1, "BLOCK_I": 4 * tokens}
+    used = usage_of_fp4(few_experts._gate_up_kernel, kind | sizes, warps)
+    assert used.spilled == 0 and used.registers * 32 * warps * 2 <= REGISTERS
+    if tokens > 1:
+        return
+    plan = {**few_experts.plan_down(second, 4)}
+    warps = plan.pop("num_warps")
+    used = usage_of_fp4(few_experts._down_kernel, kind | MOE | plan | {"BIAS": True}, warps)
+    assert used.spilled == 0 and used.registers * 32 * warps * 2 <= REGISTERS
+
+
+@pytest.mark.parametrize(("outputs", "with_factors"), [(5760, False), (2880, True)])
+def test_many_tokens_of_gpt_oss_spill_no_registers(outputs: int, with_factors: bool) -> None:
+    weight = fp4_weight(outputs, 2880)
+    plan = routed_experts.plan_of(1000.0, weight)
+    used = usage_of_fp4(
+        routed_experts._product_kernel,
+        {
+            **WEIGHT, "N": outputs, "K": 2880, "GROUP": 32, "BLOCK": 32, "TOP_K": 4,
+            "USES": 1 if with_factors else 4, "FACTORS": with_factors, "BIAS": True,
+            "TILE_ROWS": plan.tile_rows, "BLOCK_N": plan.outputs, "BLOCK_K": plan.block,
+            "TILES": plan.group,
+        },
+        plan.warps, plan.stages,
+    )  # fmt: skip
+    assert used.spilled == 0 and used.shared <= 113 << 10, "two programs on a multiprocessor"
 
 
 FP8 = {"FP8": True, "HEIGHT": 128, "GROUP": 128, "BLOCK": 128, "TMA": True}
