@@ -385,6 +385,17 @@ _GPT_OSS: Final = {
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
                      "truncate": False, "original_max_position_embeddings": 4096},
 }  # fmt: skip
+_MXFP4: Final = {
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    }
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +443,18 @@ PUBLISHED: Final = {
     "GLM-5.3": Published(744, _GLM5_3),
     "GLM-4.6": Published(355, _GLM4),
     "MiniMax-M2": Published(230, _MINIMAX),
+    "gpt-oss-20b": Published(20.9, _GPT_OSS | _MXFP4),
     "gpt-oss-20b-BF16": Published(20.9, _GPT_OSS),
+    "gpt-oss-120b": Published(
+        116.8,
+        _GPT_OSS
+        | _MXFP4
+        | {
+            "num_hidden_layers": 36,
+            "num_local_experts": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * 18,
+        },
+    ),
     "Qwen3-8B": Published(
         8.2,
         {

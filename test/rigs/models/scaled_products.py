@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers import fused_kernels, linear
+from sglang.srt.layers.activation import clamped_gate
 from sglang.srt.layers.moe import experts
 from sglang.srt.layers.triton_ops.arguments import (
+    ClampedGate,
     ExpertActivation,
     ExpertBiases,
     ScaledWeight,
@@ -108,12 +110,21 @@ class ReferenceKernels:
         activation: ExpertActivation = "silu",
         biases: ExpertBiases | None = None,
     ) -> torch.Tensor:
-        assert activation == "silu" and biases is None, "other experts are dequantized"
+        assert activation != "squared_relu", "those experts are dequantized"
         out = torch.zeros(x.shape, device=x.device)
         for expert in range(gate_up.shape[0]):
             tokens, places = torch.where(ids == expert)
-            gate, up = self._product(x[tokens], of(gate_up, expert)).chunk(2, dim=-1)
-            found = self._product(F.silu(gate) * up, of(down, expert))
+            both = self._product(x[tokens], of(gate_up, expert))
+            if biases is not None:
+                both += biases.gate_up[expert]
+            if isinstance(activation, ClampedGate):
+                inner = clamped_gate(both, activation)
+            else:
+                gate, up = both.chunk(2, dim=-1)
+                inner = F.silu(gate) * up
+            found = self._product(inner, of(down, expert))
+            if biases is not None and biases.down is not None:
+                found += biases.down[expert]
             out.index_add_(0, tokens, found * weights[tokens, places].unsqueeze(1))
         return out.to(x.dtype)
 

@@ -47,6 +47,17 @@ def kept_format(
     return None
 
 
+def share_for(placement: TensorPlacement, names: Sequence[str], even: Share) -> Share:
+    """This rank's inputs of some weights: `even`, or, where that cuts a group of 4-bit elements,
+    whole groups, which kernels take. Ranks then have unequal parts."""
+    format_ = None if placement.formats is None else placement.formats.of(names[0])
+    if format_ is None or format_.bits != 4 or format_.block[1] < 0:
+        return even
+    if format_.group(even.size, even.total) is not None:
+        return even
+    return placement.group_share(even, format_.block[1])
+
+
 def new_weight(
     module: torch.nn.Module,
     attribute: str,

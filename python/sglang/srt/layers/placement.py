@@ -87,6 +87,15 @@ class TensorPlacement:
         size = total // self.tp_size
         return Share(self.tp_rank * size, (self.tp_rank + 1) * size, total)
 
+    def group_share(self, even: Share, group: int) -> Share:
+        """This rank's part of the dimension of `even`, in whole groups of so many elements; `even`
+        where the largest part would be more than an eighth larger, or the groups are not whole."""
+        count, size = even.total // group, self.tp_size
+        if even.total % group or 8 * group * -(-count // size) > 9 * even.size:
+            return even
+        bounds = (count * rank // size * group for rank in (self.tp_rank, self.tp_rank + 1))
+        return Share(*bounds, even.total)
+
     def kv_head_share(self, num_kv_heads: int) -> Share:
         """This rank's KV heads. If there are more ranks than heads, several have the same one.
 

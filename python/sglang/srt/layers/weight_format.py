@@ -40,7 +40,7 @@ class WeightFormat:
     def group(self, share: int, total: int) -> int | None:
         """Inputs that share a scale in the memory of a rank; None: no kernel takes such groups.
 
-        The result is the same on all ranks, whose shares are equal.
+        The result is the same on all ranks: their shares are equal, or whole groups.
 
         Args:
             share: Inputs of the rank.

@@ -13,7 +13,7 @@ from sglang.srt.layers.quantization.quantized_tensor import E2M1, E8M0
 from sglang.test.ci.ci_register import register_cpu_ci
 
 pytest.importorskip("triton")
-from sglang.srt.layers.triton_ops.scaled import fp4  # noqa: E402
+from sglang.srt.layers.triton_ops.scaled import fp4
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 

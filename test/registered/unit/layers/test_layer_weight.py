@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rigs.caches.memory_ranks import PlaceInGroup
 from sglang.srt.layers.layer_weight import kept_format, new_weight, slots_of, weight_shape
 from sglang.srt.layers.linear_attention.delta_layer import DeltaNetHeads, DeltaNetOptions
 from sglang.srt.layers.linear_attention.delta_net import DeltaNetProjections
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
-from sglang.srt.layers.weight_format import WeightFormat, WeightFormats
+from sglang.srt.layers.weight_format import EXPONENTS, WeightFormat, WeightFormats
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -20,6 +21,8 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 BLOCKS = WeightFormat(block=(128, 128))
 CHANNELS = WeightFormat(block=(1, -1))
 INT4 = WeightFormat(bits=4, block=(1, 32), scales=torch.bfloat16, has_zeros=True)
+
+FP4 = WeightFormat(bits=4, block=(1, 32), scales=EXPONENTS)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,9 @@ INT4 = WeightFormat(bits=4, block=(1, 32), scales=torch.bfloat16, has_zeros=True
         (CHANNELS, 192, 192, 192),
         (CHANNELS, 96, 192, 96),
         (WeightFormat(block=(64, 64)), 128, 128, None),
+        (FP4, 2880, 2880, 32),
+        (FP4, 736, 2880, 32),
+        (FP4, 720, 2880, None),
         (INT4, 96, 96, 32),
         (INT4, 48, 96, None),
         (INT4, 16, 96, None),
@@ -51,6 +57,30 @@ def test_inputs_of_a_rank_share_scales(
     format_: WeightFormat, share: int, total: int, group: int | None
 ) -> None:
     assert format_.group(share, total) == group
+
+
+@pytest.mark.parametrize(
+    ("total", "group", "size", "parts"),
+    [
+        # gpt-oss: 90 groups.
+        (2880, 32, 4, [704, 736, 704, 736]),
+        (2880, 32, 8, [352, 352, 352, 384, 352, 352, 352, 384]),
+        # The largest would be a fifth or more larger; a group is not whole.
+        (160, 32, 2, [80, 80]),
+        (96, 32, 6, [16] * 6),
+        (2880, 128, 4, [720] * 4),
+    ],
+)
+def test_ranks_may_have_whole_groups(total: int, group: int, size: int, parts: list[int]) -> None:
+    shares = []
+    for rank in range(size):
+        placement = replace(placement_of(), tp_group=PlaceInGroup(rank, size))
+        even = placement.share(total, "features")
+        shares.append(placement.group_share(even, group))
+    assert [share.size for share in shares] == parts
+    assert [share.begin for share in shares[1:]] == [share.end for share in shares[:-1]]
+    assert shares[0].begin == 0 and shares[-1].end == total
+    assert all(share.total == total for share in shares)
 
 
 def placement_of(**formats: WeightFormat) -> TensorPlacement:

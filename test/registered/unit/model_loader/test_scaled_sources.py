@@ -13,7 +13,7 @@ import torch
 from rigs.caches.cache_rig import CacheRig, Reused
 from rigs.caches.memory_ranks import PlaceInGroup
 from rigs.caches.tier_rigs import three_tiers
-from rigs.models.quantized_checkpoints import awq, fp8_blocks, write_quantized
+from rigs.models.quantized_checkpoints import awq, fp8_blocks, mxfp4, write_quantized
 from rigs.models.scaled_products import dequantized, scaled_products, scaled_weights
 from rigs.models.tiny_models import save_tiny_checkpoint, tiny_config
 from rigs.models.weight_rig import IDENTITY, weight_rig
@@ -46,7 +46,7 @@ def config_of(
 ) -> Path:
     """A directory with a config.json alone."""
     config = tiny_config(family, **fields)
-    config.architectures = [ARCHITECTURES[family]]
+    config.architectures = [NAMES[family]]
     config.dtype = dtype
     config.save_pretrained(path)
     file = path / "config.json"
@@ -63,6 +63,7 @@ ARCHITECTURES = {
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
 }
+NAMES = {**ARCHITECTURES, "gpt_oss": "GptOssForCausalLM"}
 
 
 def dummy_of(path: Path) -> tuple[dict[str, torch.Tensor], str, int]:
@@ -100,6 +101,22 @@ def test_random_weights_are_rounded_to_the_stated_format(
         assert torch.equal(values, want[name]), name
         error = (values.float() - exact[name].float()).norm()
         assert error <= worst * exact[name].float().norm(), name
+
+
+def test_random_experts_are_4_bit_floats(tmp_path: Path) -> None:
+    """All else is plain, as in published checkpoints."""
+    quantization = {"quant_method": "mxfp4"}
+    plain = config_of(tmp_path / "plain", "gpt_oss", "bfloat16", None)
+    path = config_of(tmp_path / "quantized", "gpt_oss", "bfloat16", quantization)
+    with scaled_products():
+        got, identity, count = dummy_of(path)
+        exact, other, _ = dummy_of(plain)
+    want, same, _ = dummy_of(path)
+    assert count == 8 and identity == same != other
+    for name, values in got.items():
+        assert torch.equal(values, want[name]), name
+        error = (values.float() - exact[name].float()).norm() / exact[name].float().norm()
+        assert 0.05 < error < 0.15 if ".experts." in name else not error, (name, error)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v32"])
@@ -146,7 +163,12 @@ def assert_equal(got: CausalLM, want: CausalLM) -> None:
 @pytest.mark.usefixtures("on_a_cpu_over_tcp")
 @pytest.mark.parametrize(
     ("family", "form"),
-    [("llama", fp8_blocks), ("qwen3_moe", awq), ("deepseek_v3", fp8_blocks)],
+    [
+        ("llama", fp8_blocks),
+        ("qwen3_moe", awq),
+        ("deepseek_v3", fp8_blocks),
+        ("gpt_oss", mxfp4),
+    ],
 )
 def test_servers_read_from_a_seed_what_it_keeps(
     tmp_path: Path, family: str, form: Callable[[], Any]

@@ -21,11 +21,13 @@ from rigs.models.quantized_checkpoints import (
     fp8_blocks,
     fp8_per_tensor,
     gptq,
+    mxfp4,
     write_quantized,
 )
 from rigs.models.scaled_products import dequantized, scaled_products, scaled_weights
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.moe.experts import RoutedExperts
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.model_loader.loader import build_model, get_model
 from sglang.srt.model_loader.weight_source import LoadConfig, WeightSlots
@@ -50,6 +52,7 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "gptq": gptq,
     "gptq-whole": lambda: gptq(4, -1),
 }
+OF_LOGS = {**FORMATS, "mxfp4": mxfp4}
 
 
 def model_of(
@@ -87,6 +90,45 @@ def test_every_rank_keeps_what_a_cpu_dequantizes(
 ) -> None:
     """Tensors of one weight are in different files."""
     path = write_quantized(tiny_model(family), tmp_path, FORMATS[name](), files=2)
+    assert_ranks_keep_what_a_cpu_dequantizes(path)
+
+
+def test_every_rank_keeps_4_bit_floats(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Gates and ups alternate in the files. Biases and all else are plain."""
+    path = write_quantized(tiny_model("gpt_oss"), tmp_path, mxfp4(), files=2)
+    assert_ranks_keep_what_a_cpu_dequantizes(path)
+    with scaled_products():
+        model = model_of(path)
+    weights = kept(model)
+    assert len(weights) == 8 and all(one.is_fp4 for one in weights.values())
+    with scaled_products():
+        got = logits_of_batches(StepDriver(path, page_size=4))
+    want = logits_of_batches(StepDriver(tmp_path / "plain", page_size=4))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_have_whole_groups_of_4_bit_elements(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """9 groups are 4 and 5, whereas a CPU has 4.5 on each rank."""
+    path = write_quantized(tiny_model("gpt_oss", intermediate_size=288), tmp_path, mxfp4())
+    whole = {name: slot.dest for name, slot in model_of(path).weight_slots()}
+    joined: dict[str, list[torch.Tensor]] = {}
+    for rank, size in ((0, 128), (1, 160)):
+        with scaled_products():
+            model = model_of(path, rank, 2)
+        for name, weight in kept(model).items():
+            assert weight.shape[-1 if name.endswith("down") else -2] in (size, 2 * size)
+        for layer in model.modules():
+            if isinstance(layer, RoutedExperts):
+                values = dequantized(layer.down)  # type: ignore[arg-type]
+                joined.setdefault(layer.prefix, []).append(values)
+    for prefix, parts in joined.items():
+        want = whole[f"{prefix}.3.down_proj.weight"]
+        assert torch.equal(torch.cat(parts, -1)[3], want.float())
+
+
+def assert_ranks_keep_what_a_cpu_dequantizes(path: Path) -> None:
     for rank, size in ((0, 1), (0, 2), (1, 2)):
         with scaled_products():
             model = model_of(path, rank, size)
@@ -100,6 +142,7 @@ def test_every_rank_keeps_what_a_cpu_dequantizes(
 @pytest.mark.parametrize(
     ("family", "name", "size", "words"),
     [
+        ("gpt_oss", "mxfp4", 2, "96 stay so in memory, 0 are dequantized at load"),
         ("llama", "fp8-blocks", 2, "14 stay so in memory, 0 are dequantized at load"),
         (
             "llama",
@@ -125,7 +168,7 @@ def test_a_log_line_says_what_is_kept(
     size: int,
     words: str,
 ) -> None:
-    path = write_quantized(tiny_model(family), tmp_path, FORMATS[name]())
+    path = write_quantized(tiny_model(family), tmp_path, OF_LOGS[name]())
     with scaled_products(), caplog.at_level("INFO"):
         model_of(path, 0, size)
     assert sum(words in line for line in caplog.messages) == 1, caplog.messages

@@ -16,6 +16,7 @@ from sglang.srt.layers.layer_weight import (
     matrices_of,
     new_weight,
     rows_of,
+    share_for,
     slots_of,
 )
 from sglang.srt.layers.linear import apply_linear
@@ -88,6 +89,7 @@ class RoutedExperts(WeightedLayer):
         hidden, lead = Share(0, hidden_size, hidden_size), (num_experts,)
         # Kernels take both weights in the same format.
         quantized = self._quantized_names(placement)
+        self.features = share_for(placement, quantized, self.features)
         format_ = kept_format(placement, quantized, hidden, self.features)
         inner = [self.features for _ in self._firsts]
         self.gate_up = new_weight(self, "gate_up", placement, format_, inner, hidden, lead=lead)
