@@ -93,7 +93,8 @@ class TensorPlacement:
         count, size = even.total // group, self.tp_size
         if even.total % group or 8 * group * -(-count // size) > 9 * even.size:
             return even
-        bounds = (count * rank // size * group for rank in (self.tp_rank, self.tp_rank + 1))
+        # The first rank, for which memory is planned, has a largest part.
+        bounds = (-(-count * rank // size) * group for rank in (self.tp_rank, self.tp_rank + 1))
         return Share(*bounds, even.total)
 
     def kv_head_share(self, num_kv_heads: int) -> Share:

@@ -110,11 +110,11 @@ def test_every_rank_keeps_4_bit_floats(tiny_model: Callable[..., Path], tmp_path
 def test_ranks_have_whole_groups_of_4_bit_elements(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """9 groups are 4 and 5, whereas a CPU has 4.5 on each rank."""
+    """9 groups are 5 and 4, whereas a CPU has 4.5 on each rank."""
     path = write_quantized(tiny_model("gpt_oss", intermediate_size=288), tmp_path, mxfp4())
     whole = {name: slot.dest for name, slot in model_of(path).weight_slots()}
     joined: dict[str, list[torch.Tensor]] = {}
-    for rank, size in ((0, 128), (1, 160)):
+    for rank, size in ((0, 160), (1, 128)):
         with scaled_products():
             model = model_of(path, rank, 2)
         for name, weight in kept(model).items():
