@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from transformers import DeepseekV32Config, Qwen3NextConfig
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 
@@ -73,10 +74,23 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "gpt_oss": (
+        GptOssConfig,
+        "GptOssForCausalLM",
+        {
+            "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+            "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128,
+            "attention_bias": True, "quantization_config": {"quant_method": "mxfp4"},
+        },
+    ),
 }  # fmt: skip
 """Qwen3-Next-80B-A3B with 12 of 48 layers, the whole Kimi-Linear-48B-A3B, DeepSeek-V3.2 with 6 of
-61 layers (1 dense) and 64 of 256 experts, and the whole Nemotron-3-Nano-30B-A3B. Values: class of
-the configuration, class of the model, fields."""
+61 layers (1 dense) and 64 of 256 experts, the whole Nemotron-3-Nano-30B-A3B, and the whole
+gpt-oss-120b with experts in MXFP4. Values: class of the configuration, class of the model,
+fields."""
+EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Names of the field with the number of experts."""
 RECURRENT: Final = ("qwen3_next", "kimi_linear", "nemotron_h")
 """Families with recurrent states."""
 

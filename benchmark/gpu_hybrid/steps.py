@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 from unittest import mock
 
@@ -20,6 +20,7 @@ import torch
 
 from benchmark.command import Command
 from benchmark.gpu_hybrid.families import (
+    EXPERTS,
     LENGTH,
     SHAPES,
     STEPS,
@@ -33,6 +34,8 @@ from rigs.models.tiny_models import StepDriver
 from sglang.benchmark.one_batch import measure_limits
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.layer_weight import SCALES
+from sglang.srt.layers.placement import WeightSlot
 
 SHORT: Final = 64
 _PROFILED: Final = 4
@@ -44,15 +47,30 @@ PREFILL_TARGETS: Final = dict.fromkeys(TARGETS, "at most 2.5")
 EXPECTED_MS: Final = {"qwen3_next": 0.8}
 
 
-def active_bytes(driver: StepDriver, shape: dict[str, Any], but: tuple[str, ...] = ()) -> float:
-    """Bytes of the weights that a step of one token reads, without those named in `but`."""
-    experts = shape.get("num_experts") or shape["n_routed_experts"]
-    share = shape["num_experts_per_tok"] / experts
+def active_bytes(driver: StepDriver, shape: dict[str, Any]) -> float:
+    """Bytes of the weights that a step of one token reads."""
+    return sum(slot.dest.nbytes * share for slot, share in _active(driver, shape, ()))
+
+
+def active_operations(driver: StepDriver, shape: dict[str, Any]) -> float:
+    """Operations of a token's products but for the head, in units of the time of one in 16 bits:
+    two for each weight. Weights of one byte take half of the time, those of 4 bits do not."""
     total = 0.0
+    for slot, share in _active(driver, shape, ("lm_head", SCALES)):
+        is_packed = slot.dest.dtype == torch.uint8
+        total += slot.dest.nbytes * share * (4 if is_packed else 1)
+    return total
+
+
+def _active(
+    driver: StepDriver, shape: dict[str, Any], but: tuple[str, ...]
+) -> Iterator[tuple[WeightSlot, float]]:
+    """The slots without those named in `but`, and the share of each that a token reads."""
+    experts = next(shape[name] for name in EXPERTS if name in shape)
+    of_experts = shape["num_experts_per_tok"] / experts
     for name, slot in driver.runner.model.weight_slots():
         if not any(part in name for part in ("embed", *but)):
-            total += slot.dest.nbytes * (share if ".experts." in name else 1.0)
-    return total
+            yield slot, of_experts if ".experts." in name else 1.0
 
 
 def add_decode(
@@ -156,9 +174,8 @@ def measure_steps(family: str, model: str, weights: str, report: Report) -> None
         limits = measure_limits("cuda", torch.bfloat16)
         # A copy reads and writes: half of its bytes would be a lower limit than reading reaches.
         least_ms = active_bytes(driver, shape) / limits.copy_bytes_per_s * 1e3
-        # Two operations for each weight; weights of one byte take half of the time. Attention is
-        # left out.
-        least_s = active_bytes(driver, shape, ("lm_head",)) * LENGTH / limits.product_flop_per_s
+        # Attention is left out.
+        least_s = active_operations(driver, shape) * LENGTH / limits.product_flop_per_s
         case = {"family": family, "weights": weights, "graphs": len(driver.runner._graphs)}
         report.add(f"prefill_{LENGTH}", seconds[1], "s", case, limit=least_s)
         report.add("prefill_times_the_limit", seconds[1] / least_s, "ratio", case,
