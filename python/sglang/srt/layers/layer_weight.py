@@ -192,7 +192,8 @@ def alternating_slots_of(
     dim = len(weight.shape) - 2
     for suffix, tensor in tensors:
         assert tensor.shape[dim] == weight.shape[dim], "a scale belongs to one output"
-        by_output = tensor.unflatten(dim, (-1, outputs.size)).transpose(dim, dim + 1)
+        *lead, _, columns = tensor.shape
+        by_output = tensor.view(*lead, -1, outputs.size, columns).transpose(dim, dim + 1)
         own = tuple(f"{part}{suffix}" for part in parts)
         yield f"{name}{suffix}", WeightSlot.of_alternating(by_output, outputs, dim, own)
 

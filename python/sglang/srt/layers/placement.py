@@ -94,8 +94,8 @@ class TensorPlacement:
         if even.total % group or 8 * group * -(-count // size) > 9 * even.size:
             return even
         # The first rank, for which memory is planned, has a largest part.
-        bounds = (-(-count * rank // size) * group for rank in (self.tp_rank, self.tp_rank + 1))
-        return Share(*bounds, even.total)
+        begin, end = (-(-count * rank // size) for rank in (self.tp_rank, self.tp_rank + 1))
+        return Share(begin, end, count).times(group)
 
     def kv_head_share(self, num_kv_heads: int) -> Share:
         """This rank's KV heads. If there are more ranks than heads, several have the same one.

@@ -130,7 +130,7 @@ def _to_mxfp4(values: torch.Tensor, group: int, dtype: torch.dtype) -> BlockFloa
             f"random weights {list(values.shape)} cannot be rounded to MXFP4, which has groups of "
             f"{group} inputs: leave quantization_config out of config.json"
         )
-    groups = values.float().unflatten(-1, (-1, group))
+    groups = values.float().view(*values.shape[:-1], -1, group)
     most = groups.abs().amax(-1)
     # frexp's fractions are in 0.5 to 1.
     exponents = torch.frexp(most).exponent - 3

@@ -235,12 +235,12 @@ class BlockFloatTensor(QuantizedTensor):
     """MXFP4: 4-bit floats (e2m1), two in a byte, with scales that are exponents (e8m0).
 
     Args:
-        blocks: uint8 `[..., outputs, groups, bytes of a group]`; the first of two inputs is in the
-            low bits.
+        blocks: uint8 `[..., outputs, groups, group / 2]`; the first of two inputs is in the low
+            bits.
         scales: uint8 `[..., outputs, groups]`: indices into `E8M0`.
 
     Raises:
-        ValueError: The shapes do not fit each other, or blocks have another size than `group`.
+        ValueError: The scales do not fit the blocks.
     """
 
     def __init__(
@@ -253,11 +253,9 @@ class BlockFloatTensor(QuantizedTensor):
     ) -> None:
         *lead, groups, width = blocks.shape
         super().__init__((*lead, groups * group), dtype, device)
-        if 2 * width != group or list(scales.shape) != [*lead, groups]:
-            raise ValueError(
-                f"blocks {list(blocks.shape)} must end with {group // 2} bytes of a group, and "
-                f"scales {list(scales.shape)} must be {[*lead, groups]}"
-            )
+        assert 2 * width == group, "otherwise it is no weight"
+        if list(scales.shape) != [*lead, groups]:
+            raise ValueError(f"scales {list(scales.shape)} must be {[*lead, groups]}")
         self._blocks, self._group = blocks, group
         self._scales = scales.to(device)
 

@@ -115,7 +115,7 @@ def _gate_up_kernel(
             HIDDEN, FP8, ZEROS, HEIGHT, GROUP, SPAN, PACKED, BLOCK_H, False,
         )  # fmt: skip
         if BIAS:
-            # Of gate and up in turn, like the totals.
+            # Gate and up alternate, as in the totals.
             nth = tl.arange(0, 2 * ROWS)
             of_both = tl.minimum(begin + nth // 2, FEATURES - 1) + nth % 2 * FEATURES
             totals += tl.load(bias_ptr + expert * 2 * FEATURES + of_both).to(tl.float32)

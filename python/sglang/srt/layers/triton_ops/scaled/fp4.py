@@ -78,7 +78,7 @@ the float, and all but the last product are exact."""
 def twice_fp4(bits: tl.tensor) -> tl.tensor:
     """Twice the floats whose bits these are, fp32."""
     magnitude = bits & 7
-    # Of two neighbours the second has the fraction; floats below 1 have no leading bit.
+    # The lowest bit is the fraction. Floats below 1 have no leading bit.
     wide = (2 + (magnitude & 1)) << (tl.maximum(magnitude >> 1, 1) - 1)
     twice = tl.where(magnitude < 2, magnitude, wide).to(tl.float32)
     return tl.where(bits >= 8, -twice, twice)
@@ -86,8 +86,8 @@ def twice_fp4(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def power_of_two(bits: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """The scales whose bits these are, in fp32 or bf16, which have as many exponents. The bits of
-    2^-127 are those of half of the least exponent's number."""
+    """The values of e8m0 scales, in fp32 or bf16: both have eight bits of exponent. 2^-127 is
+    subnormal there, and has one bit of the fraction."""
     if DTYPE is tl.bfloat16:
         scales = tl.maximum(bits.to(tl.int16) << 7, 1 << 6).to(tl.bfloat16, bitcast=True)
     else:

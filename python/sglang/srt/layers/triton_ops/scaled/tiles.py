@@ -384,7 +384,7 @@ def inputs_at_once(inputs: int, kind: WeightKind, most: int) -> int:
 def fewest_steps(inputs: int, most: int) -> int:
     """BLOCK_K of `load_tile` for 4-bit floats: the largest block, from 256 to `most`, of those with
     the fewest columns beyond `inputs`."""
-    blocks = [min(most, triton.next_power_of_2(inputs))]
+    blocks: list[int] = [min(most, triton.next_power_of_2(inputs))]
     while blocks[-1] > 256:
         blocks.append(blocks[-1] // 2)
     return min(blocks, key=lambda block: (triton.cdiv(inputs, block) * block, -block))
