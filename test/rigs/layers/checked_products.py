@@ -9,20 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
 from rigs.models.scaled_products import dequantized, of, rounded_activations
+from sglang.srt.layers.activation import clamped_gate
 from sglang.srt.layers.cuda_kernels import FusedKernels
 from sglang.srt.layers.triton_ops.arguments import (
+    ClampedGate,
+    ExpertActivation,
+    ExpertBiases,
     ExpertWeights,
     RoundedRows,
     ScaledWeight,
     Weight,
 )
+
+_RULES: Final = ("activation", "biases")
+"""Options of kernels that change results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,8 @@ def checked_products(*, replaces: bool = False) -> Iterator[list[ProductError]]:
 
         def checked(x: torch.Tensor | RoundedRows, *args: Any, **options: Any) -> Any:
             # The reference comes first, because the call may overwrite its input.
-            right = want(x, *args)
+            rules = {name: options[name] for name in _RULES if name in options}
+            right = want(x, *args, **rules)
             got = run(x, *args, **options)
             if right is None:
                 return got
@@ -98,19 +106,44 @@ def _gated(x: torch.Tensor, weight: Weight, out: torch.Tensor | None = None) -> 
     return (F.silu(gate.float()).to(x.dtype).float() * up.float()).to(x.dtype).float()
 
 
-def _expert(x: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
-    return _linear(_gated(x, gate_up).to(x.dtype), down)
+def _expert(
+    x: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    activation: ExpertActivation,
+    first: torch.Tensor | None,
+    last: torch.Tensor | None,
+) -> torch.Tensor:
+    if activation == "silu" and first is None:
+        inner = _gated(x, gate_up)
+    else:
+        assert isinstance(activation, ClampedGate), "no other experts with scales have biases"
+        both = _linear(x, gate_up) + (0.0 if first is None else first.float())
+        inner = clamped_gate(both.to(x.dtype).float(), activation)
+    out = _linear(inner.to(x.dtype), down)
+    return out if last is None else out + last.float()
 
 
 def _routed(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    activation: ExpertActivation = "silu",
+    biases: ExpertBiases | None = None,
 ) -> torch.Tensor | None:
     if isinstance(gate_up, torch.Tensor):
         return None
+    first, last = biases or (None, None)
     out = torch.zeros(x.shape, device=x.device)
     for number in range(gate_up.shape[0]):
         scales = weights.where(ids == number, 0.0).sum(dim=1, keepdim=True)
-        out += scales * _expert(x, of(gate_up, number), of(down, number))
+        own_first, own_last = (None if one is None else one[number] for one in (first, last))
+        out += scales * _expert(
+            x, of(gate_up, number), of(down, number), activation, own_first, own_last
+        )
     return out
 
 
@@ -118,7 +151,10 @@ def _experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor | None:
     top_k = ids.shape[1]
-    out = _routed(x, weights[:, :top_k], ids, experts.gate_up, experts.down)
+    out = _routed(
+        x, weights[:, :top_k], ids, experts.gate_up, experts.down,
+        activation=experts.activation, biases=experts.biases,
+    )  # fmt: skip
     if out is not None and experts.shared is not None:
-        out += weights[:, top_k:] * _expert(x, *experts.shared)
+        out += weights[:, top_k:] * _expert(x, *experts.shared, "silu", None, None)
     return out

@@ -345,36 +345,17 @@ _QWEN3_5: Final = {
 }
 
 _NEMOTRON: Final = {
-    "architectures": ["NemotronHForCausalLM"],
-    "model_type": "nemotron_h",
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "vocab_size": 131072,
-    "hidden_size": 2688,
-    "intermediate_size": 1856,
-    "num_hidden_layers": 52,
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "vocab_size": 131072,
+    "hidden_size": 2688, "intermediate_size": 1856, "num_hidden_layers": 52,
     "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "mamba_num_heads": 64,
-    "mamba_head_dim": 64,
-    "n_groups": 8,
-    "ssm_state_size": 128,
-    "conv_kernel": 4,
-    "chunk_size": 128,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1856,
-    "moe_shared_expert_intermediate_size": 3712,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "layer_norm_epsilon": 1e-05,
-    "max_position_embeddings": 262144,
-}
+    "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64,
+    "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "chunk_size": 128,
+    "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "layer_norm_epsilon": 1e-05, "max_position_embeddings": 262144,
+}  # fmt: skip
 _GPT_OSS: Final = {
     **_COMMON, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss",
     "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
@@ -385,17 +366,15 @@ _GPT_OSS: Final = {
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
                      "truncate": False, "original_max_position_embeddings": 4096},
 }  # fmt: skip
-_MXFP4: Final = {
-    "quantization_config": {
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-        "quant_method": "mxfp4",
-    }
-}
+_MXFP4: Final = {"quantization_config": {
+    "quant_method": "mxfp4", "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}}  # fmt: skip
+_GPT_OSS_120B: Final = {
+    **_GPT_OSS, **_MXFP4, "num_hidden_layers": 36, "num_local_experts": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,16 +424,7 @@ PUBLISHED: Final = {
     "MiniMax-M2": Published(230, _MINIMAX),
     "gpt-oss-20b": Published(20.9, _GPT_OSS | _MXFP4),
     "gpt-oss-20b-BF16": Published(20.9, _GPT_OSS),
-    "gpt-oss-120b": Published(
-        116.8,
-        _GPT_OSS
-        | _MXFP4
-        | {
-            "num_hidden_layers": 36,
-            "num_local_experts": 128,
-            "layer_types": ["sliding_attention", "full_attention"] * 18,
-        },
-    ),
+    "gpt-oss-120b": Published(116.8, _GPT_OSS_120B),
     "Qwen3-8B": Published(
         8.2,
         {

@@ -140,7 +140,7 @@ GATE = ClampedGate(limit=1.0, alpha=1.702)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "hidden", "size", "num_tokens"),
-    [(HALF, 96, 160, 30), (HALF, 100, 60, 64), (torch.float32, 50, 36, 64)],
+    [(HALF, 96, 160, 10), (HALF, 100, 60, 20), (torch.float32, 50, 36, 20)],
 )
 def test_experts_with_clamped_gates(
     dtype: torch.dtype, hidden: int, size: int, num_tokens: int, has_bias: bool

@@ -110,7 +110,7 @@ def bytes_of(*shape: int) -> torch.Tensor:
         ),
         ({"blocks": torch.zeros(8, 96, 4, 16)}, r"_blocks': elements of F32 must be U8"),
         ({"scales": None}, r"_blocks': tensor '.*_scales' is missing"),
-        ({"scales": bytes_of(8, 96, 2)}, r"_blocks': .* scales \[8, 96, 2\] must be \[8, 96, 4\]"),
+        ({"scales": bytes_of(8, 96, 2)}, r"_blocks': scales \[8, 96, 2\] must be \[8, 96, 4\]"),
         ({"scales": torch.ones(8, 96, 4)}, r"_scales' has scales of torch.float32, which must be"),
         (
             {"scales": bytes_of(8, 96, 4) * 2 + 1},

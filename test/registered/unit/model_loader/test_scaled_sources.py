@@ -18,11 +18,13 @@ from rigs.models.scaled_products import dequantized, scaled_products, scaled_wei
 from rigs.models.tiny_models import save_tiny_checkpoint, tiny_config
 from rigs.models.weight_rig import IDENTITY, weight_rig
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quantization_config import quantization_of
 from sglang.srt.layers.placement import WeightSlot
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.model_loader import loader
 from sglang.srt.model_loader.loader import build_model, get_model, load_weights
 from sglang.srt.model_loader.remote_weights import RemoteInstanceWeights
+from sglang.srt.model_loader.rounded_weights import rounded
 from sglang.srt.model_loader.seed_answer import formats_of_seed
 from sglang.srt.model_loader.weight_source import LoadConfig, SeedAddress
 from sglang.srt.models.causal_lm import CausalLM
@@ -119,6 +121,23 @@ def test_random_experts_are_4_bit_floats(tmp_path: Path) -> None:
         assert 0.05 < error < 0.15 if ".experts." in name else not error, (name, error)
 
 
+def test_4_bit_floats_are_the_nearest() -> None:
+    """Between two of them, the one with even bits; the scale puts the greatest number below 8."""
+    numbers = [7.9, 5.0, 2.5, 0.25, 0.75, 1.25, 1.75, 3.5, -5.0, -0.3, 0.2, 2.6]
+    want = [6.0, 4.0, 2.0, 0.0, 1.0, 1.0, 2.0, 4.0, -4.0, -0.5, 0.0, 3.0]
+    config = quantization_of({"quantization_config": {"quant_method": "mxfp4"}})
+    assert config is not None
+    for factor in (1.0, 2.0**-9):
+        values = torch.zeros(2, 64)
+        values[1, 32 : 32 + len(numbers)] = torch.tensor(numbers) * factor
+        found = rounded(values, config, torch.float32, torch.uint8)
+        got = found[slice(None), slice(None)]
+        assert (got[1, 32 : 32 + len(want)] / factor).tolist() == want
+        assert got.count_nonzero() == 10
+    with pytest.raises(ValueError, match="groups of 32 inputs: leave quantization_config out"):
+        rounded(torch.zeros(2, 48), config, torch.float32, torch.uint8)
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v32"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_random_fp8_of_a_rank_is_its_slice(tmp_path: Path, family: str, size: int) -> None:
@@ -197,11 +216,19 @@ def test_another_number_of_ranks_reads_what_has_the_same_blocks(
 
 
 @pytest.mark.usefixtures("on_a_cpu_over_tcp")
+@pytest.mark.parametrize(
+    ("family", "form", "count"), [("llama", fp8_blocks, 14), ("gpt_oss", mxfp4, 96)]
+)
 def test_the_formats_are_those_of_the_seed(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    form: Callable[[], Any],
+    count: int,
 ) -> None:
     """The reader needs a config.json alone."""
-    path = write_quantized(plain, tmp_path, fp8_blocks())
+    save_tiny_checkpoint(tmp_path / "written", family, **(WIDE if family == "llama" else {}))
+    path = write_quantized(tmp_path / "written", tmp_path, form())
     with scaled_products(), weight_rig(path, 2) as rig:
         tensors = rig.client.told[0].weights.tensors
         formats = formats_of_seed(tensors)
@@ -215,7 +242,7 @@ def test_the_formats_are_those_of_the_seed(
         got = build_model(rig.config, LoadConfig(load_format="remote_instance"))
     shapes = [[(one.dtype, one.shape) for one in model.parameters()] for model in (got, want)]
     assert shapes[0] == shapes[1]
-    assert len(formats) == 14
+    assert len(formats) == count
 
 
 def test_a_reader_does_not_round_what_it_reads(plain: Path) -> None:

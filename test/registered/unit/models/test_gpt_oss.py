@@ -23,6 +23,7 @@ from rigs.models.model_oracle import (
 )
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint, tiny_config
 from sglang.srt.configs.model_config import RING_BYTES, ModelConfig
+from sglang.srt.configs.quantization_config import AT_LOAD
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention_kind import SLIDING_WINDOW
 from sglang.srt.layers.rotary_embedding import inverse_frequencies
@@ -150,8 +151,8 @@ def test_a_backend_without_sinks_is_refused_at_the_start(
 
 def test_a_router_is_not_rounded() -> None:
     """Formats leave the choice of experts as it is."""
-    assert is_rounded("model.layers.0.mlp.experts.gate_up_proj")
-    assert not is_rounded("model.layers.0.mlp.router.weight")
+    assert is_rounded("model.layers.0.mlp.experts.gate_up_proj", AT_LOAD)
+    assert not is_rounded("model.layers.0.mlp.router.weight", AT_LOAD)
 
 
 def test_quantized_weights_say_no_dtype(tmp_path: Path) -> None:

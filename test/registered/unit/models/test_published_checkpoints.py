@@ -24,7 +24,7 @@ from rigs.models.model_oracle import (
     prompt,
 )
 from rigs.models.published_configs import PUBLISHED
-from rigs.models.quantized_checkpoints import Format, fp8_blocks, packed_experts
+from rigs.models.quantized_checkpoints import Format, fp8_blocks, mxfp4, packed_experts
 from rigs.models.tiny_models import StepDriver
 from rigs.schedulers.rank_threads import on_rank_threads
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -54,7 +54,8 @@ CASES = [
     pytest.param("GLM-5.3", "glm_moe_dsa_shared", fp8_blocks, {}, id="GLM-5.3"),
     pytest.param("Kimi-K2.5", "kimi_k25_vision", packed_experts, KIMI, id="Kimi-K2.5"),
     pytest.param("MiniMax-M2", "minimax_m2", fp8_blocks, MINIMAX, id="MiniMax-M2"),
-    pytest.param("gpt-oss-20b-BF16", "gpt_oss", None, GPT_OSS, id="gpt-oss"),
+    pytest.param("gpt-oss-20b", "gpt_oss", mxfp4, GPT_OSS, id="gpt-oss"),
+    pytest.param("gpt-oss-20b-BF16", "gpt_oss", None, GPT_OSS, id="gpt-oss-BF16"),
     pytest.param("Qwen3.6-35B-A3B", "qwen3_5_moe_vision", None, QWEN, id="Qwen3.6"),
     pytest.param("Qwen3.8-27B", "qwen3_5_vision", None, QWEN, id="Qwen3.8"),
 ]
