@@ -211,6 +211,7 @@ def _make_flashmla(config: AttentionConfig) -> AttentionBackend:
 
 
 _LATENT_TRITON: Final = _imported("latent_triton_backend.LatentTritonBackend")
+_WINDOW_TRITON: Final = _imported("window_triton_backend.WindowTritonBackend")
 _FULL: Final[dict[str, MakeBackend]] = {
     "torch_native": TorchNativeAttnBackend,
     "triton": _imported("triton_backend.TritonAttnBackend"),
@@ -231,6 +232,7 @@ for _kind in DEVICE_KINDS.values():
     if "triton" in _kind.attention_backends:
         register_attention_backend(MLA, "triton", _kind.name, _LATENT_TRITON)
         register_attention_backend(DSA, "triton", _kind.name, _LATENT_TRITON)
+        register_attention_backend(SLIDING_WINDOW, "triton", _kind.name, _WINDOW_TRITON)
     if "flashmla" in _kind.attention_backends:
         register_attention_backend(DSA, "flashmla", _kind.name, _make_flashmla)
     register_attention_backend(MLA, "torch_native", _kind.name, MLATorchNativeBackend)

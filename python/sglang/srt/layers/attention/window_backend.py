@@ -20,6 +20,7 @@ from sglang.srt.layers.forward_batch_info import (
     AttentionInputs,
     AttentionLayer,
     ForwardBatch,
+    ForwardMode,
     Segment,
     StateBatch,
 )
@@ -63,6 +64,28 @@ def window_spec(
         hit_policy=PoolHitPolicy.TRAILING_PAGES,
         share=share,
     )
+
+
+def ring_buffers(
+    layer: AttentionLayer, forward_batch: ForwardBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rings of a layer, `[slots, num_kv_heads, window, head_dim]` each, `k` and `v`. Waits for
+    a load that fills them.
+
+    Raises:
+        ValueError: The step verifies drafts.
+    """
+    if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
+        raise ValueError(
+            "drafts are not verified in layers with a sliding window, because a rejected draft "
+            "would have overwritten a token in a ring: remove --speculative-algorithm"
+        )
+    assert forward_batch.pools is not None, "the runner sets it before the model runs"
+    pool = forward_batch.pools[PoolName.SWA]
+    assert isinstance(pool, StatePool)
+    place = pool.wait_for_layer(layer.layer_id)
+    k, v = (buffer[place] for buffer in pool.buffers)
+    return k, v
 
 
 class _Rings(NamedTuple):
@@ -239,12 +262,8 @@ class WindowTorchBackend(AttentionBackend):
         self, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> tuple[_Rings, StateBatch]:
         """The layer's rings, and the step's slots of them."""
-        assert forward_batch.pools is not None, "the runner sets it before the model runs"
         assert forward_batch.states is not None, "the maker of the batch gave it states"
-        pool = forward_batch.pools[PoolName.SWA]
-        assert isinstance(pool, StatePool)
-        place = pool.wait_for_layer(layer.layer_id)
-        k, v = (buffer[place].transpose(1, 2) for buffer in pool.buffers)
+        k, v = (buffer.transpose(1, 2) for buffer in ring_buffers(layer, forward_batch))
         return _Rings(k, v), forward_batch.states
 
     def _store(self, k: torch.Tensor, v: torch.Tensor, rings: _Rings, states: StateBatch) -> None:

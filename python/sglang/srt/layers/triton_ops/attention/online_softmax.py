@@ -44,6 +44,29 @@ def split_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
 
 
 @triton.jit
+def begin_softmax(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    sinks_ptr: tl.tensor,
+    heads: tl.tensor,
+    is_row: tl.tensor,
+    split: tl.tensor,
+    ROWS: tl.constexpr,
+):
+    """Peak and mass of ROWS query rows that have seen no key yet.
+
+    A sink is one more logit of a head, without a value. It is not scaled. The first split of a
+    context counts it, for all splits together. None in place of a pointer: there are no sinks.
+    """
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32)
+        counts = tl.zeros([ROWS], tl.int32) + split == 0
+        peak = tl.where(counts, sink * 1.4426950408889634, peak)
+        mass = tl.where(counts, 1.0, mass)
+    return peak, mass
+
+
+@triton.jit
 def attend_range(  # type: ignore[no-untyped-def]  # noqa: ANN201
     q: tl.tensor,
     peak: tl.tensor,

@@ -1,0 +1,66 @@
+"""Sliding windows by Triton against the definition: rings, chunks, snapshots, decode steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rigs.models.triton_device import triton_device
+from sglang.test.ci.ci_register import register_cuda_ci
+
+register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
+
+DEVICE = triton_device()
+ON_GPU = DEVICE == "cuda"
+# The interpreter's bf16 is no real one.
+HALF = torch.bfloat16 if ON_GPU else torch.float16
+
+from rigs.models.window_cases import Shape, Windows, Work  # noqa: E402
+from sglang.srt.layers.attention.window_triton_backend import WindowTritonBackend  # noqa: E402
+
+SHAPES = [Shape(8, 1, 16, 4), Shape(6, 2, 24, 12), Shape(2, 2, 16, 33), Shape(4, 2, 16, 130)]
+
+
+def make(shape: Shape, dtype: torch.dtype = torch.float32) -> Windows:
+    return Windows(WindowTritonBackend, shape, dtype, DEVICE)
+
+
+def check(error: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
+    assert error < (1e-5 if dtype is torch.float32 else 6e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_chunks_and_decode_steps_equal_the_definition(shape: Shape, dtype: torch.dtype) -> None:
+    """Prefixes shorter than the window, as long, and longer; requests of unlike lengths."""
+    windows, w = make(shape, dtype), shape.window
+    check(windows.extend([Work(1, w - 1), Work(2, 1), Work(3, 2 * w + 3)]), dtype)
+    check(windows.decode([2, 1, 3]), dtype)
+    check(windows.extend([Work(3, 1), Work(4, w), Work(1, w + 1), Work(2, 5)]), dtype)
+    for _ in range(3):
+        check(windows.decode([1, 4, 3]), dtype)
+    check(windows.extend([Work(2, 3), Work(4, 2)], last_only=True), dtype)
+    windows.check_rings([1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("at", [1, 5, 11, 12, 13, 29, 30])
+def test_snapshots_amid_a_prefill_are_those_of_its_tokens(at: int) -> None:
+    windows = make(SHAPES[1])
+    check(windows.extend([Work(1, 7), Work(2, 20)]))
+    check(windows.extend([Work(3, 4), Work(1, 30, track=(8, at)), Work(2, 13, track=(9, 2))]))
+    windows.check_rings([1, 2, 3, 8, 9])
+
+
+def test_requests_continue_from_a_snapshot_and_leave_it_as_it_is() -> None:
+    windows = make(SHAPES[1])
+    check(windows.extend([Work(1, 40, track=(8, 17)), Work(2, 9, track=(9, 5))]))
+    before = [buffer.clone() for buffer in windows.pool.buffers]
+    check(windows.extend([Work(3, 4, first=8, track=(7, 2)), Work(4, 15, first=9), Work(1, 1)]))
+    check(windows.decode([5, 1, 6], first={5: 8, 6: 9}))
+    check(windows.decode([6, 3, 5, 4]))
+    windows.check_rings([1, 3, 4, 5, 6, 7, 8, 9])
+    for buffer, old in zip(windows.pool.buffers, before, strict=True):
+        for slot in (2, 8, 9, 10):
+            torch.testing.assert_close(
+                buffer[:, slot], old[:, slot], equal_nan=True, rtol=0, atol=0
+            )
