@@ -38,10 +38,11 @@ def compile_kernel(
 ) -> Any:
     """The compiled kernel of Triton.
 
-    Args:
-        constants: Values of constexpr arguments. Other names have no effect.
-        type_of: Triton's name for the type of each other argument.
-        aligned: Arguments that are multiples of 16, in bytes or in number.
+        Args:
+            constants: Values of constexpr arguments, and None for pointers that are not given. Other
+            names have no effect.
+            type_of: Triton's name for the type of each other argument.
+            aligned: Arguments that are multiples of 16, in bytes or in number.
     """
     names: list[str] = kernel.arg_names
     own = {name: value for name, value in constants.items() if name in names}
@@ -53,7 +54,7 @@ def compile_kernel(
             attrs={
                 (index,): [["tt.divisibility", 16]]
                 for index, name in enumerate(names)
-                if name in aligned
+                if name in aligned and name not in own
             },
         ),
         target=_HOPPER,

@@ -89,9 +89,12 @@ def create_attention_backend(
     make = _BACKENDS.get(key)
     if make is not None:
         if config.has_sinks and key not in _TAKE_SINKS:
+            able = [
+                one for one in _names(kind, config.device) if (kind, one, key[2]) in _TAKE_SINKS
+            ]
             raise ValueError(
                 f"attention backend {name!r} does not support attention sinks, which the model's "
-                f"layers of kind {kind!r} have: use --attention-backend torch_native"
+                f"layers of kind {kind!r} have: use --attention-backend {' or '.join(able)}"
             )
         return make(config)
     there = _names(kind, config.device)
@@ -218,7 +221,7 @@ _FULL: Final[dict[str, MakeBackend]] = {
     "flashinfer": _make_flashinfer,
     "ascend": _imported("ascend_backend.AscendAttnBackend"),
 }
-_FULL_WITH_SINKS: Final = frozenset({"torch_native"})
+_FULL_WITH_SINKS: Final = frozenset({"triton", "torch_native"})
 for _kind in DEVICE_KINDS.values():
     for _name in _kind.attention_backends:
         if _name in _FULL:
@@ -232,7 +235,9 @@ for _kind in DEVICE_KINDS.values():
     if "triton" in _kind.attention_backends:
         register_attention_backend(MLA, "triton", _kind.name, _LATENT_TRITON)
         register_attention_backend(DSA, "triton", _kind.name, _LATENT_TRITON)
-        register_attention_backend(SLIDING_WINDOW, "triton", _kind.name, _WINDOW_TRITON)
+        register_attention_backend(
+            SLIDING_WINDOW, "triton", _kind.name, _WINDOW_TRITON, takes_sinks=True
+        )
     if "flashmla" in _kind.attention_backends:
         register_attention_backend(DSA, "flashmla", _kind.name, _make_flashmla)
     register_attention_backend(MLA, "torch_native", _kind.name, MLATorchNativeBackend)

@@ -135,14 +135,14 @@ class TritonAttnBackend(AttentionBackend):
         plan = self._plan
         pool = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if plan.paged is None and len(plan.dense) == 1:
-            return _attend_densely(q, (k, v), pool, layer.scaling, plan.dense[0]).flatten(1)
+            return _attend_densely(q, (k, v), pool, layer, plan.dense[0]).flatten(1)
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         if plan.paged is not None:  # first, because it writes garbage to rows of dense segments
             table = forward_batch.req_to_token_pool.req_to_token
-            extend_attention(q, *pool, table, plan.paged, layer.scaling, out)
+            extend_attention(q, *pool, table, plan.paged, layer.scaling, out, sinks=layer.sinks)
         for segment in plan.dense:
             own = slice(segment.begin, segment.end)
-            got = _attend_densely(q[own], (k[own], v[own]), pool, layer.scaling, segment)
+            got = _attend_densely(q[own], (k[own], v[own]), pool, layer, segment)
             out[own] = got.flatten(1)
         return out
 
@@ -182,6 +182,7 @@ class TritonAttnBackend(AttentionBackend):
             self._arrivals,
             written=forward_batch.most_new_tokens,
             gates=gates,
+            sinks=layer.sinks,
         )
 
     def warm_up(self) -> None:
@@ -219,7 +220,7 @@ def _attend_densely(
     q: torch.Tensor,
     new: tuple[torch.Tensor, torch.Tensor],
     pool: tuple[torch.Tensor, torch.Tensor],
-    scaling: float,
+    layer: AttentionLayer,
     segment: _DenseSegment,
 ) -> torch.Tensor:
     """Attend from one request's new tokens to its whole context.
@@ -232,7 +233,7 @@ def _attend_densely(
     Returns:
         Contiguous, of the shape of `q`.
     """
-    plan, slots = segment.plan, segment.slots
+    plan, slots, scaling = segment.plan, segment.slots, layer.scaling
     k, v = new
     # cuDNN's plans depend on strides too: use either views of one tensor or copies for all.
     if plan.pad or pool[0].dtype != q.dtype:
@@ -245,6 +246,8 @@ def _attend_densely(
         # Prefix and new tokens are attended separately: cuDNN has no mask for both together.
         part = dense_attention(q, piece_k, piece_v, scaling, causal=False)
         lse = merge_into_(out, lse, *part)
+    if layer.sinks is not None:
+        out.mul_(torch.sigmoid(lse - layer.sinks.unsqueeze(1)).t().unsqueeze(2))
     return out[plan.pad :]
 
 

@@ -90,11 +90,11 @@ class WindowTritonBackend(AttentionBackend):
         rings = _rings_of(layer, forward_batch)
         if forward_batch.forward_mode.is_decode():
             positions = forward_batch.positions
-            return decode_in_rings(q, k, v, rings, positions, layer.scaling)
+            return decode_in_rings(q, k, v, rings, positions, layer.scaling, layer.sinks)
         states, step = forward_batch.states, self._step
         assert states is not None and step is not None, "the step was planned"
         last_only = inputs.rows is not None
-        out = extend_in_rings(q, k, v, rings, step, layer.scaling, last_only=last_only)
+        out = extend_in_rings(q, k, v, rings, step, layer.scaling, layer.sinks, last_only=last_only)
         store_in_rings(k, v, rings, step, states.track_slots)
         return out
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.attention.online_softmax import (
     attend_range,
+    begin_softmax,
     combine_splits,
     split_range,
     weigh,
@@ -77,6 +78,7 @@ def _decode_kernel(
     splits: tl.tensor,
     least: tl.tensor,
     written: tl.tensor,
+    sinks_ptr: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -127,8 +129,7 @@ def _decode_kernel(
     inside = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     q_at = request * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
+    peak, mass = begin_softmax(sinks_ptr, heads, is_head, split, ROWS)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     if EARLY_KV:
         if end > old:
@@ -260,6 +261,7 @@ def decode_attention(
     *,
     written: int = 1,
     gates: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     splits: tuple[int, int] | None = None,
     launch: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
@@ -276,6 +278,7 @@ def decode_attention(
         written: Tokens at the end of a context whose keys and values this step may have written.
         gates: `[bs, num_heads, head_dim]` with dense rows; the output is multiplied by their
             sigmoid. None: no gates.
+        sinks: `[num_heads]`: see `begin_softmax`.
         splits: In the form of `plan_splits`; None: its result.
         launch: Tokens per block, warps, stages; None: the fastest.
 
@@ -329,6 +332,7 @@ def decode_attention(
         count,
         least,
         written,
+        sinks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,

@@ -17,6 +17,7 @@ import triton.language as tl
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.triton_ops.attention.online_softmax import (
     attend_range,
+    begin_softmax,
     combine_splits,
     split_range,
 )
@@ -40,6 +41,7 @@ def _extend_kernel(
     table_stride: tl.tensor,
     scale: tl.tensor,
     splits: tl.tensor,
+    sinks_ptr: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -73,8 +75,7 @@ def _extend_kernel(
     q_at = (first_token + offset)[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
     slots = table_ptr + table_row * table_stride
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
+    peak, mass = begin_softmax(sinks_ptr, heads, is_row, split, ROWS)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     k_head = k_ptr + kv_head * HEAD_DIM
     v_head = v_ptr + kv_head * HEAD_DIM
@@ -223,6 +224,7 @@ def extend_attention(
     scaling: float,
     out: torch.Tensor,
     *,
+    sinks: torch.Tensor | None = None,
     launch: tuple[int, int, int] | None = None,
 ) -> None:
     """Attend from the tokens that `work` names.
@@ -234,6 +236,7 @@ def extend_attention(
         q: `[num_tokens, num_heads, head_dim]`, dense except for the first stride.
         k_pool: See `decode_attention`. The pool must already have the keys of the new tokens.
         out: Contiguous `[num_tokens, num_heads * head_dim]`.
+        sinks: `[num_heads]`: see `begin_softmax`.
         launch: Tokens per block, warps, stages; None: the fastest.
     """
     q, out = q[work.begin : work.end], out[work.begin : work.end]
@@ -267,6 +270,7 @@ def extend_attention(
         req_to_token.stride(0),
         scaling * math.log2(math.e),
         splits,
+        sinks,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
