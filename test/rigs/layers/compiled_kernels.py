@@ -38,11 +38,11 @@ def compile_kernel(
 ) -> Any:
     """The compiled kernel of Triton.
 
-        Args:
-            constants: Values of constexpr arguments, and None for pointers that are not given. Other
+    Args:
+        constants: Values of constexpr arguments, and None for pointers that are not given. Other
             names have no effect.
-            type_of: Triton's name for the type of each other argument.
-            aligned: Arguments that are multiples of 16, in bytes or in number.
+        type_of: Triton's name for the type of each other argument.
+        aligned: Arguments that are multiples of 16, in bytes or in number.
     """
     names: list[str] = kernel.arg_names
     own = {name: value for name, value in constants.items() if name in names}

@@ -107,14 +107,32 @@ def attention_layer(heads: int, kv_heads: int, head_dim: int) -> RadixAttention:
     return RadixAttention(heads, head_dim, head_dim**-0.5, kv_heads, 0)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, prefix: int) -> torch.Tensor:
-    """Reference attention in fp64, for q `[new, heads, dim]` at positions from `prefix` on."""
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    prefix: int,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Reference attention in fp64, for q `[new, heads, dim]` at positions from `prefix` on.
+
+    Args:
+        window: Last tokens that a token sees, itself included; None: all.
+        sinks: `[heads]`: one more logit of each softmax, without a value.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
     q_pos = torch.arange(prefix, prefix + q.shape[0], device=q.device).unsqueeze(1)
     k_pos = torch.arange(k.shape[0], device=q.device)
-    probs = scores.masked_fill(k_pos > q_pos, -torch.inf).softmax(dim=-1)
+    seen = k_pos <= q_pos if window is None else (k_pos <= q_pos) & (k_pos > q_pos - window)
+    scores.masked_fill_(~seen, -torch.inf)
+    if sinks is not None:
+        last = sinks.double().view(-1, 1, 1).expand(-1, q.shape[0], 1)
+        scores = torch.cat([scores, last], dim=-1)
+    probs = scores.softmax(dim=-1)[..., : k.shape[0]]
     return torch.einsum("hqk,khd->qhd", probs, v).flatten(1)
 
 

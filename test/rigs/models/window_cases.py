@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rigs.models.attention_cases import attend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.window_backend import window_spec
 from sglang.srt.layers.attention_kind import SLIDING_WINDOW
@@ -45,7 +46,15 @@ class Work(NamedTuple):
 class Windows:
     """A backend, its rings, and the keys and values of all tokens so far, by slot."""
 
-    def __init__(self, make: Any, shape: Shape, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        make: Any,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        has_sinks: bool = False,
+    ) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         heads, kv_heads, dim, window = shape
         spec = window_spec((LAYER,), window, kv_heads, dim, dtype, RankShare())
@@ -56,16 +65,20 @@ class Windows:
             page_size=1,
             dtype=dtype,
             device=device,
+            has_sinks=has_sinks,
         )
         self.backend: AttentionBackend = make(self.config)
         self.pool = StatePool(spec, 12, device)
         for buffer in self.pool.buffers:
             buffer.fill_(torch.nan)  # nothing may read what was never written
             buffer[:, 0] = 0.0
-        self.layer = RadixAttention(heads, dim, dim**-0.5, kv_heads, LAYER, kind=SLIDING_WINDOW)
         self.numbers = torch.Generator().manual_seed(5)
+        sinks = torch.randn(heads, generator=self.numbers).to(device) * 3 if has_sinks else None
+        self.layer = RadixAttention(
+            heads, dim, dim**-0.5, kv_heads, LAYER, kind=SLIDING_WINDOW, sinks=sinks
+        )
         empty = torch.empty(2, 0, kv_heads, dim, dtype=dtype)
-        self.contexts: dict[int, torch.Tensor] = {slot: empty for slot in range(13)}
+        self.contexts: dict[int, torch.Tensor] = dict.fromkeys(range(13), empty)
         """`[2, tokens, kv_heads, head_dim]`: keys and values."""
 
     def inputs(self, tokens: int) -> AttentionInputs:
@@ -161,12 +174,9 @@ class Windows:
 
     def definition(self, q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """Attention of the last tokens of a context, in fp64: `[tokens, heads * head_dim]`."""
-        group = q.shape[1] // context.shape[2]
-        k, v = context.double().repeat_interleave(group, dim=2)
-        scores = torch.einsum("qhd,khd->hqk", q.double(), k) * self.layer.scaling
-        age = torch.arange(len(k) - len(q), len(k)).unsqueeze(1) - torch.arange(len(k))
-        scores.masked_fill_((age < 0) | (age >= self.shape.window), -torch.inf)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v).flatten(1)
+        sinks = None if self.layer.sinks is None else self.layer.sinks.cpu()
+        prefix, window = context.shape[1] - len(q), self.shape.window
+        return attend(q, *context, prefix=prefix, window=window, sinks=sinks)
 
     def error(self, got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
         assert got.shape == want.shape

@@ -124,7 +124,7 @@ def _extend_kernel(
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
     q_pos = first_pos + offset
     oldest = tl.maximum(first_pos - WINDOW + 1, 0)
-    peak, mass = begin_softmax(sinks_ptr, heads, is_row, True, ROWS)
+    peak, mass = begin_softmax(sinks_ptr, heads, is_row, 0, ROWS)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     slot = tl.load(read_ptr + request).to(tl.int64)
     ring = (slot * NUM_KV_HEADS + kv_head) * (WINDOW * HEAD_DIM)
@@ -276,7 +276,9 @@ def extend_in_rings(
     is_padded = step.work.is_padded and not last_only
     make = torch.zeros if is_padded else torch.empty
     out = make(shape, dtype=q.dtype, device=q.device)
-    block_n, num_warps, num_stages = (64, 4, 3) if q.element_size() == 2 else (32, 4, 2)
+    rows = max(16, triton.next_power_of_2(group)) if last_only else step.work.rows
+    # Many rows with large blocks of keys leave registers for one program of a multiprocessor alone.
+    is_large = rows > 64 or head_dim > 128 or q.element_size() > 2
     _extend_kernel[(requests if last_only else len(step.work.blocks), num_kv_heads)](
         q,
         k,
@@ -297,11 +299,11 @@ def extend_in_rings(
         GROUP=group,
         HEAD_DIM=head_dim,
         WINDOW=rings.window,
-        ROWS=max(16, triton.next_power_of_2(group)) if last_only else step.work.rows,
+        ROWS=rows,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_N=block_n,
-        num_warps=8 if head_dim > 128 else num_warps,
-        num_stages=num_stages,
+        BLOCK_N=32 if is_large else 64,
+        num_warps=8 if is_large else 4,
+        num_stages=3 if q.element_size() == 2 else 2,
     )
     return out
 
