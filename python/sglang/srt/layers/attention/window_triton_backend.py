@@ -16,7 +16,6 @@ from sglang.srt.layers.forward_batch_info import (
 )
 from sglang.srt.layers.linear_attention.extend_plan import ShortPlan
 from sglang.srt.layers.triton_ops.attention.extend_attention import (
-    ExtendWork,
     plan_any_blocks,
     plan_blocks,
     put_blocks,
@@ -40,8 +39,8 @@ class WindowTritonBackend(AttentionBackend):
         self._config = config
         self._step: RingExtend | None = None
         """The prefill that runs."""
-        self._captured: dict[tuple[int, int], ExtendWork] = {}
-        """Work of captured prefills, by numbers of tokens and requests."""
+        self._captured: dict[tuple[int, int], RingExtend] = {}
+        """Captured prefills, by numbers of tokens and requests."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode is not ForwardMode.EXTEND:
@@ -63,9 +62,12 @@ class WindowTritonBackend(AttentionBackend):
         self, forward_batch: ForwardBatch, num_tokens: int, num_requests: int
     ) -> None:
         config, size = self._config, (num_tokens, num_requests)
-        work = self._captured.get(size)
-        if work is None:
-            work = self._captured[size] = plan_any_blocks(
+        if forward_batch.is_captured:
+            states = forward_batch.states
+            assert states is not None, "the maker of the batch gave it states"
+            plan = states.plan
+            assert isinstance(plan, ShortPlan), "captured prefills are short"
+            work = plan_any_blocks(
                 num_tokens,
                 num_requests,
                 group=config.group,
@@ -73,12 +75,10 @@ class WindowTritonBackend(AttentionBackend):
                 head_dim=config.head_dim,
                 device=config.device,
             )
-        put_blocks(work, _by_request(forward_batch), config.group)
-        if forward_batch.is_captured:
-            assert forward_batch.states is not None, "the maker of the batch gave it states"
-            plan = forward_batch.states.plan
-            assert isinstance(plan, ShortPlan), "captured prefills are short"
-            self._step = RingExtend(work=work, seq_lens=forward_batch.seq_lens, **plan._asdict())
+            step = RingExtend(work=work, seq_lens=forward_batch.seq_lens, **plan._asdict())
+            self._captured[size] = step
+        self._step = self._captured[size]
+        put_blocks(self._step.work, _by_request(forward_batch), config.group)
 
     def forward(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch

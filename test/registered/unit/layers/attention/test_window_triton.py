@@ -15,7 +15,7 @@ ON_GPU = DEVICE == "cuda"
 # The interpreter's bf16 is no real one.
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 
-from rigs.models.window_cases import Shape, Windows, Work  # noqa: E402
+from rigs.layers.window_cases import Shape, Windows, Work  # noqa: E402
 from sglang.srt.layers.attention.window_triton_backend import WindowTritonBackend  # noqa: E402
 
 SHAPES = [Shape(8, 1, 16, 4), Shape(6, 2, 24, 12), Shape(2, 2, 16, 33), Shape(4, 2, 16, 130)]

@@ -123,20 +123,22 @@ def _extend_kernel(
     q_at = (first_token + offset)[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
     q_pos = first_pos + offset
-    oldest = tl.maximum(first_pos - WINDOW + 1, 0)
+    # Blocks without tokens read nothing.
+    oldest, last = tl.maximum(first_pos - WINDOW + 1, 0), first_pos + num_tokens
     peak, mass = begin_softmax(sinks_ptr, heads, is_row, 0, ROWS)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     slot = tl.load(read_ptr + request).to(tl.int64)
     ring = (slot * NUM_KV_HEADS + kv_head) * (WINDOW * HEAD_DIM)
     peak, mass, acc = _attend_keys(
         q, peak, mass, acc, ring_k_ptr + ring, ring_v_ptr + ring, HEAD_DIM, HEAD_DIM,
-        0, oldest, prefix, q_pos, scale, WINDOW, True, HEAD_DIM, BLOCK_D, BLOCK_N,
+        0, oldest, tl.minimum(prefix, last), q_pos, scale,
+        WINDOW, True, HEAD_DIM, BLOCK_D, BLOCK_N,
     )  # fmt: skip
     k_ptr += begin * k_stride + kv_head * HEAD_DIM
     v_ptr += begin * v_stride + kv_head * HEAD_DIM
     peak, mass, acc = _attend_keys(
         q, peak, mass, acc, k_ptr, v_ptr, k_stride, v_stride,
-        prefix, tl.maximum(oldest, prefix), first_pos + num_tokens, q_pos, scale,
+        prefix, tl.maximum(oldest, prefix), last, q_pos, scale,
         WINDOW, False, HEAD_DIM, BLOCK_D, BLOCK_N,
     )  # fmt: skip
     # Rows without a token see nothing.
