@@ -22,7 +22,10 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 KERNELS = Path(sglang.__file__).parent / "srt" / "layers" / "triton_ops" / "attention"
-INDICES = {"rows_ptr", "lens_ptr", "indptr_ptr"}
+INDICES = {
+    f"{name}_ptr"
+    for name in "rows lens indptr slots first read track positions bounds track_lens".split()
+}
 """Neighbours in one upload: those of a single request are aligned to 8 bytes, not to 16."""
 
 
