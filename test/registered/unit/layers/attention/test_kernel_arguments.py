@@ -12,8 +12,14 @@ import pytest
 import torch
 
 import sglang
-from rigs.models.attention_cases import PagedContexts, attention_layer, queries
-from sglang.srt.layers.attention import triton_backend
+from rigs.models.attention_cases import (
+    PagedContexts,
+    assert_close,
+    attend,
+    attention_layer,
+    queries,
+)
+from sglang.srt.layers.attention import partial_attention, triton_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
 from sglang.srt.layers.forward_batch_info import AttentionInputs, ForwardMode
 from sglang.srt.mem_cache.device.state_spec import KVSpec
@@ -82,3 +88,60 @@ def test_attention_knows_which_keys_a_step_writes(monkeypatch: pytest.MonkeyPatc
     inputs = AttentionInputs(some, some, some, rows=torch.tensor([66, 76]))
     backend.forward_extend(inputs, layer, extend)
     assert given == [(2, 1), (8, 4), (2, 67)]
+
+
+def test_every_way_to_attend_counts_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN, of which a plain softmax takes the place, knows no sinks; kernels are given them."""
+    prefix, new, heads = 1500, 1100, 4
+    contexts = PagedContexts([prefix + new], 2, 16, page_size=1, dtype=torch.float32, device="cpu")
+    given: list[torch.Tensor] = []
+
+    def densely(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        part = partial_attention.attend(
+            *map(partial_attention.heads_first, (q, k, v)), scale=scaling, causal=causal
+        )
+        return part.out[0].transpose(0, 1).contiguous(), part.lse[0].contiguous()
+
+    def merge(out: torch.Tensor, lse: torch.Tensor, *other: torch.Tensor) -> torch.Tensor:
+        weight = torch.sigmoid(lse - other[1]).t().unsqueeze(2)
+        out.copy_(out * weight + other[0] * (1 - weight))
+        return torch.logaddexp(lse, other[1])
+
+    def note(q: torch.Tensor, *rest: Any, sinks: torch.Tensor, **__: Any) -> torch.Tensor:
+        given.append(sinks)
+        return q.flatten(1)
+
+    for name, stub in (
+        ("dense_attention", densely),
+        ("merge_into_", merge),
+        ("decode_attention", note),
+        ("extend_attention", note),
+    ):
+        monkeypatch.setattr(triton_backend, name, stub)
+    kv = KVSpec.of_heads((0,), 2, 16, torch.float32)
+    config = AttentionConfig(
+        num_heads=heads, specs={kv.name: kv}, page_size=1, dtype=torch.float32, device="cpu"
+    )
+    backend, layer = triton_backend.TritonAttnBackend(config), attention_layer(heads, 2, 16)
+    layer.sinks = torch.tensor([2.0, -50.0, 60.0, 0.5])
+    backend._can_be_dense = True
+    step = contexts.extend_batch([prefix])
+    backend.init_forward_metadata(step)
+    q = queries(new, heads, 16, torch.float32, "cpu")
+    k, v = (x[step.out_cache_loc] for x in (contexts.k, contexts.v))
+    got = backend.forward(AttentionInputs(q, k, v), layer, step)
+    assert len(backend._plan.dense) == 1
+    count = backend._plan.dense[0].end
+    want = attend(q, *contexts.context(0, prefix + new), prefix=prefix, sinks=layer.sinks)
+    assert_close(got[:count], want[:count], torch.float32)
+    last = AttentionInputs(q, k, v, rows=torch.tensor([new - 1]))
+    backend.forward(last, layer, step)
+    backend.forward_decode(q[:1], layer, contexts.decode_batch())
+    backend.forward_decode_gated(q[:1], q[:1], layer, contexts.decode_batch())
+    backend._can_be_dense = False
+    backend.init_forward_metadata(step)
+    backend.forward(AttentionInputs(q, k, v), layer, step)
+    assert len(given) == 4 + (count < new)
+    assert all(one is layer.sinks for one in given)
