@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +55,12 @@ class Windows:
         device: str,
         *,
         has_sinks: bool = False,
+        unwritten: float = torch.nan,
     ) -> None:
+        """Args:
+        make: The backend's class.
+        unwritten: Contents of rows that no token was stored in; NaN shows whether they are read.
+        """
         self.shape, self.dtype, self.device = shape, dtype, device
         heads, kv_heads, dim, window = shape
         spec = window_spec((LAYER,), window, kv_heads, dim, dtype, RankShare())
@@ -70,7 +76,7 @@ class Windows:
         self.backend: AttentionBackend = make(self.config)
         self.pool = StatePool(spec, 12, device)
         for buffer in self.pool.buffers:
-            buffer.fill_(torch.nan)  # nothing may read what was never written
+            buffer.fill_(unwritten)
             buffer[:, 0] = 0.0
         self.numbers = torch.Generator().manual_seed(5)
         sinks = torch.randn(heads, generator=self.numbers).to(device) * 3 if has_sinks else None
@@ -134,6 +140,31 @@ class Windows:
             self.contexts[slot] = torch.cat([before[i], fresh], dim=1)
             wanted.append(self.definition(inputs.q[i : i + 1].cpu(), self.contexts[slot]))
         return self.error(got, torch.cat(wanted))
+
+    def walk(self, seed: int, steps: int) -> torch.Tensor:
+        """Run random steps of 5 requests, which take snapshots in slots 6 to 12 and begin anew from
+        them. Returns the largest error, after a check of all rings."""
+        rng, worst = random.Random(seed), torch.zeros(())
+        for _ in range(steps):
+            slots = rng.sample(range(1, 6), rng.randint(1, 4))
+            if rng.random() < 0.4:
+                known = [s for s in range(6, 13) if self.contexts[s].shape[1]]
+                first = {s: rng.choice(known) for s in slots if known and rng.random() < 0.3}
+                worst = torch.maximum(worst, self.decode(slots, first or None))
+                continue
+            # Snapshots of this step, which no request of the step continues from.
+            targets = rng.sample(range(6, 13), len(slots))
+            known = [s for s in range(6, 13) if self.contexts[s].shape[1] and s not in targets]
+            work = []
+            for slot, target in zip(slots, targets, strict=True):
+                new = rng.choice([1, 2, rng.randint(1, 3 * self.shape.window)])
+                source = rng.choice(known) if known and rng.random() < 0.3 else None
+                track = (target, rng.randint(1, new)) if rng.random() < 0.5 else None
+                work.append(Work(slot, new, source, track))
+            error = self.extend(work, last_only=rng.random() < 0.2)
+            worst = torch.maximum(worst, error)
+        self.check_rings(range(1, 13))
+        return worst
 
     def extend_batch(self, work: Sequence[Work], prefix: Sequence[int]) -> ForwardBatch:
         new = [one.new for one in work]

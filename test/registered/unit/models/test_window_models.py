@@ -201,3 +201,16 @@ def test_drafts_are_refused_before_they_overwrite_tokens(tokens: int) -> None:
     with pytest.raises(ValueError, match="remove --speculative-algorithm"):
         windows.layer.forward(q, k, v, batch)
     windows.check_rings([1])
+
+
+@pytest.mark.parametrize("window", [1, 5, 16])
+def test_random_steps_equal_the_definition(window: int) -> None:
+    windows = Windows(
+        WindowTorchBackend,
+        Shape(4, 2, 16, window),
+        torch.float32,
+        "cpu",
+        has_sinks=True,
+        unwritten=7.0,
+    )
+    assert windows.walk(window, 60) < 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rigs.models.model_oracle import prompt, reference  # noqa: E402
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint  # noqa: E402
 from sglang.srt.layers.attention.window_triton_backend import WindowTritonBackend  # noqa: E402
 from sglang.srt.layers.attention_kind import SLIDING_WINDOW  # noqa: E402
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput  # noqa: E402
 from sglang.srt.mem_cache.device.state_pool import StatePool  # noqa: E402
 from sglang.srt.mem_cache.device.state_spec import PoolName  # noqa: E402
 
@@ -39,7 +41,7 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_replayed_steps_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of other sizes than those captured. A snapshot is taken amid a short prefill."""
     types = ["sliding_attention", "full_attention"]
-    hf = save_tiny_checkpoint(tmp_path, "ministral", num_hidden_layers=2, layer_types=types)
+    hf = save_tiny_checkpoint(tmp_path, family, num_hidden_layers=2, layer_types=types)
     driver = make_driver(monkeypatch, tmp_path)
     assert isinstance(driver.runner.attn_backends[SLIDING_WINDOW], WindowTritonBackend)
     prompts = {row: prompt(60, row) for row in range(4)}
@@ -66,3 +68,36 @@ def test_replayed_steps_equal_transformers(tmp_path: Path, monkeypatch: pytest.M
     rings = driver.runner.pools[PoolName.SWA]
     assert isinstance(rings, StatePool)
     assert all(buffer.isfinite().all() for buffer in rings.buffers)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter takes too long")
+@pytest.mark.parametrize("window", [12, 128])
+@pytest.mark.parametrize("family", ["ministral", "gpt_oss"])
+def test_words_equal_those_of_torch(tmp_path: Path, family: str, window: int) -> None:
+    """A long prompt in chunks, and steps of batches of many sizes in graphs and without."""
+    save_tiny_checkpoint(tmp_path, family, sliding_window=window, max_position_embeddings=2048)
+    settings: dict[str, Any] = {"page_size": 16, "num_states": 20, "device": "cuda"}
+    drivers = [
+        StepDriver(tmp_path, **settings),
+        StepDriver(tmp_path, disable_cuda_graph=True, **settings),
+        StepDriver(tmp_path, attention_backend="torch_native", **settings),
+    ]
+    begin, words = 0, {}
+    tokens = {row: prompt(1000, row) for row in range(3)}
+    for new in (127, 1, 1, 128, 243, 500):
+        work = [(row, ids[begin : begin + new]) for row, ids in tokens.items()]
+        words = _step(lambda driver, work=work: driver.extend(work), drivers, list(tokens))
+        begin += new
+    for rows in ([0, 1, 2], [1], [0, 2], *[[0, 1, 2]] * 10):
+        work = [(row, words[row]) for row in rows]
+        words |= _step(lambda driver, work=work: driver.decode(work), drivers, rows)
+
+
+def _step(
+    run: Callable[[StepDriver], LogitsProcessorOutput], drivers: list[StepDriver], rows: list[int]
+) -> dict[int, int]:
+    """Run a step of every driver; the logits are the last one's. Returns the words, by row."""
+    *others, want = (run(driver).next_token_logits.clone() for driver in drivers)
+    for got in others:
+        check(got, want.cpu())
+    return dict(zip(rows, want.argmax(-1).tolist(), strict=True))

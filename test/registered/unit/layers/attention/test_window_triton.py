@@ -62,3 +62,11 @@ def test_requests_continue_from_a_snapshot_and_leave_it_as_it_is() -> None:
     kept = torch.tensor([2, 8, 9, 10], device=DEVICE)
     for buffer, old in zip(windows.pool.buffers, before, strict=True):
         assert torch.equal(*(x.index_select(1, kept).nan_to_num(7.0) for x in (buffer, old)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_steps_equal_the_definition(seed: int) -> None:
+    windows = make(
+        [Shape(4, 2, 16, 5), Shape(3, 1, 16, 16), Shape(2, 2, 16, 1)][seed], has_sinks=True
+    )
+    check(windows.walk(seed, 25))
