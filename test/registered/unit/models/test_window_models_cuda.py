@@ -38,7 +38,10 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-3)
 
 
-def test_replayed_steps_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["ministral", "gpt_oss"])
+def test_replayed_steps_equal_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     """Steps of other sizes than those captured. A snapshot is taken amid a short prefill."""
     types = ["sliding_attention", "full_attention"]
     hf = save_tiny_checkpoint(tmp_path, family, num_hidden_layers=2, layer_types=types)

@@ -73,8 +73,8 @@ def _decode_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """Grid `(kv_heads, bs)`: one program stores one head's key and value of one token, and attends
-    from the query heads of its group to the ring. With `first_ptr`, it copies the ring from
-    there."""
+    from the query heads of its group to the ring. If there is `first_ptr`, it copies the ring from
+    that slot."""
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
@@ -178,7 +178,7 @@ def decode_in_rings(
     Args:
         q: `[bs, num_heads, head_dim]`, dense except for the first stride.
         k: `[bs, num_kv_heads, head_dim]`, likewise; `v` too.
-        rings: With `first_slots`, the rings are copied from there first.
+        rings: If there are `first_slots`, the kernel copies the rings from them first.
         positions: Integer `[bs]`.
         sinks: `[num_heads]`: see `begin_softmax`.
 

@@ -163,7 +163,7 @@ def _new_rows(  # type: ignore[no-untyped-def]  # noqa: ANN202
     dims: tl.tensor,
     inside: tl.tensor,
 ):
-    """Rows of a ring: those of new tokens, of which `token` is not negative, and else `old`."""
+    """Rows of a ring. A negative `token` stands for no new token: the row is that of `old`."""
     is_new = (token >= 0)[:, None] & inside
     at = token.to(tl.int64)[:, None] * stride + dims[None, :]
     new = tl.load(ptr + at, mask=is_new, other=0.0).to(old.dtype)
@@ -321,7 +321,8 @@ def store_in_rings(
 
     Args:
         k: `[num_tokens, num_kv_heads, head_dim]`, dense except for the first stride; `v` too.
-        rings: With `first_slots`, rows that no token overwrites are copied from there.
+        rings: If there are `first_slots`, the kernel copies the rows from them that no token
+            overwrites.
         track_slots: int64 `[bs]`: slots for snapshots; None: there are none.
     """
     check_heads(k, k, v, rings)
