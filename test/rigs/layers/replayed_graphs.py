@@ -55,7 +55,9 @@ def replayed_driver(patch: pytest.MonkeyPatch, path: Any, **settings: Any) -> St
     driver = StepDriver(path, attention_backend="triton", device="cpu", **settings)
     runner = driver.runner
     given = runner.model.forward, runner.attn_backends, runner.req_to_token_pool, runner.pools
-    shown = {"num_logits": runner.num_logits, "show_progress": False}
-    decoding = CudaGraphRunner(*given, batch_sizes=[4], **shown)
-    runner._graphs += [decoding, ExtendGraphRunner(*given, **shown)]
+    count = runner.num_logits
+    runner._graphs += [
+        CudaGraphRunner(*given, batch_sizes=[4], num_logits=count, show_progress=False),
+        ExtendGraphRunner(*given, num_logits=count, show_progress=False),
+    ]
     return driver

@@ -211,7 +211,8 @@ class Windows:
 
     def error(self, got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
         assert got.shape == want.shape
-        return (got.cpu().double() - want).norm() / want.norm()
+        error: torch.Tensor = (got.cpu().double() - want).norm() / want.norm()
+        return error
 
     def check_rings(self, slots: Sequence[int]) -> None:
         """Each slot's ring has exactly the last tokens of its context, each in its row."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,22 +84,20 @@ def test_words_equal_those_of_torch(tmp_path: Path, family: str, window: int) ->
         StepDriver(tmp_path, disable_cuda_graph=True, **settings),
         StepDriver(tmp_path, attention_backend="torch_native", **settings),
     ]
-    begin, words = 0, {}
+    begin, words = 0, dict[int, int]()
     tokens = {row: prompt(1000, row) for row in range(3)}
     for new in (127, 1, 1, 128, 243, 500):
-        work = [(row, ids[begin : begin + new]) for row, ids in tokens.items()]
-        words = _step(lambda driver, work=work: driver.extend(work), drivers, list(tokens))
+        part = [(row, ids[begin : begin + new]) for row, ids in tokens.items()]
+        words = _words([driver.extend(part) for driver in drivers], list(tokens))
         begin += new
     for rows in ([0, 1, 2], [1], [0, 2], *[[0, 1, 2]] * 10):
         work = [(row, words[row]) for row in rows]
-        words |= _step(lambda driver, work=work: driver.decode(work), drivers, rows)
+        words |= _words([driver.decode(work) for driver in drivers], rows)
 
 
-def _step(
-    run: Callable[[StepDriver], LogitsProcessorOutput], drivers: list[StepDriver], rows: list[int]
-) -> dict[int, int]:
-    """Run a step of every driver; the logits are the last one's. Returns the words, by row."""
-    *others, want = (run(driver).next_token_logits.clone() for driver in drivers)
+def _words(outputs: list[LogitsProcessorOutput], rows: list[int]) -> dict[int, int]:
+    """Check a step of every driver against the last one's. Returns the words, by row."""
+    *others, want = (output.next_token_logits for output in outputs)
     for got in others:
         check(got, want.cpu())
     return dict(zip(rows, want.argmax(-1).tolist(), strict=True))
