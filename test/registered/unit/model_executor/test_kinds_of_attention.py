@@ -21,11 +21,12 @@ from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.attention_registry import (
     create_attention_backends,
+    default_attention_backend,
     register_attention_backend,
 )
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.attention_kind import FULL_ATTENTION, AttentionKind
+from sglang.srt.layers.attention_kind import FULL_ATTENTION, SLIDING_WINDOW, AttentionKind
 from sglang.srt.layers.forward_batch_info import AttentionInputs, AttentionLayer, ForwardBatch
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import LayerStep
@@ -277,3 +278,8 @@ def test_a_step_is_captured_where_every_kind_can_be(checkpoint: Path) -> None:
     assert uncaptured([(UNIFORM, one)], lambda backend: backend.captures_extend) == (
         "'uniform' by Capturable"
     )
+
+
+@pytest.mark.parametrize(("device", "name"), [("cpu", "torch_native"), ("cuda:0", "triton")])
+def test_windows_run_in_kernels_where_there_are_some(device: str, name: str) -> None:
+    assert default_attention_backend(device, SLIDING_WINDOW) == name
