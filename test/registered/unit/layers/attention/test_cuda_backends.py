@@ -108,6 +108,28 @@ def test_long_and_short_requests_mixed_equal_the_definition(name: str, page_size
         check_extend(name, (8, 2, 128), page_size, work, FP8)
 
 
+def test_sinks_count_in_long_and_short_prefills() -> None:
+    """Through cuDNN, with prefixes in pieces, and through the paged kernel."""
+    shape, work = (8, 2, 64), [(0, 1030), (300, 40), (1700, 1500), (0, 5), (3072, 2048)]
+    made = contexts([prefix + new for prefix, new in work], shape, 16)
+    batch = made.extend_batch([prefix for prefix, _ in work])
+    backend, layer = make("triton", shape, 16), attention_layer(*shape)
+    layer.sinks = torch.linspace(-4.0, 12.0, shape[0], device="cuda")
+    backend.init_forward_metadata(batch)
+    loc = batch.out_cache_loc
+    q = queries(len(loc), shape[0], shape[2], BF16, "cuda")
+    inputs = AttentionInputs(q, made.k[loc], made.v[loc])
+    got = backend.forward(inputs, layer, batch)
+    last = backend.forward(inputs._replace(rows=batch.rows_for_logits()), layer, batch)
+    begin = 0
+    for i, (prefix, new) in enumerate(work):
+        own = slice(begin, begin + new)
+        want = attend(q[own], *made.context(i, prefix + new), prefix=prefix, sinks=layer.sinks)
+        assert_close(got[own], want, BF16)
+        assert_close(last[i], want[-1], BF16)
+        begin += new
+
+
 def check_decode(made: PagedContexts, got: torch.Tensor, q: torch.Tensor, lens: list[int]) -> None:
     want = [attend(q[i : i + 1], *made.context(i, n), prefix=n - 1) for i, n in enumerate(lens)]
     assert_close(got, torch.cat(want), BF16)
