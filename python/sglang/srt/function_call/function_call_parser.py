@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from sglang.srt.environ import envs
 from sglang.srt.function_call.format_detector import FormatDetector
+from sglang.srt.function_call.gpt_oss_detector import GPT_OSS, GptOssDetector
 from sglang.srt.function_call.json_detectors import Llama32Detector, Qwen25Detector
 from sglang.srt.function_call.kimi_glm_mistral_detectors import (
     Glm4MoeDetector,
@@ -36,6 +37,7 @@ TOOL_CALL_PARSERS: Final[Mapping[str, type[FormatDetector]]] = {
     "glm": Glm4MoeDetector,
     "minimax-m2": MiniMaxM2Detector,
     "mistral": MistralDetector,
+    GPT_OSS: GptOssDetector,
 }
 
 

@@ -1,0 +1,376 @@
+"""Messages as gpt-oss writes them (OpenAI's harmony format): reasoning, text and calls.
+
+    <|channel|>analysis<|message|>REASONING<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{}<|call|>
+    <|start|>assistant<|channel|>final<|message|>TEXT<|return|>
+
+Source: OpenAI's guide to the format. The prompt ends with `<|start|>assistant`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Final
+
+from sglang.srt.function_call.format_detector import FormatDetector, StreamingParseResult
+from sglang.srt.function_call.json_text import JsonObjectScanner, ScanState
+from sglang.srt.function_call.tagged_format import BrokenCall, as_object
+
+GPT_OSS: Final = "gpt-oss"
+"""Name of the parser, which reads reasoning and calls together."""
+START: Final = "<|start|>"
+CHANNEL: Final = "<|channel|>"
+CONSTRAIN: Final = "<|constrain|>"
+MESSAGE: Final = "<|message|>"
+END: Final = "<|end|>"
+_ENDS: Final = (END, "<|return|>", "<|call|>")
+MAX_HEADER: Final = 256
+"""Characters before `<|message|>`; more are text."""
+MESSAGES_APART: Final = "\n\n"
+"""Separates the texts of two messages that become one text."""
+
+_MARKS: Final = (
+    START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS, "<|startoftext|>", "<|endoftext|>",
+    "<|endofprompt|>", "<|reserved_",
+)  # fmt: skip
+_RESERVED: Final = r"<\|reserved_[0-9]{1,9}\|>"
+_MARK: Final = re.compile("|".join([*map(re.escape, _MARKS[:-1]), _RESERVED]))
+_BEGINS: Final = {mark[:length] for mark in _MARKS for length in range(1, len(mark) + 1)}
+_PART_OF_MARK: Final = re.compile(
+    rf"(?:{'|'.join(map(re.escape, sorted(_BEGINS - {*_MARKS[:-1]})))}"
+    r"|<\|reserved_[0-9]{1,9}\|?)\Z"
+)
+"""Text at the end that may become a mark."""
+_LONGEST_MARK: Final = 24
+_ROLES: Final = ("assistant", "system", "developer", "user", "tool")
+_CHANNELS: Final = ("analysis", "commentary", "final")
+_FUNCTIONS: Final = "functions."
+_HEADER: Final = re.compile(
+    r"(?P<role>[a-z]*)(?: ?\bto=(?P<first_to>[^ <]*))?"
+    r" ?(?:<\|channel\|> ?(?P<channel>\w*)(?: to=(?P<to>[^ <]*))?)?"
+    r" ?(?:<\|constrain\|> ?)?(?:json|code|text)?"
+)
+"""A header with single blanks."""
+
+
+class PartKind(Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of one message, in the order of the output."""
+
+    kind: PartKind
+    text: str
+    """A call's arguments, a JSON object."""
+    name: str = ""
+    """A call's function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    channel: str
+    """Empty: the message has none."""
+    recipient: str
+    """Empty: the user."""
+
+
+def read_header(text: str, *, is_cut: bool = False) -> Header | None:
+    """The header `text`, from the role up to `<|message|>`; None: it is none. The last word of a
+    header that `is_cut` may be incomplete."""
+    found = _HEADER.fullmatch(_spaced(text))
+    if found is None:
+        return None
+    role, channel = found["role"], found["channel"] or ""
+
+    def is_known(word: str, words: Collection[str]) -> bool:
+        return not word or word in words or (is_cut and any(w.startswith(word) for w in words))
+
+    if not is_known(role, _ROLES) or not is_known(channel, _CHANNELS):
+        return None
+    return Header(channel, found["to"] or found["first_to"] or "")
+
+
+def _spaced(text: str) -> str:
+    """`text` with single blanks between its words."""
+    return " ".join(text.split())
+
+
+class _State(Enum):
+    HEADER = "header"
+    BODY = "body"
+    ARGUMENTS = "arguments"
+    BETWEEN = "between"
+
+
+class GptOssDetector(FormatDetector):
+    """Reads messages until the output ends, in any order and number.
+
+    The channel `analysis` is reasoning; `final`, and `commentary` without a recipient, are text. A
+    message to `functions.NAME`, a known tool, whose text is a JSON object, is a call, sent when the
+    object is complete. Other headers and calls are text, without their marks. All text between
+    marks is kept; marks never are. An object's strings may have marks, until a call has broken:
+    then the next mark ends the arguments, so that no text is read more than twice.
+
+    Args:
+        tool_names: The tools that the request named; None allows any `functions.NAME`.
+        schemas: Not needed: JSON has types.
+        separates_reasoning: False: reasoning is text.
+    """
+
+    start_markers: ClassVar[tuple[str, ...]] = (CHANNEL,)
+    has_special_markers: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        tool_names: Collection[str] | None,
+        schemas: Mapping[str, Mapping[str, Any]],
+        *,
+        separates_reasoning: bool = False,
+    ) -> None:
+        super().__init__(tool_names, schemas)
+        self._separates_reasoning = separates_reasoning
+        self._state = _State.HEADER
+        self._is_first = True
+        """True until the first header has been read; the prompt has begun it."""
+        self._kind = PartKind.TEXT
+        self._begins = False
+        """True if the message has no text yet."""
+        self._shown_kinds: set[PartKind] = set()
+        self._parts: list[Part] = []
+        self._call = ""
+        """Name of the function that the arguments are for."""
+        self._opener = ""
+        """Header and blanks before the arguments, as text."""
+        self._scanner = JsonObjectScanner()
+        self._strings_may_have_marks = True
+        self._num_fed = 0
+        self._has_ended = False
+        self.reasoning_end = 0
+        """Characters of the output up to the end of its last reasoning."""
+
+    def begin_after(self, prompt: str) -> None:
+        """Continue the message that `prompt` has begun; call it first."""
+        tail = prompt[prompt.rfind(START) + len(START) :] if START in prompt else ""
+        header, message, _ = tail.partition(MESSAGE)
+        if len(header) <= MAX_HEADER and not any(end in tail for end in _ENDS):
+            self.take_parts(header.removeprefix(_ROLES[0]) + message)
+            self._num_fed = 0
+
+    def take_parts(self, new_text: str) -> list[Part]:
+        """The parts that `new_text` adds, as `parse_stream_increment` but in order."""
+        self._num_fed += len(new_text)
+        self._buffer += new_text
+        while self._step():
+            pass
+        parts, self._parts = self._parts, []
+        return parts
+
+    def last_parts(self) -> list[Part]:
+        """End the output. Returns the parts that were held back."""
+        self._has_ended = True
+        parts = self.take_parts("")
+        if self._state is _State.BODY and self._kind is PartKind.REASONING:
+            self.reasoning_end = self._num_fed
+        return parts
+
+    def parse_stream_increment(self, new_text: str) -> StreamingParseResult:
+        self._add_to_result(self.take_parts(new_text))
+        return self._take_result()
+
+    def finish(self) -> StreamingParseResult:
+        self._add_to_result(self.last_parts())
+        return self._take_result()
+
+    def _add_to_result(self, parts: list[Part]) -> None:
+        for part in parts:
+            if part.kind is PartKind.CALL:
+                self._emit_call(part.name, part.text)
+                self._num_calls += 1
+            else:
+                self._emit_text(part.text)
+
+    def _step(self) -> bool:
+        if self._state is _State.HEADER:
+            return self._step_header()
+        if self._state is _State.BODY:
+            return self._step_body()
+        if self._state is _State.ARGUMENTS:
+            return self._step_arguments()
+        return self._step_between()
+
+    def _start_call(self, opener_length: int) -> None:
+        self._buffer = self._buffer[opener_length:]
+        self._state = _State.HEADER
+
+    def _step_header(self) -> bool:
+        marks = _MARK.finditer(self._buffer, 0, MAX_HEADER + _LONGEST_MARK)
+        end = next((one for one in marks if one[0] not in (CHANNEL, CONSTRAIN)), None)
+        if end is None:
+            bound = MAX_HEADER if self._has_ended else MAX_HEADER + _LONGEST_MARK
+            is_long = len(self._buffer) > bound
+        else:
+            is_long = end.start() > MAX_HEADER
+        if is_long or (self._is_first and not _may_begin_header(self._buffer)):
+            first = _MARK.match(self._buffer)
+            self._buffer = self._buffer[0 if first is None else first.end() :]
+            self._begin_text()
+            return True
+        if end is None:
+            if not self._has_ended:
+                return False
+            text = _PART_OF_MARK.sub("", self._buffer)
+            self._buffer = self._buffer[len(text) :]
+            self._end_header(text, has_body=False)
+            return False
+        text, self._buffer = self._buffer[: end.start()], self._buffer[end.start() :]
+        if end[0] == MESSAGE:
+            self._buffer = self._buffer[len(MESSAGE) :]
+        self._end_header(text, has_body=end[0] == MESSAGE)
+        return True
+
+    def _end_header(self, text: str, *, has_body: bool) -> None:
+        self._is_first = False
+        header = read_header(text, is_cut=not has_body)
+        words = _spaced(_MARK.sub(" ", text))
+        if header is None:
+            self._begin_text()
+            self._show(words)
+            if not has_body:
+                self._state = _State.BETWEEN
+            elif words:
+                self._show("\n")
+        elif not has_body:
+            self._state = _State.BETWEEN
+        elif header.recipient:
+            self._begin_arguments(header.recipient, words.removeprefix("assistant ") + "\n")
+        else:
+            self._begin_text()
+            if header.channel == "analysis":
+                self._kind = PartKind.REASONING
+
+    def _begin_text(self) -> None:
+        self._is_first = False
+        self._state = _State.BODY
+        self._kind = PartKind.TEXT
+        self._begins = True
+
+    def _step_body(self) -> bool:
+        mark = _MARK.search(self._buffer)
+        if mark is None:
+            held = None if self._has_ended else _PART_OF_MARK.search(self._buffer)
+            end = len(self._buffer) if held is None else held.start()
+            self._show(self._buffer[:end])
+            self._buffer = self._buffer[end:]
+            return False
+        self._show(self._buffer[: mark.start()])
+        self._buffer = self._buffer[mark.end() :]
+        if mark[0] in (START, CHANNEL, *_ENDS):
+            self._end_message(mark[0])
+        return True
+
+    def _end_message(self, mark: str) -> None:
+        """End a message at `mark`, which has been read."""
+        if self._kind is PartKind.REASONING:
+            self.reasoning_end = self._num_fed - len(self._buffer)
+        self._state = _State.BETWEEN
+        if mark == CHANNEL:
+            self._buffer = mark + self._buffer
+        if mark in (START, CHANNEL):
+            self._start_call(0)
+
+    def _step_between(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        mark = _MARK.match(self._buffer)
+        if mark is None:
+            if not self._buffer or (not self._has_ended and _PART_OF_MARK.match(self._buffer)):
+                return False
+            self._begin_text()
+            return True
+        if mark[0] == CHANNEL:
+            self._start_call(0)
+            return True
+        self._buffer = self._buffer[mark.end() :]
+        if mark[0] == START:
+            self._start_call(0)
+        elif mark[0] == MESSAGE:
+            self._begin_text()
+        return True
+
+    def _begin_arguments(self, recipient: str, opener: str) -> None:
+        name = recipient.removeprefix(_FUNCTIONS)
+        is_function = name != recipient or self._names is not None
+        if not is_function or not self._knows(name):
+            self._begin_text()
+            self._show(opener)
+            return
+        self._state = _State.ARGUMENTS
+        self._kind = PartKind.CALL
+        self._call, self._opener = name, opener
+        self._scanner = JsonObjectScanner()
+
+    def _step_arguments(self) -> bool:
+        if self._scanner.position == 0:
+            stripped = self._buffer.lstrip()
+            self._opener += self._buffer[: len(self._buffer) - len(stripped)]
+            self._buffer = stripped
+            if not stripped and not self._has_ended:
+                return False
+            if not stripped.startswith("{"):
+                return self._break_call()
+        mark = held = None
+        if not self._strings_may_have_marks:
+            begin = max(self._scanner.position - _LONGEST_MARK, 0)
+            mark = _MARK.search(self._buffer, begin)
+            held = _PART_OF_MARK.search(self._buffer, begin)
+        end = len(self._buffer)
+        if mark is not None:
+            end = mark.start()
+        elif held is not None and not self._has_ended:
+            end = held.start()
+        state = self._scanner.feed(self._buffer, end)
+        if state is ScanState.OPEN and mark is None and not self._has_ended:
+            return False
+        if state is not ScanState.CLOSED:
+            return self._break_call()
+        end = self._scanner.position
+        try:
+            arguments = as_object(self._buffer[:end])
+        except BrokenCall:
+            return self._break_call()
+        self._parts.append(Part(PartKind.CALL, arguments, self._call))
+        self._buffer = self._buffer[end:]
+        self._state = _State.BETWEEN
+        return True
+
+    def _break_call(self) -> bool:
+        """The arguments are none: they are text."""
+        self._strings_may_have_marks = False
+        self._begin_text()
+        self._show(self._opener)
+        return True
+
+    def _show(self, text: str) -> None:
+        """Add text to the message."""
+        if not text:
+            return
+        kind = self._kind if self._separates_reasoning else PartKind.TEXT
+        if self._begins and kind in self._shown_kinds:
+            text = MESSAGES_APART + text
+        self._begins = False
+        self._shown_kinds.add(kind)
+        self._parts.append(Part(kind, text))
+
+
+def _may_begin_header(text: str) -> bool:
+    """True if an output that begins with `text` may begin with the rest of a header."""
+    text = text.lstrip()
+    if _MARK.match(text) or _PART_OF_MARK.match(text):
+        return True
+    return text.startswith("to=") or "to=".startswith(text)
