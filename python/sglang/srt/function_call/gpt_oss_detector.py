@@ -45,6 +45,7 @@ _PART_OF_MARK: Final = re.compile(
 )
 """Text at the end that may become a mark."""
 _LONGEST_MARK: Final = 24
+_BLANKS: Final = re.compile(r"\s*")
 _ROLES: Final = ("assistant", "system", "developer", "user", "tool")
 _CHANNELS: Final = ("analysis", "commentary", "final")
 _FUNCTIONS: Final = "functions."
@@ -150,6 +151,8 @@ class GptOssDetector(FormatDetector):
         """Header and blanks before the arguments, as text."""
         self._scanner = JsonObjectScanner()
         self._strings_may_have_marks = True
+        self._at = 0
+        """Place in the buffer up to which it has been read."""
         self._num_fed = 0
         self._has_ended = False
         self.reasoning_end = 0
@@ -169,6 +172,7 @@ class GptOssDetector(FormatDetector):
         self._buffer += new_text
         while self._step():
             pass
+        self._buffer, self._at = self._buffer[self._at :], 0
         parts, self._parts = self._parts, []
         return parts
 
@@ -206,33 +210,34 @@ class GptOssDetector(FormatDetector):
         return self._step_between()
 
     def _start_call(self, opener_length: int) -> None:
-        self._buffer = self._buffer[opener_length:]
+        self._at += opener_length
         self._state = _State.HEADER
 
     def _step_header(self) -> bool:
-        marks = _MARK.finditer(self._buffer, 0, MAX_HEADER + _LONGEST_MARK)
+        limit = self._at + MAX_HEADER
+        marks = _MARK.finditer(self._buffer, self._at, limit + _LONGEST_MARK)
         end = next((one for one in marks if one[0] not in (CHANNEL, CONSTRAIN)), None)
-        if end is None:
-            bound = MAX_HEADER if self._has_ended else MAX_HEADER + _LONGEST_MARK
-            is_long = len(self._buffer) > bound
+        if end is not None:
+            is_long = end.start() > limit
         else:
-            is_long = end.start() > MAX_HEADER
-        if is_long or (self._is_first and not _may_begin_header(self._buffer)):
-            first = _MARK.match(self._buffer)
-            self._buffer = self._buffer[0 if first is None else first.end() :]
+            is_long = len(self._buffer) > limit + (0 if self._has_ended else _LONGEST_MARK)
+        begin = self._buffer[self._at : limit]
+        if is_long or (self._is_first and not _may_begin_header(begin)):
+            first = _MARK.match(self._buffer, self._at)
+            self._at = self._at if first is None else first.end()
             self._begin_text()
             return True
         if end is None:
             if not self._has_ended:
                 return False
-            text = _PART_OF_MARK.sub("", self._buffer)
-            self._buffer = self._buffer[len(text) :]
+            text = _PART_OF_MARK.sub("", begin)
+            self._at += len(text)
             self._end_header(text, has_body=False)
-            return False
-        text, self._buffer = self._buffer[: end.start()], self._buffer[end.start() :]
-        if end[0] == MESSAGE:
-            self._buffer = self._buffer[len(MESSAGE) :]
-        self._end_header(text, has_body=end[0] == MESSAGE)
+            return True
+        has_body = end[0] == MESSAGE
+        text = self._buffer[self._at : end.start()]
+        self._at = end.end() if has_body else end.start()
+        self._end_header(text, has_body=has_body)
         return True
 
     def _end_header(self, text: str, *, has_body: bool) -> None:
@@ -262,41 +267,46 @@ class GptOssDetector(FormatDetector):
         self._begins = True
 
     def _step_body(self) -> bool:
-        mark = _MARK.search(self._buffer)
+        mark = _MARK.search(self._buffer, self._at)
+        end = self._end_of_text() if mark is None else mark.start()
+        self._show(self._buffer[self._at : end])
+        self._at = end if mark is None else mark.end()
         if mark is None:
-            held = None if self._has_ended else _PART_OF_MARK.search(self._buffer)
-            end = len(self._buffer) if held is None else held.start()
-            self._show(self._buffer[:end])
-            self._buffer = self._buffer[end:]
             return False
-        self._show(self._buffer[: mark.start()])
-        self._buffer = self._buffer[mark.end() :]
         if mark[0] in (START, CHANNEL, *_ENDS):
-            self._end_message(mark[0])
+            self._end_message(mark)
         return True
 
-    def _end_message(self, mark: str) -> None:
+    def _end_of_text(self) -> int:
+        """The end of the buffer, without what may become a mark."""
+        begin = max(self._at, len(self._buffer) - _LONGEST_MARK)
+        held = None if self._has_ended else _PART_OF_MARK.search(self._buffer, begin)
+        return len(self._buffer) if held is None else held.start()
+
+    def _end_message(self, mark: re.Match[str]) -> None:
         """End a message at `mark`, which has been read."""
         if self._kind is PartKind.REASONING:
-            self.reasoning_end = self._num_fed - len(self._buffer)
+            self.reasoning_end = self._num_fed - len(self._buffer) + self._at
         self._state = _State.BETWEEN
-        if mark == CHANNEL:
-            self._buffer = mark + self._buffer
-        if mark in (START, CHANNEL):
+        if mark[0] == CHANNEL:
+            self._at = mark.start()
+        if mark[0] in (START, CHANNEL):
             self._start_call(0)
 
     def _step_between(self) -> bool:
-        self._buffer = self._buffer.lstrip()
-        mark = _MARK.match(self._buffer)
+        blanks = _BLANKS.match(self._buffer, self._at)
+        assert blanks is not None, "it matches nothing, too"
+        self._at = blanks.end()
+        mark = _MARK.match(self._buffer, self._at)
         if mark is None:
-            if not self._buffer or (not self._has_ended and _PART_OF_MARK.match(self._buffer)):
+            if self._end_of_text() == self._at:
                 return False
             self._begin_text()
             return True
         if mark[0] == CHANNEL:
             self._start_call(0)
             return True
-        self._buffer = self._buffer[mark.end() :]
+        self._at = mark.end()
         if mark[0] == START:
             self._start_call(0)
         elif mark[0] == MESSAGE:
@@ -313,6 +323,7 @@ class GptOssDetector(FormatDetector):
         self._state = _State.ARGUMENTS
         self._kind = PartKind.CALL
         self._call, self._opener = name, opener
+        self._buffer, self._at = self._buffer[self._at :], 0
         self._scanner = JsonObjectScanner()
 
     def _step_arguments(self) -> bool:
@@ -324,28 +335,22 @@ class GptOssDetector(FormatDetector):
                 return False
             if not stripped.startswith("{"):
                 return self._break_call()
-        mark = held = None
+        mark, end = None, len(self._buffer)
         if not self._strings_may_have_marks:
-            begin = max(self._scanner.position - _LONGEST_MARK, 0)
-            mark = _MARK.search(self._buffer, begin)
-            held = _PART_OF_MARK.search(self._buffer, begin)
-        end = len(self._buffer)
-        if mark is not None:
-            end = mark.start()
-        elif held is not None and not self._has_ended:
-            end = held.start()
+            mark = _MARK.search(self._buffer, max(self._scanner.position - _LONGEST_MARK, 0))
+            end = self._end_of_text() if mark is None else mark.start()
         state = self._scanner.feed(self._buffer, end)
         if state is ScanState.OPEN and mark is None and not self._has_ended:
             return False
         if state is not ScanState.CLOSED:
             return self._break_call()
-        end = self._scanner.position
+        self._at = self._scanner.position
         try:
-            arguments = as_object(self._buffer[:end])
+            arguments = as_object(self._buffer[: self._at])
         except BrokenCall:
+            self._at = 0
             return self._break_call()
         self._parts.append(Part(PartKind.CALL, arguments, self._call))
-        self._buffer = self._buffer[end:]
         self._state = _State.BETWEEN
         return True
 

@@ -350,7 +350,7 @@ FRAGMENTS = [
 WORD = re.compile(r"WORD[0-9]+;")
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     parts=st.lists(st.sampled_from(FRAGMENTS), max_size=16),
     points=st.lists(st.integers(0, 2000), max_size=12),
