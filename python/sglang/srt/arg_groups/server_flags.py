@@ -28,7 +28,7 @@ from sglang.srt.constants import (
 )
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS
-from sglang.srt.parser.reasoning_parser import AUTO, REASONING_PARSERS
+from sglang.srt.parser.reasoning_parser import AUTO, REASONING_PARSER_NAMES
 from sglang.srt.utils.network import base_url
 
 
@@ -127,7 +127,7 @@ class ServerFlags(
         None,
         "Format of the model's reasoning; auto: the chat template's; absent: reasoning is part of "
         "the text.",
-        choices=(AUTO, *REASONING_PARSERS),
+        choices=(AUTO, *REASONING_PARSER_NAMES),
     )
 
     # Memory and scheduling

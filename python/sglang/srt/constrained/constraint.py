@@ -42,6 +42,8 @@ class Reasoning(str, Enum):
     """There is some if the output begins with `<think>`."""
     BEGUN = "begun"
     """The output begins inside it."""
+    MESSAGES = "messages"
+    """gpt-oss: the messages before the one of the channel `final`."""
 
 
 class Constraint(NamedTuple):

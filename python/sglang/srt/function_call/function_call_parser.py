@@ -49,7 +49,28 @@ def make_call_parser(tools: Sequence[Mapping[str, Any]], name: str) -> FormatDet
             "parameters"}}`. Formats without types of their own take them from `parameters`.
         name: One of `TOOL_CALL_PARSERS`.
     """
+    return TOOL_CALL_PARSERS[name](*_names_and_schemas(tools))
+
+
+def make_message_parser(
+    tools: Sequence[Mapping[str, Any]], begun: str, *, separates_reasoning: bool
+) -> GptOssDetector:
+    """The parser of one output of gpt-oss, with or without tools.
+
+    Args:
+        begun: The part of its first message that the prompt has, see `begun_message`.
+        separates_reasoning: False: reasoning is text.
+    """
+    names, schemas = _names_and_schemas(tools) if tools else ((), {})
+    made = GptOssDetector(names, schemas, separates_reasoning=separates_reasoning)
+    made.begin_with(begun)
+    return made
+
+
+def _names_and_schemas(
+    tools: Sequence[Mapping[str, Any]],
+) -> tuple[Sequence[str] | None, dict[str, Any]]:
     functions = [tool["function"] for tool in tools]
     schemas = {one["name"]: one["parameters"] for one in functions if "parameters" in one}
     known = None if envs.SGLANG_FORWARD_UNKNOWN_TOOLS.get() else [one["name"] for one in functions]
-    return TOOL_CALL_PARSERS[name](known, schemas)
+    return known, schemas

@@ -57,6 +57,20 @@ _HEADER: Final = re.compile(
 """A header with single blanks."""
 
 
+FINAL: Final = f"{CHANNEL}final{MESSAGE}"
+"""Begins the answer, behind the role."""
+
+
+def begun_message(prompt: str) -> str:
+    """The header that `prompt` ends with or whose text it ends with, without its role; empty: it
+    ends with the role, or has no messages."""
+    begin = prompt.rfind(START)
+    header, message, text = prompt[begin + len(START) :].partition(MESSAGE)
+    if begin < 0 or len(header) > MAX_HEADER or any(end in header + text for end in _ENDS):
+        return ""
+    return header.removeprefix(_ROLES[0]) + message
+
+
 class PartKind(Enum):
     REASONING = "reasoning"
     TEXT = "text"
@@ -158,13 +172,10 @@ class GptOssDetector(FormatDetector):
         self.reasoning_end = 0
         """Characters of the output up to the end of its last reasoning."""
 
-    def begin_after(self, prompt: str) -> None:
-        """Continue the message that `prompt` has begun; call it first."""
-        tail = prompt[prompt.rfind(START) + len(START) :] if START in prompt else ""
-        header, message, _ = tail.partition(MESSAGE)
-        if len(header) <= MAX_HEADER and not any(end in tail for end in _ENDS):
-            self.take_parts(header.removeprefix(_ROLES[0]) + message)
-            self._num_fed = 0
+    def begin_with(self, begun: str) -> None:
+        """Continue a message of which the prompt has the part `begun`; call it first."""
+        self.take_parts(begun)
+        self._num_fed = 0
 
     def take_parts(self, new_text: str) -> list[Part]:
         """The parts that `new_text` adds, as `parse_stream_increment` but in order."""

@@ -9,6 +9,7 @@ from typing import Final
 
 from sglang.srt.constrained.constraint import THINK_END, THINK_START, Reasoning
 from sglang.srt.function_call.format_detector import FormatDetector, held_back
+from sglang.srt.function_call.gpt_oss_detector import GPT_OSS, begun_message
 
 AUTO: Final = "auto"
 """Name that stands for the parser that fits the chat template."""
@@ -30,6 +31,8 @@ REASONING_PARSERS: Final[Mapping[str, bool]] = {
     "step3": True,
 }
 """Parser name to whether an output begins inside the reasoning if the prompt has no marker."""
+REASONING_PARSER_NAMES: Final = (*REASONING_PARSERS, GPT_OSS)
+"""The parsers, and the one that reads calls and reasoning together."""
 
 
 def opened_reasoning(prompt: str) -> bool | None:
@@ -41,7 +44,10 @@ def opened_reasoning(prompt: str) -> bool | None:
 
 
 def reasoning_before(parser: str, prompt: str) -> Reasoning:
-    """The reasoning with which an output after `prompt` begins, for one of `REASONING_PARSERS`."""
+    """The reasoning with which an output after `prompt` begins, for one of
+    `REASONING_PARSER_NAMES`."""
+    if parser == GPT_OSS:
+        return Reasoning.NONE if begun_message(prompt) else Reasoning.MESSAGES
     opened = opened_reasoning(prompt)
     if opened is False:
         return Reasoning.NONE

@@ -30,6 +30,7 @@ from sglang.srt.function_call.gpt_oss_detector import (
     GptOssDetector,
     Part,
     PartKind,
+    begun_message,
     read_header,
 )
 from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
@@ -44,7 +45,7 @@ PROMPT = "<|start|>user<|message|>hi<|end|><|start|>assistant"
 
 def detector(prompt: str = PROMPT, *, separates: bool = True) -> GptOssDetector:
     made = GptOssDetector(["add", "say"], {}, separates_reasoning=separates)
-    made.begin_after(prompt)
+    made.begin_with(begun_message(prompt))
     return made
 
 

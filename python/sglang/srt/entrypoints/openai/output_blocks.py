@@ -60,12 +60,9 @@ class Change:
     """True if the block is closed because the output has ended."""
 
 
-def blocks_of(message: dict[str, Any]) -> list[Block]:
-    """The blocks of a whole output, given as chat's message; one at least."""
+def blocks_of(deltas: Iterable[dict[str, Any]]) -> list[Block]:
+    """The blocks of a whole output, given as chat's deltas; one at least."""
     blocks = BlockStream()
-    calls = [{"tool_calls": [call]} for call in message.get("tool_calls") or ()]
-    reasoning, content = message["reasoning_content"], message["content"]
-    deltas = [{"reasoning_content": reasoning}, {"content": content}, *calls]
     for _ in (*blocks.advance(deltas), *blocks.end()):
         pass
     return blocks.made
@@ -146,8 +143,8 @@ class BlockAnswers(ABC):
     async def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
         """The only answer of a request that does not stream."""
         [state] = states
-        message = self._splitting.new_output().message(state.text)
-        return await self._answer(state, blocks_of(message))
+        deltas = self._splitting.new_output().whole(state.text)
+        return await self._answer(state, blocks_of(deltas))
 
     async def stream(self, states: Sequence[RequestState]) -> AsyncGenerator[dict[str, Any], None]:
         """The events, each with its `type`. An error after the first is an event too."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang.srt.constrained.constraint import THINK_END, ConstraintKind, Reasoning
+from sglang.srt.constrained.constraint import ConstraintKind, Reasoning
 from sglang.srt.entrypoints.http.body import read_json, rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
@@ -23,124 +22,28 @@ from sglang.srt.entrypoints.openai.answers import (
     matched_stop,
     respond,
 )
+from sglang.srt.entrypoints.openai.chat_output import ChatOutput, MessagesOutput
 from sglang.srt.entrypoints.openai.chat_prompt import ToolUse, chat_prompt, tool_use
 from sglang.srt.entrypoints.openai.protocol import ChatBody, check_common, sampling_params
-from sglang.srt.function_call.format_detector import (
-    FormatDetector,
-    StreamingParseResult,
-    ToolCallItem,
+from sglang.srt.function_call.function_call_parser import (
+    TOOL_CALL_PARSERS,
+    make_call_parser,
+    make_message_parser,
 )
-from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, make_call_parser
+from sglang.srt.function_call.gpt_oss_detector import (
+    FINAL,
+    GPT_OSS,
+    GptOssDetector,
+    begun_message,
+)
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, expand_samples, new_rid
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
 from sglang.srt.parser.reasoning_parser import (
     ReasoningParser,
-    ReasoningParseResult,
     opened_reasoning,
     reasoning_before,
 )
-
-
-class ChatOutput:
-    """Splitter of one output. Call `message` for a whole output, or `feed` and `finish` for a
-    stream.
-
-    Without a parser, reasoning or calls are content. `parallel`: more calls than the first are
-    passed on. Unless `stream_reasoning`, reasoning is held back until it is complete.
-    """
-
-    def __init__(
-        self,
-        reasoning: ReasoningParser | None,
-        calls: FormatDetector | None,
-        *,
-        parallel: bool = True,
-        stream_reasoning: bool = True,
-    ) -> None:
-        self._reasoning = reasoning
-        self._calls = calls
-        self._parallel = parallel
-        self._stream_reasoning = stream_reasoning
-        self._held_reasoning = ""
-        self.has_calls = False
-        """True if a call was found."""
-
-    def message(self, text: str) -> dict[str, Any]:
-        """The assistant's message for a whole output."""
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        message["reasoning_content"] = None
-        if self._reasoning is not None:
-            reasoning, text = self._reasoning.parse_non_stream(text)
-            message["reasoning_content"] = reasoning or None
-            self._note_end_of_reasoning(self._reasoning)
-        if self._calls is not None:
-            text, calls = self._calls.parse_non_stream(text)
-            calls = calls if self._parallel else calls[:1]
-            self.has_calls = bool(calls)
-            if calls:
-                message["tool_calls"] = [_call(call, first=True) for call in calls]
-                text = text.strip()
-        message["content"] = text or (None if self.has_calls else "")
-        return message
-
-    def feed(self, text: str) -> list[dict[str, Any]]:
-        """Deltas for the next piece of text."""
-        if self._reasoning is None:
-            return [*self._content(text)] if text else []
-        return [*self._split(self._reasoning.parse_stream_increment(text), ended=False)]
-
-    def finish(self) -> list[dict[str, Any]]:
-        """Deltas for the text held back. Call it once, last."""
-        deltas: list[dict[str, Any]] = []
-        if self._reasoning is not None:
-            deltas += self._split(self._reasoning.finish(), ended=True)
-        if self._calls is not None:
-            deltas += self._with_calls(self._calls.finish())
-        return deltas
-
-    def _split(self, parts: ReasoningParseResult, *, ended: bool) -> Iterator[dict[str, Any]]:
-        assert self._reasoning is not None, "it has made the parts"
-        self._note_end_of_reasoning(self._reasoning)
-        reasoning = self._held_reasoning + parts.reasoning_text
-        self._held_reasoning = ""
-        if reasoning and (self._stream_reasoning or ended or parts.normal_text):
-            yield {"reasoning_content": reasoning}
-        else:
-            self._held_reasoning = reasoning
-        if parts.normal_text:
-            yield from self._content(parts.normal_text)
-
-    def _note_end_of_reasoning(self, reasoning: ReasoningParser) -> None:
-        if self._calls is not None and reasoning.ended_by_call and not self.has_calls:
-            self._calls.end_of_reasoning = THINK_END
-
-    def _content(self, text: str) -> Iterator[dict[str, Any]]:
-        if self._calls is None:
-            yield {"content": text}
-        else:
-            yield from self._with_calls(self._calls.parse_stream_increment(text))
-
-    def _with_calls(self, result: StreamingParseResult) -> Iterator[dict[str, Any]]:
-        if result.normal_text:
-            yield {"content": result.normal_text}
-        for call in result.calls:
-            if call.tool_index > 0 and not self._parallel:
-                continue
-            self.has_calls = True
-            yield {"tool_calls": [_call(call, first=call.name is not None)]}
-
-
-def _call(call: ToolCallItem, *, first: bool) -> dict[str, Any]:
-    """A call in OpenAI's form, or in a stream the next piece of a call."""
-    if not first:
-        return {"index": call.tool_index, "function": {"arguments": call.parameters}}
-    return {
-        "index": call.tool_index,
-        "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.parameters},
-    }
-
+from sglang.srt.server_args import ServerArgs
 
 MAX_TOP_LOGPROBS: Final = 20
 MESSAGES_AT_ONCE: Final = 256
@@ -199,12 +102,19 @@ def to_requests(
     if tools is not None:
         # Tools are refused beside other constraints.
         params.json_schema, params.structural_tag = tools.json_schema, tools.structural_tag
-    if tools is not None and TOOL_CALL_PARSERS[tools.parser].has_special_markers:
+    reads_messages = _reads_messages(context.args)
+    if reads_messages or (tools and TOOL_CALL_PARSERS[tools.parser].has_special_markers):
         # Also against the body: sglang_router adds skip_special_tokens: true to every chat.
         params.skip_special_tokens = False
     prompt = chat_prompt(body, context.chat_template, tools, context.manager.limits.context_len)
     if context.args.reasoning_parser is not None and body.separate_reasoning is not False:
         params.reasoning = reasoning_before(context.args.reasoning_parser, prompt)
+    if reads_messages and params.constraint is not None:
+        if params.constraint.kind is ConstraintKind.STRUCTURAL_TAG:
+            params.reasoning = Reasoning.NONE
+        if params.reasoning is Reasoning.NONE and not begun_message(prompt):
+            # A grammar that holds from the first token on cannot write a header.
+            prompt += FINAL
     request = GenerateRequest(
         rid=new_rid() if body.rid is None else body.rid,
         text=prompt,
@@ -225,6 +135,11 @@ def to_requests(
         priority=body.priority or 0,
     )
     return expand_samples([request], rooms), tools
+
+
+def _reads_messages(args: ServerArgs) -> bool:
+    """True if outputs are messages of gpt-oss; one parser reads their reasoning and calls."""
+    return GPT_OSS in (args.reasoning_parser, args.tool_call_parser)
 
 
 class OutputSplitting:
@@ -248,10 +163,20 @@ class OutputSplitting:
         splits = body.separate_reasoning is not False and has_room
         self._reasoning_parser = context.args.reasoning_parser if splits else None
         self._begins_inside = opened_reasoning(request.text or "")
+        self._begun = begun_message(request.text or "")
+        self._reads_messages = _reads_messages(context.args)
         self._streams_reasoning = body.stream_reasoning is not False
 
     def new_output(self) -> ChatOutput:
         tools = self._tools
+        if self._reads_messages:
+            is_enforced = tools is not None and tools.parser != GPT_OSS
+            return MessagesOutput(
+                self._new_message_parser(),
+                make_call_parser(tools.shown, tools.parser) if tools and is_enforced else None,
+                parallel=tools is None or tools.parallel,
+                stream_reasoning=self._streams_reasoning,
+            )
         return ChatOutput(
             self._new_reasoning_parser(),
             None if tools is None else make_call_parser(tools.shown, tools.parser),
@@ -261,11 +186,23 @@ class OutputSplitting:
 
     def reasoning_end(self, output: str) -> int:
         """Characters of a whole output up to the end of its reasoning; 0: it is not split."""
+        if self._reads_messages:
+            messages = self._new_message_parser()
+            messages.take_parts(output)
+            messages.last_parts()
+            return messages.reasoning_end
         parser = self._new_reasoning_parser()
         if parser is None:
             return 0
         parser.parse_non_stream(output)
         return len(output) if parser.reasoning_end is None else parser.reasoning_end
+
+    def _new_message_parser(self) -> GptOssDetector:
+        tools = self._tools
+        shown = tools.shown if tools is not None and tools.parser == GPT_OSS else ()
+        return make_message_parser(
+            shown, self._begun, separates_reasoning=self._reasoning_parser is not None
+        )
 
     def _new_reasoning_parser(self) -> ReasoningParser | None:
         name, tools = self._reasoning_parser, self._tools
