@@ -21,6 +21,7 @@ from sglang.srt.constrained.constraint import (
     GrammarError,
 )
 from sglang.srt.constrained.schema_check import json_schema_nodes
+from sglang.srt.function_call.gpt_oss_detector import HEADER_MARKS
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.utils.hf_tokenizer import special_token_ids
 
@@ -94,12 +95,15 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     """Plain data, so that the engine can send it to a compile process.
 
     `tokens[i]` are the bytes of token id i. They are empty for ids that no grammar allows: special
-    tokens, whose text would vanish from the answer, and ids that only pad the logits.
+    tokens, whose text would vanish from the answer, and ids that only pad the logits. A token of
+    `marks` has bytes that no text has, so that a grammar allows it only where it names its id.
     """
 
     tokens: list[bytes]
     eos_token_ids: list[int]
     add_prefix_space: bool
+    marks: dict[str, int] = {}
+    """Ids of the special tokens before a constrained answer of gpt-oss, by name."""
 
     @classmethod
     def from_tokenizer(
@@ -121,7 +125,17 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
         for token_id in special_token_ids(tokenizer) | set(ends):
             if token_id < vocab_size:
                 tokens[token_id] = b""
-        return cls(tokens=tokens, eos_token_ids=ends, add_prefix_space=bool(info.add_prefix_space))
+        ids = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+        marks = {name: ids[name] for name in HEADER_MARKS if name in ids}
+        marks = {name: i for name, i in marks.items() if i < vocab_size and i not in ends}
+        for name, token_id in marks.items():
+            tokens[token_id] = _NO_TEXT + name.encode()
+        return cls(
+            tokens=tokens,
+            eos_token_ids=ends,
+            add_prefix_space=bool(info.add_prefix_space),
+            marks=marks,
+        )
 
     def tokenizer_info(self) -> xgrammar.TokenizerInfo:
         return xgrammar.TokenizerInfo(
@@ -133,6 +147,8 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+_NO_TEXT: Final = b"\xff"
+"""A byte that no UTF-8 text has."""
 _MAX_DEPTH: Final = 1000
 """Deepest nesting for the library's recursive passes; its own default needs a larger stack."""
 _MAX_WHITESPACE: Final = 40
@@ -290,9 +306,11 @@ class Grammar:
         """A matcher at the start of the grammar. The model's end-of-sequence ids end the grammar,
         and special tokens among the request's `stop_token_ids`. A stop token that is also text
         remains text here; the request stops at it, as it does without a grammar."""
-        tokens = self._vocabulary.tokens
+        tokens, marks = self._vocabulary.tokens, self._vocabulary.marks.values()
         ends = set(self._vocabulary.eos_token_ids)
-        ends.update(i for i in stop_token_ids if 0 <= i < len(tokens) and not tokens[i])
+        ends.update(
+            i for i in stop_token_ids if 0 <= i < len(tokens) and (not tokens[i] or i in marks)
+        )
         matcher = xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=sorted(ends))
         return GrammarMatcher(matcher, self._kind, self._limits)
 

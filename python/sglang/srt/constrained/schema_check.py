@@ -13,7 +13,7 @@ documentation ("Structural Tag Usage") describes the formats.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from sglang.srt.constrained.constraint import (
     Reasoning,
 )
 from sglang.srt.constrained.schema_rules import normalize, problems
+from sglang.srt.function_call.gpt_oss_detector import HEADER_MARKS
 
 _STRUCTURE_FIELDS = {"begin", "schema", "end"}
 
@@ -57,25 +58,62 @@ def prepare_structural_tag(text: str) -> str:
         raise _wrong("nested too deeply: flatten it") from None
 
 
-_BLANKS: Final = {"type": "regex", "pattern": r"[ \t\r\n]{0,40}"}
+_ANY_TEXT: Final = {"type": "any_text"}
+_BLANKS: Final[dict[str, Any]] = {"type": "regex", "pattern": r"[ \t\r\n]{0,40}"}
 
 
-def tag_after_reasoning(kind: ConstraintKind, text: str, reasoning: Reasoning) -> str:
-    """The structural tag of a checked constraint that begins to hold after `reasoning`."""
+def tag_after_reasoning(
+    kind: ConstraintKind, text: str, reasoning: Reasoning, marks: Mapping[str, int]
+) -> str:
+    """The structural tag of a checked constraint that begins to hold after `reasoning`.
+
+    Args:
+        marks: Ids of the tokens of `Vocabulary.marks`, for `Reasoning.MESSAGES`.
+
+    Raises:
+        GrammarError: One of them is missing.
+    """
     if kind is ConstraintKind.JSON_SCHEMA:
         answer = {"type": "json_schema", "json_schema": orjson.loads(text)}
     elif kind is ConstraintKind.REGEX:
         answer = {"type": "regex", "pattern": text}
     else:
         answer = {"type": "grammar", "grammar": text}
-    begin = "" if reasoning is Reasoning.BEGUN else THINK_START
-    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": THINK_END}
-    elements: list[dict[str, Any]] = [_BLANKS, thought, _BLANKS]
-    if reasoning is Reasoning.POSSIBLE:
-        before = {"type": "sequence", "elements": elements}
-        elements = [{"type": "optional", "content": before}]
-    whole = {"type": "sequence", "elements": [*elements, answer]}
+    if reasoning is Reasoning.MESSAGES:
+        elements = _messages_before_final(marks)
+    else:
+        begin = "" if reasoning is Reasoning.BEGUN else THINK_START
+        thought = {"type": "tag", "begin": begin, "content": _ANY_TEXT, "end": THINK_END}
+        elements = [_BLANKS, thought, _BLANKS]
+        if reasoning is Reasoning.POSSIBLE:
+            elements = [{"type": "optional", "content": _sequence(*elements)}]
+    whole = _sequence(*elements, answer)
     return orjson.dumps({"type": "structural_tag", "format": whole}).decode()
+
+
+def _messages_before_final(marks: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Messages of reasoning and for the user, and the header of the answer."""
+    missing = [name for name in HEADER_MARKS if name not in marks]
+    if missing:
+        raise GrammarError(
+            f"the tokenizer has no special token {missing[0]}, with which an answer of gpt-oss "
+            "begins: leave out --reasoning-parser, or send separate_reasoning: false"
+        )
+    start, channel, message, end = ({"type": "token", "token": marks[n]} for n in HEADER_MARKS)
+    names = [_literal("analysis"), _literal("commentary")]
+    text = {"type": "tag", "begin": "", "content": _ANY_TEXT, "end": end}
+    one = _sequence(
+        channel, {"type": "or", "elements": names}, message, text, start, _literal("assistant")
+    )
+    return [{"type": "star", "content": one}, channel, _literal("final"), message]
+
+
+def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": elements}
+
+
+def _literal(text: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": text}
 
 
 def json_schema_nodes(tag: Any) -> Iterator[dict[str, Any]]:

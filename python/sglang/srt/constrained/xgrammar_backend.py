@@ -232,7 +232,7 @@ class XGrammarBackend:
     def compile_now(self, constraint: Constraint) -> Grammar:
         """Compile in the calling thread, without a trial, because another rank has tried the
         constraint. Raises GrammarError if the text is not a grammar of its kind."""
-        return self._compile_here(constraint, _prepared(constraint))
+        return self._compile_here(constraint, self._prepared(constraint))
 
     def close(self) -> None:
         """End threads and processes; compilations under way fail. Idempotent."""
@@ -303,7 +303,7 @@ class XGrammarBackend:
 
     def _compile(self, job: CompileJob) -> Grammar:
         constraint = job.ticket.constraint
-        prepared = _prepared(constraint)
+        prepared = self._prepared(constraint)
 
         def may_go_on() -> bool:
             with self._lock:
@@ -347,15 +347,15 @@ class XGrammarBackend:
                 return
         process.close()
 
-
-def _prepared(constraint: Constraint) -> Constraint:
-    """The constraint in the library's form. Raises GrammarError if the library would ignore a part
-    of it."""
-    kind, text, reasoning = constraint
-    if kind is ConstraintKind.JSON_SCHEMA:
-        text = prepare_json_schema(text)
-    elif kind is ConstraintKind.STRUCTURAL_TAG:
-        return Constraint(kind, prepare_structural_tag(text))
-    if reasoning is Reasoning.NONE:
-        return Constraint(kind, text)
-    return Constraint(ConstraintKind.STRUCTURAL_TAG, tag_after_reasoning(kind, text, reasoning))
+    def _prepared(self, constraint: Constraint) -> Constraint:
+        """The constraint in the library's form. Raises GrammarError if the library would ignore a
+        part of it, or the tokenizer lacks a token that it needs."""
+        kind, text, reasoning = constraint
+        if kind is ConstraintKind.JSON_SCHEMA:
+            text = prepare_json_schema(text)
+        elif kind is ConstraintKind.STRUCTURAL_TAG:
+            return Constraint(kind, prepare_structural_tag(text))
+        if reasoning is Reasoning.NONE:
+            return Constraint(kind, text)
+        tag = tag_after_reasoning(kind, text, reasoning, self._vocabulary.marks)
+        return Constraint(ConstraintKind.STRUCTURAL_TAG, tag)

@@ -92,6 +92,11 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         return self.top_k == 1 or self.temperature < GREEDY_TEMPERATURE
 
     @property
+    def has_constraint(self) -> bool:
+        """True if the output is constrained, maybe by several texts, which `verify` refuses."""
+        return (self.json_schema, self.regex, self.ebnf, self.structural_tag) != _NO_TEXTS
+
+    @property
     def constraint(self) -> Constraint | None:
         """The constraint on the output, or None. Raises ValueError if there are several."""
         texts = (self.json_schema, self.regex, self.ebnf, self.structural_tag)

@@ -109,8 +109,8 @@ def to_requests(
     prompt = chat_prompt(body, context.chat_template, tools, context.manager.limits.context_len)
     if context.args.reasoning_parser is not None and body.separate_reasoning is not False:
         params.reasoning = reasoning_before(context.args.reasoning_parser, prompt)
-    if reads_messages and params.constraint is not None:
-        if params.constraint.kind is ConstraintKind.STRUCTURAL_TAG:
+    if reads_messages and params.has_constraint:
+        if params.structural_tag is not None:
             params.reasoning = Reasoning.NONE
         if params.reasoning is Reasoning.NONE and not begun_message(prompt):
             # A grammar that holds from the first token on cannot write a header.
