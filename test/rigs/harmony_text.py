@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from rigs.servers.fake_engine import byte_tokenizer
+from rigs.servers.fake_engine import EOS_ID, FakeEngine, byte_tokenizer, fake_engine
 
 MARKS = (
     "<|startoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>",
@@ -47,3 +48,35 @@ def harmony_tokenizer() -> PreTrainedTokenizerFast:
         {"additional_special_tokens": [AddedToken(mark, special=True) for mark in MARKS]}
     )
     return made
+
+
+def harmony_engine() -> AbstractContextManager[FakeEngine]:
+    """An echo with that tokenizer, which stops as a checkpoint of the family says."""
+    ends = harmony_tokenizer().convert_tokens_to_ids(["<|return|>", "<|call|>"])
+    return fake_engine(harmony_tokenizer, frozenset({EOS_ID, *ends}))
+
+
+ECHO = "{{ messages[-1]['content'] }}<eos>{# it knows tools and <|channel|> #}"
+"""A template that lets the echo say what the last message says."""
+TEMPLATE = (
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>"
+    "{% set first = messages[0] %}"
+    "{% if first.role == 'system' or tools %}<|start|>developer<|message|>"
+    "{% if first.role == 'system' %}{{ first.content }}{% endif %}"
+    "{% for t in tools or [] %}type {{ t.function.name }};{% endfor %}<|end|>{% endif %}"
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if 'tool_calls' in m %}"
+    "{% if m.thinking and m.content %}{{ raise_exception('both') }}{% endif %}"
+    "{% if m.thinking or m.content %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking or m.content }}<|end|>"
+    "{% endif %}"
+    "<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary "
+    "json<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'tool' %}"
+    "<|start|>functions to=assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>"
+    "{% elif m.role == 'assistant' %}"
+    "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""A template that shows what gpt-oss's own shows, and refuses what it refuses."""

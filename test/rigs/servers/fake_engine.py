@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -116,6 +117,7 @@ class FakeScheduler:
     refuse_with: FinishReason | None = None
     """If set, every new request ends with it, and so do aborted ones."""
     control_success: bool = True
+    eos_ids: frozenset[int] = frozenset({EOS_ID})
     received: list[Message] = field(default_factory=list)
     frame_sizes: list[int] = field(default_factory=list)
     """Number of messages in each frame."""
@@ -198,7 +200,7 @@ class FakeScheduler:
             one.sent += 1
             output = [ids[i % len(ids)] for i in range(one.sent)]
             match = one.finder.advance(output, may_stop=True) if params.has_text_stops else None
-            ends = token == EOS_ID and not params.ignore_eos
+            ends = token in self.eos_ids and not params.ignore_eos
             if ends or token in (params.stop_token_ids or ()):
                 reason = FinishReason(type="stop", matched=token)
             elif match is not None:
@@ -260,7 +262,7 @@ class FakeEngine:
     ) -> TokenizerManager:
         """A manager that uses this engine. At most one at a time."""
         limits = RequestLimits(
-            vocab_size=VOCAB_SIZE,
+            vocab_size=max(VOCAB_SIZE, len(self.tokenizer)),
             context_len=CONTEXT_LEN,
             max_input_len=CONTEXT_LEN - 1,
             max_queued_requests=max_queued_requests,
@@ -273,18 +275,21 @@ class FakeEngine:
 
 
 @contextlib.contextmanager
-def fake_engine() -> Iterator[FakeEngine]:
+def fake_engine(
+    make_tokenizer: Callable[[], PreTrainedTokenizerFast] = byte_tokenizer,
+    eos_ids: frozenset[int] = frozenset({EOS_ID}),
+) -> Iterator[FakeEngine]:
     """Run a fake scheduler and the real detokenizer in threads."""
     directory = make_ipc_directory()
     ipc = IpcAddresses(directory.path)
-    tokenizer = byte_tokenizer()
-    scheduler = FakeScheduler(ipc, make_decoder_factory(byte_tokenizer()))
+    tokenizer = make_tokenizer()
+    scheduler = FakeScheduler(ipc, make_decoder_factory(make_tokenizer()), eos_ids=eos_ids)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     source, sink = open_sockets(context, ipc)
 
     def detokenize() -> None:
         try:
-            serve(Detokenizer(make_decoder_factory(byte_tokenizer())), source, sink)
+            serve(Detokenizer(make_decoder_factory(make_tokenizer())), source, sink)
         finally:
             source.close(linger=0)
             sink.close(linger=0)
@@ -346,12 +351,14 @@ class FrontServer:
 
 
 @contextlib.contextmanager
-def front_server(**args: Any) -> Iterator[FrontServer]:
+def front_server(
+    *, make_engine: Callable[[], AbstractContextManager[FakeEngine]] = fake_engine, **args: Any
+) -> Iterator[FrontServer]:
     """Serve on a free loopback port; `args` are fields of `ServerArgs`."""
     server_args = ServerArgs(
         model_path="dummy", served_model_name="echo", port=get_free_port(), **args
     ).resolve()
-    with fake_engine() as engine:
+    with make_engine() as engine:
         metrics = ServerMetrics() if server_args.enable_metrics else None
         context = ServerContext(
             args=server_args,

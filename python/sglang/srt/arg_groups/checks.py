@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.cli import Mistake, check_choices, flag_name, lines_of, refuse_ignored
@@ -20,7 +21,9 @@ from sglang.srt.arg_groups.remote_weights import check_remote_weights, offers_we
 from sglang.srt.arg_groups.server_flags import ServerFlags
 from sglang.srt.arg_groups.speculative import check_speculative
 from sglang.srt.constants import DEFAULT_HIERARCHICAL_PAGE_SIZE, DEFAULT_PAGE_SIZE
+from sglang.srt.function_call.gpt_oss_detector import GPT_OSS
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
+from sglang.srt.parser.reasoning_parser import AUTO
 
 if TYPE_CHECKING:
     from sglang.srt.hardware_backend.device_kinds import DeviceKind
@@ -240,6 +243,7 @@ def mistakes_of(args: ServerFlags, malformed: Sequence[str] = ()) -> list[str]:
     lines = [
         *lines_of(_check_config, others),
         *lines_of(_check_tls, others),
+        *lines_of(_check_parsers, others),
         *lines_of(check_remote_weights, others, others.host, others.port),
         *lines_of(check_parallelism, others),
         *lines_of(check_disaggregation, others),
@@ -282,6 +286,20 @@ def _check_tls(args: ServerFlags) -> Iterator[str]:
             "--ssl-certfile: other servers ask a seed of weights over http: leave it out, and put "
             "a proxy with TLS in front for clients"
         )
+
+
+def _check_parsers(args: ServerFlags) -> Iterator[str]:
+    """Refuse another parser beside the one that reads reasoning and calls together."""
+    names = {
+        "--tool-call-parser": args.tool_call_parser,
+        "--reasoning-parser": args.reasoning_parser,
+    }
+    for one, other in permutations(names):
+        if names[one] == GPT_OSS and names[other] not in (None, AUTO, GPT_OSS):
+            yield (
+                f"{other} {names[other]} contradicts {one} {GPT_OSS}, which reads reasoning and "
+                f"calls: give {other} {GPT_OSS} too, or leave it out"
+            )
 
 
 def _check_events(args: ServerFlags) -> Iterator[str]:

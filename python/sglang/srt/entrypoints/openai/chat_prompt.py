@@ -16,6 +16,7 @@ from sglang.srt.constrained.constraint import MAX_CONSTRAINT_BYTES, GrammarError
 from sglang.srt.constrained.schema_check import loosen_json_schema, prepare_json_schema
 from sglang.srt.entrypoints.http.body import TEXT_ALONE, refuse_fields
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
+from sglang.srt.entrypoints.openai.message_turns import check_effort, message_turns
 from sglang.srt.entrypoints.openai.protocol import ChatBody, ChatMessage, Tool, ToolCall, ToolChoice
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS
 from sglang.srt.function_call.strict_calls import strict_calls
@@ -307,8 +308,13 @@ def chat_prompt(
             f"chat_template_kwargs.{name}: not a template's variable; leave it out",
             "chat_template_kwargs",
         )
+    turns = [_turn(f"messages[{i}]", message) for i, message in enumerate(body.messages)]
+    if template.has_channels:
+        turns = message_turns(turns)
+        if "reasoning_effort" in variables:
+            check_effort(variables["reasoning_effort"])
     return template.render(
-        [_turn(f"messages[{i}]", message) for i, message in enumerate(body.messages)],
+        turns,
         add_generation_prompt=adds,
         continue_final_message=continues,
         tools=None if tools is None else tools.shown,

@@ -112,6 +112,9 @@ class BlockStream:
 
     def _grow(self, kind: BlockKind, text: str) -> Iterator[Change]:
         if self._open is None or self._open.kind is not kind:
+            text = text.lstrip() if self.made else text
+            if not text:
+                return
             yield from self._start(kind)
         yield from self._add(text)
 

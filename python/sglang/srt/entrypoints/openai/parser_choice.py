@@ -15,11 +15,12 @@ from typing import Any, Final
 from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.constrained.constraint import THINK_END
 from sglang.srt.function_call.function_call_parser import TOOL_CALL_PARSERS, make_call_parser
+from sglang.srt.function_call.gpt_oss_detector import GPT_OSS
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.generate_request import InvalidRequest
 from sglang.srt.parser.reasoning_parser import (
     AUTO,
-    REASONING_PARSERS,
+    REASONING_PARSER_NAMES,
     opened_reasoning,
 )
 from sglang.srt.server_args import ServerArgs
@@ -52,6 +53,7 @@ _CALL: Final = {
 }
 _FAMILY_CALLS: Final[Mapping[str, str]] = {
     "Glm": "glm45",
+    "GptOss": GPT_OSS,
     "Kimi": "kimi_k2",
     "MiniMax": "minimax-m2",
     "Mistral": "mistral",
@@ -102,6 +104,8 @@ def call_parser(template: ChatTemplate, architecture: str) -> tuple[str, str]:
         _, calls = make_call_parser([_TOOL], name).parse_non_stream(text)
         if [(one.name, json.loads(one.parameters)) for one in calls] == [(_NAME, _ARGUMENTS)]:
             return name, "which reads the calls that the chat template shows"
+    if template.has_channels:
+        return GPT_OSS, "by the channels in the chat template"
     for family, name in _FAMILY_CALLS.items():
         if architecture.startswith(family) and _NAME not in shown:
             return name, f"as {architecture} writes calls; the chat template shows none"
@@ -114,11 +118,13 @@ def call_parser(template: ChatTemplate, architecture: str) -> tuple[str, str]:
 def reasoning_parser(template: ChatTemplate, architecture: str) -> tuple[str, str]:
     """The name of the parser of the architecture, for a template with markers of reasoning, and
     why. Raises ValueError if it has none."""
+    if template.has_channels or architecture.startswith("GptOss"):
+        return GPT_OSS, f"for {architecture}, whose outputs have channels"
     opened = opened_reasoning(_after_question(template))
     if opened is None and THINK_END not in template.source:
         raise ValueError(
             f"--reasoning-parser auto: the chat template of {architecture} has no "
-            f"{THINK_END}: leave the flag out, or name one of {', '.join(REASONING_PARSERS)}"
+            f"{THINK_END}: leave the flag out, or name one of {', '.join(REASONING_PARSER_NAMES)}"
         )
     family = next(one for one in _FAMILY_REASONING if architecture.startswith(one))
     why = "whose chat template opens the reasoning" if opened else "by its chat template"

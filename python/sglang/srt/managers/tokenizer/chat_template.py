@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jinja2
 
+from sglang.srt.function_call.gpt_oss_detector import CHANNEL
 from sglang.srt.managers.tokenizer.generate_request import InvalidRequest
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class ChatTemplate:
         """Text of the template, or of all that the tokenizer has."""
         self.takes_tools = "tools" in self.source
         """True if the template shows tools to the model."""
+        self.has_channels = CHANNEL in self.source
+        """True if it writes messages as gpt-oss does."""
         self._has_warned = False
 
     def warn_of_ignored_tools(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import pytest
 
+from rigs.harmony_text import TEMPLATE
 from rigs.servers.fake_engine import byte_tokenizer
 from rigs.written_calls import ALL_WRITERS
 from sglang.srt.entrypoints.openai.parser_choice import with_parsers
@@ -134,6 +135,19 @@ def test_a_parser_of_reasoning_is_chosen(begin: str, architecture: str, parser: 
     assert parser in REASONING_PARSERS
 
 
+@pytest.mark.parametrize(
+    ("made", "architecture"),
+    [
+        (template(text=TEMPLATE), "GptOssForCausalLM"),
+        (template(text=TEMPLATE), "LlamaForCausalLM"),
+        (template(text="{{ tools }}<|channel|>{{ NAME }}"), "LlamaForCausalLM"),
+        (template(), "GptOssForCausalLM"),
+    ],
+)
+def test_channels_choose_the_parser_of_both(made: ChatTemplate, architecture: str) -> None:
+    assert calls(made, architecture) == reasoning(made, architecture) == "gpt-oss"
+
+
 def test_a_template_without_reasoning_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--reasoning-parser auto: .*no </think>: leave the flag"):
         reasoning(template(), "Qwen3ForCausalLM")
@@ -152,6 +166,20 @@ def test_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
         "--reasoning-parser auto: qwen3-thinking, for Qwen3ForCausalLM, whose chat template opens "
         "the reasoning",
     ]
+
+
+def test_the_parser_of_both_takes_no_other_beside_it() -> None:
+    made = template(text=TEMPLATE)
+    for flags in (
+        {"tool_call_parser": "gpt-oss", "reasoning_parser": "qwen3"},
+        {"tool_call_parser": "qwen25", "reasoning_parser": "gpt-oss"},
+        {"tool_call_parser": AUTO, "reasoning_parser": "qwen3"},
+        {"tool_call_parser": "qwen25", "reasoning_parser": AUTO},
+    ):
+        with pytest.raises(ValueError, match=r"-parser qwen\d* contradicts --.*gpt-oss.*leave it"):
+            resolved(made, "GptOssForCausalLM", **flags)
+    both = {"tool_call_parser": AUTO, "reasoning_parser": "gpt-oss"}
+    assert resolved(made, "GptOssForCausalLM", **both).tool_call_parser == "gpt-oss"
 
 
 def test_names_stay_as_they_are() -> None:
