@@ -50,10 +50,17 @@ def harmony_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
+def mark_ids() -> dict[str, int]:
+    """The ids of `MARKS`."""
+    ids = harmony_tokenizer().get_added_vocab()
+    return {mark: ids[mark] for mark in MARKS}
+
+
 def harmony_engine() -> AbstractContextManager[FakeEngine]:
     """An echo with that tokenizer, which stops as a checkpoint of the family says."""
-    ends = harmony_tokenizer().convert_tokens_to_ids(["<|return|>", "<|call|>"])
-    return fake_engine(harmony_tokenizer, frozenset({EOS_ID, *ends}))
+    ids = mark_ids()
+    ends = frozenset({EOS_ID, ids["<|return|>"], ids["<|call|>"]})
+    return fake_engine(harmony_tokenizer, ends)
 
 
 ECHO = "{{ messages[-1]['content'] }}<eos>{# it knows tools and <|channel|> #}"

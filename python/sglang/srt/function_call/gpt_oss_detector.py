@@ -26,7 +26,7 @@ CHANNEL: Final = "<|channel|>"
 CONSTRAIN: Final = "<|constrain|>"
 MESSAGE: Final = "<|message|>"
 END: Final = "<|end|>"
-HEADER_MARKS: Final = (START, CHANNEL, MESSAGE, END)
+HEADER_MARKS: Final[tuple[str, ...]] = (START, CHANNEL, MESSAGE, END)
 """Special tokens around the messages before the last one."""
 _ENDS: Final = (END, "<|return|>", "<|call|>")
 MAX_HEADER: Final = 256

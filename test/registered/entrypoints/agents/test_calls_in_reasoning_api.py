@@ -43,7 +43,7 @@ def parser(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def server(parser: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontServer]:
     template = write_template(tmp_path_factory.mktemp("last"), LAST_MESSAGE)
-    settings = {"tool_call_parser": parser, "reasoning_parser": PARSERS[parser]}
+    settings: dict[str, Any] = {"tool_call_parser": parser, "reasoning_parser": PARSERS[parser]}
     with (
         mock.patch.object(fake_engine, "CONTEXT_LEN", 400),
         front_server(chat_template=template, **settings) as running,

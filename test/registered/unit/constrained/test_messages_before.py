@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rigs.harmony_text import MARKS, NEXT, final, harmony_tokenizer, preamble, thought
+from rigs.harmony_text import NEXT, final, harmony_tokenizer, mark_ids, preamble, thought
 from rigs.servers.fake_engine import byte_tokenizer
 from sglang.srt.constrained.constraint import Constraint, ConstraintKind, GrammarError, Reasoning
 from sglang.srt.constrained.grammar import GrammarLimits, GrammarMatcher, allocate_bitmask
@@ -19,7 +19,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 TOKENIZER = harmony_tokenizer()
-IDS: dict[str, int] = {mark: TOKENIZER.convert_tokens_to_ids(mark) for mark in MARKS}
+IDS = mark_ids()
 ENDS = (IDS["<|return|>"], IDS["<|call|>"])
 VOCAB = 300
 SCHEMA = '{"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}'

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 from itertools import groupby
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -33,6 +34,7 @@ from sglang.srt.function_call.gpt_oss_detector import (
     begun_message,
     read_header,
 )
+from sglang.srt.function_call.json_text import JsonObjectScanner
 from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -330,14 +332,22 @@ def test_headers(text: str, is_cut: bool, is_header: bool) -> None:
     assert (read_header(text, is_cut=is_cut) is not None) is is_header
 
 
-def test_hostile_outputs_are_read_in_linear_time() -> None:
-    """Each character of arguments is scanned at most twice."""
-    one = call("add", '{"a": "x', "")
-    text = (one + NEXT) * 3000
-    got = read([text])
-    assert sum(len(text) for _, text in got) > 3000 * 20
-    many = "<|start|>" * 30_000
-    assert read([many]) == []
+def test_each_character_of_arguments_is_scanned_twice_at_most() -> None:
+    """The first call never ends, so that the others are read again."""
+    text = (call("add", '{"a": "x', "") + NEXT) * 1000
+    num_scanned = 0
+    plain = JsonObjectScanner._read
+
+    def counted(scanner: JsonObjectScanner, char: str) -> None:
+        nonlocal num_scanned
+        num_scanned += 1
+        plain(scanner, char)
+
+    with mock.patch.object(JsonObjectScanner, "_read", counted):
+        got = read([text])
+    assert sum(len(part) for _, part in got) > 1000 * 20
+    assert num_scanned < 2 * len(text)
+    assert read(["<|start|>" * 30_000]) == []
 
 
 FRAGMENTS = [

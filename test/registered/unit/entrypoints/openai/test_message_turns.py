@@ -115,7 +115,7 @@ def test_answers_stay_as_they_are() -> None:
 
 
 def test_items_of_responses_are_shown() -> None:
-    items = [
+    items: list[dict[str, Any]] = [
         {"role": "user", "content": "hi"},
         {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
         {"role": "assistant", "content": "so"},
@@ -137,14 +137,13 @@ def test_efforts_are_checked() -> None:
         given = {"reasoning_effort": effort}
         assert f"Reasoning: {effort}<" in prompt([USER], chat_template_kwargs=given)
     assert "Reasoning: medium<" in prompt([USER])
-    for effort in ("none", "minimal", "low<|end|>", ["low"]):
-        for fields in (
-            {"reasoning_effort": effort},
-            {"chat_template_kwargs": {"reasoning_effort": effort}},
-        ):
-            if isinstance(effort, str) or "chat_template_kwargs" in fields:
-                with pytest.raises(ApiError, match="must be one of low, medium, high"):
-                    prompt([USER], **fields)
+    wrong: list[dict[str, Any]] = [{"chat_template_kwargs": {"reasoning_effort": ["low"]}}]
+    for other in ("none", "minimal", "low<|end|>"):
+        wrong.append({"reasoning_effort": other})
+        wrong.append({"chat_template_kwargs": wrong[-1]})
+    for fields in wrong:
+        with pytest.raises(ApiError, match="must be one of low, medium, high"):
+            prompt([USER], **fields)
 
 
 def test_a_result_without_a_call_stays_where_it_is() -> None:
