@@ -132,8 +132,9 @@ class GptOssDetector(FormatDetector):
     The channel `analysis` is reasoning; `final`, and `commentary` without a recipient, are text. A
     message to `functions.NAME`, a known tool, whose text is a JSON object, is a call, sent when the
     object is complete. Other headers and calls are text, without their marks. All text between
-    marks is kept; marks never are. An object's strings may have marks, until a call has broken:
-    then the next mark ends the arguments, so that no text is read more than twice.
+    marks is kept; marks never are, except in strings of arguments. Arguments that break are read
+    again as text. A quote that begins a string in later arguments ends one in the broken ones, so
+    that these end before the next mark, and the work stays linear.
 
     Args:
         tool_names: The tools that the request named; None allows any `functions.NAME`.
@@ -166,7 +167,6 @@ class GptOssDetector(FormatDetector):
         self._opener = ""
         """Header and blanks before the arguments, as text."""
         self._scanner = JsonObjectScanner()
-        self._strings_may_have_marks = True
         self._at = 0
         """Place in the buffer up to which it has been read."""
         self._num_fed = 0
@@ -348,12 +348,8 @@ class GptOssDetector(FormatDetector):
                 return False
             if not stripped.startswith("{"):
                 return self._break_call()
-        mark, end = None, len(self._buffer)
-        if not self._strings_may_have_marks:
-            mark = _MARK.search(self._buffer, max(self._scanner.position - _LONGEST_MARK, 0))
-            end = self._end_of_text() if mark is None else mark.start()
-        state = self._scanner.feed(self._buffer, end)
-        if state is ScanState.OPEN and mark is None and not self._has_ended:
+        state = self._scanner.feed(self._buffer)
+        if state is ScanState.OPEN and not self._has_ended:
             return False
         if state is not ScanState.CLOSED:
             return self._break_call()
@@ -369,7 +365,6 @@ class GptOssDetector(FormatDetector):
 
     def _break_call(self) -> bool:
         """The arguments are none: they are text."""
-        self._strings_may_have_marks = False
         self._begin_text()
         self._show(self._opener)
         return True

@@ -272,6 +272,14 @@ def test_blocks_of_responses_keep_the_order(server: FrontServer, stream: bool) -
     assert reply.usage.output_tokens_details.reasoning_tokens == len(ids)
 
 
+def test_reasoning_that_the_length_cuts_is_counted(server: FrontServer) -> None:
+    with client_of(server) as client:
+        reply = client.responses.create(model="echo", input=ANSWER, max_output_tokens=12)
+    assert (reply.status, reply.output[0].type) == ("incomplete", "reasoning")
+    assert reply.usage is not None
+    assert reply.usage.output_tokens_details.reasoning_tokens == 12
+
+
 def test_items_of_responses_go_round(server: FrontServer, tmp_path: Path) -> None:
     with client_of(server) as client:
         reply = client.responses.create(

@@ -9,7 +9,12 @@ import pytest
 from rigs.harmony_text import NEXT, final, harmony_tokenizer, mark_ids, preamble, thought
 from rigs.servers.fake_engine import byte_tokenizer
 from sglang.srt.constrained.constraint import Constraint, ConstraintKind, GrammarError, Reasoning
-from sglang.srt.constrained.grammar import GrammarLimits, GrammarMatcher, allocate_bitmask
+from sglang.srt.constrained.grammar import (
+    GrammarLimits,
+    GrammarMatcher,
+    Vocabulary,
+    allocate_bitmask,
+)
 from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
 from sglang.srt.function_call.function_call_parser import make_message_parser
 from sglang.srt.function_call.gpt_oss_detector import PartKind
@@ -127,6 +132,14 @@ def test_a_tokenizer_without_the_marks_is_refused() -> None:
             backend.compile_now(Constraint(ConstraintKind.REGEX, "a", Reasoning.MESSAGES))
     finally:
         backend.close()
+
+
+def test_marks_that_end_outputs_or_have_no_logits_stay_forbidden() -> None:
+    made = Vocabulary.from_tokenizer(TOKENIZER, VOCAB, [IDS["<|end|>"]])
+    assert made.marks.keys() == {"<|start|>", "<|channel|>", "<|message|>"}
+    assert made.tokens[IDS["<|end|>"]] == b""
+    short = Vocabulary.from_tokenizer(TOKENIZER, IDS["<|channel|>"] + 1, [256])
+    assert short.marks.keys() == {"<|channel|>"}
 
 
 @pytest.mark.parametrize(
