@@ -130,11 +130,12 @@ class GptOssDetector(FormatDetector):
     """Reads messages until the output ends, in any order and number.
 
     The channel `analysis` is reasoning; `final`, and `commentary` without a recipient, are text. A
-    message to `functions.NAME`, a known tool, whose text is a JSON object, is a call, sent when the
-    object is complete. Other headers and calls are text, without their marks. All text between
-    marks is kept; marks never are, except in strings of arguments. Arguments that break are read
-    again as text. A quote that begins a string in later arguments ends one in the broken ones, so
-    that these end before the next mark, and the work stays linear.
+    call is a message to `functions.NAME`, a known tool, with a JSON object. It is sent when the
+    object is complete. Other headers and calls are text. All text between marks is kept; no mark
+    is, except in strings of arguments.
+
+    Broken arguments are read again, as text. A quote that begins a string in later arguments ends
+    one in the broken ones, which therefore end before the next mark. The work stays linear.
 
     Args:
         tool_names: The tools that the request named; None allows any `functions.NAME`.
