@@ -16,10 +16,10 @@ import logging
 import os
 import signal
 
+from sglang.srt.distributed.device_communicators.mooncake_library import log_exposed_ports
 from sglang.srt.mem_cache.storage.mooncake_store.client import MooncakeClient
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig, settle_protocol
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
-from sglang.srt.utils.network import log_exposed_ports
 from sglang.srt.utils.process import set_title
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def main() -> None:
         client = MooncakeClient(config, *settle_protocol(config, "cpu"))
     except (ValueError, StorageUnavailable) as error:
         raise SystemExit(f"the node cannot start: {error}") from None
-    log_exposed_ports(logger, "Mooncake")
+    log_exposed_ports(logger)
     logger.info("%s%d bytes", lends(os.getpid()), config.global_segment_size)
     signal.sigwait(_ENDS)
     client.close()

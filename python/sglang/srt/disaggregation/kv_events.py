@@ -66,6 +66,7 @@ _STUCK_MS: Final = 10_000
 _WAIT_S: Final = 0.05
 """Most time between two looks at the replay socket."""
 _LINGER_MS: Final = 1000
+_ALL_ADDRESSES: Final = frozenset({"*", "0.0.0.0", "::"})
 
 
 class _Unread:
@@ -162,6 +163,12 @@ class ZmqEventPublisher:
                 f"{FLAG}: {field} {endpoint!r}: {error}: name a free port of this machine, or "
                 "another host to connect to"
             ) from None
+        if any(_host_of(one) in _ALL_ADDRESSES for one in own):
+            logger.warning(
+                "%s: %s %s is open on all addresses: anyone who reaches it reads the tokens of "
+                "prompts; name an address that only routers reach, or keep it behind a firewall",
+                FLAG, field, endpoint,
+            )  # fmt: skip
 
     def publish(self, events: Sequence[KVCacheEvent]) -> None:
         """Send a batch soon. Never blocks: if too much waits, this one is lost, and its number is

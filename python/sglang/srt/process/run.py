@@ -14,7 +14,10 @@ import zmq
 from tqdm import tqdm
 
 from sglang.srt.arg_groups.checks import ranks_per_node
-from sglang.srt.distributed.device_communicators.mooncake_library import contain_parser_errors
+from sglang.srt.distributed.device_communicators.mooncake_library import (
+    contain_parser_errors,
+    log_exposed_ports,
+)
 from sglang.srt.distributed.parallel_state import make_store
 from sglang.srt.distributed.rank_group import RankGroup, RankLost
 from sglang.srt.distributed.rank_watch import LIMIT_S, RankWatch
@@ -39,7 +42,6 @@ from sglang.srt.process.build import build_scheduler
 from sglang.srt.process.tick_watchdog import TickWatchdog
 from sglang.srt.utils.bad_messages import MALFORMED, BadMessages
 from sglang.srt.utils.logging_utils import configure_logger
-from sglang.srt.utils.network import log_exposed_ports
 from sglang.srt.utils.process import freeze_heap, leave_signals_to_parent, start_parent_watch
 
 if TYPE_CHECKING:
@@ -176,7 +178,7 @@ def run_scheduler_process(
         raise SystemExit(1) from None
     for line in built.ready_details["tiers"]:
         logger.info("%s", line)
-    log_exposed_ports(logger, "Mooncake")
+    log_exposed_ports(logger)
     channel = ZmqChannel(ipc) if rank == 0 else None
     freeze_heap()
     send_ready(ready_pipe, built.ready_details)

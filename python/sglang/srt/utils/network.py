@@ -345,16 +345,3 @@ def warn_of_open_server(logger: logging.Logger, host: str, *, has_key: bool) -> 
         "answers; set SGLANG_API_KEY or --api-key-file",
         host,
     )
-
-
-def log_exposed_ports(logger: logging.Logger, opened_by: str) -> None:
-    """Warn in one line about ports that `opened_by` opened on all addresses, if any."""
-    ports = ports_on_all_addresses()
-    if ports:
-        logger.warning(
-            "TCP ports %s are open on all addresses, by %s: anyone who reaches them can end this "
-            "process, and read and write its pages; set MOONCAKE_LOCAL_HOSTNAME to the address at "
-            "which peers reach this host, or keep them behind a firewall",
-            ", ".join(map(str, ports)),
-            opened_by,
-        )

@@ -341,12 +341,16 @@ def own_hosts() -> list[str]:
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", *own_hosts()])
 def test_every_name_of_this_machine_is_bound(
-    host: str, context: zmq.Context[zmq.Socket[bytes]]
+    host: str, context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Those that mean all addresses with a warning."""
     config = config_of(endpoint=f"tcp://{host}:{get_free_ports(1)[0]}", replay_endpoint=None)
     publisher = ZmqEventPublisher(config)
     try:
         assert all(endpoints_to_bind(config.endpoint))
+        warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert len(warnings) == (host in ("*", "0.0.0.0")), warnings
+        assert all(f"endpoint {config.endpoint} is open on all" in line for line in warnings)
         # Subscribers know the host, or for names of interfaces and wildcards the address.
         name = host.strip("[]")
         own = psutil.net_if_addrs().get(name, [])

@@ -6,12 +6,13 @@ port end the process, and its data port reads and writes registered memory. The 
 libc's `bind` through their tables of imported functions. These tables get the address of
 `BindRedirection._bind` instead, which replaces "all addresses" for calls within `listening_at`.
 A port is never open to others, not even for a moment, and no privilege is needed. Ports stay open
-where the address is not known; `log_exposed_ports` looks at the ports themselves.
+where the address is not known; `log_exposed_ports` names these.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import errno
 import functools
@@ -23,7 +24,6 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +32,7 @@ from typing import Final
 from sglang.srt.distributed.device_communicators.mooncake_log import mooncake_log
 from sglang.srt.environ import envs
 from sglang.srt.utils.loaded_libraries import replace_imports
-from sglang.srt.utils.network import address_at_home
+from sglang.srt.utils.network import address_at_home, ports_on_all_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def _redirect(module: str) -> None:
     logger.debug("%s: %d imports of bind and %d of stderr redirected", module, binds, logs)
 
 
-@contextmanager
+@contextlib.contextmanager
 def listening_at(hostname: str, metadata: str = PEER_TO_PEER) -> Iterator[None]:
     """Context manager: ports that Mooncake opens in this thread are open only at `hostname`.
 
@@ -136,11 +136,35 @@ def listening_at(hostname: str, metadata: str = PEER_TO_PEER) -> Iterator[None]:
 
 def narrowed(sockaddr: bytes, addresses: Mapping[int, bytes]) -> bytes | None:
     """A `sockaddr` of "all addresses" with its family's address instead; None: leave it."""
-    family = int.from_bytes(sockaddr[:2], sys.byteorder)
-    where = _ADDRESS_AT.get(family)
-    if where is None or family not in addresses or any(sockaddr[where]):
+    family = _family(sockaddr)
+    if family not in addresses or not is_wide(sockaddr):
         return None
+    where = _ADDRESS_AT[family]
     return sockaddr[: where.start] + addresses[family] + sockaddr[where.stop :]
+
+
+def is_wide(sockaddr: bytes) -> bool:
+    """True if a `sockaddr` of IPv4 or IPv6 means "all addresses"."""
+    where = _ADDRESS_AT.get(_family(sockaddr))
+    return where is not None and not any(sockaddr[where])
+
+
+def _family(sockaddr: bytes) -> int:
+    return int.from_bytes(sockaddr[:2], sys.byteorder)
+
+
+def log_exposed_ports(logger: logging.Logger) -> None:
+    """Warn in one line about the ports that Mooncake has open on all addresses in this process, if
+    there are any. Listeners of others are theirs to warn of."""
+    ports = sorted(bind_redirection().wide.intersection(ports_on_all_addresses()))
+    if ports:
+        logger.warning(
+            "Mooncake's TCP ports %s are open on all addresses: anyone who reaches them can read "
+            "and write pages of this process, and keep its peers from it; set "
+            "MOONCAKE_LOCAL_HOSTNAME to the address at which peers reach this host, or keep the "
+            "ports behind a firewall",
+            ", ".join(map(str, ports)),
+        )
 
 
 @functools.cache
@@ -155,6 +179,7 @@ class BindRedirection:
     Attributes:
         theirs: Address of libc's function.
         ours: Address of this function.
+        wide: Ports that the libraries have bound to all addresses, some of which may be closed.
     """
 
     def __init__(self) -> None:
@@ -162,6 +187,7 @@ class BindRedirection:
         self._their_bind = _Bind(self.theirs)
         self._our_bind = _Bind(self._bind)
         self.ours = ctypes.cast(self._our_bind, ctypes.c_void_p).value or 0
+        self.wide: set[int] = set()
 
     def redirect(self, libraries: str) -> int:
         """Redirect the `bind` of the loaded libraries whose paths begin with `libraries`. Returns
@@ -171,8 +197,10 @@ class BindRedirection:
     def _bind(self, fd: int, sockaddr: int, length: int) -> int:
         """libc's `bind`, as Mooncake calls it; errno is the caller's."""
         code: int
+        given = b""
         try:
-            raw = narrowed(ctypes.string_at(sockaddr, length), _addresses.get({}))
+            given = ctypes.string_at(sockaddr, length)
+            raw = narrowed(given, _addresses.get({}))
         except Exception:
             # The caller is C++, so nothing above would log it.
             logger.exception("a port of Mooncake stays open at all addresses")
@@ -182,6 +210,9 @@ class BindRedirection:
             if not code or ctypes.get_errno() != errno.EADDRNOTAVAIL:
                 return code
         code = self._their_bind(fd, sockaddr, length)
+        if not code and is_wide(given):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as bound:
+                self.wide.add(bound.getsockname()[1])
         return code
 
 

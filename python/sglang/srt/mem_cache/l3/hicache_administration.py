@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
+from sglang.srt.distributed.device_communicators.mooncake_library import log_exposed_ports
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
 from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES, HostBackup
 from sglang.srt.mem_cache.l3.store_connection import PreparedChange, StoreConnection
@@ -21,7 +22,6 @@ from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.on_all_ranks import MOST_REASON_BYTES, reasons
 from sglang.srt.mem_cache.tree.tick_sync import Progress, Status
 from sglang.srt.utils.background_call import BackgroundCall
-from sglang.srt.utils.network import log_exposed_ports
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class StorageAdministration:
         def prepare() -> PreparedChange:
             change = self._store.prepare(backend, extra_config, prefetch_policy)
             if change.store is not None:
-                log_exposed_ports(logger, "Mooncake")
+                log_exposed_ports(logger)
             return change
 
         def take_up(change: PreparedChange) -> str:
