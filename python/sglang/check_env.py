@@ -21,7 +21,6 @@ from sglang.diagnosis.machine_facts import (
     limit_findings,
     mooncake_wheels,
     package_findings,
-    port_findings,
     rdma_findings,
 )
 from sglang.diagnosis.start_findings import (
@@ -48,7 +47,6 @@ def find_all(argv: Sequence[str], root: Path = Path("/")) -> list[Finding]:
         *rdma_findings(root),
         *transport_findings(devices, protocols_of_wheel(mooncake_wheels(versions))),
         *limit_findings(root, needs_locked=is_locking),
-        *port_findings(),
         *environment_findings(),
         *flag_findings(argv),
     ]

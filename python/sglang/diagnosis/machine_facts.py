@@ -18,7 +18,7 @@ from typing import Final
 import psutil
 
 from sglang.diagnosis.findings import Finding, State
-from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT, DEFAULT_HOST, DEFAULT_PORT, GB, VERSION
+from sglang.srt.constants import GB, VERSION
 from sglang.srt.distributed.device_communicators.mooncake_protocol import list_rdma_devices
 from sglang.srt.utils.network import is_port_available
 
@@ -246,17 +246,13 @@ def _read(path: Path) -> str:
         return ""
 
 
-def port_findings(host: str = DEFAULT_HOST) -> Iterator[Finding]:
-    """The default ports of a server and of a prefill server's bootstrap server, on `host`."""
-    for name, port, flag in (
-        ("server", DEFAULT_PORT, "--port"),
-        ("bootstrap", DEFAULT_BOOTSTRAP_PORT, "--disaggregation-bootstrap-port"),
-    ):
-        is_free = is_port_available(host, port)
-        yield Finding(
-            section="ports",
-            name=name,
-            value=f"{host}:{port} is {'free' if is_free else 'in use'}",
-            state=State.OK if is_free else State.ABSENT,
-            remedy="" if is_free else f"choose another with {flag}",
-        )
+def port_finding(name: str, host: str, port: int, flag: str) -> Finding:
+    """A port that a server with these flags listens on; `flag` chooses another."""
+    is_free = is_port_available(host, port)
+    return Finding(
+        section="ports",
+        name=name,
+        value=f"{host}:{port} is {'free' if is_free else 'in use'}",
+        state=State.OK if is_free else State.ABSENT,
+        remedy="" if is_free else f"choose another with {flag}",
+    )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
 
 from sglang.diagnosis.findings import Finding, State
-from sglang.diagnosis.machine_facts import CPU_WHEELS
+from sglang.diagnosis.machine_facts import CPU_WHEELS, port_finding
 from sglang.srt.arg_groups.cli import FlagErrors
-from sglang.srt.arg_groups.disaggregation import variables_of
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, variables_of
 from sglang.srt.arg_groups.foreign_flags import warnings_about_variables
 from sglang.srt.distributed.device_communicators.mooncake_library import load_transfer_engine
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
@@ -28,18 +27,6 @@ from sglang.srt.utils.network import check_port_available
 def check_port(args: ServerArgs) -> None:
     """Check that a server can listen at `--host` and `--port`."""
     check_port_available(args.host, args.port)
-
-
-_CHECKS: Final[tuple[Callable[[ServerArgs], None], ...]] = (
-    check_port,
-    start_checks.check_device,
-    start_checks.check_tls,
-    start_checks.check_host_layout,
-    start_checks.check_model,
-    start_checks.check_seed,
-    start_checks.check_disaggregation,
-    start_checks.check_storage,
-)
 
 
 def protocols_of_wheel(wheels: Sequence[str]) -> frozenset[str] | str:
@@ -112,8 +99,8 @@ def environment_findings() -> Iterator[Finding]:
 
 
 def flag_findings(argv: Sequence[str]) -> Iterator[Finding]:
-    """Refusals of a server with the flags `argv`, before it loads anything. Reads model files,
-    downloads nothing."""
+    """Ports of a server with the flags `argv`, and what it would refuse before it loads anything.
+    Reads model files, downloads nothing."""
     try:
         args = prepare_server_args(["--log-level", "error", *argv])
     except FlagErrors as error:
@@ -123,9 +110,13 @@ def flag_findings(argv: Sequence[str]) -> Iterator[Finding]:
     except ValueError as error:
         yield _refused("flags", str(error))
         return
+    yield port_finding("server", args.host, args.port, "--port")
+    if args.disaggregation_mode == DisaggregationMode.PREFILL:
+        port = args.disaggregation_bootstrap_port
+        yield port_finding("bootstrap", args.host, port, start_checks.BOOTSTRAP_PORT_FLAG)
     refused = []
     with variables_of(args):
-        for check in _CHECKS:
+        for check in (check_port, *start_checks.CHECKS):
             try:
                 check(args)
             except ValueError as error:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Final
 
 from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.arg_groups.disaggregation import (
@@ -72,16 +74,7 @@ def check_start(args: ServerArgs) -> None:
     for line in (*warnings_about_variables(), *overruled_variables(args)):
         logger.warning(line)
     with variables_of(args):
-        for check in (
-            check_tracing,
-            check_device,
-            check_tls,
-            check_host_layout,
-            check_model,
-            check_seed,
-            check_disaggregation,
-            check_storage,
-        ):
+        for check in CHECKS:
             check(args)
 
 
@@ -187,6 +180,19 @@ def check_storage(args: ServerArgs) -> None:
             check_reachable(store)
         except StorageUnreachable as error:
             raise ValueError(str(error)) from None
+
+
+CHECKS: Final[tuple[Callable[[ServerArgs], None], ...]] = (
+    check_tracing,
+    check_device,
+    check_tls,
+    check_host_layout,
+    check_model,
+    check_seed,
+    check_disaggregation,
+    check_storage,
+)
+"""The checks of resolved arguments, in their order at a start."""
 
 
 def _check_package(user: str, module: str = "") -> None:

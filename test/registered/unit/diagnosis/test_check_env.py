@@ -24,7 +24,10 @@ from sglang.diagnosis.machine_facts import (
 )
 from sglang.diagnosis.start_findings import transport_findings
 from sglang.srt.distributed.device_communicators.mooncake_protocol import RdmaDevice
+from sglang.srt.entrypoints import start_checks
 from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import get_free_ports
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
@@ -58,8 +61,37 @@ def test_flags_and_a_port_in_use_are_refused(capsys: pytest.CaptureFixture[str])
     assert status == 1
     refused = {one["name"]: one["remedy"] for one in found["findings"] if one["state"] == "refused"}
     assert f"127.0.0.1:{port}" in refused["port"] and "/none" in refused["model"]
+    assert f"127.0.0.1:{port} is in use" in ports_of(found)
     status, found = checked(capsys, "--tp-siz", "2")
     assert status == 1 and "did you mean --tp-size?" in json.dumps(found)
+
+
+def ports_of(found: dict[str, Any]) -> list[str]:
+    return [one["value"] for one in found["findings"] if one["section"] == "ports"]
+
+
+def test_ports_are_those_of_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = get_free_ports(2)
+    _, found = checked(capsys, "--port", str(one))
+    assert ports_of(found) == [f"127.0.0.1:{one} is free"]
+    prefill = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(other))
+    _, found = checked(capsys, "--port", str(one), "--host", "127.0.0.2", *prefill)
+    assert ports_of(found) == [f"127.0.0.2:{port} is free" for port in (one, other)]
+
+
+def test_it_makes_the_checks_of_a_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_planted(args: ServerArgs) -> None:
+        raise ValueError(f"--port {args.port} is planted")
+
+    monkeypatch.setattr(start_checks, "CHECKS", (*start_checks.CHECKS, check_planted))
+    assert start_checks.check_tracing in start_checks.CHECKS
+    _, found = checked(capsys, "--port", "39217")
+    refused = {one["name"]: one["remedy"] for one in found["findings"]}
+    assert refused["planted"] == "--port 39217 is planted"
+    with pytest.raises(ValueError, match="--port 39217 is planted"):
+        start_checks.check_start(ServerArgs(port=39217).resolve())
 
 
 def test_flags_stand_for_variables_as_in_a_start(
