@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from sglang.srt.utils.process import spin_briefly
+
+if __name__ == "__main__":
+    spin_briefly()  # before torch is imported
+
 import argparse
 import sys
 from collections.abc import Sequence

@@ -8,6 +8,11 @@ not work.
 
 from __future__ import annotations
 
+from sglang.srt.utils.process import spin_briefly
+
+if __name__ == "__main__":
+    spin_briefly()  # before torch is imported
+
 import argparse
 import dataclasses
 import functools

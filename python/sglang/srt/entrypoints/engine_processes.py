@@ -24,7 +24,6 @@ from sglang.srt.arg_groups.disaggregation import variables_of
 from sglang.srt.distributed.rendezvous import Rendezvous, open_rendezvous
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.start_checks import check_start
-from sglang.srt.environ import envs
 from sglang.srt.messages.ipc import (
     LOST_A_RANK,
     IpcAddresses,
@@ -32,7 +31,12 @@ from sglang.srt.messages.ipc import (
     receive_ready,
 )
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.process import holding_signals_from_children, postponing_signals, set_title
+from sglang.srt.utils.process import (
+    holding_signals_from_children,
+    postponing_signals,
+    set_title,
+    spinning_briefly,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.utils.portable_tokenizer import TokenizerData
@@ -73,7 +77,7 @@ class EngineProcesses:
         child = context.Process(target=target, args=(*args, writer), name=f"sglang-{name}")
         # A signal that comes before the child is recorded would leave it running.
         with postponing_signals():
-            with _spinning_briefly(), _without_a_main_to_import(), holding_signals_from_children():
+            with spinning_briefly(), _without_a_main_to_import(), holding_signals_from_children():
                 child.start()
             writer.close()
             self._children[name] = child
@@ -280,18 +284,6 @@ def _without_a_main_to_import() -> Iterator[None]:
         yield
     finally:
         main.__file__ = file
-
-
-def _spinning_briefly() -> contextlib.AbstractContextManager[None]:
-    """Context that makes idle OpenMP threads of the children sleep soon, unless the environment has
-    a setting.
-
-    libgomp reads the setting once, when torch is imported.
-    """
-    spin = envs.GOMP_SPINCOUNT
-    if spin.is_set() or envs.OMP_WAIT_POLICY.is_set():
-        return contextlib.nullcontext()
-    return spin.override(spin.default)
 
 
 def _ending_of(child: SpawnProcess) -> str:

@@ -19,6 +19,7 @@ from typing import Final
 import psutil
 from setproctitle import setproctitle
 
+from sglang.srt.environ import envs
 from sglang.srt.utils.network import wait_until
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,27 @@ _GROUP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
 def set_title(role: str, details: str = "") -> None:
     """Set the title that `ps` and `top` show for this process: `sglang::role details`."""
     setproctitle(f"sglang::{role} {details}".rstrip())
+
+
+def spin_briefly() -> None:
+    """Make idle OpenMP threads of this process sleep soon, unless the environment has a setting.
+
+    libgomp reads the setting once, when torch is imported: call this before.
+    """
+    if not envs.OMP_WAIT_POLICY.is_set():
+        envs.GOMP_SPINCOUNT.export_default()
+
+
+@contextlib.contextmanager
+def spinning_briefly() -> Iterator[None]:
+    """Context in which children that start are told to `spin_briefly`; this process is not."""
+    was_set = envs.GOMP_SPINCOUNT.is_set()
+    spin_briefly()
+    try:
+        yield
+    finally:
+        if not was_set:
+            envs.GOMP_SPINCOUNT.clear()
 
 
 @contextlib.contextmanager

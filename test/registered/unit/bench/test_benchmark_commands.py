@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from benchmark import __main__ as program
 from benchmark.command import COMMANDS, Command, description, load_command, module_name
 from benchmark.gpu_hybrid.steps import costs_by_ends
 from benchmark.report import Report
+from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
@@ -20,6 +23,22 @@ register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 MEASUREMENTS = [(name, part) for name, parts in COMMANDS.items() for part in parts or (None,)]
 ON_GPUS = [(name, part) for name, part in MEASUREMENTS if name.startswith("gpu-")]
 ON_GPUS.append(("remote-weights", "nvlink"))
+
+
+_SPINS_AT_TORCH: Final = """
+import os, runpy, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Finder())
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+"""Prints the setting that torch's OpenMP library would read in a command."""
 
 
 def words(name: str, part: str | None) -> list[str]:
@@ -124,3 +143,22 @@ def test_a_figure_is_a_line_of_the_table_and_of_the_file(
 def test_a_kernel_costs_what_it_adds_to_the_timeline() -> None:
     spans = [(5, 14, "a"), (0, 10, "a"), (2, 8, "b"), (20, 25, "c")]
     assert costs_by_ends(spans) == {"a": [10, 4], "b": [0], "c": [11]}
+
+
+@pytest.mark.parametrize(
+    "command", ["sglang.bench_one_batch", "sglang.hicache_plan", "benchmark cpu-costs tree"]
+)
+def test_commands_that_compute_spin_as_a_server_does(command: str) -> None:
+    settings: list[tuple[dict[str, str], str]]
+    settings = [({}, "1000"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+    for given, spins in settings:
+        env = {
+            name: value
+            for name, value in child_environment(given).items()
+            if name in given or name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", _SPINS_AT_TORCH, *command.split()],
+            env=env, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.stdout.split() == [spins], done.stderr
