@@ -21,7 +21,7 @@ from typing import Final
 from sglang.mooncake_node import lends
 from sglang.srt.environ import child_environment
 from sglang.srt.utils.network import can_connect, get_free_ports
-from sglang.srt.utils.process import die_with_parent, stop_process
+from sglang.srt.utils.process import die_with_parent, silent_cause, stop_process
 
 LOOPBACK: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 60.0
@@ -93,9 +93,7 @@ class ManagedProcess:
             # Check the process before the port, because another process may use the port.
             status = self._process.poll()
             if status is not None:
-                raise ChildStartError(
-                    f"{self.name} ended with status {status} ({self.log_tail(1) or 'see above'})"
-                )
+                raise ChildStartError(self.last_words())
             if self._ready():
                 return
             if time.monotonic() > deadline:
@@ -116,6 +114,13 @@ class ManagedProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+    def last_words(self) -> str:
+        """How the child ended, which it has, and the cause."""
+        assert self._process is not None, f"{self.name} was not started"
+        status = self._process.poll()
+        cause = silent_cause(status) or self.log_tail(1) or "see above"
+        return f"{self.name} ended with status {status} ({cause})"
 
     def log_tail(self, lines: int = 20) -> str:
         """The last non-empty lines that the child wrote."""

@@ -202,7 +202,7 @@ def _stay(processes: Sequence[ManagedProcess]) -> None:
     while all(process.is_running() for process in processes):
         time.sleep(0.3)
     gone = next(process for process in processes if not process.is_running())
-    raise ChildStartError(f"{gone.name} ended: {gone.log_tail(1) or 'see above'}")
+    raise ChildStartError(gone.last_words())
 
 
 def answer_and_stay(

@@ -15,12 +15,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 from sglang.diagnosis.findings import Finding, State
 from sglang.srt.constants import GB, VERSION
 from sglang.srt.distributed.device_communicators.mooncake_protocol import list_rdma_devices
 from sglang.srt.utils.network import is_port_available
+from sglang.srt.utils.process import host_memory
 
 _PACKAGES: Final = (
     "torch", "triton", "torch-npu", "transformers", "safetensors", "xgrammar", "flashinfer-python",
@@ -178,11 +177,11 @@ def limit_findings(root: Path, *, needs_locked: bool) -> Iterator[Finding]:
         root: Directory with /proc and /sys.
         needs_locked: True if the chosen transport locks memory.
     """
-    memory = psutil.virtual_memory()
+    available, total = host_memory()
     yield Finding(
         section="limits",
         name="host memory",
-        value=f"{memory.available / GB:.1f} GB available of {memory.total / GB:.1f} GB",
+        value=f"{available / GB:.1f} GB available of {total / GB:.1f} GB",
     )
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     yield locked_finding(soft, needs_locked=needs_locked)

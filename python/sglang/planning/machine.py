@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-import psutil
 import torch
 
 from sglang.benchmark.one_batch import measure_limits
@@ -17,6 +16,7 @@ from sglang.srt.constants import GB, MIB
 from sglang.srt.hardware_backend.device_kinds import DeviceKind, device_kind
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.layers.linear import apply_linear
+from sglang.srt.utils.process import host_memory
 
 COMPUTE_SHARE: Final = 0.53
 """Share of the rate of a large product that a long prefill reaches: Qwen3-8B on an H200, see
@@ -131,7 +131,7 @@ def _this_machine(dtype: torch.dtype, device: str, l3: Quantity) -> Machine:
         kind=runtime.kind,
         device_bytes=Quantity(value=total, source=MEASURED),
         device_free_bytes=free,
-        host_bytes=Quantity(value=psutil.virtual_memory().available, source=MEASURED),
+        host_bytes=Quantity(value=host_memory()[0], source=MEASURED),
         l2_bytes_per_s=Quantity(value=link, source=MEASURED),
         l3_bytes_per_s=l3,
         flop_per_s=Quantity(value=product, source=MEASURED),

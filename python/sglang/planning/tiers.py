@@ -12,6 +12,7 @@ from typing import Final
 
 from sglang.planning.machine import COMPUTE_SHARE, Machine
 from sglang.planning.model_costs import ModelCosts
+from sglang.srt.arg_groups.checks import ranks_per_node
 from sglang.srt.arg_groups.speculative import num_draft_tokens
 from sglang.srt.constants import GB
 from sglang.srt.environ import envs
@@ -100,11 +101,12 @@ def device_tier(
             args.cuda_graph_max_bs or MAX_BATCH_SIZE, vocab_size, max(states, default=0)
         )
     graphs += verification_bytes(costs.specs, num_draft_tokens(args), vocab_size // args.tp_size)
-    available = int(machine.device_free_bytes) - costs.weight_bytes
+    sharers = 1 if kind.has_own_memory else ranks_per_node(args)
+    available = int(machine.device_free_bytes) - sharers * costs.weight_bytes
     if available <= 0:
         raise ValueError(
             f"the weights of a rank take {costs.weight_bytes / GB:.1f} GB, and the device has "
-            f"{machine.device_free_bytes / GB:.1f} GB free: use a larger "
+            f"{machine.device_free_bytes / sharers / GB:.1f} GB free for it: use a larger "
             "--tp-size, or --quantization fp8"
         )
     token_bytes, state_bytes = bytes_per_token(costs.specs), bytes_per_state(costs.specs)
@@ -116,6 +118,7 @@ def device_tier(
             mem_fraction_static=args.mem_fraction_static,
             weight_bytes=costs.weight_bytes,
             graph_bytes=graphs,
+            sharers=sharers,
         ),
         kv_bytes_per_token=token_bytes,
         state_bytes=state_bytes,

@@ -205,5 +205,6 @@ def kill_and_judge(server: EngineServer, name: str) -> None:
     assert wait_until(lambda: not any(map(is_alive, family)), GONE_S, 0.02), family
     assert not directory.exists()
     last = server.process.log_tail(2)
-    assert f"{name} (pid {victim.pid}, killed by SIGKILL)" in last
+    assert f"{name} (pid {victim.pid}, killed by SIGKILL); " in last
+    assert "the kernel's OOM killer" in last and "lower --mem-fraction-static" in last
     assert "Traceback" not in log_of(server)

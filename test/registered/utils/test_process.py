@@ -18,9 +18,11 @@ import pytest
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import (
     freeze_heap,
+    host_memory,
     is_alive,
     kill_process_tree,
     postponing_signals,
+    silent_cause,
     start_parent_watch,
     stop_process,
 )
@@ -165,3 +167,22 @@ def test_the_limit_of_open_files_rises_to_the_hard_limit(soft: int, hard: int, t
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert said.stdout.split() == [str(min(then, hard)), str(hard)], said.stderr
+
+
+def test_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
+    """A container may have less than its machine."""
+    machine = host_memory(tmp_path)
+    assert machine[1] == psutil.virtual_memory().total
+    (tmp_path / "memory.current").write_text("3000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 1000000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory(tmp_path)[1] == machine[1]
+    (tmp_path / "memory.max").write_text("5000000\n")
+    assert host_memory(tmp_path) == (3_000_000, 5_000_000)
+
+
+def test_only_sigkill_leaves_no_line_in_a_log() -> None:
+    cause = silent_cause(-signal.SIGKILL)
+    assert cause is not None
+    assert "the kernel's OOM killer" in cause and "lower --mem-fraction-static" in cause
+    assert silent_cause(-signal.SIGSEGV) is silent_cause(1) is silent_cause(None) is None

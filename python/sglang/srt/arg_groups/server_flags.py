@@ -138,8 +138,8 @@ class ServerFlags(
     )
     mem_fraction_static: float | None = flag(
         None,
-        "Share of device memory for weights and L1; absent: sized from the machine; on a GPU 0.88 "
-        "minus the memory of CUDA graphs.",
+        "Share of device memory for weights and L1; ranks of a CPU share it. Absent: sized from "
+        "the machine; on a GPU 0.88 minus the memory of CUDA graphs.",
     )
     max_running_requests: int | None = flag(None, "Requests decoded together; absent: sized.")
     max_queued_requests: int = flag(

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import logging
 import multiprocessing
-import signal
 import sys
 import threading
 import time
@@ -32,9 +31,11 @@ from sglang.srt.messages.ipc import (
 )
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.process import (
+    ending,
     holding_signals_from_children,
     postponing_signals,
     set_title,
+    silent_cause,
     spinning_briefly,
 )
 
@@ -114,7 +115,7 @@ class EngineProcesses:
             kind = _LostAnotherRank if child.exitcode == LOST_A_RANK else StartError
             raise kind(
                 f"the {name} process ended while it started ({_ending_of(child)}); "
-                "its log lines above have the cause"
+                f"{_cause_of(child)}"
             ) from None
         finally:
             reader.close()
@@ -139,7 +140,7 @@ class EngineProcesses:
                 child.join(KILL_WAIT)
             name = next((n for n, c in dead.items() if c.exitcode != LOST_A_RANK), next(iter(dead)))
             what = f"{name} ({_ending_of(dead[name])})"
-            on_death(f"the engine died: process {what}; the log lines above have the cause")
+            on_death(f"the engine died: process {what}; {_cause_of(dead[name])}")
 
         threading.Thread(target=run, name="engine-watch", daemon=True).start()
 
@@ -159,7 +160,7 @@ class EngineProcesses:
             if child.exitcode is None:
                 logger.warning("the %s did not end within %.0f s; killed", name, timeout)
             elif child.exitcode != 0:
-                logger.error("the %s failed: %s", name, _ending_of(child))
+                logger.error("the %s failed: %s; %s", name, _ending_of(child), _cause_of(child))
         return all(child.exitcode == 0 for child in schedulers.values())
 
     def kill(self) -> None:
@@ -287,8 +288,9 @@ def _without_a_main_to_import() -> Iterator[None]:
 
 
 def _ending_of(child: SpawnProcess) -> str:
-    code = child.exitcode
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            return f"pid {child.pid}, killed by {signal.Signals(-code).name}"
-    return f"pid {child.pid}, exit status {code}"
+    return f"pid {child.pid}, {ending(child.exitcode)}"
+
+
+def _cause_of(child: SpawnProcess) -> str:
+    """Where a reader finds out why a child ended."""
+    return silent_cause(child.exitcode) or "the log lines above have the cause"

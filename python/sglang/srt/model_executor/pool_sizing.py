@@ -60,6 +60,13 @@ class DeviceMemory:
     """Bytes of the weights, part of the static share."""
     graph_bytes: int = 0
     """Bytes that CUDA graphs, and verifications of drafts, will take."""
+    sharers: int = 1
+    """Ranks that share the memory, each with an equal part: on a CPU those of the machine."""
+
+    @property
+    def own_available_bytes(self) -> int:
+        """This rank's part of the free memory."""
+        return self.available_bytes // self.sharers
 
     def pool_budget(self) -> Sizing:
         """Decide how many bytes all device pools may take, unless the user asks for sizes.
@@ -67,11 +74,14 @@ class DeviceMemory:
         Raises:
             ValueError: `mem_fraction_static` is not between 0 and 1.
         """
-        total, available = self.total_bytes, self.available_bytes
+        total, available = self.total_bytes // self.sharers, self.own_available_bytes
+        memory = f"{total / GIB:.1f} GiB"
+        if self.sharers > 1:
+            memory += f" for each of {self.sharers} ranks"
         if self.mem_fraction_static is None and not self.has_own_memory:
             tenth = int(total * CPU_POOL_FRACTION)
             if tenth < CPU_POOL_BYTES:
-                return Sizing(tenth, f"10% of {total / GIB:.1f} GiB memory")
+                return Sizing(tenth, f"10% of {memory}")
             return Sizing(CPU_POOL_BYTES, "1 GiB, the default on a CPU")
         asked = self.mem_fraction_static
         fraction = GPU_STATIC_FRACTION if asked is None else asked
@@ -79,7 +89,7 @@ class DeviceMemory:
             raise ValueError(f"--mem-fraction-static {fraction} must be between 0 and 1")
         budget = int(total * fraction) - self.weight_bytes
         reason = (
-            f"--mem-fraction-static {fraction:g} of {total / GIB:.1f} GiB, "
+            f"--mem-fraction-static {fraction:g} of {memory}, "
             f"less {self.weight_bytes / GIB:.2f} GiB of weights"
         )
         if asked is not None:
@@ -118,7 +128,7 @@ def size_kv_pool(
             the message names the flag.
     """
     budget, reason = memory.pool_budget()
-    available_bytes, is_default = memory.available_bytes, memory.mem_fraction_static is None
+    available_bytes, is_default = memory.own_available_bytes, memory.mem_fraction_static is None
     if state_bytes:
         budget -= state_bytes
         available_bytes -= state_bytes

@@ -207,6 +207,7 @@ def memory_beside(runner: ModelRunner, server_args: ServerArgs) -> DeviceMemory:
         available_bytes=available,
         mem_fraction_static=server_args.mem_fraction_static,
         weight_bytes=runner.weight_bytes(),
+        sharers=1 if runtime.kind.has_own_memory else ranks_per_node(server_args),
         graph_bytes=runner.graph_bytes()
         + verification_bytes(runner.state_specs, runner.config.num_draft_tokens, runner.num_logits),
     )
@@ -254,6 +255,9 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     Returns log lines with the size of each part and the reason for it. A ValueError names the flag
     if no size fits. A collective."""
     page_size = runner.config.page_size
+    # Where ranks share memory, none looks at what is free before all have loaded their weights, or
+    # takes a part before all have looked.
+    group.reduce_min(torch.zeros(1, dtype=torch.int64))
     memory = memory_beside(runner, server_args)
     size, states, all_state_bytes = size_pools(
         memory,
@@ -271,7 +275,7 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     rows = size_running_requests(
         pool_tokens=size.amount,
         context_len=runner.model_config.context_len,
-        available_bytes=memory.available_bytes - pool_bytes - all_state_bytes,
+        available_bytes=memory.own_available_bytes - pool_bytes - all_state_bytes,
         max_running_requests=server_args.max_running_requests,
         states=None if states is None else states.amount,
     )

@@ -14,6 +14,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -27,6 +28,12 @@ logger = logging.getLogger(__name__)
 MAX_OPEN_FILES: Final = 65536
 """More than the connections of a model server, and few enough for tables with a row for each."""
 
+_CGROUP: Final = Path("/sys/fs/cgroup")
+_CGROUP_FILES: Final = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Limit, use, and reclaimable file cache of a control group: version 2, version 1."""
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None)
 _GROUP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -93,6 +100,26 @@ def postponing_signals() -> Iterator[None]:
             signal.signal(one, handler)
         for sig in came:
             signal.raise_signal(sig)
+
+
+def ending(status: int | None) -> str:
+    """How a process ended, by its exit status as Python has it: negative for a signal."""
+    if status is not None and status < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"
+
+
+def silent_cause(status: int | None) -> str | None:
+    """The likely cause of an end that leaves no line in the log, and the remedy; None: it is not
+    such an end. For processes that this one has not killed itself."""
+    if status != -signal.SIGKILL:
+        return None
+    return (
+        "killed, probably by the kernel's OOM killer, for want of memory (`dmesg` "
+        "tells): lower --mem-fraction-static or --max-total-tokens for L1, "
+        "--hicache-size for L2"
+    )
 
 
 def leave_signals_to_parent() -> None:
@@ -201,6 +228,24 @@ def start_parent_watch(
         on_death()
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def host_memory(cgroup: Path = _CGROUP) -> tuple[int, int]:
+    """Bytes that this process may still take without swapping, and bytes that there are: those of
+    the machine, or of this process's control group if it has fewer."""
+    memory = psutil.virtual_memory()
+    available, total = memory.available, memory.total
+    for limit_file, use_file, cache in _CGROUP_FILES:
+        try:
+            limit = int((cgroup / limit_file).read_text())
+            used = int((cgroup / use_file).read_text())
+            stat = (cgroup / use_file).with_name("memory.stat").read_text()
+        except (OSError, ValueError):  # The text of no limit is "max".
+            continue
+        words = dict(line.split(maxsplit=1) for line in stat.splitlines() if " " in line)
+        left = max(0, limit - used + int(words.get(cache, "0")))
+        return min(available, left), min(total, limit)
+    return available, total
 
 
 QUIET_SECONDS: Final = 2.0

@@ -52,6 +52,17 @@ def test_tokens_are_bounded(fields: dict[str, Any], tokens: int, reason: str) ->
     assert reason in got.reason
 
 
+def test_ranks_share_the_memory_of_a_cpu() -> None:
+    """Otherwise two ranks with 0.8 each take 1.6 times what there is, and the kernel ends one."""
+    two = {"mem_fraction_static": 0.8, "weight_bytes": GIB, "sharers": 2}
+    got = size_of_pool(**{**BASE, **two})
+    assert 2 * ((got.amount + 64) * 1024 + GIB) <= 0.8 * 24 * GIB
+    assert "--mem-fraction-static 0.8 of 12.0 GiB for each of 2 ranks" in got.reason
+    assert "10% of 3.0 GiB for each of 8 ranks" in size_of_pool(**{**BASE, "sharers": 8}).reason
+    with pytest.raises(ValueError, match=r"needs 8\.\d+ GiB and 7\.50 GiB .* lower --max-total"):
+        size_of_pool(**{**BASE, **two, "available_bytes": 15 * GIB})
+
+
 GPU = BASE | {"has_own_memory": True, "total_bytes": 100 * GIB, "available_bytes": 80 * GIB}
 
 

@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-import psutil
 import torch
 
 from sglang.srt.environ import envs
@@ -21,6 +20,7 @@ from sglang.srt.hardware_backend.device_runtime import (
     HostCopies,
     SideStream,
 )
+from sglang.srt.utils.process import host_memory
 from sglang.srt.utils.threads import leave_cores_to_model, lower_priority
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,7 @@ class CpuRuntime(DeviceRuntime):
         return HostCopies(list(tensors))
 
     def memory(self) -> tuple[int, int]:
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
+        return host_memory()
 
     def device_name(self) -> str:
         return self.kind.name

@@ -19,23 +19,21 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final
 
-import psutil
 import torch
 
 from sglang.srt.constants import GIB, MIB
 from sglang.srt.distributed.device_communicators.mooncake_library import load_mooncake
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import DeviceRuntime
+from sglang.srt.utils.process import host_memory
 from sglang.srt.utils.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
 HOST_DEVICE: Final = "cpu"
 """Device of host pools."""
-_CGROUP = Path("/sys/fs/cgroup")
 _TOUCH_BYTES: Final = 64 * MIB
 _HUGE_PAGE: Final = 2 * MIB
 _MAX_THREADS: Final = 16
@@ -141,7 +139,7 @@ def _progress(size: int) -> Any:
 
 def available_host_bytes() -> int:
     """Bytes that this process may still take: the machine's, or its control group's if fewer."""
-    return min(psutil.virtual_memory().available, _cgroup_headroom())
+    return host_memory()[0]
 
 
 def spare_host_bytes() -> int:
@@ -159,29 +157,6 @@ def check_fits_host_memory(needed: int, what: str, remedy: str) -> None:
             f"{max(0, available - reserve) / GIB:.2f} GiB can be taken ({available / GIB:.2f} GiB "
             f"available, HICACHE_HOST_MEMORY_RESERVE_BYTES={reserve}); {remedy}"
         )
-
-
-def _cgroup_headroom() -> int:
-    """Bytes left under the control group's limit; reclaimable file cache does not count as used."""
-    for limit, usage, reclaimable in (
-        ("memory.max", "memory.current", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ):
-        try:
-            text = (_CGROUP / limit).read_text().strip()
-            if text == "max":
-                continue
-            used = int((_CGROUP / usage).read_text())
-            stat = (_CGROUP / usage).with_name("memory.stat").read_text()
-        except (OSError, ValueError):
-            continue
-        words = dict(line.split(maxsplit=1) for line in stat.splitlines() if " " in line)
-        return max(0, int(text) - used + int(words.get(reclaimable, "0")))
-    return 1 << 62
 
 
 def nbytes(dims: Sequence[int], dtype: torch.dtype) -> int:
