@@ -108,8 +108,8 @@ class MooncakeClient:
                 where += "; start mooncake_master with --enable_offload=true for enable_ssd_offload"
             raise StorageUnreachable(
                 f"Mooncake could not be set up (code {code}) with MOONCAKE_MASTER="
-                f"{config.master_server_address}, global_segment_size "
-                f"{config.global_segment_size}, {where}"
+                f"{config.master_server_address}, metadata_server {config.metadata_server}, "
+                f"global_segment_size {config.global_segment_size}, {where}"
             )
         logger.info(
             "Mooncake client is set up with master %s over %s",

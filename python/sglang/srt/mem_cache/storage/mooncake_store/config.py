@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from sglang.srt.constants import MIB
 from sglang.srt.distributed.device_communicators.mooncake_library import (
+    PEER_TO_PEER,
     STORE_USER,
     load_mooncake,
 )
@@ -52,6 +53,9 @@ _SWITCHES: Final = (
 )  # fmt: skip
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """Valid values of `tenant_id` and `extra_backend_tag`."""
+_METADATA: Final = "MOONCAKE_TE_META_DATA_SERVER (metadata_server)"
+_METADATA_PORTS: Final = {"http": 80, "https": 443, "etcd": 2379, "redis": 6379}
+"""Kinds of metadata servers, and their ports where the setting names none."""
 _TENANTS: Final = "/api/v1/tenant_quotas"
 """Path of the master's tenants. A master without tenants answers 409."""
 _DEFAULT_TENANT: Final = "default"
@@ -110,6 +114,7 @@ class MooncakeStoreConfig:
                 "MOONCAKE_CLIENT=host:port, or client_server_address"
             )
         self.client_host_port()
+        self.metadata_host_ports()
         # A stand-alone client lends memory itself, and has its own setting for the size.
         if not self.standalone_storage and 0 < self.global_segment_size < _LEAST_SEGMENT_BYTES:
             raise ValueError(
@@ -183,6 +188,21 @@ class MooncakeStoreConfig:
         if not self.standalone_storage:
             return None
         return _host_port("MOONCAKE_CLIENT (client_server_address)", self.client_server_address)
+
+    def metadata_host_ports(self) -> list[tuple[str, int]]:
+        """TCP addresses of the metadata server, of which one is enough; []: the client asks none.
+        Raises ValueError that names the setting."""
+        if self.standalone_storage or self.metadata_server == PEER_TO_PEER:
+            return []
+        scheme, _, rest = self.metadata_server.rpartition("://")
+        default = _METADATA_PORTS.get(scheme)
+        found = []
+        for one in re.split("[,;]", rest):
+            address = one.partition("/")[0]
+            if default is not None and not re.search(r":[^:\]]*$", address):
+                address = f"{address}:{default}"
+            found.append(_host_port(_METADATA, address))
+        return found
 
 
 def _host_port(name: str, address: str) -> tuple[str, int]:
@@ -335,7 +355,8 @@ def settle_protocol(
 
 
 def is_reachable(config: MooncakeStoreConfig) -> bool:
-    """True if the master, and the stand-alone client if there is one, accept connections."""
+    """True if the master, and the stand-alone client if there is one, accept connections. A client
+    that is set up works without its metadata server."""
     return _answers(config.master_host_port()) and _answers(config.client_host_port())
 
 
@@ -345,7 +366,8 @@ def _answers(address: tuple[str, int] | None) -> bool:
 
 
 def check_reachable(config: MooncakeStoreConfig) -> None:
-    """Raise StorageUnreachable, without delay, if master or client does not answer."""
+    """Raise StorageUnreachable, without delay, if master, client or metadata server does not
+    answer."""
     if not _answers(config.master_host_port()):
         raise StorageUnreachable(
             f"no mooncake_master answers at MOONCAKE_MASTER={config.master_server_address}: start "
@@ -355,6 +377,12 @@ def check_reachable(config: MooncakeStoreConfig) -> None:
         raise StorageUnreachable(
             f"no mooncake_client answers at MOONCAKE_CLIENT={config.client_server_address}: start "
             "one on this host, or unset MOONCAKE_CLIENT (client_server_address)"
+        )
+    servers = config.metadata_host_ports()
+    if servers and not any(map(_answers, servers)):
+        raise StorageUnreachable(
+            f"no metadata server answers at {_METADATA}={config.metadata_server}: start one there, "
+            f"or leave the setting out: {PEER_TO_PEER} needs none"
         )
     if config.check_server:
         check_health(config)
