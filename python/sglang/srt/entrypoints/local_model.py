@@ -93,16 +93,38 @@ def _local(args: ServerArgs, path: str, weights: tuple[str, ...], *, is_model: b
         )
     # Errors of the hub, of the network and of the disk are all of these two.
     except (OSError, ValueError) as error:
-        cause = " ".join(str(error).split())[:300].rstrip(".")
         what = path if revision is None else f"{path} (revision {revision})"
         raise ValueError(
-            f"{'model' if is_model else 'tokenizer'} path {what!r} is neither a directory here nor "
-            f"available from the hub: {cause}: check the name, or copy the checkpoint to this host "
-            "and give its directory"
+            f"{'model' if is_model else 'tokenizer'} path {what!r} is no directory here, and "
+            f"{_why_not(error)}, or copy the checkpoint to this host and give its directory"
         ) from error
     assert isinstance(found, str)
     logger.info("%s is in %s", path, found)
     return found
+
+
+def _why_not(error: Exception) -> str:
+    """Why the hub gave nothing, and the remedy, in place of the library's paragraphs."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "the hub gives it to approved users alone: ask there for access and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has no such name, or it is private: check the name, set HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the hub has it without that revision: check --revision"
+    if constants.HF_HUB_OFFLINE:
+        return "the hub's cache here lacks it: unset HF_HUB_OFFLINE"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
+            f"the hub ({constants.ENDPOINT}) is out of reach and its cache here lacks it: connect "
+            "this host (HTTPS_PROXY, or a mirror in HF_ENDPOINT)"
+        )
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return f"the hub ({constants.ENDPOINT}) answered {status}: try again later"
+    first = str(error).strip().partition("\n")[0][:200].rstrip(".")
+    return f"it cannot be had from the hub ({first}): check name, disk and network"
 
 
 def _is_name(path: str) -> bool:

@@ -7,9 +7,12 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
 from rigs.servers.fake_hub import SHA, fake_hub
 from sglang.srt.configs.model_config import ModelConfig
@@ -20,6 +23,7 @@ from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.start_checks import check_model
 from sglang.srt.model_loader.weight_files import weights_identity
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -105,9 +109,13 @@ def test_paths_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (
             "owner/other",
             None,
-            r"model path 'owner/other' is neither a directory here nor available",
+            r"^model path 'owner/other' is no directory here, and the hub has no such name, or",
         ),
-        (NAME, "v2.0", r"'owner/recall-2m \(revision v2.0\)' is neither"),
+        (
+            NAME,
+            "v2.0",
+            r"'owner/recall-2m \(revision v2.0\)' is no .* without that revision",
+        ),
         ("/nowhere/model", "main", r"--revision main: model path '/nowhere/model' is not a name"),
     ],
 )
@@ -117,6 +125,46 @@ def test_what_the_hub_lacks_is_named_in_a_line(
     with pytest.raises(ValueError, match=words) as error:
         with_local_model(args_of(tmp_path, model, revision=revision))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("fetched")
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("HF_HUB_OFFLINE", True, "the hub's cache here lacks it: unset HF_HUB_OFFLINE, or copy"),
+        (
+            "ENDPOINT",
+            f"http://127.0.0.1:{get_free_port()}",
+            r"the hub \(http://\S+\) is out of reach and .* HF_ENDPOINT\), or copy",
+        ),
+    ],
+)
+def test_a_hub_out_of_reach_takes_one_short_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: object, words: str
+) -> None:
+    """The library's own text has four sentences, and its exception's name."""
+    monkeypatch.setattr(constants, setting, value)
+    with pytest.raises(ValueError, match=words) as error:
+        with_local_model(args_of(tmp_path))
+    assert len(str(error.value)) < 260 and "Error" not in str(error.value)
+
+
+def test_what_else_the_hub_says_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = Mock(status_code=403, headers={})
+    for error, words in (
+        (GatedRepoError, "approved users alone: ask there for access and set HF_TOKEN, or copy"),
+        (HfHubHTTPError, "answered 403: try again later"),
+    ):
+        raised = error("Many words.\nAnd more.", response=answer)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=raised))
+        with pytest.raises(ValueError, match=words):
+            with_local_model(args_of(tmp_path))
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=full))
+    with pytest.raises(ValueError, match=r"\(\[Errno 28\] No space left on device\): check name"):
+        with_local_model(args_of(tmp_path))
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -202,14 +250,3 @@ def test_later_machines_of_a_server_serve_the_same_model(
     with pytest.raises(StartError, match="enough"):
         engine_processes.run_node(asked)
     assert seen == [with_local_model(asked)] * 2
-
-
-def test_a_name_that_is_not_cached_is_refused_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ValueError, match=r"'owner/recall-2m' is neither .*outgoing traffic has been disabled"
-    ) as error:
-        with_local_model(args_of(tmp_path))
-    assert "give its directory" in str(error.value)
