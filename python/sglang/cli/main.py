@@ -26,6 +26,11 @@ def main() -> None:
     flags = sys.argv[2:]
     if command == "version":
         parser.parse_args(["--version", *flags])
+    asked = [word for word in flags if word.partition("=")[0] in ("-h", "--help")]
+    if asked:
+        from sglang.srt.server_args import prepare_server_args
+
+        prepare_server_args(asked[:1], "sglang serve [MODEL]")
     if flags and not flags[0].startswith("-"):
         flags.insert(0, "--model-path")
     # In place of this process, so that signals and the exit status are the server's.

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.arg_groups.cli import Heading
 from sglang.srt.arg_groups.extra_config import parse_extra_config
 from sglang.srt.arg_groups.foreign_flags import foreign_flags, other_name, refused_choice
-from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.server_args import FIRST_FLAGS, ServerArgs, prepare_server_args
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
@@ -291,7 +292,27 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status.value.code == 0
     text = capsys.readouterr().out
     for field in dataclasses.fields(ServerArgs):
-        assert "--" + field.name.replace("_", "-") in text
+        is_named = "--" + field.name.replace("_", "-") in text.replace(",", " ").split()
+        assert is_named is field.metadata["is_shown"]
+    assert len(text.splitlines()) < 85, "the other flags are names alone"
+    # The flags to begin with come first, in their order, and are explained.
+    first = [line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")]
+    assert first[:10] == ["--" + name.replace("_", "-") for name in FIRST_FLAGS]
+    assert [text.count(f"\n{one}:\n") for one in Heading] == [1] * len(Heading)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        prepare("--help=all")
+    whole = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(ServerArgs):
+        said = " ".join(field.metadata["help"].split()).replace("-", "")
+        assert (said in whole.replace("- ", "").replace("-", "")) is field.metadata["is_shown"]
+
+
+def test_each_class_of_flags_begins_a_group() -> None:
+    """Otherwise its flags belong to the group of another class."""
+    for one in ServerArgs.__mro__:
+        own = [f for f in dataclasses.fields(one) if f.name in vars(one).get("__annotations__", {})
+               and f.metadata.get("is_shown")] if dataclasses.is_dataclass(one) else []  # fmt: skip
+        assert not own or own[0].metadata["heading"] is not None, one
 
 
 def test_no_flag_of_ours_is_in_the_table_of_refusals() -> None:

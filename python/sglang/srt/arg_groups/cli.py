@@ -9,10 +9,12 @@ import argparse
 import dataclasses
 import logging
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Final, NoReturn
 
 from sglang.srt.arg_groups.config_file import CONFIG_FLAG, words_of_config
@@ -32,6 +34,21 @@ _NEGATIONS: Final = frozenset({"disable", "no", "without"})
 _AFFIRMATIONS: Final = frozenset({"enable", "with"})
 _NUMBER: Final = re.compile(r"-\d.*|-\.\d.*")
 """A word that begins with a dash and is no flag."""
+
+
+class Heading(StrEnum):
+    """The groups of flags in `--help`, in their order."""
+
+    MODEL = "Model"
+    SERVER = "Server"
+    MEMORY = "Memory and scheduling"
+    TIERS = "Host memory (L2) and store (L3)"
+    PARALLELISM = "Several devices and machines"
+    SPECULATION = "Drafted tokens"
+    DISAGGREGATION = "Prefill and decode on different servers"
+    OBSERVABILITY = "Logs, metrics, traces"
+    REMOTE_WEIGHTS = "Weights from a running server"
+
 
 Mistake = tuple[str, str]
 """A field with a wrong value, and the line about it."""
@@ -70,6 +87,7 @@ def flag(
     aliases: Sequence[str] = (),
     secret: bool = False,
     is_shown: bool = True,
+    heading: Heading | None = None,
     parse: Callable[[str], Any] | None = None,
 ) -> Any:
     """A dataclass field that is also a flag `--its-name`.
@@ -82,6 +100,8 @@ def flag(
         aliases: Further spellings, with their dashes.
         secret: True if the dataclass's repr must not show the value.
         is_shown: False if the field has no flag, because users of the machine can read flags.
+        heading: The group that begins in the dataclass with this field; None: the field belongs to
+            the group of the one before.
         parse: Makes the value from the word on the command line; raises ValueError. If None, the
             field's type makes it.
     """
@@ -91,6 +111,7 @@ def flag(
         "aliases": aliases,
         "secret": secret,
         "is_shown": is_shown,
+        "heading": heading,
         "parse": parse,
     }
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
@@ -99,6 +120,42 @@ def flag(
 def flag_name(field_name: str) -> str:
     """The flag of a field: `page_size` becomes `--page-size`."""
     return "--" + field_name.replace("_", "-")
+
+
+class _Help(argparse.Action):
+    """`--help` and `--help=all`: prints and exits."""
+
+    def __init__(self, first: Sequence[str], **options: Any) -> None:
+        super().__init__(nargs="?", **options)
+        self._first = first
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: Any, *_: object
+    ) -> NoReturn:
+        if values != "all" and self._first:
+            _shorten(parser, self._first)
+        parser.print_help()
+        parser.exit()
+
+
+def _shorten(parser: argparse.ArgumentParser, first: Sequence[str]) -> None:
+    """Let the help of `parser` explain the fields `first`, and only name the others by group."""
+    by_field = {action.dest: action for action in parser._actions}
+    lines = []
+    for group in parser._action_groups:
+        names = " ".join(
+            action.option_strings[0] for action in group._group_actions if action.dest not in first
+        )
+        if group.title in set(Heading):
+            wrap = {"width": 98, "initial_indent": "  ", "subsequent_indent": "  "}
+            wrapped = textwrap.fill(names, break_on_hyphens=False, break_long_words=False, **wrap)
+            lines += [f"{group.title}:", wrapped, ""]
+    parser._action_groups.clear()
+    mine = parser.add_argument_group("Flags to begin with")
+    mine._group_actions.extend(by_field[name] for name in first)
+    parser.epilog = "\n".join(
+        [*lines, "`sglang serve --help=all` explains each of them, and so does docs/reference.md."]
+    )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -147,7 +204,11 @@ def _flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 
 def add_flags(parser: argparse.ArgumentParser, args_class: type) -> None:
     hints = typing.get_type_hints(args_class)
+    groups = {one: parser.add_argument_group(str(one)) for one in Heading}
+    heading = next(iter(Heading))
     for field in _flags(args_class):
+        heading = field.metadata["heading"] or heading
+        group = groups[heading]
         kind = _scalar_type(hints[field.name])
         text = field.metadata["help"]
         choices = field.metadata["choices"]
@@ -157,11 +218,11 @@ def add_flags(parser: argparse.ArgumentParser, args_class: type) -> None:
             text += f" Default: {field.default}."
         options: dict[str, Any] = {"dest": field.name, "help": text.replace("%", "%%")}
         if kind is bool:
-            parser.add_argument(*_flag_names(field), action="store_true", **options)
+            group.add_argument(*_flag_names(field), action="store_true", **options)
         else:
             parse = field.metadata["parse"]
             options["type"] = kind if parse is None else _with_message(parse)
-            parser.add_argument(*_flag_names(field), default=field.default, **options)
+            group.add_argument(*_flag_names(field), default=field.default, **options)
 
 
 def _with_message(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -196,12 +257,22 @@ class ParsedFlags:
 
 
 def parse_flags(
-    args_class: type, argv: Sequence[str], *, prog: str, description: str
+    args_class: type, argv: Sequence[str], *, prog: str, description: str, first: Sequence[str] = ()
 ) -> ParsedFlags:
     """Parse `argv`, with one flag per field of the dataclass `args_class`. Flags of a file that
-    `--config` names stand before those of `argv`, which win. Raises SystemExit after `--help` has
-    been printed."""
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+    `--config` names stand before those of `argv`, which win.
+
+    Raises SystemExit after help has been printed: `--help` explains the fields `first` and names
+    the others by group, `--help=all` explains all.
+    """
+    parser = _Parser(
+        prog=prog, usage="%(prog)s [flags]", description=description, allow_abbrev=False,
+        add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "-h", "--help", action=_Help, first=first, dest=argparse.SUPPRESS,
+        default=argparse.SUPPRESS, help=argparse.SUPPRESS,
+    )  # fmt: skip
     add_flags(parser, args_class)
     fields = {one: f for f in _flags(args_class) for one in _flag_names(f)}
     known = {one: f.name for one, f in fields.items()}

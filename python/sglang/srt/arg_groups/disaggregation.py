@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
 from sglang.srt.arg_groups.api_keys import resolve_key
-from sglang.srt.arg_groups.cli import flag
+from sglang.srt.arg_groups.cli import Heading, flag
 from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT
 from sglang.srt.environ import EnvField, Envs, envs
 from sglang.srt.utils.network import canonical_host, own_addresses
@@ -124,6 +124,7 @@ class DisaggregationArgs:
         DisaggregationMode.NULL,
         "Serve whole requests (null), or only their prefill or decode.",
         choices=tuple(DisaggregationMode),
+        heading=Heading.DISAGGREGATION,
     )
     disaggregation_transfer_backend: str = flag(
         TransferBackend.MOONCAKE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sglang.srt.arg_groups.cli import flag
+from sglang.srt.arg_groups.cli import Heading, flag
 from sglang.srt.environ import parse_gigabytes
 
 
@@ -13,7 +13,10 @@ class HiCacheArgs:
     """Fields of `ServerArgs`."""
 
     enable_hierarchical_cache: bool = flag(
-        False, "Keep evicted prefixes in host memory.", aliases=("--enable-hicache",)
+        False,
+        "Keep evicted prefixes in host memory.",
+        aliases=("--enable-hicache",),
+        heading=Heading.TIERS,
     )
     hicache_ratio: float = flag(2.0, "Tokens (and recurrent states) of L2 per one of L1.")
     hicache_size: float = flag(
@@ -43,7 +46,7 @@ class HiCacheArgs:
         choices=("auto", "layer_first", "page_first", "page_first_direct", "page_first_kv_split"),
     )
     hicache_storage_backend: str | None = flag(
-        None, "L3; absent: none.", choices=("file", "mooncake", "dynamic")
+        None, "Store below host memory (L3); absent: none.", choices=("file", "mooncake", "dynamic")
     )
     hicache_storage_prefetch_policy: str = flag(
         "timeout",

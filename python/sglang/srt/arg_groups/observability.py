@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
-from sglang.srt.arg_groups.cli import flag
+from sglang.srt.arg_groups.cli import Heading, flag
 from sglang.srt.utils.logging_utils import LOG_FORMATS, LOG_LEVELS
 
 _DEFAULT_COLLECTOR: Final = "localhost:4317"
@@ -16,7 +16,9 @@ _DEFAULT_COLLECTOR: Final = "localhost:4317"
 class ObservabilityArgs:
     """Fields of `ServerArgs`."""
 
-    log_level: str = flag("info", "Least severity logged.", choices=LOG_LEVELS)
+    log_level: str = flag(
+        "info", "Least severity logged.", choices=LOG_LEVELS, heading=Heading.OBSERVABILITY
+    )
     log_format: str = flag(
         "text", "Form of the log: lines of text, or a JSON object a line.", choices=LOG_FORMATS
     )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
-from sglang.srt.arg_groups.cli import flag, flag_name
+from sglang.srt.arg_groups.cli import Heading, flag, flag_name
 
 REMOTE_INSTANCE: Final = "remote_instance"
 """The value of `--load-format`."""
@@ -27,9 +27,12 @@ class RemoteWeightsArgs:
         "Format of the weights; dummy makes random weights, pt reads pickled files, "
         "remote_instance reads them from a running server.",
         choices=("auto", "safetensors", "dummy", "pt", REMOTE_INSTANCE),
+        heading=Heading.MODEL,
     )
     remote_instance_weight_loader_seed_instance_ip: str | None = flag(
-        None, "Host of the server whose weights remote_instance reads."
+        None,
+        "Host of the server whose weights remote_instance reads.",
+        heading=Heading.REMOTE_WEIGHTS,
     )
     remote_instance_weight_loader_seed_instance_service_port: int | None = flag(
         None, "Port of that server's HTTP."

@@ -8,9 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sglang.srt.arg_groups.cli import (
-    flag,
-)
+from sglang.srt.arg_groups.cli import Heading, flag
 from sglang.srt.arg_groups.disaggregation import (
     DisaggregationArgs,
 )
@@ -38,9 +36,10 @@ class ServerFlags(
 ):
     """The fields of `ServerArgs`: one for each flag."""
 
-    config: str | None = flag(None, "YAML file with flags by name; flags on the command line win.")
+    config: str | None = flag(
+        None, "YAML file with flags by name; flags on the command line win.", heading=Heading.MODEL
+    )
 
-    # Model
     model_path: str | None = flag(
         None,
         "Directory of a Hugging Face checkpoint, or its name on the hub (OWNER/NAME); absent: the "
@@ -75,8 +74,7 @@ class ServerFlags(
     trust_remote_code: bool = flag(False, "Run Python code that comes with the checkpoint.")
     random_seed: int = flag(0, "Seed of random weights.")
 
-    # Server
-    host: str = flag(DEFAULT_HOST, "Address to listen on.")
+    host: str = flag(DEFAULT_HOST, "Address to listen on.", heading=Heading.SERVER)
     port: int = flag(DEFAULT_PORT, "Port to listen on.")
     ssl_certfile: str | None = flag(
         None, "Certificate, with those that sign it (PEM): serve https, needs --ssl-keyfile."
@@ -86,7 +84,9 @@ class ServerFlags(
         None, "Password of that key; better in a --config file.", secret=True
     )
     api_key: str | None = flag(None, "Bearer token that requests must send.", secret=True)
-    api_key_file: str | None = flag(None, "File with that token; or set SGLANG_API_KEY.")
+    api_key_file: str | None = flag(
+        None, "File with the API key that requests must send; or set SGLANG_API_KEY."
+    )
     admin_api_key: str | None = flag(
         None, "Bearer token of the administration endpoints.", secret=True
     )
@@ -130,11 +130,11 @@ class ServerFlags(
         choices=(AUTO, *REASONING_PARSER_NAMES),
     )
 
-    # Memory and scheduling
     device: str = flag(
         "auto",
         "Device of the model; auto: a GPU or an NPU if torch finds one.",
         choices=("auto", *sorted(DEVICE_KINDS)),
+        heading=Heading.MEMORY,
     )
     mem_fraction_static: float | None = flag(
         None,
@@ -223,9 +223,11 @@ class ServerFlags(
         aliases=("--cuda-graph-max-bs-decode",),
     )
 
-    # Parallelism
     tp_size: int = flag(
-        1, "Ranks of tensor parallelism.", aliases=("--tp", "--tensor-parallel-size")
+        1,
+        "Ranks of tensor parallelism.",
+        aliases=("--tp", "--tensor-parallel-size"),
+        heading=Heading.PARALLELISM,
     )
     attn_cp_size: int = flag(
         1,
@@ -257,6 +259,7 @@ class ServerFlags(
     keep_session_share: float = flag(
         0.25,
         "Part of L1 and of L2 that requests with a session_id may keep; 0: none.",
+        heading=Heading.MEMORY,
     )
     keep_session_seconds: float = flag(
         600.0, "Seconds for which the prefix of a session_id is kept after its last request."
@@ -266,6 +269,7 @@ class ServerFlags(
         None,
         'Publish events of KV blocks (docs/hicache.md): a JSON object, e.g. {"endpoint": '
         '"tcp://*:5557", "topic": "kv-events"}. They contain the tokens of prompts.',
+        heading=Heading.OBSERVABILITY,
     )
 
     @property

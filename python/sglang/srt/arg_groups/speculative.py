@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
-from sglang.srt.arg_groups.cli import flag
+from sglang.srt.arg_groups.cli import Heading, flag
 
 ALGORITHMS: Final = ("NEXTN", "EAGLE")
 """Two names of one algorithm: the checkpoint's own layer drafts."""
@@ -24,6 +24,7 @@ class SpeculativeArgs:
         "Draft tokens with the checkpoint's own layer (MTP), and verify them together.",
         choices=ALGORITHMS,
         aliases=("--speculative-algo",),
+        heading=Heading.SPECULATION,
     )
     speculative_num_steps: int | None = flag(
         None, f"Tokens drafted a step; absent: {_DEFAULT_STEPS}."
