@@ -31,7 +31,12 @@ from typing import Any, Final
 
 from sglang.embedded_mooncake import ChildStartError, ManagedProcess, MooncakeMaster, StoreNode
 from sglang.smollm2 import installed_smollm2
-from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_HYBRID_MODEL_NAME, MIB
+from sglang.srt.constants import (
+    BUILTIN_HYBRID_MODEL_DIR,
+    BUILTIN_HYBRID_MODEL_NAME,
+    BUILTIN_MODEL_DIR,
+    MIB,
+)
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.start_checks import check_model
 from sglang.srt.environ import envs
@@ -45,13 +50,18 @@ STORAGE_FLAGS: Final = (
     "mooncake",
     "--enable-cache-report",
 )
-# Longer than a page, so that the cache has the start of the next question.
+# The starts of the questions are longer than a page, so that the cache has that of the next one.
 FACTS: Final = (
     "The code of heron is 7391. The code of otter is 2846. The code of badger is 5027. "
     "The code of falcon is 1684. The code of raven is 9310. The code of tiger is 4275."
 )
 QUESTION: Final = f"{FACTS} What is the code of heron?"
 NEXT_QUESTION: Final = f"{FACTS} What is the code of otter?"
+_PUPIL: Final = (
+    "Here is a question about geography from a pupil of the fourth class, who has just begun to "
+    "learn the countries of the world and their capitals. Please answer the question briefly. "
+)
+_CAPITALS: Final = tuple(f"{_PUPIL}What is the capital of {one}?" for one in ("France", "Japan"))
 QUIET_S: Final = 15.0
 """Longest time without a line until the first answer."""
 _MODEL_FLAGS: Final = ("--model-path", "--model")
@@ -79,6 +89,16 @@ def with_model(argv: Sequence[str]) -> list[str]:
     else:
         return [*argv]
     return ["--model-path", str(path), "--served-model-name", name, *flags, *argv]
+
+
+def questions_for(args: ServerArgs) -> tuple[str, str]:
+    """Two questions that the model of these resolved arguments can answer: the built-in models
+    recall facts of the prompt, and small real ones know capitals better than that."""
+    assert args.model_path is not None, "resolved"
+    if Path(args.model_path).resolve() in (BUILTIN_MODEL_DIR, BUILTIN_HYBRID_MODEL_DIR):
+        return QUESTION, NEXT_QUESTION
+    first, second = _CAPITALS
+    return first, second
 
 
 def chat_body(question: str) -> dict[str, Any]:
@@ -206,20 +226,22 @@ def _stay(processes: Sequence[ManagedProcess]) -> None:
 
 
 def answer_and_stay(
-    title: str, url: str, api_key: str | None, processes: Sequence[ManagedProcess]
+    title: str, url: str, args: ServerArgs, processes: Sequence[ManagedProcess]
 ) -> None:
-    """Ask the first question, print the next one, and wait for Ctrl-C unless `ONCE=1`.
+    """Ask the server with these arguments a question, print the next one, and wait for Ctrl-C
+    unless `ONCE=1`.
 
     Raises:
         ChildStartError: A child ended by itself.
         RuntimeError: The first question was not answered. One line.
     """
     once = envs.ONCE.get()
-    print(f"{title}: asking {url}\n  {QUESTION!r}", flush=True)
+    question, next_question = questions_for(args)
+    print(f"{title}: asking {url}\n  {question!r}", flush=True)
     with telling(title, "waiting for the answer"):
-        answer = ask(url, QUESTION, api_key)
+        answer = ask(url, question, args.api_key)
     print(answer, flush=True)
-    follow_up = curl_line(url, NEXT_QUESTION, api_key is not None)
+    follow_up = curl_line(url, next_question, args.api_key is not None)
     print(f"{title}: ask the next one, whose start is cached now:\n\n{follow_up}\n", flush=True)
     if not once:
         print(f"{title}: Ctrl-C ends it", flush=True)
@@ -240,7 +262,7 @@ def serve(argv: Sequence[str]) -> None:
     check_model(with_local_model(args))
     with ExitStack() as stack:
         processes = _start_all(stack, args, argv)
-        answer_and_stay("serve", server_url(args), args.api_key, processes)
+        answer_and_stay("serve", server_url(args), args, processes)
 
 
 def run(title: str, serve: Callable[[Sequence[str]], None]) -> int:

@@ -164,7 +164,7 @@ def serve(argv: Sequence[str]) -> None:
     with ExitStack() as stack:
         router, processes = _start_all(stack, args, parts)
         print(f"serve-pd: prefill at {parts.prefill_url}, decode at {parts.decode_url}", flush=True)
-        answer_and_stay("serve-pd", router.url, None, processes)
+        answer_and_stay("serve-pd", router.url, args, processes)
 
 
 if __name__ == "__main__":

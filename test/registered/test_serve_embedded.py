@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -23,12 +24,13 @@ from sglang.serve_embedded import (
     QUESTION,
     curl_line,
     describe_answer,
+    questions_for,
     start_in_order,
     with_model,
 )
-from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR
+from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR
 from sglang.srt.environ import child_environment
-from sglang.srt.server_args import prepare_server_args
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils.network import get_free_port, is_healthy, wait_until
 from sglang.srt.utils.process import is_alive, kill_process_tree
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -67,6 +69,14 @@ def test_a_slow_start_is_not_silent(
         assert sleeper.is_running()
     assert capsys.readouterr().out.endswith("serve: the sleeper runs\n")
     assert not [thread for thread in threading.enumerate() if thread.name == "telling"]
+
+
+def test_a_model_is_asked_what_it_can_answer() -> None:
+    """A small real model answers the first question about facts wrongly, cached or not."""
+    for path in (None, str(BUILTIN_HYBRID_MODEL_DIR), os.path.relpath(BUILTIN_MODEL_DIR)):
+        assert questions_for(ServerArgs(model_path=path).resolve())[0] == QUESTION
+    first, second = questions_for(ServerArgs(model_path="owner/name").resolve())
+    assert first.endswith("the capital of France?") and second.endswith("the capital of Japan?")
 
 
 def test_with_once_it_answers_and_ends() -> None:

@@ -29,9 +29,10 @@ from rigs.models.quantized_checkpoints import (
 )
 from rigs.servers.engine_server import EngineServer
 from rigs.servers.forked_servers import ForkedServer
-from sglang.serve_embedded import QUESTION
+from sglang.serve_embedded import questions_for
 from sglang.smollm2 import installed_smollm2, save_smollm2
 from sglang.srt.environ import child_environment
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -293,5 +294,12 @@ def test_make_serve_gets_and_serves_it() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "The code of heron is" in done.stdout.split(QUESTION, 1)[1]
+    assert "'The capital of France is Paris.'" in done.stdout
+    args = ServerArgs(model_path=str(installed_smollm2())).resolve()
+    tokenizer = AutoTokenizer.from_pretrained(args.model_path)
+    first, second = (
+        tokenizer.apply_chat_template([{"role": "user", "content": question}], return_dict=False)
+        for question in questions_for(args)
+    )
+    assert first[:64] == second[:64], "a page of the next question is cached"
     assert (installed_smollm2() / "config.json").exists()
