@@ -90,13 +90,14 @@ def draw(view: Mapping[str, Any], width: int) -> RenderableType:
     return Group(
         title,
         Text(queues, "dim"),
+        *(Text(f"\n{verdict}", "bold red") for verdict in view["verdicts"]),
         *(_tier(tier, width) for tier in view["tiers"]),
         *_hits(history, view["missed"], width),
         _flows(history),
         *_speculation(view["speculation"]),
         _prefixes(view["prefixes"]),
-        _decisions(view["decisions"]),
-        _store(view["store"]),
+        _decisions(view["decisions"], view["words"]),
+        _store(view["store"], view["words"]),
     )
 
 
@@ -230,15 +231,17 @@ def _prefixes(prefixes: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _decisions(decisions: Sequence[Mapping[str, Any]]) -> Table:
+def _decisions(decisions: Sequence[Mapping[str, Any]], words: Mapping[str, str]) -> Table:
     table = _table("Last decisions", "#ago", "what", "why", "#tokens", "#times")
     for one in decisions[:10]:
         numbers = _short(one["tokens"]), _short(one["count"])
-        table.add_row(f"{one['age_s']:.0f} s", one["what"], one["why"], *numbers)
+        table.add_row(
+            f"{one['age_s']:.0f} s", one["what"], words.get(one["why"], one["why"]), *numbers
+        )
     return table
 
 
-def _store(store: Mapping[str, Any] | None) -> Text:
+def _store(store: Mapping[str, Any] | None, words: Mapping[str, str]) -> Text:
     if store is None:
         return Text("\nStore (L3): none is attached")
     state = ("answers", "green") if store["is_available"] else ("does not answer", "red")
@@ -249,7 +252,9 @@ def _store(store: Mapping[str, Any] | None) -> Text:
     if others := (store["usage"] or {}).get("num_other_namespaces"):
         line.append(f"\n{others} other namespaces, whose pages this server cannot read", "dim")
     for kind in ("reads", "writes"):
-        counts = ", ".join(f"{why} {_short(count)}" for why, count in store[kind].items())
+        counts = ", ".join(
+            f"{words.get(why, why)} {_short(count)}" for why, count in store[kind].items()
+        )
         line.append(f"\n{kind}: {counts or 'none'}", "dim")
     return line
 

@@ -45,6 +45,9 @@ def test_it_shows_the_cache_in_both_schemes_and_sizes(
     refusals = [one for one in browser.problems if "401" not in one]
     assert refusals == [], "before the key is given, 401 is right"
     assert set(browser.requested) == {f"{server.url}/hicache"}, "it asks no other address"
+    assert browser.evaluate(
+        "[...document.querySelectorAll('.scroll')].every(one => one.scrollWidth <= one.clientWidth)"
+    ), "no column of the narrow page is cut"
     # The narrow page is not wider than the screen.
     assert browser.evaluate("document.documentElement.scrollWidth") == SIZES["narrow"]
 
@@ -83,3 +86,21 @@ def test_it_follows_the_server_and_says_so_when_it_is_gone(
                  offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)  # fmt: skip
     browser.wait_for("document.getElementById('state').textContent.startsWith('no answer')")
     assert not browser.evaluate("document.getElementById('view').hidden"), "the last state stays"
+
+
+def test_a_password_in_the_address_does_no_harm(server: EngineServer, browser: Chromium) -> None:
+    """`fetch` refuses addresses with a password, so also relative ones on such a page."""
+    browser.open(server.url.replace("//", "//user:password@") + "/hicache")
+    browser.wait_for("document.getElementById('state')?.textContent == 'a key is needed'")
+
+
+def test_verdicts_and_answers_of_others_are_told(server: EngineServer, browser: Chromium) -> None:
+    show(browser, server, "light", SIZES["wide"])
+    browser.evaluate(
+        "const json = Response.prototype.json; Response.prototype.json = async function () {"
+        " return {...await json.call(this), verdicts: ['L1 is too small']}; }; refresh(), 0"
+    )
+    browser.wait_for("document.getElementById('verdicts').textContent == 'L1 is too small'")
+    browser.evaluate("fetch = async () => new Response('<h1>', {status: 401}), refresh(), 0")
+    state = "document.getElementById('state').textContent"
+    browser.wait_for(f"{state}.startsWith('no answer: HTTP 401, not from this server')")

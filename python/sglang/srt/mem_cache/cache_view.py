@@ -6,6 +6,8 @@ that are looked at (bounded), not with the cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
@@ -14,6 +16,34 @@ from sglang.srt.mem_cache.tree.tier_use import busiest_prefixes
 from sglang.srt.utils.metrics import counts_by_label
 
 _SHOWN_PREFIXES: Final = 12
+_VERDICT_S: Final = 300.0
+_THRASHING: Final = 0.5
+"""Shares of the prompts' tokens that L2 brings and L1 evicts, above which L1 is too small; as in
+the alert `DeviceCacheThrashes`."""
+PLAIN_WORDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "landed": "done",
+        "miss": "not in the store",
+        "short": "an earlier page was missing",
+        "damaged": "damaged in the store",
+        "late": "too slow",
+        "overtaken": "cut: computing was faster",
+        "no_state": "no recurrent state in the store",
+        "revoked": "found too little to be worth reading",
+        "unavailable": "the store is left alone after failures",
+        "failed": "the store failed",
+        "orphan": "the prefix before it is gone",
+        "too_short": "too short to be worth reading",
+        "duplicate": "the request is reading already",
+        "joined": "waited for another request's read",
+        "sample": "another request computes it",
+        "queue_full": "too many under way",
+        "slower_than_computing": "computing is faster",
+        "no_host_memory": "no room in L2",
+        "evicted": "left L2 before its turn",
+    }
+)
+"""Texts for people in place of the labels of reads and writes of L3."""
 
 
 def cache_view(cache: RadixCache) -> dict[str, Any]:
@@ -34,7 +64,32 @@ def cache_view(cache: RadixCache) -> dict[str, Any]:
         "prefixes": busiest_prefixes(cache.tree, epoch, _SHOWN_PREFIXES),
         "decisions": cache.metrics.decisions.latest(),
         "store": store,
+        "words": dict(PLAIN_WORDS),
     }
+
+
+def verdicts(history: Sequence[Mapping[str, Any]], device_tokens: int) -> list[str]:
+    """What is wrong with the tiers and the remedy, a sentence or two each.
+
+    Args:
+        history: Samples of `FlowHistory.latest`.
+        device_tokens: Size of L1.
+    """
+    recent = [one for one in history if one["age_s"] <= _VERDICT_S]
+    first, last = recent[0]["counts"], recent[-1]["counts"]
+    moved = {name: count - first[name] for name, count in last.items()}
+    sources = ("hit_device", "hit_host", "hit_storage", "computed")
+    prompts = sum(moved.get(name, 0) for name in sources)
+    loaded, evicted = moved.get("hit_host", 0), moved.get("evicted_device", 0)
+    # A pool that has not been filled anew once may only be taking up another load.
+    if evicted < device_tokens or min(loaded, evicted) <= _THRASHING * prompts:
+        return []
+    return [
+        f"L1 is too small for the prompts in use: in the last {recent[0]['age_s']:.0f} s it "
+        f"evicted {evicted:,} tokens, and {loaded / prompts:.0%} of the prompts' tokens had to be "
+        "loaded again from L2. Raise --mem-fraction-static or --max-total-tokens, or let the "
+        "router keep clients on their servers."
+    ]
 
 
 def _tier(

@@ -18,7 +18,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.managers.scheduler.profiler import StepProfiler
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.cache_view import cache_view
+from sglang.srt.mem_cache.cache_view import cache_view, verdicts
 from sglang.srt.mem_cache.l3.hicache_administration import StorageAdministration
 from sglang.srt.mem_cache.tree.session_hints import Session
 from sglang.srt.messages.cache_report import CacheReport
@@ -240,12 +240,14 @@ class ControlHandler:
     def _view(self, message: GetCacheViewReq) -> dict[str, Any]:
         state = self._state
         queues = {"running": state.queues.num_holders, "waiting": len(state.queues.waiting)}
+        history = self._history.latest(state.now)
         return {
             "model_name": self._public_args["served_model_name"],
             **cache_view(state.tree),
             "queues": {**queues, **state.tree.is_busy()},
             "speculation": self._speculation(),
-            "history": self._history.latest(state.now),
+            "history": history,
+            "verdicts": verdicts(history, state.limits.pool_tokens),
         }
 
     def _speculation(self) -> dict[str, Any] | None:
