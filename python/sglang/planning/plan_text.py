@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,6 +13,8 @@ from sglang.planning.tiers import PoolCost, ReadOrCompute, Tier
 from sglang.srt.constants import GB
 from sglang.srt.model_executor.pool_sizing import memory_text
 
+WIDTH: Final = 100
+"""Most characters of a line, except for that of the flags, which is to be copied."""
 RANKS: Final = (1, 2, 4, 8, 16, 32)
 """Values of `--tp-size` in the table of weights."""
 _PREFIXES: Final = (1024, 8192, 32768, 131072)
@@ -50,16 +53,29 @@ class Plan:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first on the left and the others on the right."""
+    """Columns of text, the first on the left and the others on the right. Where the table
+    would be wider than `WIDTH`, the cells of the last one are wrapped, on the left."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    lines = []
+    room = WIDTH - sum(widths[:-1]) - 2 * len(widths)
+    on_the_left = {0} if widths[-1] <= room else {0, len(head) - 1}
+    widths[-1] = min(widths[-1], room)
+    wrapped = []
     for row in (head, *rows):
+        first, *more = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]
+        wrapped.append([*row[:-1], first])
+        wrapped += [[*[""] * (len(row) - 1), part] for part in more]
+    lines = []
+    for row in wrapped:
         cells = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
+            cell.ljust(width) if i in on_the_left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _gb(size: float | None) -> str:
@@ -73,7 +89,7 @@ def _count(number: float) -> str:
 
 
 def weights_text(plan_weights: Sequence[dict[str, Any]]) -> str:
-    head = ["weights, GB a rank", *(f"--tp-size {ranks}" for ranks in RANKS)]
+    head = ["weights of a rank, GB, by --tp-size", *map(str, RANKS)]
     rows = [[row["format"], *(_gb(row["bytes"][ranks]) for ranks in RANKS)] for row in plan_weights]
     return _table(head, rows)
 
@@ -82,9 +98,11 @@ def to_text(plan: Plan) -> str:
     """The plan as tables."""
     machine, reads = plan.machine, plan.reads
     blocks = [
-        f"{plan.model}: {plan.architecture}, {plan.parameters.total / 1e9:,.2f} billion "
-        f"parameters, {plan.parameters.active / 1e9:,.2f} for each token; --tp-size "
-        f"{plan.tp_size}, pages of {plan.page_size} tokens",
+        _wrapped(
+            f"{plan.model}: {plan.architecture}, {plan.parameters.total / 1e9:,.2f} billion "
+            f"parameters, {plan.parameters.active / 1e9:,.2f} for each token; --tp-size "
+            f"{plan.tp_size}, pages of {plan.page_size} tokens"
+        ),
         f"{machine['name']} ({machine['kind']})\n"
         + _table(
             ["machine", "", "source"],
@@ -108,7 +126,7 @@ def to_text(plan: Plan) -> str:
                 for p in plan.pools
             ],
         ),
-        f"memory of a rank: {memory_text(plan.memory)}",
+        _wrapped(f"memory of a rank: {memory_text(plan.memory)}"),
         _table(
             ["tier", "GB", "tokens", "states", "why"],
             [
@@ -126,7 +144,7 @@ def to_text(plan: Plan) -> str:
     ]
     if plan.trace is not None:
         blocks.append(_trace_text(plan.trace))
-    blocks.append("\n".join(f"- {note}" for note in plan.notes))
+    blocks.append("\n".join(_wrapped(f"- {note}") for note in plan.notes))
     blocks.append(f"flags: {' '.join(plan.flags)}")
     return "\n\n".join(blocks)
 
@@ -143,10 +161,13 @@ def _trace_text(trace: dict[str, Any]) -> str:
         ["one LRU cache, GB", "tokens", "share"],
         [[f"{r['gb']:,.2f}", f"{r['tokens']:,}", f"{r['hit_rate']:.1%}"] for r in trace["by_size"]],
     )
-    return (
+    told = _wrapped(
         f"trace: {trace['requests']:,} requests, {trace['prompt_tokens']:,} prompt tokens, "
         f"{trace['distinct_tokens']:,} different; a cache without a limit has "
-        f"{trace['unlimited_hit_rate']:.1%}\n{by_tier}\n"
-        f"the store has {trace['stored_but_computed']:.1%} more, which the engine computes: that "
-        f"is faster, or the hits are below prefetch_threshold\n{by_size}"
+        f"{trace['unlimited_hit_rate']:.1%}"
     )
+    more = _wrapped(
+        f"the store has {trace['stored_but_computed']:.1%} more, which the engine computes: that "
+        "is faster, or the hits are below prefetch_threshold"
+    )
+    return f"{told}\n{by_tier}\n{more}\n{by_size}"

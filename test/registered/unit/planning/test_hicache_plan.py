@@ -10,6 +10,7 @@ import pytest
 
 from rigs.models.published_configs import PUBLISHED
 from sglang.hicache_plan import main
+from sglang.planning.plan_text import WIDTH
 from sglang.srt.constants import GB
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -153,10 +154,26 @@ def test_a_trace_reads_from_l3_as_the_settings_say(
 def test_the_text_has_every_table(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model-path", qwen, "--machine", "h100", "--trace", str(EXCERPT)]) == 0
     text = capsys.readouterr().out
-    for word in ("8.19 billion", "copies from host memory", "--tp-size 16", "147,456", "L3"):
+    for word in ("8.19 billion", "copies from host memory", "by --tp-size", "147,456", "L3"):
         assert word in text
     assert "give --host-memory" in text and "found in" in text
     assert "the store has" in text and "under best_effort" not in text
+
+
+@pytest.mark.parametrize(
+    "flags", [("--machine", "h100", "--trace", str(EXCERPT)),
+              ("--tp-size", "2", "--device", "cpu", "--mem-fraction-static", "0.5")],
+)  # fmt: skip
+def test_the_text_fits_100_columns(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    """The line of flags is to be copied, and stays whole."""
+    assert main(flags) == 0
+    text, _, last = capsys.readouterr().out.rpartition("\n\n")
+    assert last.startswith("flags: ")
+    long = [line for line in text.splitlines() if len(line) > WIDTH]
+    assert WIDTH == 100 and not long
+    if "--mem-fraction-static" in flags:
+        why = "--mem-fraction-static 0.5 of"
+        assert "for each of 2 ranks, less" in " ".join(text[text.index(why) :].split())
 
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
