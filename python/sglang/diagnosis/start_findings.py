@@ -9,7 +9,11 @@ from collections.abc import Iterator, Sequence
 from sglang.diagnosis.findings import Finding, State
 from sglang.diagnosis.machine_facts import CPU_WHEELS, port_finding
 from sglang.srt.arg_groups.cli import FlagErrors
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode, variables_of
+from sglang.srt.arg_groups.disaggregation import (
+    BOOTSTRAP_PORT_FLAG,
+    DisaggregationMode,
+    variables_of,
+)
 from sglang.srt.arg_groups.foreign_flags import warnings_about_variables
 from sglang.srt.distributed.device_communicators.mooncake_library import load_transfer_engine
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
@@ -113,7 +117,7 @@ def flag_findings(argv: Sequence[str]) -> Iterator[Finding]:
     yield port_finding("server", args.host, args.port, "--port")
     if args.disaggregation_mode == DisaggregationMode.PREFILL:
         port = args.disaggregation_bootstrap_port
-        yield port_finding("bootstrap", args.host, port, start_checks.BOOTSTRAP_PORT_FLAG)
+        yield port_finding("bootstrap", args.host, port, BOOTSTRAP_PORT_FLAG)
     refused = []
     with variables_of(args):
         for check in (check_port, *start_checks.CHECKS):

@@ -147,8 +147,10 @@ def _shorten(parser: argparse.ArgumentParser, first: Sequence[str]) -> None:
             action.option_strings[0] for action in group._group_actions if action.dest not in first
         )
         if group.title in set(Heading):
-            wrap = {"width": 98, "initial_indent": "  ", "subsequent_indent": "  "}
-            wrapped = textwrap.fill(names, break_on_hyphens=False, break_long_words=False, **wrap)
+            wrapped = textwrap.fill(
+                names, width=98, initial_indent="  ", subsequent_indent="  ",
+                break_on_hyphens=False, break_long_words=False,
+            )  # fmt: skip
             lines += [f"{group.title}:", wrapped, ""]
     parser._action_groups.clear()
     mine = parser.add_argument_group("Flags to begin with")
