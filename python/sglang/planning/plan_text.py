@@ -53,8 +53,8 @@ class Plan:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first on the left and the others on the right. Where the table
-    would be wider than `WIDTH`, the cells of the last one are wrapped, on the left."""
+    """Columns of text, the first on the left and the others on the right. The last
+    column is wrapped, and on the left, if the table would be wider than `WIDTH`."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     room = WIDTH - sum(widths[:-1]) - 2 * len(widths)
     on_the_left = {0} if widths[-1] <= room else {0, len(head) - 1}

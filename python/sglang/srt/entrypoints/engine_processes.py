@@ -292,5 +292,5 @@ def _ending_of(child: SpawnProcess) -> str:
 
 
 def _cause_of(child: SpawnProcess) -> str:
-    """Where a reader finds out why a child ended."""
+    """The likely cause of a child's end, or the place that tells it."""
     return silent_cause(child.exitcode) or "the log lines above have the cause"

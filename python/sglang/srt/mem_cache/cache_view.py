@@ -69,7 +69,7 @@ def cache_view(cache: RadixCache) -> dict[str, Any]:
 
 
 def verdicts(history: Sequence[Mapping[str, Any]], device_tokens: int) -> list[str]:
-    """What is wrong with the tiers and the remedy, a sentence or two each.
+    """Faults of the tiers, each with its figures and its remedy.
 
     Args:
         history: Samples of `FlowHistory.latest`.

@@ -255,8 +255,8 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     Returns log lines with the size of each part and the reason for it. A ValueError names the flag
     if no size fits. A collective."""
     page_size = runner.config.page_size
-    # Where ranks share memory, none looks at what is free before all have loaded their weights, or
-    # takes a part before all have looked.
+    # Ranks of a CPU share its memory: all have loaded their weights before one reads what is free.
+    # The collective below keeps them from taking a part before all have read it.
     group.reduce_min(torch.zeros(1, dtype=torch.int64))
     memory = memory_beside(runner, server_args)
     size, states, all_state_bytes = size_pools(

@@ -343,7 +343,7 @@ def own_hosts() -> list[str]:
 def test_every_name_of_this_machine_is_bound(
     host: str, context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those that mean all addresses with a warning."""
+    """A name that means all addresses causes a warning."""
     config = config_of(endpoint=f"tcp://{host}:{get_free_ports(1)[0]}", replay_endpoint=None)
     publisher = ZmqEventPublisher(config)
     try:
