@@ -29,12 +29,11 @@ def quicken_interpreter() -> None:
             time.sleep(_POLL_S)
         return found
 
-    def load_or_poll(
-        self: Any, ptrs: Any, mask: Any, other: Any, cache_policy: Any, is_volatile: bool
-    ) -> Any:
-        if is_volatile:
+    def load_or_poll(self: Any, *arguments: Any) -> Any:
+        # The last is `is_volatile`; versions differ in those before it.
+        if arguments[-1]:
             time.sleep(_POLL_S)
-        return load(self, ptrs, mask, other, cache_policy, is_volatile)
+        return load(self, *arguments)
 
     builder.create_atomic_rmw, builder.create_masked_load = add_or_poll, load_or_poll
 

@@ -20,10 +20,10 @@ from rigs.models.model_oracle import (
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention import window_backend
-from sglang.srt.layers.attention.window_backend import WindowTorchBackend, window_spec
+from sglang.srt.layers.attention.window_backend import WindowTorchBackend
 from sglang.srt.layers.forward_batch_info import ForwardMode
 from sglang.srt.mem_cache.device.state_pool import StatePool
-from sglang.srt.mem_cache.device.state_spec import PoolName, RankShare
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -176,18 +176,6 @@ def test_a_model_without_full_attention_is_refused_with_the_remedy(tmp_path: Pat
     with pytest.raises(ValueError, match=r"window of 12 tokens.*give --context-length 12"):
         ModelConfig.from_path(str(tmp_path))
     assert ModelConfig.from_path(str(tmp_path), context_length=12).sliding_window_layers == ()
-
-
-def test_rings_above_the_bound_are_refused_with_the_remedy() -> None:
-    """gpt-oss-120b's take 4.7 MB."""
-    heads, dim, bf16, share = 8, 64, torch.bfloat16, RankShare()
-    fits = window_spec(tuple(range(0, 36, 2)), 128, heads, dim, bf16, share)
-    assert fits.num_bytes == 4_718_592
-    with pytest.raises(ValueError, match=r"8388608 .*--context-length 4097"):
-        window_spec((0,), 4097, heads, dim, bf16, share)
-    assert (
-        window_spec((0,), 4096, heads, dim, bf16, share).num_bytes == window_backend.MOST_RING_BYTES
-    )
 
 
 @pytest.mark.parametrize("tokens", [1, 12, 13, 40])

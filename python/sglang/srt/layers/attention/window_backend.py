@@ -14,7 +14,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from sglang.srt.constants import MIB
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.partial_attention import attend, heads_first, with_sinks
 from sglang.srt.layers.forward_batch_info import (
@@ -41,11 +40,6 @@ BLOCK: Final = 256
 `window` of them."""
 
 
-MOST_RING_BYTES: Final = 8 * MIB
-"""Largest rings of a prefix, over all layers of a rank. Each snapshot is a copy of them, so larger
-ones would fill all tiers."""
-
-
 def window_spec(
     layers: tuple[int, ...],
     window: int,
@@ -60,12 +54,9 @@ def window_spec(
     Args:
         head_num: KV heads on this rank.
         share: The model's heads that these are.
-
-    Raises:
-        ValueError: The rings of a prefix take more than `MOST_RING_BYTES`.
     """
     shape = (head_num, window, head_dim)
-    spec = StateSpec(
+    return StateSpec(
         name=PoolName.SWA,
         layers=layers,
         buffers=tuple(StateBuffer(name, shape, dtype, (head_num,)) for name in ("k", "v")),
@@ -73,13 +64,6 @@ def window_spec(
         hit_policy=PoolHitPolicy.TRAILING_PAGES,
         share=share,
     )
-    if spec.num_bytes > MOST_RING_BYTES:
-        raise ValueError(
-            f"windows of {window} tokens in {len(layers)} layers take {spec.num_bytes} bytes for "
-            f"each cached prefix, more than the {MOST_RING_BYTES} that are supported: give "
-            f"--context-length {window}, up to which windows change nothing"
-        )
-    return spec
 
 
 def ring_buffers(
