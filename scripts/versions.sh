@@ -9,7 +9,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 case ${1:-} in
-    oldest) python=python3.12 packages=(torch==2.11.0 transformers==5.17.0) ;;
+    # The interpreter of Triton 3.6, which torch 2.11 goes with, fails with a newer numpy.
+    oldest) python=python3.12 packages=(torch==2.11.0 transformers==5.17.0 "numpy<2.4") ;;
     newest) python=python3.13 packages=(torch transformers) ;;
     "")
         status=0

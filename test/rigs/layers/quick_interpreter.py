@@ -29,11 +29,11 @@ def quicken_interpreter() -> None:
             time.sleep(_POLL_S)
         return found
 
-    def load_or_poll(self: Any, *arguments: Any) -> Any:
+    def load_or_poll(self: Any, *arguments: Any, **named: Any) -> Any:
         # The last is `is_volatile`; versions differ in those before it.
-        if arguments[-1]:
+        if named.get("is_volatile", arguments[-1]):
             time.sleep(_POLL_S)
-        return load(self, *arguments)
+        return load(self, *arguments, **named)
 
     builder.create_atomic_rmw, builder.create_masked_load = add_or_poll, load_or_poll
 
