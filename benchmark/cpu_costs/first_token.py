@@ -159,7 +159,7 @@ def run_engine(ipc: IpcAddresses) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     source, sink = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     source.set_hwm(0)
-    source.bind(ipc.scheduler_input)
+    source.bind(ipc.scheduler_input())
     sink.connect(ipc.server_input)
     while True:
         for message in SCHEDULER_DECODER.decode(source.recv()):

@@ -56,13 +56,15 @@ class NoAnswer(Exception):
     """The server did not answer as a server of this engine does. The message is one line."""
 
 
-def ask(url: str, key: str | None) -> dict[str, Any]:
-    """The answer of `GET /hicache` at `url`. Raises NoAnswer with the remedy."""
+def ask(url: str, key: str | None, dp_rank: int = 0) -> dict[str, Any]:
+    """The answer of `GET /hicache` at `url`, about one DP group. Raises NoAnswer with the
+    remedy."""
     headers = {"Accept": "application/json"}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     try:
-        request = urllib.request.Request(f"{url.rstrip('/')}/hicache", headers=headers)
+        address = f"{url.rstrip('/')}/hicache?dp_rank={dp_rank}"
+        request = urllib.request.Request(address, headers=headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             view = json.loads(answer.read(_MAX_BYTES))
     except urllib.error.HTTPError as error:
@@ -86,6 +88,8 @@ def draw(view: Mapping[str, Any], width: int) -> RenderableType:
         f"  {view['model_name']}, pages of {view['page_size']} tokens, "
         f"eviction {view['eviction_policy']}",
     )
+    if view["dp_size"] > 1:
+        title.append(f", DP group {view['dp_rank']} of 0 to {view['dp_size'] - 1}")
     queues = ", ".join(f"{name} {count}" for name, count in view["queues"].items())
     return Group(
         title,
@@ -267,6 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--once", action="store_true", help="show it once and end")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between two questions")
     parser.add_argument("--admin-api-key-file", help="file with the server's key")
+    parser.add_argument("--dp-rank", type=int, default=0, help="DP group to show; absent: 0")
     return parser
 
 
@@ -289,14 +294,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A shell without job control starts background processes that ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        drawn = draw(ask(args.url, key), console.width)
+        drawn = draw(ask(args.url, key, args.dp_rank), console.width)
         if args.once:
             console.print(drawn)
             return 0
         with Live(drawn, console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(args.interval)
-                live.update(draw(ask(args.url, key), console.width), refresh=True)
+                live.update(draw(ask(args.url, key, args.dp_rank), console.width), refresh=True)
     except NoAnswer as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

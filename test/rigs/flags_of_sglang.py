@@ -45,6 +45,7 @@ ACTED_ON: Final = _flags("""
     cuda-graph-max-bs-decode:32 mamba-radix-cache-strategy=auto:extra_buffer_lazy
     hicache-host-memory-fraction=0.8:0.5 hicache-storage-prefetch-retry-poll-interval=8:4
     hicache-storage-prefetch-retry-max-attempts=8:2 mamba-max-states-per-path=-1:4
+    attn-dp-size=1:2
 """)
 """Some need other flags beside them."""
 
@@ -126,7 +127,7 @@ REFUSED: Final = {
         "wait for a signal": "gated-launch-port:9000",
         "context parallelism of decoding": """dcp-size=1:2 dcp-comm-backend:a2a
             dcp-replicate-q-proj""",
-        "data-parallel attention": "attn-dp-size=1:2 dwdp-size=1:2",
+        "data-parallel attention in other ways": "dwdp-size=1:2",
         "by interleaving": "cp-strategy:interleave",
         "priority scheduling": "default-priority-value:1 retraction-policy=length:priority",
         "stored responses": "enable-response-store",

@@ -40,3 +40,7 @@ MODEL_SAMPLING: Final = "model"
 """Value of `--sampling-defaults`: sampling values are those of generation_config.json."""
 OPENAI_SAMPLING: Final = "openai"
 """Value of `--sampling-defaults`: that file's sampling values are ignored."""
+LOAD_BALANCE_METHODS: Final = (
+    "auto", "round_robin", "total_requests", "total_tokens", "follow_bootstrap_room"
+)  # fmt: skip
+"""Values of `--load-balance-method`."""

@@ -141,6 +141,49 @@ def test_a_min_has_groups_of_its_own_one_for_each_set_of_ranks(
     assert all(one["least"] == [[0, 1 - size, 5]] * 4 for one in found)
 
 
+def of_dp_groups() -> dict[str, Any]:
+    world, group = get_world_group().rank, TorchRankGroup.of_dp_group()
+    own = group.open_min()
+    mine = torch.tensor([world, -world])
+    said = group.broadcast(f"from {world}".encode() if group.rank == 0 else None)
+    found = {
+        "place": (group.first_rank, group.rank, group.size),
+        "attn": (group.attn_tp_rank, group.attn_tp_size, group.attn_cp_rank, group.attn_cp_size),
+        "parts": [get_attention_tp_group().ranks, get_attention_cp_group().ranks],
+        "said": said.decode(),
+        "least": [group.reduce_min(mine).tolist(), own.reduce_min(mine).tolist()],
+        "world": TorchRankGroup.of_world().reduce_min(mine).tolist(),
+    }
+    own.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "dp", "cp", "parts_of_last"),
+    [
+        (2, 2, 1, [(1,), (1,)]),
+        (4, 2, 1, [(2, 3), (3,)]),
+        (4, 2, 2, [(3,), (2, 3)]),
+        (6, 3, 1, [(4, 5), (5,)]),
+        (8, 2, 2, [(6, 7), (5, 7)]),
+    ],
+)
+def test_dp_groups_say_and_agree_by_themselves(
+    size: int, dp: int, cp: int, parts_of_last: list[tuple[int, ...]]
+) -> None:
+    found = run_ranks(size, of_dp_groups, attn_cp_size=cp, attn_dp_size=dp)
+    each = size // dp
+    attn_tp = each // cp
+    for rank, one in enumerate(found):
+        first, place = rank // each * each, rank % each
+        assert one["place"] == (first, place, each)
+        assert one["attn"] == (place % attn_tp, attn_tp, place // attn_tp, cp)
+        assert one["said"] == f"from {first}"
+        assert one["least"] == [[first, 1 - first - each]] * 2
+        assert one["world"] == [0, 1 - size]
+    assert found[-1]["parts"] == parts_of_last
+
+
 def sums() -> list[bool]:
     """True if sums of short and long tensors have the same bits on all ranks."""
     world, right = get_world_group(), []
@@ -183,24 +226,27 @@ def test_groups_that_contradict_each_other_are_refused_on_every_rank() -> None:
         run_ranks(2, custom_groups, [[0, 1], [1]])
 
 
-def made_again(size: int, cp: int) -> str:
+def made_again(size: int, cp: int, dp: int) -> str:
     try:
-        initialize_model_parallel(size, cp)
+        initialize_model_parallel(size, cp, dp)
     except ValueError as error:
         return str(error)
     return str(get_attention_cp_group().ranks)
 
 
 @pytest.mark.parametrize(
-    ("size", "cp", "outcome"),
+    ("size", "cp", "dp", "outcome"),
     [
-        (2, 2, "(0, 1)"),
-        (4, 1, "tp_size=4, but the world has 2 ranks"),
-        (2, 3, "attn_cp_size=3 does not divide tp_size=2"),
+        (2, 2, 1, "(0, 1)"),
+        (4, 1, 1, "tp_size=4, but the world has 2 ranks"),
+        (2, 3, 1, "attn_cp_size=3 does not divide tp_size=2"),
+        (2, 2, 2, "attn_cp_size=2 times attn_dp_size=2 does not divide tp_size=2"),
     ],
 )
-def test_sizes_that_do_not_fit_the_world_are_refused(size: int, cp: int, outcome: str) -> None:
-    assert run_ranks(2, made_again, size, cp) == [outcome] * 2
+def test_sizes_that_do_not_fit_the_world_are_refused(
+    size: int, cp: int, dp: int, outcome: str
+) -> None:
+    assert run_ranks(2, made_again, size, cp, dp) == [outcome] * 2
 
 
 def lost() -> str:

@@ -50,7 +50,7 @@ class Peer:
     def __init__(self, ipc: IpcAddresses) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sink = self._context.socket(zmq.PUSH)
-        self.sink.connect(ipc.scheduler_input)
+        self.sink.connect(ipc.scheduler_input())
         self._tokens = self._context.socket(zmq.PULL)
         self._tokens.bind(ipc.detokenizer_input)
         self._answers = self._context.socket(zmq.PULL)

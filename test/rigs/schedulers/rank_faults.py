@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final
 from unittest import mock
@@ -134,3 +135,24 @@ def kills_while_it_reads_weights(victim: int | None, rank: int) -> None:
 
     mock.patch.object(MooncakeTransferEngine, "transfer", kill_and_transfer).start()
     mock.patch.object(remote_weights, "_BATCH_BYTES", 20_000).start()
+
+
+def l3_hangs(rank: int) -> None:
+    """No read of the rank from L3 ends."""
+    if rank == FAULTY:
+        forever = threading.Event().wait
+        hanging = mock.Mock(side_effect=lambda *_, **__: forever())
+        mock.patch.object(HiCacheFile, "batch_get_v2", hanging).start()
+
+
+def steps_are_slow(rank: int) -> None:
+    """The rank takes a tenth of a second for a step of two layers."""
+    if rank != FAULTY:
+        return
+    forward = LlamaDecoderLayer.forward
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.05)
+        return forward(*args, **kwargs)
+
+    mock.patch.object(LlamaDecoderLayer, "forward", slow).start()

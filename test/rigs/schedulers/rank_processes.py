@@ -37,6 +37,7 @@ def run_ranks(
     work: Callable[..., Any],
     *args: Any,
     attn_cp_size: int = 1,
+    attn_dp_size: int = 1,
     device: str = "cpu",
     preload: Sequence[str] = (),
     timeout_s: float = 120.0,
@@ -62,7 +63,14 @@ def run_ranks(
     with open_rendezvous(size) as meeting:
         for rank in range(size):
             reader, writer = context.Pipe()
-            arguments = (meeting.for_rank(rank), attn_cp_size, device, writer, place, args)
+            arguments = (
+                meeting.for_rank(rank),
+                (attn_cp_size, attn_dp_size),
+                device,
+                writer,
+                place,
+                args,
+            )
             process = context.Process(target=_rank, args=arguments)
             process.start()
             writer.close()
@@ -108,7 +116,7 @@ def _results(readers: Sequence[Connection], timeout_s: float) -> list[Any]:
 
 def _rank(
     meeting: Rendezvous,
-    attn_cp_size: int,
+    sizes: tuple[int, int],
     device: str,
     writer: Connection,
     place: tuple[str, str],
@@ -121,7 +129,7 @@ def _rank(
         if kind.has_symmetric_memory:
             device_runtime(device).set_device(meeting.rank)
         init_distributed_environment(kind.process_group, meeting)
-        initialize_model_parallel(meeting.size, attn_cp_size)
+        initialize_model_parallel(meeting.size, *sizes)
         if kind.has_symmetric_memory:
             own = torch.device(device, meeting.rank)
             get_attention_tp_group().open_symmetric_memory(own)

@@ -110,6 +110,7 @@ class FakeScheduler:
 
     ipc: IpcAddresses
     new_decoder: DecoderFactory
+    dp_rank: int = 0
     hold: threading.Event = field(default_factory=threading.Event)
     """While set, running requests get no further tokens: by a test, or a pause."""
     hold_after: int | None = None
@@ -126,7 +127,7 @@ class FakeScheduler:
     def run(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Serve until the context is terminated."""
         source = context.socket(zmq.PULL)
-        source.bind(self.ipc.scheduler_input)
+        source.bind(self.ipc.scheduler_input(self.dp_rank))
         tokens = context.socket(zmq.PUSH)
         tokens.connect(self.ipc.detokenizer_input)
         control = context.socket(zmq.PUSH)
@@ -246,11 +247,16 @@ class FakeScheduler:
 
 @dataclass(frozen=True)
 class FakeEngine:
-    """The two threads behind a `TokenizerManager`, and the addresses to reach them."""
+    """The threads behind a `TokenizerManager`, and the addresses to reach them."""
 
     ipc: IpcAddresses
-    scheduler: FakeScheduler
+    schedulers: list[FakeScheduler]
     tokenizer: PreTrainedTokenizerFast
+
+    @property
+    def scheduler(self) -> FakeScheduler:
+        """That of the first DP group."""
+        return self.schedulers[0]
 
     def manager(
         self,
@@ -259,6 +265,7 @@ class FakeEngine:
         max_queued_requests: int = 4096,
         hosts: PrefillHosts | None = None,
         tracer: Tracer | None = None,
+        load_balance_method: str = "auto",
     ) -> TokenizerManager:
         """A manager that uses this engine. At most one at a time."""
         limits = RequestLimits(
@@ -268,9 +275,15 @@ class FakeEngine:
             max_queued_requests=max_queued_requests,
             disaggregation_mode=disaggregation_mode,
             prefill_hosts=hosts,
+            num_dp_groups=len(self.schedulers),
         )
         return TokenizerManager(
-            ipc=self.ipc, tokenizer=self.tokenizer, limits=limits, metrics=metrics, tracer=tracer
+            ipc=self.ipc,
+            tokenizer=self.tokenizer,
+            limits=limits,
+            metrics=metrics,
+            tracer=tracer,
+            load_balance_method=load_balance_method,
         )
 
 
@@ -278,12 +291,16 @@ class FakeEngine:
 def fake_engine(
     make_tokenizer: Callable[[], PreTrainedTokenizerFast] = byte_tokenizer,
     eos_ids: frozenset[int] = frozenset({EOS_ID}),
+    num_groups: int = 1,
 ) -> Iterator[FakeEngine]:
-    """Run a fake scheduler and the real detokenizer in threads."""
+    """Run a fake scheduler for each DP group and the real detokenizer, in threads."""
     directory = make_ipc_directory()
     ipc = IpcAddresses(directory.path)
     tokenizer = make_tokenizer()
-    scheduler = FakeScheduler(ipc, make_decoder_factory(make_tokenizer()), eos_ids=eos_ids)
+    schedulers = [
+        FakeScheduler(ipc, make_decoder_factory(make_tokenizer()), dp_rank, eos_ids=eos_ids)
+        for dp_rank in range(num_groups)
+    ]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     source, sink = open_sockets(context, ipc)
 
@@ -295,13 +312,16 @@ def fake_engine(
             sink.close(linger=0)
 
     threads = [
-        threading.Thread(target=scheduler.run, args=(context,), name="fake-scheduler"),
+        *(
+            threading.Thread(target=one.run, args=(context,), name="fake-scheduler")
+            for one in schedulers
+        ),
         threading.Thread(target=detokenize, name="fake-detokenizer"),
     ]
     for thread in threads:
         thread.start()
     try:
-        yield FakeEngine(ipc, scheduler, tokenizer)
+        yield FakeEngine(ipc, schedulers, tokenizer)
     finally:
         context.term()
         for thread in threads:

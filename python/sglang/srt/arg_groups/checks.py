@@ -86,6 +86,8 @@ def _ranges(args: ServerFlags) -> Iterator[tuple[str, bool, str]]:
         "cuda_graph_max_bs",
         "tp_size",
         "attn_cp_size",
+        "attn_dp_size",
+        "dp_size",
         "nnodes",
     ):
         value = getattr(args, field)
@@ -174,12 +176,14 @@ def check_pages(args: ServerFlags, page_size: int) -> Iterator[str]:
 def check_parallelism(args: ServerFlags) -> Iterator[str]:
     """Refuse numbers of ranks and machines that do not fit each other: a line for each mistake,
     with the flag and the remedy."""
-    if args.dp_size != 1:
+    if args.dp_size != 1 and not args.enable_dp_attention:
         yield (
             f"--dp-size {args.dp_size}: a server has 1. python -m sglang_router.launch_server "
-            "starts several, and a router in front of them"
+            "starts several, and a router in front of them; --enable-dp-attention divides the "
+            "ranks of one server"
         )
-    if args.tp_size % args.attn_cp_size:
+    yield from _check_dp(args)
+    if num_dp_groups(args) == 1 and args.tp_size % args.attn_cp_size:
         yield (
             f"--attn-cp-size {args.attn_cp_size} does not divide --tp-size {args.tp_size}: the "
             "ranks of context parallelism are among those of --tp-size"
@@ -211,6 +215,57 @@ def check_parallelism(args: ServerFlags) -> Iterator[str]:
             meeting_address(args)
         except ValueError as error:
             yield str(error)
+
+
+def num_dp_groups(args: ServerFlags) -> int:
+    """Groups of ranks with a cache and requests of their own; `resolve` makes it `attn_dp_size`."""
+    by_other_name = args.dp_size if args.enable_dp_attention else 1
+    return by_other_name if args.attn_dp_size == 1 else args.attn_dp_size
+
+
+def _check_dp(args: ServerFlags) -> Iterator[str]:
+    """Refuse sizes of data-parallel attention that do not fit the others, and the features that do
+    not work with it yet."""
+    size = num_dp_groups(args)
+    if size == 1:
+        where = "without --attn-dp-size above 1"
+        yield from refuse_ignored(args, "enable_dp_attention", where)
+        yield from refuse_ignored(args, "load_balance_method", where)
+        return
+    given = f"--attn-dp-size {size}"
+    if args.attn_dp_size == 1:
+        given = f"--enable-dp-attention --dp-size {size}"
+    if args.dp_size not in (1, size):
+        yield f"{given} and --dp-size {args.dp_size}: give one of them, or both the same"
+    each = size * args.attn_cp_size
+    if args.tp_size % each:
+        yield _sizes_that_work(args, size, given)
+    for is_used, feature in (
+        (args.nnodes > 1, f"--nnodes {args.nnodes}"),
+        (
+            args.disaggregation_mode != DisaggregationMode.NULL,
+            f"--disaggregation-mode {args.disaggregation_mode}",
+        ),
+        (offers_weights(args), "weights that one server reads from another"),
+    ):
+        if is_used:
+            yield f"{given} does not work with {feature} yet: leave one of them out"
+    if args.load_balance_method == "follow_bootstrap_room":
+        yield (
+            "--load-balance-method follow_bootstrap_room: it is for prefill servers, which have "
+            f"no {given} yet: use another method"
+        )
+
+
+def _sizes_that_work(args: ServerFlags, size: int, given: str) -> str:
+    """The line about sizes that do not divide each other."""
+    tp_size, cp_size = args.tp_size, args.attn_cp_size
+    works = [str(one) for one in range(2, tp_size + 1) if tp_size % (one * cp_size) == 0]
+    also = f" times --attn-cp-size {cp_size}" if cp_size > 1 else ""
+    remedy = f"give a multiple of {size * cp_size} as --tp-size"
+    if works:
+        remedy += f", or {' or '.join(works[:8])} groups"
+    return f"{given}{also} does not divide --tp-size {tp_size}, the ranks of all groups: {remedy}"
 
 
 def ranks_per_node(args: ServerFlags) -> int:
@@ -305,6 +360,8 @@ def _check_parsers(args: ServerFlags) -> Iterator[str]:
 def _check_events(args: ServerFlags) -> Iterator[str]:
     try:
         config = args.kv_events()
+        if config is not None:
+            config.check_groups(num_dp_groups(args))
     except ValueError as error:
         yield str(error)
         return

@@ -79,8 +79,8 @@ _NOT_YET, _NEVER = Treatment.NOT_YET, Treatment.NEVER
 
 SGLANG_FLAGS: Final = (
     # The first row that matches counts.
-    _row(_NEVER, "data-parallel attention", """enable_dp_* load_balance_method=auto
-        attn_dp_size=1 dwdp_size=1"""),
+    _row(_OFF, "the LM head of each group of --attn-dp-size (it has one)", "enable_dp_lm_head"),
+    _row(_NEVER, "data-parallel attention in other ways", "enable_dp_attention_* dwdp_size=1"),
     _row(_NEVER, "context parallelism of decoding", "dcp_size=1 dcp_*"),
     _row(_NEVER, "context parallelism by interleaving (--cp-strategy zigzag is there)",
         "cp_strategy=zigzag"),

@@ -17,6 +17,7 @@ from sglang.srt.arg_groups.checks import (
     cache_and_page_size,
     check_device,
     mistakes_of,
+    num_dp_groups,
     without_effect,
 )
 from sglang.srt.arg_groups.cli import (
@@ -127,6 +128,9 @@ class ServerArgs(ServerFlags):
             enable_hierarchical_cache=hierarchical,
             page_size=page_size,
             enable_prefill_context_parallel=self.attn_cp_size > 1,
+            attn_dp_size=num_dp_groups(self),
+            dp_size=num_dp_groups(self),
+            enable_dp_attention=num_dp_groups(self) > 1,
             disaggregation_decode_enable_radix_cache=(
                 self.disaggregation_mode == DisaggregationMode.DECODE
                 and not self.disable_radix_cache

@@ -21,6 +21,7 @@ from sglang.srt.arg_groups.speculative import SpeculativeArgs
 from sglang.srt.constants import (
     DEFAULT_HOST,
     DEFAULT_PORT,
+    LOAD_BALANCE_METHODS,
     MODEL_SAMPLING,
     OPENAI_SAMPLING,
 )
@@ -245,8 +246,21 @@ class ServerFlags(
     )
     dp_size: int = flag(
         1,
-        "Servers that sglang_router.launch_server starts, with a router; one server has 1.",
+        "Servers that sglang_router.launch_server starts, with a router; one server has 1. With "
+        "--enable-dp-attention: the same as --attn-dp-size.",
         aliases=("--data-parallel-size", "--dp"),
+    )
+    attn_dp_size: int = flag(
+        1,
+        "Groups of ranks (docs/parallel.md), each with equally many of --tp-size, and with "
+        "requests and a cache of its own.",
+        aliases=("--attention-data-parallel-size",),
+    )
+    enable_dp_attention: bool = flag(False, "Implied by --attn-dp-size above 1.")
+    load_balance_method: str = flag(
+        "auto",
+        "How a group is chosen for a request; auto: by its session_id, else as total_tokens.",
+        choices=LOAD_BALANCE_METHODS,
     )
     nnodes: int = flag(1, "Number of machines, each with equally many ranks.")
     node_rank: int = flag(0, "Which of the machines this is; 0 has the HTTP server.")

@@ -102,6 +102,12 @@ class ModelConfig:
         return self.num_hidden_layers + self.has_draft_layer
 
     @property
+    def has_experts(self) -> bool:
+        """True if some layers have experts, of which a token uses a few."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        return any(getattr(self.hf_config, name, None) for name in names)
+
+    @property
     def state_noun(self) -> str:
         """Name, for messages, of the state that stands for a whole prefix, in models with one."""
         return "recurrent state" if self.linear_attention_layers else "window"

@@ -110,8 +110,10 @@ class ZmqEventPublisher:
     `publish` and `shutdown` are for one thread. A slow subscriber loses batches, and delays nobody.
     """
 
-    def __init__(self, config: KVEventsConfig) -> None:
-        """Raises ValueError: an endpoint cannot be bound; in one line, with the remedy."""
+    def __init__(self, config: KVEventsConfig, dp_rank: int = 0) -> None:
+        """`config` is the server's; `dp_rank` is the DP group that publishes. Raises ValueError: an
+        endpoint cannot be bound; in one line, with the remedy."""
+        config, self._dp_rank = config.of_dp_rank(dp_rank), dp_rank
         self._topic = config.topic.encode()
         self._queue: queue.Queue[tuple[int, float, Sequence[KVCacheEvent], int] | None]
         self._queue = queue.Queue(config.max_queue_size)
@@ -207,7 +209,7 @@ class ZmqEventPublisher:
                 self._context.destroy(linger=_LINGER_MS)
                 return
             number, ts, events, size = waiting
-            payload = encoder.encode(EventBatch(ts=ts, events=events, attn_dp_rank=0))
+            payload = encoder.encode(EventBatch(ts=ts, events=events, attn_dp_rank=self._dp_rank))
             self._num_taken += size
             if self._replay is not None:
                 self._keep(number, payload)

@@ -1,9 +1,10 @@
 """The groups of ranks of this process. Only this module and `torch_symm_mem` use torch.distributed.
 
-The world has all `tp_size` ranks of a server, in `attn_cp_size` sets. The ranks of a set are
-consecutive and split the heads of attention (attention TP). Ranks at the same index of different
-sets have the same heads, and split the tokens of a prefill (attention CP). Each group has a second
-group over gloo for messages between CPUs. One thread of each rank uses the groups.
+The world has all `tp_size` ranks of a server, in `attn_dp_size` DP groups of consecutive ranks. A
+DP group has ticks and a tree of its own, and consists of `attn_cp_size` sets. The ranks of a set
+are consecutive and split the heads of attention (attention TP). Ranks at the same index of
+different sets have the same heads, and split the tokens of a prefill (attention CP). Each group has
+a second group over gloo for messages between CPUs. One thread of each rank uses the groups.
 """
 
 from __future__ import annotations
@@ -192,6 +193,7 @@ class GroupCoordinator(TensorGroup):
 @dataclass(slots=True)
 class _Groups:
     world: GroupCoordinator
+    dp_group: GroupCoordinator
     attention_tp: GroupCoordinator
     attention_cp: GroupCoordinator
 
@@ -251,24 +253,33 @@ def make_store(rendezvous: Rendezvous | None) -> Any:
     )
 
 
-def initialize_model_parallel(tensor_model_parallel_size: int, attn_cp_size: int = 1) -> None:
+def initialize_model_parallel(
+    tensor_model_parallel_size: int, attn_cp_size: int = 1, attn_dp_size: int = 1
+) -> None:
     """Divide the world into groups. All ranks call this once. Raises ValueError if the world has
     another size, or the sizes do not divide each other."""
     global _groups
     world = dist.get_world_size()
     if world != tensor_model_parallel_size:
         raise ValueError(f"tp_size={tensor_model_parallel_size}, but the world has {world} ranks")
-    if world % attn_cp_size:
-        raise ValueError(f"attn_cp_size={attn_cp_size} does not divide tp_size={world}")
-    attn_tp_size = world // attn_cp_size
+    if world % (attn_cp_size * attn_dp_size):
+        sizes = f"attn_cp_size={attn_cp_size}"
+        if attn_dp_size > 1:
+            sizes += f" times attn_dp_size={attn_dp_size}"
+        raise ValueError(f"{sizes} does not divide tp_size={world}")
+    each = world // attn_dp_size
+    attn_tp_size = each // attn_cp_size
+    dp_groups = [list(range(first, first + each)) for first in range(0, world, each)]
     sets = [list(range(first, first + attn_tp_size)) for first in range(0, world, attn_tp_size)]
-    across = [list(range(first, world, attn_tp_size)) for first in range(attn_tp_size)]
+    across = [ranks[first::attn_tp_size] for ranks in dp_groups for first in range(attn_tp_size)]
     with _gloo_listening_towards(_rendezvous_host):
         whole = _make_group([list(range(world))])
+        own = whole if attn_dp_size == 1 else _make_group(dp_groups)
         _groups = _Groups(
             whole,
-            whole if attn_cp_size == 1 else _make_group(sets),
-            whole if attn_tp_size == 1 else _make_group(across),
+            own,
+            own if attn_cp_size == 1 else _make_group(sets),
+            own if attn_tp_size == 1 else _make_group(across),
         )
 
 
@@ -315,6 +326,12 @@ def destroy_custom_parallel_group(group: dist.ProcessGroup | None) -> None:
 def get_world_group() -> GroupCoordinator:
     """All ranks of the server."""
     return _known().world
+
+
+def get_dp_group() -> GroupCoordinator:
+    """The ranks that have the same ticks and equal trees: this rank's DP group, which is the world
+    if there is only one."""
+    return _known().dp_group
 
 
 def get_attention_tp_group() -> GroupCoordinator:

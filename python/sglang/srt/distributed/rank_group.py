@@ -36,6 +36,8 @@ class RankGroup(ABC):
     """Number of this rank, from 0."""
     size: int
     """Number of ranks."""
+    first_rank: int = 0
+    """Number of rank 0 among all ranks of the server, which may have several DP groups."""
     attn_cp_size: int = 1
     """Number of ranks over which the tokens of a prefill are split (context parallelism); divides
     `size`."""

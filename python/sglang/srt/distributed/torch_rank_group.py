@@ -1,4 +1,4 @@
-"""`RankGroup` over torch.distributed: ticks and agreements of the ranks of one server."""
+"""`RankGroup` over torch.distributed: ticks and agreements of ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sglang.srt.distributed.parallel_state import (
     destroy_custom_parallel_group,
     get_attention_cp_group,
     get_attention_tp_group,
+    get_dp_group,
     get_world_group,
 )
 from sglang.srt.distributed.rank_group import RankGroup
@@ -35,18 +36,27 @@ class TorchRankGroup(RankGroup):
 
     def __init__(
         self,
-        world: GroupCoordinator,
+        whole: GroupCoordinator,
         attention_tp: GroupCoordinator,
-        attention_cp: GroupCoordinator,
+        attention_cp: GroupCoordinator | None = None,
     ) -> None:
-        self._world = world
-        self.rank, self.size, self.attn_cp_size = world.rank, world.size, attention_cp.size
-        self.rounds = [group for group in (attention_cp, attention_tp) if group.size > 1]
+        """`whole` has all the ranks; no `attention_cp`: `attention_tp` has all of them, too."""
+        self._whole = whole
+        self.rank, self.size, self.first_rank = whole.rank, whole.size, whole.ranks[0]
+        self.attn_cp_size = 1 if attention_cp is None else attention_cp.size
+        parts = (attention_cp, attention_tp)
+        self.rounds = [group for group in parts if group is not None and group.size > 1]
         self._owns_rounds = False
 
     @classmethod
     def of_world(cls) -> TorchRankGroup:
-        return cls(get_world_group(), get_attention_tp_group(), get_attention_cp_group())
+        """All ranks of the server."""
+        return cls(get_world_group(), get_world_group())
+
+    @classmethod
+    def of_dp_group(cls) -> TorchRankGroup:
+        """The ranks of this rank's DP group, numbered from 0."""
+        return cls(get_dp_group(), get_attention_tp_group(), get_attention_cp_group())
 
     def broadcast(self, payload: bytes | None) -> bytes:
         assert (payload is not None) == (self.rank == 0), "only rank 0 broadcasts"
@@ -56,7 +66,7 @@ class TorchRankGroup(RankGroup):
             first = len(message).to_bytes(_LENGTH_BYTES, "little") + message
             first = first[:_FRAME_BYTES]
             head[: len(first)] = _as_tensor(first)
-        self._world.broadcast_on_cpu(head)
+        self._whole.broadcast_on_cpu(head)
         raw = head.numpy().tobytes()
         length = int.from_bytes(raw[:_LENGTH_BYTES], "little")
         missing = length - (_FRAME_BYTES - _LENGTH_BYTES)
@@ -65,7 +75,7 @@ class TorchRankGroup(RankGroup):
         rest = torch.empty(missing, dtype=torch.uint8)
         if self.rank == 0:
             rest = _as_tensor(message[-missing:])
-        self._world.broadcast_on_cpu(rest)
+        self._whole.broadcast_on_cpu(rest)
         return raw[_LENGTH_BYTES:] + rest.numpy().tobytes()
 
     def reduce_min(self, values: torch.Tensor) -> torch.Tensor:
@@ -79,7 +89,7 @@ class TorchRankGroup(RankGroup):
         made = [create_custom_parallel_group(list(group.ranks)) for group in self.rounds]
         twin = copy.copy(self)
         twin.rounds = [
-            GroupCoordinator(group.ranks, self.rank, None, own)
+            GroupCoordinator(group.ranks, group.ranks[group.rank], None, own)
             for group, own in zip(self.rounds, made, strict=True)
         ]
         twin._owns_rounds = True

@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -32,11 +32,12 @@ from sglang.srt.entrypoints.native_routes import stream_answers, whole_answers
 from sglang.srt.entrypoints.openai.parser_choice import with_parsers
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
+from sglang.srt.managers.tokenizer.dp_groups import sums_of
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable, GenerateRequest
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
-from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT
+from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT, internal_states
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
-from sglang.srt.messages.io_struct import FlushCacheReqInput, GetInternalStateReq
+from sglang.srt.messages.io_struct import FlushCacheReqInput
 from sglang.srt.observability.engine_metrics import ServerMetrics, model_label
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
@@ -125,7 +126,7 @@ class EngineFront:
         [files] = loaded
         args, config = files.args, files.config
         logger.info("%s", files.sampling_defaults.line())
-        details = self.processes.ready_details
+        details = _least_limits(self.processes.ready_details)
         if self._bootstrap is not None:
             for route in details["routes"]:
                 self._bootstrap.register(Route(**route))
@@ -141,10 +142,12 @@ class EngineFront:
                 disaggregation_mode=args.disaggregation_mode,
                 prefill_hosts=prefill_hosts(args, args.host),
                 draws_rooms=args.disaggregation_transfer_backend == TransferBackend.FAKE,
+                num_dp_groups=args.attn_dp_size,
             ),
             metrics=metrics,
             log_requests=args.log_requests,
             tracer=make_tracer(args, None if metrics is None else metrics.registry),
+            load_balance_method=args.load_balance_method,
         )
         self.context = ServerContext(
             args=args,
@@ -175,6 +178,12 @@ class EngineFront:
             await asyncio.to_thread(self._bootstrap.close)
         await asyncio.to_thread(self.processes.kill)
         return ended_well
+
+
+def _least_limits(details: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The ready message of the first DP group, with limits that hold in every group."""
+    names = ("max_total_num_tokens", "max_req_input_len", "max_running_requests")
+    return {**details[0], **{name: min(one[name] for one in details) for name in names}}
 
 
 def make_tracer(args: ServerArgs, registry: CollectorRegistry | None) -> Tracer | None:
@@ -323,14 +332,15 @@ class Engine:
 
     def get_server_info(self) -> dict[str, Any]:
         """Settings without secrets, and the engine's present state."""
-        state = self._submit(self._front.manager.control.ask(GetInternalStateReq())).data
+        states = self._submit(internal_states(self._front.manager.control))
         details = self._front.context.ready_details
         return {
             **self.server_args.to_public_dict(),
             **details,
             "default_sampling_params": self._front.context.sampling_defaults.all_values,
-            "transfer_engine": state["transfer_engine"],
-            "internal_states": [state],
+            "transfer_engine": states[0]["transfer_engine"],
+            "internal_states": states,
+            "sums": sums_of(states),
         }
 
     def shutdown(self) -> None:

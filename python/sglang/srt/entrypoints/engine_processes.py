@@ -65,8 +65,8 @@ class EngineProcesses:
         """Make the directory of the sockets, which `kill` removes."""
         self._directory = make_ipc_directory()
         self.ipc = IpcAddresses(self._directory.path)
-        self.ready_details: dict[str, Any] = {}
-        """Details of the scheduler's ready message."""
+        self.ready_details: list[dict[str, Any]] = []
+        """Details of the schedulers' ready messages: those of each DP group's first rank."""
         self._children: dict[str, SpawnProcess] = {}
         self._ending = threading.Event()
         self._lock = threading.Lock()
@@ -209,14 +209,15 @@ def launch_subprocesses(
     processes = EngineProcesses()
     try:
         readers = _start_schedulers(processes, server_args)
-        first = next(iter(readers))
+        firsts = list(readers)[:: server_args.tp_size // server_args.attn_dp_size]
         if load_tokenizer is not None:
             data = load_tokenizer()
             without_secret = dataclasses.replace(server_args, disaggregation_secret=None)
             readers["detokenizer"] = processes.start(
                 "detokenizer", _run_detokenizer, (without_secret, processes.ipc, data)
             )
-        processes.ready_details = processes.await_ready(readers)[first]
+        messages = processes.await_ready(readers)
+        processes.ready_details = [messages[first] for first in firsts]
     except BaseException:
         processes.kill()
         raise
@@ -239,9 +240,11 @@ def _start_ranks(processes: EngineProcesses, server_args: ServerArgs) -> dict[st
     first = server_args.node_rank * count
     readers = {}
     host, port = meeting_address(server_args)
+    in_group = server_args.tp_size // server_args.attn_dp_size
     with open_rendezvous(server_args.tp_size, host, port, first_rank=first) as meeting:
         for rank in range(first, first + count):
-            name = f"{SCHEDULER}_TP{rank}"
+            group = "" if server_args.attn_dp_size == 1 else f"_DP{rank // in_group}"
+            name = f"{SCHEDULER}{group}_TP{rank}"
             args = (server_args, ipc, name, meeting.for_rank(rank))
             readers[name] = processes.start(name, _run_scheduler, args)
     return readers

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.entrypoints.http.sse import json_response
 from sglang.srt.messages.io_struct import GetCacheViewReq
@@ -59,16 +60,26 @@ def page(status: int) -> Response:
 async def hicache(request: Request) -> Response:
     """The content of the cache as JSON if the header `Accept` names it, else the page.
 
-    The scheduler is asked once a second at most, however many ask.
+    The query `dp_rank` chooses a DP group; absent: the first. The schedulers are asked once a
+    second at most, however many ask.
     """
     if _wants_page(request.headers.get("accept", "")):
         return page(200)
     context = context_of(request)
 
-    async def ask() -> dict[str, Any]:
-        return (await context.manager.control.ask(GetCacheViewReq())).data
+    async def ask() -> list[dict[str, Any]]:
+        answers = await context.manager.control.ask_each(GetCacheViewReq())
+        return [answer.data for answer in answers]
 
-    answer = json_response(await context.cache_view.latest(ask))
+    views = await context.cache_views.latest(ask)
+    named = request.query_params.get("dp_rank", "0")
+    groups = {str(number): number for number in range(len(views))}
+    if named not in groups:
+        raise bad_request(
+            f"dp_rank={named[:20]!r}: this server has the groups 0 to {len(views) - 1}", "dp_rank"
+        )
+    dp_rank = groups[named]
+    answer = json_response({**views[dp_rank], "dp_rank": dp_rank, "dp_size": len(views)})
     answer.headers["Cache-Control"] = "no-store"
     return answer
 

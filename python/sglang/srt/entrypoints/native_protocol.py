@@ -17,6 +17,7 @@ from sglang.srt.entrypoints.http.body import (
     Refused,
     SharedFields,
     convert,
+    dp_rank_of,
     is_neutral,
     refuse_fields,
     refuse_own_ids,
@@ -126,7 +127,7 @@ def to_requests(
             "logprob_start_len", "extra_key", "cache_salt",
         )
     }  # fmt: skip
-    rooms = rooms_of(body, count, is_batch=is_batch)
+    rooms, dp_rank = rooms_of(body, count, is_batch=is_batch), dp_rank_of(body)
     if is_batch and isinstance(body.rid, str):
         columns["rid"] = [f"{body.rid}-{index}" for index in range(count)]
     has_own_sampling = isinstance(body.sampling_params, list)
@@ -159,6 +160,7 @@ def to_requests(
                 extra_key=columns["extra_key"][index],
                 cache_salt=columns["cache_salt"][index],
                 session_id=body.session_id,
+                dp_rank=dp_rank,
                 priority=body.priority or 0,
             )
         )

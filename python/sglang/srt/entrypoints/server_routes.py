@@ -20,12 +20,13 @@ from sglang.srt.entrypoints.http.body import read_json
 from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, bad_request, checked
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response
+from sglang.srt.managers.tokenizer.dp_groups import sums_of
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     GenerateRequest,
     RequestFailed,
 )
-from sglang.srt.managers.tokenizer.server_channel import STORAGE_TIMEOUT
+from sglang.srt.managers.tokenizer.server_channel import STORAGE_TIMEOUT, internal_states
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.messages.io_struct import (
@@ -34,13 +35,13 @@ from sglang.srt.messages.io_struct import (
     ControlReq,
     DetachHiCacheStorageReqInput,
     GetHiCacheStorageReqInput,
-    GetInternalStateReq,
     GetMetricsReq,
     GetWeightSeedReq,
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.auth import AuthLevel, auth_level
+from sglang.srt.utils.metrics import join_metrics
 
 HEALTH_TIMEOUT: Final = 20.0
 """Time limit for a probe to generate its token, in seconds."""
@@ -77,22 +78,35 @@ def _refuse_if_paused(context: ServerContext) -> None:
 
 
 async def health_generate(request: Request) -> Response:
-    """200 when a token could be generated, now or within the last second, no shutdown has begun,
-    and generation is not paused."""
+    """200 when every DP group could generate a token, now or within the last second, no shutdown
+    has begun, and generation is not paused."""
     context = context_of(request)
     _refuse_if_ending(context)
     _refuse_if_paused(context)
-    error = await context.probe.latest(lambda: _generate_token(context.manager))
+    error = await context.probe.latest(lambda: _generate_tokens(context))
     if error is not None:
         raise error
     return Response()
 
 
-async def _generate_token(manager: TokenizerManager) -> ApiError | None:
+async def _generate_tokens(context: ServerContext) -> ApiError | None:
+    """Let every DP group generate a token; return the first error."""
+    size = context.args.attn_dp_size
+    probes = [_generate_token(context.manager, dp_rank) for dp_rank in range(size)]
+    errors = await asyncio.gather(*probes)
+    for dp_rank, error in enumerate(errors):
+        if error is not None:
+            which = "" if size == 1 else f"dp_rank {dp_rank}: "
+            return ApiError(error.status, f"{which}{error.message}")
+    return None
+
+
+async def _generate_token(manager: TokenizerManager, dp_rank: int) -> ApiError | None:
     probe = GenerateRequest(
         rid=f"{HEALTH_CHECK_RID_PREFIX}_{uuid.uuid4().hex}",
         input_ids=token_array([0]),
         sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
+        dp_rank=dp_rank,
     )
     try:
         await asyncio.wait_for(manager.generate_whole(probe), HEALTH_TIMEOUT)
@@ -111,16 +125,17 @@ async def model_info(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """Arguments without secrets, the engine's ready message, and its present state."""
     context = context_of(request)
-    state = await _internal_state(context)
+    states = await internal_states(context.manager.control)
     body = {
         **context.args.to_public_dict(),
         **context.ready_details,
         "status": "ready",
         "version": VERSION,
         "default_sampling_params": context.sampling_defaults.all_values,
-        "transfer_engine": state.get("transfer_engine"),
+        "transfer_engine": states[0].get("transfer_engine"),
         "kv_events": _kv_events(context.args),
-        "internal_states": [state],
+        "internal_states": states,
+        "sums": sums_of(states),
     }
     return json_response(body)
 
@@ -129,53 +144,57 @@ def _kv_events(args: ServerArgs) -> dict[str, Any] | None:
     """Addresses of KV events, for routers; None: none are published."""
     config = args.kv_events()
     assert args.page_size is not None, "resolved arguments have a page size"
-    return None if config is None else config.describe(args.page_size)
+    return None if config is None else config.describe(args.page_size, args.attn_dp_size)
 
 
 async def get_load(request: Request) -> Response:
     """Requests and tokens in the engine, as load balancers read it."""
-    state = await _internal_state(context_of(request))
-    running, waiting = state.get("num_running_reqs", 0), state.get("num_waiting_reqs", 0)
-    load = {
-        "dp_rank": 0,
-        "num_reqs": running + waiting,
-        "num_waiting_reqs": waiting,
-        "num_tokens": state.get("used_tokens", 0),
-    }
-    return json_response([load])
+    states = await internal_states(context_of(request).manager.control)
+    loads = [
+        {
+            "dp_rank": dp_rank,
+            "num_reqs": state.get("num_running_reqs", 0) + state.get("num_waiting_reqs", 0),
+            "num_waiting_reqs": state.get("num_waiting_reqs", 0),
+            "num_tokens": state.get("used_tokens", 0),
+        }
+        for dp_rank, state in enumerate(states)
+    ]
+    return json_response(loads)
 
 
 async def loads(request: Request) -> Response:
     """Requests and tokens in the engine, and its limits; the newer form of `get_load`."""
-    state = await _internal_state(context_of(request))
-    running, waiting = state.get("num_running_reqs", 0), state.get("num_waiting_reqs", 0)
+    states = await internal_states(context_of(request).manager.control)
+    now, sums = datetime.now(UTC), sums_of(states)
+    aggregate = {
+        "total_running_reqs": sums["num_running_reqs"],
+        "total_waiting_reqs": sums["num_waiting_reqs"],
+        "total_reqs": sums["num_running_reqs"] + sums["num_waiting_reqs"],
+        "total_tokens": sums["used_tokens"],
+    }
+    body = {
+        "timestamp": now.isoformat(),
+        "version": VERSION,
+        "dp_rank_count": len(states),
+        "loads": [_load_of(dp_rank, state, now) for dp_rank, state in enumerate(states)],
+        "aggregate": aggregate,
+    }
+    return json_response(body)
+
+
+def _load_of(dp_rank: int, state: dict[str, Any], now: datetime) -> dict[str, Any]:
     used, pool = state.get("used_tokens", 0), state.get("max_total_num_tokens", 0)
-    now = datetime.now(UTC)
-    load = {
-        "dp_rank": 0,
+    return {
+        "dp_rank": dp_rank,
         "timestamp": now.timestamp(),
-        "num_running_reqs": running,
-        "num_waiting_reqs": waiting,
+        "num_running_reqs": state.get("num_running_reqs", 0),
+        "num_waiting_reqs": state.get("num_waiting_reqs", 0),
         "num_used_tokens": used,
         "num_total_tokens": used,
         "max_total_num_tokens": pool,
         "max_running_requests": state.get("max_running_requests", 0),
         "token_usage": used / pool if pool else 0.0,
     }
-    aggregate = {
-        "total_running_reqs": running,
-        "total_waiting_reqs": waiting,
-        "total_reqs": running + waiting,
-        "total_tokens": used,
-    }
-    body = {
-        "timestamp": now.isoformat(),
-        "version": VERSION,
-        "dp_rank_count": 1,
-        "loads": [load],
-        "aggregate": aggregate,
-    }
-    return json_response(body)
 
 
 async def metrics(request: Request) -> Response:
@@ -183,17 +202,20 @@ async def metrics(request: Request) -> Response:
     manager = context_of(request).manager
     if manager.metrics is None:
         raise ApiError(404, "metrics are off: start with --enable-metrics")
-    text = manager.metrics.render()
-    try:
-        answer = await manager.control.ask(GetMetricsReq(), METRICS_TIMEOUT)
-        text += str(answer.data.get("text", ""))
-    except EngineUnavailable as error:
-        text += f"# the scheduler's metrics are missing: {error}\n"
+    asking = (
+        _metrics_of(manager, dp_rank) for dp_rank in range(context_of(request).args.attn_dp_size)
+    )
+    text = manager.metrics.render() + join_metrics(await asyncio.gather(*asking))
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _internal_state(context: ServerContext) -> dict[str, Any]:
-    return (await context.manager.control.ask(GetInternalStateReq())).data
+async def _metrics_of(manager: TokenizerManager, dp_rank: int) -> str:
+    """The metrics of a DP group's scheduler, or a comment that says why they are missing."""
+    try:
+        answer = await manager.control.ask_one(GetMetricsReq(), dp_rank, METRICS_TIMEOUT)
+    except EngineUnavailable as error:
+        return f"# the scheduler's metrics are missing: {error}\n"
+    return str(answer.data.get("text", ""))
 
 
 async def transfer_engine_info(request: Request) -> Response:
@@ -205,7 +227,8 @@ async def transfer_engine_info(request: Request) -> Response:
     text = request.query_params.get("rank", "")
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise bad_request(f"rank={text[:20]!r}: name a rank, as in {SEED_PATH}?rank=0", "rank")
-    answer = await context_of(request).manager.control.ask(GetWeightSeedReq(rank=int(text)))
+    control = context_of(request).manager.control
+    answer = await control.ask_one(GetWeightSeedReq(rank=int(text)), dp_rank=0)
     if not answer.success:
         raise ApiError(400, answer.message)
     return json_response(answer.data)

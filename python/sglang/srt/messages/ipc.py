@@ -8,7 +8,8 @@ Every socket carries `io_struct` messages as msgpack; PULL sides bind, PUSH side
     scheduler PUSH -> server_input       PULL server              answers to control requests
     detokenizer PUSH -> server_input                              text
 
-No socket has a high-water mark, so a send never waits.
+With data-parallel attention, the first rank of each DP group is a "rank 0" here, and the server has
+a socket to each. No socket has a high-water mark, so a send never waits.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class IpcAddresses:
 
     directory: str
 
-    @property
-    def scheduler_input(self) -> str:
-        return f"ipc://{self.directory}/scheduler"
+    def scheduler_input(self, dp_rank: int = 0) -> str:
+        """Input of the scheduler of a DP group."""
+        return f"ipc://{self.directory}/scheduler_{dp_rank}"
 
     @property
     def detokenizer_input(self) -> str:

@@ -98,7 +98,8 @@ class ModelRunnerConfig:
     rendezvous: Rendezvous | None = None
     """Rendezvous of the server's ranks; None: this is the only rank."""
     attn_cp_size: int = 1
-    """See `RankGroup.attn_cp_size`."""
+    attn_dp_size: int = 1
+    """Sizes of the groups of ranks; see `parallel_state`."""
     gpu_id: int | None = None
     """Index of the device; None: the current device."""
     tp_group: TensorGroup | None = None
@@ -156,8 +157,7 @@ class ModelRunner:
         """
         if config.page_size < 1:
             raise ValueError(f"page_size={config.page_size} must be at least 1")
-        self._runtime = device_runtime(config.device)
-        self.config = config
+        self.config, self._runtime = config, device_runtime(config.device)
         self.init_torch_distributed()
         on_joined()
         self.init_shared_mooncake_transfer_engine()
@@ -222,14 +222,13 @@ class ModelRunner:
         self.tp_group: TensorGroup = config.tp_group or SingleTensorGroup()
         self.cp_group: TensorGroup = config.cp_group or SingleTensorGroup()
         if rendezvous is not None:
-            initialize_model_parallel(rendezvous.size, config.attn_cp_size)
+            initialize_model_parallel(rendezvous.size, config.attn_cp_size, config.attn_dp_size)
             if self._runtime.kind.has_symmetric_memory and config.gpu_id is not None:
                 own = torch.device(config.device, config.gpu_id)
                 get_attention_tp_group().open_symmetric_memory(own)
             self.tp_group = config.tp_group or get_attention_tp_group()
             self.cp_group = config.cp_group or get_attention_cp_group()
-        is_first_rank = rendezvous is None or rendezvous.rank == 0
-        self.shows_progress = self.config.show_progress and is_first_rank
+        self.shows_progress = config.show_progress and (rendezvous is None or not rendezvous.rank)
 
     def init_shared_mooncake_transfer_engine(self) -> None:
         """Start the Transfer Engine that features of this server share, if any needs it.

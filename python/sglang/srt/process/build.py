@@ -81,6 +81,9 @@ class BuiltScheduler:
 
     scheduler: Scheduler
     group: RankGroup
+    """The ranks of this rank's DP group."""
+    dp_rank: int
+    """Number of that group."""
     server_args: ServerArgs
     """The arguments, with the fields that depend on the machine filled in."""
     ready_details: dict[str, Any]
@@ -126,19 +129,24 @@ def build_scheduler(
             transfer_engine=_transfer_engine(server_args, rendezvous),
             rendezvous=rendezvous,
             attn_cp_size=server_args.attn_cp_size,
+            attn_dp_size=server_args.attn_dp_size,
             gpu_id=_gpu_of(server_args, rendezvous),
         ),
         joined,
     )
-    group = SingleRank() if rendezvous is None else TorchRankGroup.of_world()
+    group = SingleRank() if rendezvous is None else TorchRankGroup.of_dp_group()
+    dp_rank = 0 if rendezvous is None else rendezvous.rank // group.size
     tiers = init_pools(runner, server_args, group)
     # Before the tree: a captured step waits for no load, so L2 may not have joined the pools yet.
     worker = TpModelWorker(runner)
     role, routes = _make_role(server_args, runner, group)
-    metrics = SchedulerMetrics(model_label(server_args), num_draft_tokens(server_args) - 1)
+    labels = model_label(server_args)
+    if server_args.attn_dp_size > 1:
+        labels["dp_rank"] = str(dp_rank)
+    metrics = SchedulerMetrics(labels, num_draft_tokens(server_args) - 1)
     # The ranks' trees are equal, so one of them tells.
     events = server_args.kv_events()
-    publisher = None if events is None or group.rank else ZmqEventPublisher(events)
+    publisher = None if events is None or group.rank else ZmqEventPublisher(events, dp_rank)
     tree = _make_tree(server_args, runner, metrics, group, None if publisher is None else events)
     tiers += tree.tiers()
     resources = SchedulerResources(
@@ -174,7 +182,7 @@ def build_scheduler(
         "tiers": tiers,
         "routes": [msgspec.to_builtins(route) for route in routes],
     }
-    return BuiltScheduler(scheduler, group, server_args, details, publisher)
+    return BuiltScheduler(scheduler, group, dp_rank, server_args, details, publisher)
 
 
 def runner_config(
@@ -233,7 +241,14 @@ def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
 
 def check_model_flags(server_args: ServerArgs, model_config: ModelConfig) -> None:
     """Warn of flags of recurrent states with a model that keeps none. Windows are such states,
-    except for their dtype."""
+    except for their dtype. Raises ValueError if the model has experts, which DP groups would have
+    to share."""
+    if server_args.attn_dp_size > 1 and model_config.has_experts:
+        raise ValueError(
+            f"--attn-dp-size {server_args.attn_dp_size} does not work with experts yet, which "
+            f"{model_config.architecture} has: leave it at 1, and split heads and experts "
+            "(--tp-size)"
+        )
     if model_config.linear_attention_layers:
         return
     has_windows = bool(model_config.sliding_window_layers)

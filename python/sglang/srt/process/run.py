@@ -19,8 +19,9 @@ from sglang.srt.distributed.device_communicators.mooncake_library import (
     log_exposed_ports,
 )
 from sglang.srt.distributed.parallel_state import make_store
-from sglang.srt.distributed.rank_group import RankGroup, RankLost
+from sglang.srt.distributed.rank_group import RankLost
 from sglang.srt.distributed.rank_watch import LIMIT_S, RankWatch
+from sglang.srt.distributed.torch_rank_group import TorchRankGroup
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
 from sglang.srt.messages.io_struct import (
@@ -57,11 +58,11 @@ _MAX_MESSAGES_PER_TICK: Final = 1024
 
 
 class ZmqChannel:
-    """Rank 0's channel. One thread uses it."""
+    """Rank 0's channel; in each DP group its first rank has one. One thread uses it."""
 
-    def __init__(self, ipc: IpcAddresses) -> None:
+    def __init__(self, ipc: IpcAddresses, dp_rank: int = 0) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._source = pull_socket(self._context, ipc.scheduler_input)
+        self._source = pull_socket(self._context, ipc.scheduler_input(dp_rank))
         self._to_detokenizer = push_socket(self._context, ipc.detokenizer_input)
         self._to_server = push_socket(self._context, ipc.server_input)
         self._bad = BadMessages(logger, "message")
@@ -116,11 +117,20 @@ class OtherRanks:
         if meeting is not None:
             self._watch = RankWatch(make_store(meeting), meeting.rank, meeting.size, end_process)
 
-    def leave(self, group: RankGroup) -> None:
-        """Wait in an orderly shutdown until every rank has left its loop. A collective."""
-        if self._watch is not None:
-            self._watch.close()
-        group.reduce_min(torch.zeros(1, dtype=torch.int64))
+    def leave(self, num_groups: int) -> None:
+        """Wait in an orderly shutdown until every rank has left its loop. A collective of the
+        world.
+
+        DP groups finish at unlike times: a rank that waits is still watched, and it stays until no
+        rank watches it any more.
+        """
+        if self._watch is None:
+            return
+        world, nothing = TorchRankGroup.of_world(), torch.zeros(1, dtype=torch.int64)
+        if num_groups > 1:
+            world.reduce_min(nothing)
+        self._watch.close()
+        world.reduce_min(nothing)
 
     def end_after_loss(self, error: RankLost) -> NoReturn:
         """End this process after a failed collective; the log names the rank that is gone."""
@@ -179,7 +189,7 @@ def run_scheduler_process(
     for line in built.ready_details["tiers"]:
         logger.info("%s", line)
     log_exposed_ports(logger)
-    channel = ZmqChannel(ipc) if rank == 0 else None
+    channel = None if built.group.rank else ZmqChannel(ipc, built.dp_rank)
     freeze_heap()
     send_ready(ready_pipe, built.ready_details)
     try:
@@ -187,7 +197,7 @@ def run_scheduler_process(
             built.scheduler.run_beside()
         else:
             built.scheduler.run(channel)
-        others.leave(built.group)
+        others.leave(server_args.attn_dp_size)
     except RankLost as error:
         others.end_after_loss(error)
     except Exception:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import prometheus_client
@@ -142,3 +142,17 @@ def render(registry: CollectorRegistry, labels: Mapping[str, str]) -> str:
     """All metrics of `registry` in Prometheus' text format. Each sample gets `labels` here, so that
     counting does not pay for labels that never change."""
     return prometheus_client.generate_latest(_Labelled(registry, labels)).decode()
+
+
+def join_metrics(texts: Sequence[str]) -> str:
+    """One text of several that `render` has made, with the samples of a metric together, as
+    Prometheus' text format wants them. Their labels must differ."""
+    families: dict[str, list[str]] = {}
+    for text in texts:
+        lines = families.setdefault("", [])
+        for line in text.splitlines(keepends=True):
+            if line.startswith("# HELP "):
+                lines = families.setdefault(line, [])
+            elif not (line.startswith("# TYPE ") and lines):
+                lines.append(line)
+    return "".join(head + "".join(lines) for head, lines in families.items())

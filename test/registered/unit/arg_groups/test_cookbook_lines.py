@@ -74,6 +74,8 @@ WORKING: Final = {
     "agents, DeepSeek": f"-m --tp 8 {EAGLE} --tool-call-parser deepseekv32 {GRAPHS} "
     "--reasoning-parser deepseek-v3 --dsv4-attn-backend flashmla",
     "graphs off": "-m --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled",
+    "DP attention": "-m --tp 8 --dp-size 8 --attn-dp-size 8 --enable-dp-attention "
+    "--enable-dp-lm-head --load-balance-method round_robin",
     "one rank of each": "-m --dp-size 1 --attn-dp-size 1 --dcp-size 1 --pp-size 1 --ep-size 1",
     "CPU": "-m --device cpu --cuda-graph-max-bs 16 --dtype half",
 }
@@ -81,9 +83,10 @@ WORKING: Final = {
 
 REFUSED: Final = {
     "DCP": ("-m --tp 8 --dcp-size 8 --dcp-comm-backend a2a", ["context parallelism of decoding"]),
-    "DP attention": (
-        "-m --tp 8 --dp-size 8 --attn-dp-size 8 --enable-dp-attention",
-        ["data-parallel attention", "sglang_router.launch_server starts"],
+    "DP attention on nodes": (
+        "-m --tp 16 --enable-dp-attention --dp-size 16 --nnodes 2 --node-rank 1 "
+        "--dist-init-addr a:1 --disaggregation-mode prefill",
+        ["--nnodes 2 yet", "--disaggregation-mode prefill yet", "start a server on each machine"],
     ),
     "EP": (
         "-m --tp 8 --ep-size 8 --moe-a2a-backend deepep --enable-waterfill --max-ep-size 16",

@@ -235,13 +235,36 @@ def test_only_lists_of_values_that_ask_for_nothing_are_accepted() -> None:
 
 
 def test_values_of_other_types_are_no_neutral_ones() -> None:
-    assert generate(data_parallel_rank=0)
+    assert generate(disagg_prefill_dp_rank=0)
     for value in (0.0, 1, "0"):
-        with pytest.raises(ApiError, match="data_parallel_rank"):
-            generate(data_parallel_rank=value)
+        with pytest.raises(ApiError, match="disagg_prefill_dp_rank"):
+            generate(disagg_prefill_dp_rank=value)
     with pytest.raises(ApiError, match="lora_path"):
         generate(lora_path=0)
     assert NOTHING[0] is None
+
+
+@pytest.mark.parametrize("field", ["routed_dp_rank", "data_parallel_rank"])
+def test_a_body_names_one_group_for_all_its_prompts(field: str) -> None:
+    wrongs: tuple[Any, ...] = (True, 1.5, "1", [1], {})
+    for call in (generate, complete):
+        assert call()[0].dp_rank is None
+        assert call(**{field: None})[0].dp_rank is None
+        assert call(**{field: 0})[0].dp_rank == 0
+        assert call(**{field: -(10**30)})[0].dp_rank == -(10**30), "`check_request` knows the range"
+        for wrong in wrongs:
+            with pytest.raises(ApiError, match=f"^{field}"):
+                call(**{field: wrong})
+    for wrong in wrongs:
+        body = GenerateBody(text="a")
+        setattr(body, field, wrong)
+        with pytest.raises(ApiError, match=f"^{field} must be a number"):
+            generate_requests(body)
+    several = generate(text=["a", "b"], sampling_params={"n": 2}, **{field: 3})
+    assert [one.dp_rank for one in several] == [3] * 4
+    with pytest.raises(ApiError, match="differ"):
+        generate(routed_dp_rank=0, data_parallel_rank=1)
+    assert generate(routed_dp_rank=1, data_parallel_rank=1)[0].dp_rank == 1
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from sglang.srt.environ import envs
-from sglang.srt.utils.metrics import Counter, Gauge, Histogram, counts_by_label, render
+from sglang.srt.utils.metrics import (
+    Counter,
+    Gauge,
+    Histogram,
+    counts_by_label,
+    join_metrics,
+    render,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -101,3 +109,19 @@ def test_counts_are_read_back() -> None:
     one.labels("late").inc()
     assert counts_by_label(one) == {"miss": 2, "late": 1}
     assert one.labels("miss").count == 2
+
+
+def test_texts_of_several_groups_have_each_name_once() -> None:
+    texts = []
+    for group in ("0", "1"):
+        registry = CollectorRegistry()
+        counter = Counter("sglang:c", "Count", ["kind"], registry=registry)
+        counter.labels("a").inc(2)
+        Gauge("sglang:g", "Gauge", registry=registry).set(3)
+        texts.append(render(registry, {"dp_rank": group}))
+    text = join_metrics([texts[0], "# the scheduler's metrics are missing\n", texts[1]])
+    assert text.count("# TYPE sglang:c_total counter") == text.count("# HELP sglang:g ") == 1
+    for family in text_string_to_metric_families(text.partition("\n")[2]):
+        assert [sample.labels["dp_rank"] for sample in family.samples] == ["0", "1"]
+    assert text.startswith("# the scheduler's metrics are missing\n")
+    assert join_metrics(texts[:1]) == texts[0]

@@ -256,7 +256,7 @@ NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {})
 TEXT_ALONE: Final = "this server serves text alone"
 """Remedy for images, videos and audio, which are refused for every model."""
 LORA: Final = "SGLang has LoRA, this engine does not"
-ONE_RANK: Final = "SGLang has data parallelism, this engine does not"
+NO_PREFILL_RANKS: Final = "prefill servers have no data-parallel attention yet"
 BOOKKEEPING: Final = "bookkeeping of clients and routers"
 IMAGES_ALONE: Final = "shapes images and videos, which are refused"
 WHOLE_PROMPT: Final = "send the whole prompt, its cached prefix is reused"
@@ -293,6 +293,10 @@ class SharedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
+    routed_dp_rank: int | None = None
+    """The DP group for the body's prompts."""
+    data_parallel_rank: int | None = None
+    """Its earlier name."""
 
     routing_key: Annotated[str | None, Ignored("routers read it")] = None
     log_metrics: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
@@ -305,9 +309,7 @@ class SharedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_hidden_states: Annotated[Any, Refused("leave it out")] = None
     return_routed_experts: Annotated[Any, Refused("leave it out")] = None
     return_prompt_token_ids: Annotated[Any, Refused("ask /v1/tokenize for them")] = None
-    data_parallel_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
-    routed_dp_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
-    disagg_prefill_dp_rank: Annotated[Any, Refused(ONE_RANK, (*NOTHING, 0))] = None
+    disagg_prefill_dp_rank: Annotated[Any, Refused(NO_PREFILL_RANKS, (*NOTHING, 0))] = None
 
 
 @cache
@@ -344,6 +346,25 @@ def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
 
 def _is_one_of(value: object, words: tuple[Any, ...]) -> bool:
     return any(value == word and type(value) is type(word) for word in words)
+
+
+def dp_rank_of(body: SharedFields) -> int | None:
+    """The DP group that a body names, which `check_request` compares with the server's; None: the
+    server chooses."""
+    found: int | None = None
+    for field in ("routed_dp_rank", "data_parallel_rank"):
+        value = getattr(body, field)
+        if value is None:
+            continue
+        if type(value) is not int:
+            raise bad_request(f"{field} must be a number, the group's", field)
+        if found not in (None, value):
+            raise bad_request(
+                "routed_dp_rank and data_parallel_rank name the same, and differ: give one of them",
+                field,
+            )
+        found = value
+    return found
 
 
 MAX_HOST_CHARS: Final = 255

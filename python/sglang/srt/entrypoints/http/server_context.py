@@ -71,8 +71,10 @@ class ServerContext:
     """Result of the last health probe: the reason why no token could be generated, or None."""
     probed_at: float = -math.inf
     """`time.monotonic()` seconds of the last health probe, for a server that ends."""
-    cache_view: SharedAnswer[dict[str, Any]] = field(default_factory=lambda: SharedAnswer(1.0))
-    """The last answer about what is in the cache."""
+    cache_views: SharedAnswer[list[dict[str, Any]]] = field(
+        default_factory=lambda: SharedAnswer(1.0)
+    )
+    """The last answers about what is in the cache of each DP group."""
     renderer: ThreadPoolExecutor = field(default_factory=lambda: started_pool(1, "render"))
     """The thread `render`, for chat templates over long conversations."""
 

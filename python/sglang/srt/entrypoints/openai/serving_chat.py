@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.constrained.constraint import ConstraintKind, Reasoning
-from sglang.srt.entrypoints.http.body import read_json, rooms_of
+from sglang.srt.entrypoints.http.body import dp_rank_of, read_json, rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.openai.answers import (
@@ -132,6 +132,7 @@ def to_requests(
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
         session_id=body.session_id,
+        dp_rank=dp_rank_of(body),
         priority=body.priority or 0,
     )
     return expand_samples([request], rooms), tools

@@ -149,7 +149,7 @@ class Scheduler:
             server_args.to_public_dict(),
             self._draft_policy,
             resources.weight_seed,
-            resources.group.rank,
+            resources.group.first_rank + resources.group.rank,
         )
         self._role = Role()
         self._prefill = PrefillScheduler(state, lambda req: self._role.may_compute(req))

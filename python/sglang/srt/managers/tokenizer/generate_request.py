@@ -98,6 +98,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     session_id: str | None = None
     priority: int = 0
+    dp_rank: int | None = None
+    """The DP group that the client names; None: the server chooses."""
     num_outputs: int = 1
     """Requests of the same body, this one included: they share the limits of a body."""
     sample_of: str | None = None

@@ -59,6 +59,9 @@ class RequestLimits:
     draws_rooms: bool = False
     """True if a request without a room gets a room that no other server shares."""
 
+    num_dp_groups: int = 1
+    """DP groups of the server, of which a request may name one."""
+
     @property
     def max_text_chars(self) -> int:
         """Characters of the longest text that is tokenized at all."""
@@ -84,6 +87,14 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
             field="n",
         )
     _check_role(request, limits)
+    last = limits.num_dp_groups - 1
+    if request.dp_rank is not None and not 0 <= request.dp_rank <= last:
+        allowed = f"must be from 0 to {last}" if last else "must be 0, the only group"
+        raise InvalidRequest(
+            f"routed_dp_rank={str(request.dp_rank)[:32]} {allowed}: the server's groups of ranks "
+            "have these numbers (--attn-dp-size); or leave it out",
+            field="routed_dp_rank",
+        )
     room = request.bootstrap
     if room is not None and not limits.may_contact(room):
         raise InvalidRequest(

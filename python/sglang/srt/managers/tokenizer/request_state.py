@@ -38,6 +38,8 @@ class RequestState:
     request: GenerateRequest
     created_time: float
     """`time.monotonic()` on arrival."""
+    dp_rank: int = 0
+    """The DP group that has the request."""
     encoding: asyncio.Task[None] | None = None
     """Task that tokenizes a long prompt and then sends the request."""
     is_sent: bool = False

@@ -1,4 +1,4 @@
-"""The server process's two sockets, and control requests, whose answers are matched by id."""
+"""The server process's sockets, and control requests, whose answers are matched by id."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import zmq
 
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
+from sglang.srt.managers.tokenizer.dp_groups import joined
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable
 from sglang.srt.messages.io_struct import (
     SERVER_DECODER,
     ControlReq,
     ControlReqOutput,
+    GetInternalStateReq,
     Message,
     ToServer,
     encode,
@@ -33,10 +35,11 @@ STORAGE_TIMEOUT: Final = LONGEST_STORAGE_CHANGE_S + 20.0
 
 
 class ControlClient:
-    """Sends control requests through `send` and waits for their answers."""
+    """Sends control requests through `send`, to one DP group each, and waits for their answers."""
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
+    def __init__(self, send: Callable[[Message, int], None], num_groups: int = 1) -> None:
         self._send = send
+        self._num_groups = num_groups
         self._waiting: dict[str, asyncio.Future[ControlReqOutput]] = {}
 
     def deliver(self, answer: ControlReqOutput) -> None:
@@ -52,21 +55,43 @@ class ControlClient:
                 future.set_exception(error)
 
     async def ask(self, message: ControlReq, timeout: float = QUICK_TIMEOUT) -> ControlReqOutput:
-        """Send `message` with a fresh id, and wait for the answer. Raises EngineUnavailable if none
-        comes within `timeout` seconds, or the engine died."""
+        """Ask every DP group, and wait for their answers, which are `joined`. Raises
+        EngineUnavailable if one does not come within `timeout` seconds, or the engine died."""
+        if self._num_groups == 1:
+            return await self.ask_one(message, 0, timeout)
+        return joined(await self.ask_each(message, timeout))
+
+    async def ask_each(
+        self, message: ControlReq, timeout: float = QUICK_TIMEOUT
+    ) -> list[ControlReqOutput]:
+        """The answers of all DP groups, in order; raises as `ask`."""
+        asking = (self.ask_one(message, dp_rank, timeout) for dp_rank in range(self._num_groups))
+        return list(await asyncio.gather(*asking))
+
+    async def ask_one(
+        self, message: ControlReq, dp_rank: int, timeout: float = QUICK_TIMEOUT
+    ) -> ControlReqOutput:
+        """Send `message` to one DP group, with a fresh id, and wait for the answer; raises as
+        `ask`."""
         message.req_id = req_id = uuid.uuid4().hex
         future: asyncio.Future[ControlReqOutput] = asyncio.get_running_loop().create_future()
         self._waiting[req_id] = future
         try:
-            self._send(message)
+            self._send(message, dp_rank)
             return await asyncio.wait_for(future, timeout)
         except TimeoutError:
+            which = "" if self._num_groups == 1 else f" of dp_rank {dp_rank}"
             raise EngineUnavailable(
-                f"the scheduler did not answer {type(message).__name__} within {timeout:g} s: "
-                "it is busy or stuck, see its log; try again"
+                f"the scheduler{which} did not answer {type(message).__name__} within "
+                f"{timeout:g} s: it is busy or stuck, see its log; try again"
             ) from None
         finally:
             del self._waiting[req_id]
+
+
+async def internal_states(control: ControlClient) -> list[dict[str, Any]]:
+    """The state of each DP group's scheduler, in order; raises as `ControlClient.ask`."""
+    return [answer.data for answer in await control.ask_each(GetInternalStateReq())]
 
 
 class ServerChannel:
@@ -84,9 +109,11 @@ class ServerChannel:
         ipc: IpcAddresses,
         on_message: Callable[[ToServer], None],
         on_failure: Callable[[str], None],
+        num_groups: int = 1,
     ) -> None:
         """Nothing is opened before `start`. `on_message` gets each message, and ends the reading if
-        it raises; `on_failure` gets the reason why no further message will come."""
+        it raises; `on_failure` gets the reason why no further message will come; `num_groups` is
+        the number of DP groups, each of which gets a socket."""
         self._ipc = ipc
         self._on_message = on_message
         self._on_failure = on_failure
@@ -94,20 +121,24 @@ class ServerChannel:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._source: zmq.Socket[bytes] | None = None
-        self._sink: zmq.Socket[bytes] | None = None
-        self._outbox: list[bytes] = []
-        """Encoded messages for the scheduler, until `_flush`."""
+        self._sinks: list[zmq.Socket[bytes]] = []
+        self._outboxes: list[list[bytes]] = [[] for _ in range(num_groups)]
+        """Encoded messages for the scheduler of each DP group, until `_flush`."""
+        self._will_flush = False
 
     @property
     def is_open(self) -> bool:
         """True if `send` may be called."""
-        return self._sink is not None
+        return bool(self._sinks)
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._source = pull_socket(self._context, self._ipc.server_input)
-        self._sink = push_socket(self._context, self._ipc.scheduler_input)
+        self._sinks = [
+            push_socket(self._context, self._ipc.scheduler_input(dp_rank))
+            for dp_rank in range(len(self._outboxes))
+        ]
         self._loop.add_reader(self._source.fileno(), self._read)
         self._read()  # Messages that came before the loop watched do not wake it.
 
@@ -117,14 +148,15 @@ class ServerChannel:
         self._flush()
         if self._context is not None:
             # A little time for the last message; the peer may be gone already.
-            if self._sink is not None:
-                self._sink.close(linger=200)
+            for sink in self._sinks:
+                sink.close(linger=200)
             self._context.destroy(linger=200)
             self._context = None
-            self._sink = None
+            self._sinks = []
 
-    def send(self, message: Message) -> None:
-        """Let `message` leave at the end of this turn of the event loop.
+    def send(self, message: Message, dp_rank: int | None = None) -> None:
+        """Let `message` leave at the end of this turn of the event loop, to one DP group or (None)
+        to each.
 
         The messages of one turn go together: one wake-up of the scheduler, and one prefill batch
         for requests that came together.
@@ -132,13 +164,15 @@ class ServerChannel:
         Raises:
             EngineUnavailable: The channel is not open.
         """
-        if self._loop is None or self._sink is None:
+        if self._loop is None or not self._sinks:
             raise EngineUnavailable("the engine has been shut down")
         # Encoded here, so that a message that cannot be encoded fails only its sender.
         encoded = encode(message)
-        if not self._outbox:
+        if not self._will_flush:
+            self._will_flush = True
             self._loop.call_soon(self._flush)
-        self._outbox.append(encoded)
+        for outbox in self._outboxes if dp_rank is None else (self._outboxes[dp_rank],):
+            outbox.append(encoded)
 
     def call_soon_threadsafe(self, callback: Callable[[str], None], argument: str) -> None:
         """Call on the event loop, from any thread; nothing where the loop has ended."""
@@ -146,10 +180,12 @@ class ServerChannel:
             self._loop.call_soon_threadsafe(callback, argument)
 
     def _flush(self) -> None:
-        """Send the collected messages. The socket never blocks."""
-        if self._outbox and self._sink is not None:
-            self._sink.send(frame_of(self._outbox), zmq.NOBLOCK)
-        self._outbox.clear()
+        """Send the collected messages. The sockets never block."""
+        self._will_flush = False
+        for sink, outbox in zip(self._sinks, self._outboxes, strict=False):
+            if outbox:
+                sink.send(frame_of(outbox), zmq.NOBLOCK)
+                outbox.clear()
 
     def _read(self) -> None:
         """Pass on all messages. It reads until the socket is empty, because the descriptor wakes

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.tokenizer.dp_groups import DPGroups
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     GenerateRequest,
@@ -66,12 +67,15 @@ class TokenizerManager:
         metrics: ServerMetrics | None = None,
         log_requests: bool = False,
         tracer: Tracer | None = None,
+        load_balance_method: str = "auto",
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self.metrics = metrics
-        self._channel = ServerChannel(ipc, self._handle, self.fail_all)
-        self.control = ControlClient(self._channel.send)
+        num_groups = limits.num_dp_groups
+        self._channel = ServerChannel(ipc, self._handle, self.fail_all, num_groups)
+        self.control = ControlClient(self._channel.send, num_groups)
+        self._groups = DPGroups(num_groups, load_balance_method)
         self._log_requests = log_requests
         self.tracer = tracer
         self.encoder = PromptEncoder(tokenizer)
@@ -148,28 +152,30 @@ class TokenizerManager:
             self._decline(requests, str(error))
             raise
         states: list[RequestState] = []
+        places = self._groups.enter(requests, prompts)
         try:
-            for request in requests:
+            for request, place in zip(requests, places, strict=True):
                 rid = request.rid
                 if rid in self._states or rid in self._leaving:
                     why = f"rid {rid!r} is in use by a running request: choose another"
                     self._decline(requests, why)
                     raise InvalidRequest(why, field="rid")
-                self._states[rid] = state = RequestState(request, now)
+                self._states[rid] = state = RequestState(request, now, place.dp_rank)
+                states.append(state)
                 if self.tracer is not None and not rid.startswith(HEALTH_CHECK_RID_PREFIX):
                     room = None if request.bootstrap is None else request.bootstrap.room
                     state.trace_context = self.tracer.parent(room)
-                states.append(self._states[rid])
             for request, state, tokens in zip(requests, states, prompts, strict=True):
                 if tokens is None:
                     self._encode_later(request, state)
                 else:
                     is_traced = state.trace_context is not None
                     message = tokenized(request, tokens, self.limits, now, is_traced=is_traced)
-                    self._channel.send(message)
+                    self._channel.send(message, state.dp_rank)
                     state.note_sent(tokens, message.logprob_start_len)
             yield states
         finally:
+            self._groups.leave(places)
             for state in states:
                 self._leave(state)
 
@@ -184,9 +190,10 @@ class TokenizerManager:
             state for state in self._states.values() if rid in (state.rid, state.request.sample_of)
         ]
         _abort_unsent(meant)
-        # The scheduler may still have `rid` after its client has left.
-        for one in {rid, *(state.rid for state in meant if state.is_sent)}:
-            self._channel.send(AbortReq(rid=one))
+        sent = {state.rid: state.dp_rank for state in meant if state.is_sent}
+        # A scheduler may still have `rid` after its client has left.
+        for one in {rid, *sent}:
+            self._channel.send(AbortReq(rid=one), sent.get(one))
 
     async def abort_all(self) -> None:
         _abort_unsent(self._states.values())
@@ -224,7 +231,7 @@ class TokenizerManager:
                 check_prompt(request, tokens, self.limits)
                 is_traced, began = state.trace_context is not None, state.created_time
                 message = tokenized(request, tokens, self.limits, began, is_traced=is_traced)
-                self._channel.send(message)
+                self._channel.send(message, state.dp_rank)
                 state.note_sent(tokens, message.logprob_start_len)
 
         def on_done(task: asyncio.Task[None]) -> None:
@@ -259,7 +266,7 @@ class TokenizerManager:
                 return
             self._leaving.add(state.rid)
             if self._channel.is_open:
-                self._channel.send(AbortReq(rid=state.rid))
+                self._channel.send(AbortReq(rid=state.rid), state.dp_rank)
         if state.rid.startswith(HEALTH_CHECK_RID_PREFIX):
             return
         if self.metrics is not None:

@@ -120,7 +120,7 @@ def test_leaving_early_aborts_and_keeps_the_id_until_the_end_has_come() -> None:
 
 
 def test_a_scheduler_that_does_not_answer_is_an_error_in_bounded_time() -> None:
-    def silent(message: object) -> None:
+    def silent(message: object, dp_rank: int) -> None:
         """A socket whose other end is stuck."""
 
     async def run() -> None:

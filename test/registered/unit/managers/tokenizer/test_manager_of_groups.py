@@ -1,0 +1,99 @@
+"""`TokenizerManager` before several schedulers: random requests, of which some are given up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from rigs.servers.fake_engine import fake_engine
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, expand_samples
+from sglang.srt.managers.tokenizer.prompt_encoder import SHORT_CHARS
+from sglang.srt.managers.tokenizer.request_state import RequestState
+from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.io_struct import AbortReq, ShutdownReq, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=5, suite="base-a-test-cpu")
+
+GROUPS = 3
+
+
+async def body(manager: TokenizerManager, rng: random.Random, name: str) -> None:
+    """Send a body of random prompts; end it by reading all, by an abort, or by leaving."""
+    fields: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        fields["dp_rank"] = rng.randrange(GROUPS)
+    if rng.random() < 0.3:
+        fields["session_id"] = f"session {rng.randrange(4)}"
+    params = SamplingParams(max_new_tokens=rng.randrange(1, 40), n=rng.choice((1, 1, 1, 3)))
+    # Long texts are tokenized by another thread, and refused there: they do not fit.
+    text = "ab" * rng.choice((1, 20, 60, 60, SHORT_CHARS))
+    requests = expand_samples(
+        [
+            GenerateRequest(
+                rid=f"{name}-{number}", text=text, sampling_params=params, stream=True, **fields
+            )
+            for number in range(rng.randrange(1, 4))
+        ]
+    )
+    way = rng.choice(("read", "read", "abort", "leave", "leave at once"))
+    with manager.submit(requests) as states:
+        if "dp_rank" in fields:
+            assert {state.dp_rank for state in states} == {fields["dp_rank"]}
+        if way == "leave at once":
+            return
+        await asyncio.sleep(rng.random() * 0.01)
+        if way == "abort":
+            await manager.abort(requests[0].rid)
+        if way != "leave":
+            await asyncio.gather(*map(end_of, states))
+
+
+async def end_of(state: RequestState) -> None:
+    try:
+        await state.wait_for_end()
+    except ValueError as error:
+        assert "tokens" in str(error)  # noqa: PT017 - long texts alone may fail
+
+
+@pytest.mark.parametrize("method", ["auto", "round_robin", "total_requests", "total_tokens"])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_request_is_in_one_group_and_no_load_is_left(method: str, seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def run() -> None:
+        with fake_engine(num_groups=GROUPS) as engine:
+            manager = engine.manager(load_balance_method=method)
+            await manager.start()
+            for turn in range(6):
+                await asyncio.gather(
+                    *(body(manager, rng, f"{turn}-{number}") for number in range(12))
+                )
+            while manager._leaving:
+                await asyncio.sleep(0.001)
+            assert not manager.num_requests
+            loads = [(load.requests, load.tokens) for load in manager._groups._loads]
+            assert loads == [(0, 0)] * GROUPS
+            await manager.abort_all()
+            await manager.shut_down_scheduler(1.0)
+            await manager.close()
+            while not all(
+                any(isinstance(one, ShutdownReq) for one in scheduler.received)
+                for scheduler in engine.schedulers
+            ):
+                await asyncio.sleep(0.001)
+            where: dict[str, set[int]] = defaultdict(set)
+            for scheduler in engine.schedulers:
+                assert AbortReq(abort_all=True) in scheduler.received
+                for message in scheduler.received:
+                    if isinstance(message, TokenizedGenerateReqInput):
+                        where[message.sample_of or message.rid].add(scheduler.dp_rank)
+            assert all(len(groups) == 1 for groups in where.values())
+            assert set().union(*where.values()) == set(range(GROUPS)), "all groups had some"
+
+    asyncio.run(asyncio.wait_for(run(), 60))
