@@ -72,7 +72,9 @@ def test_each_combination_has_its_environment_and_runs_both_suites(checkout: Pat
     assert all("--suite base-a-test-cpu --suite base-b-test-cpu test" in line for line in suites)
     installs = [line for line in calls if "--upgrade" in line]
     for words, line in zip(
-        ("torch==2.11.0 transformers==5.17.0 numpy<2.4", "torch transformers"), installs, strict=True
+        ("torch==2.11.0 transformers==5.17.0 numpy<2.4", "torch transformers"),
+        installs,
+        strict=True,
     ):
         assert f"--upgrade {words} --requirement" in line
     # Requirements of the project would undo the choice.
