@@ -55,12 +55,8 @@ def without_effect(args: ServerFlags) -> Iterator[str]:
     has_graphs = kind is None or kind.captures_graphs
     if args.cuda_graph_max_bs is not None and (args.disable_cuda_graph or not has_graphs):
         yield "--cuda-graph-max-bs"
-    fields = []
-    if args.disaggregation_decode_enable_offload_kvcache:  # Such a server only writes to L3.
-        fields.append("hicache_storage_prefetch_policy")
     if args.disaggregation_mode == DisaggregationMode.DECODE:  # Prefill servers listen there.
-        fields.append("disaggregation_bootstrap_port")
-    for field in fields:
+        field = "disaggregation_bootstrap_port"
         yield from (flag_name(field) for _ in refuse_ignored(args, field, ""))
 
 

@@ -169,7 +169,8 @@ class DisaggregationArgs:
     )
     disaggregation_decode_enable_offload_kvcache: bool = flag(
         False,
-        "Let a decode server write what it computes and reads to --hicache-storage-backend.",
+        "Implied by --hicache-storage-backend: a decode server writes what it computes and reads "
+        "to L3.",
     )
 
 

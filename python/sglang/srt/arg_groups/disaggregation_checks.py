@@ -67,7 +67,7 @@ def check_disaggregation(args: ServerFlags) -> Iterator[str]:
     else:
         yield from _check_secret(args)
     if mode == DisaggregationMode.DECODE:
-        yield from _check_caches_of_decode(args, where)
+        yield from _check_caches_of_decode(args)
     if mode == DisaggregationMode.DECODE and args.attn_cp_size > 1:
         yield (
             f"{flag_name('attn_cp_size')} {args.attn_cp_size} has no use {where}, which computes "
@@ -101,14 +101,8 @@ def _check_secret(args: ServerFlags) -> Iterator[str]:
         )
 
 
-def _check_caches_of_decode(args: ServerFlags, where: str) -> Iterator[str]:
+def _check_caches_of_decode(args: ServerFlags) -> Iterator[str]:
     if args.disaggregation_decode_enable_radix_cache and args.disable_radix_cache:
         yield f"{flag_name(_RADIX)} contradicts --disable-radix-cache; drop one of them"
-    if args.disaggregation_decode_enable_offload_kvcache:
-        if args.hicache_storage_backend is None:
-            yield f"{OFFLOAD_FLAG} needs --hicache-storage-backend, which it writes to"
-    elif args.enable_hierarchical_cache or args.hicache_storage_backend:
-        yield (
-            f"the hierarchical cache has no effect {where} except to write to L3, because prompts "
-            f"come from prefill servers: use it on those, or give {OFFLOAD_FLAG} too"
-        )
+    if args.disaggregation_decode_enable_offload_kvcache and args.hicache_storage_backend is None:
+        yield f"{OFFLOAD_FLAG} needs --hicache-storage-backend, which it writes to"

@@ -63,7 +63,10 @@ class DecodeRequest:
     is_known: bool = False
     """True once the ranks agree that the prefill server has the request."""
     num_tokens: int | None = None
-    """Slots that it holds and that its output is expected to need; None: it waits for slots."""
+    """Slots that were taken for it and that its output is expected to need; None: it waits for
+    slots."""
+    newest_load: int = -1
+    """The last load from L2 that may fill pages of its prefix; -1: none may."""
     mismatch: str | None = None
     """Why the metadata does not fit the request; "": it does; None: it was not compared yet."""
     ended: float | None = None
@@ -210,10 +213,15 @@ class DecodeRole(Role):
             if one.num_tokens is None:
                 one.is_known = poll >= KVPoll.WaitingForInput
             elif poll == KVPoll.Success and one.ended is None:
-                self._receive(one)
+                if self._is_prefix_there(one):
+                    self._receive(one)
             elif poll == KVPoll.Success:
                 self._lingering.remove(one)
                 self._update.released.append(one.req)
+
+    def _is_prefix_there(self, one: DecodeRequest) -> bool:
+        hicache = self._state.hicache
+        return hicache is None or hicache.has_settled(one.newest_load)
 
     def _fail_polled(self, requests: Sequence[DecodeRequest], polls: Sequence[KVPoll]) -> None:
         """Fail the requests whose status is `Failed`. A collective."""
@@ -239,7 +247,7 @@ class DecodeRole(Role):
     def _give_slots(self) -> None:
         if not self._waiting:
             return
-        now = self._state.now
+        now, hicache = self._state.now, self._state.hicache
         failed = {req.rid for req, _ in self._update.ended}
         waiting = self._state.queues.waiting
         # Retracted requests wait for the slots that are free.
@@ -263,6 +271,8 @@ class DecodeRole(Role):
                 self._fail(one, self._why_late(one))
                 continue
             if has_retracted or progress.grammar_ticket is not None:
+                continue
+            if hicache is not None and not hicache.check_prefetch_progress(rid):
                 continue
             share = shares[one.peer]
             # The first prompt of a server may have any share: else a long one would never come.
@@ -333,7 +343,7 @@ class DecodeRole(Role):
     def _hold(self, one: DecodeRequest) -> bool:
         """Give slots to a request and begin to read its prompt. False: there is no room now."""
         req, state, queues = one.req, self._state, self._state.queues
-        outcome = self._holder.hold(req)
+        outcome, num_taken = self._holder.hold(req)
         if outcome is not AddOutcome.ADDED:
             if queues.num_holders == 0 and not state.tree.is_busy():
                 message = f"the engine has {state.free_tokens()} token slots, too few for it"
@@ -355,7 +365,9 @@ class DecodeRole(Role):
             state_indices=() if state_slot is None else (state_slot,),
             decode_prefix_len=begin,
         )
-        one.num_tokens = len(pages) * page_size + state.reserve_for(req)
+        one.num_tokens = num_taken + state.reserve_for(req)
+        if state.hicache is not None:
+            one.newest_load = state.hicache.newest_load
         self._transferring[req.rid] = self._waiting.pop(req.rid)
         return True
 

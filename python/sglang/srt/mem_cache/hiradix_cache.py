@@ -276,6 +276,16 @@ class HiRadixCache(RadixCache):
     def verify_load(self, index: int) -> None:
         self.host_load.settle_until(index + 1)
 
+    @property
+    def newest_load(self) -> int:
+        """Index of the load that was issued last; -1: there was none."""
+        return self.cache_controller.num_loads - 1
+
+    def has_settled(self, load: int) -> bool:
+        """True if load `load` and all before it have ended on all ranks, and pages of them that
+        differ from their checksums are condemned."""
+        return load < self.cache_controller.num_settled_loads
+
     # ---- L3 --------------------------------------------------------------------------------
 
     def prefetch_from_storage(

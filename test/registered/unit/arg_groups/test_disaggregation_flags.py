@@ -61,10 +61,12 @@ def test_a_decode_server_reuses_prefixes_unless_told_not_to() -> None:
     assert not prepare(MODE, "prefill").disaggregation_decode_enable_radix_cache
 
 
-def test_a_decode_server_may_write_to_l3() -> None:
-    args = prepare(MODE, "decode", OFFLOAD, *FILES, "--hicache-write-policy", "write_back")
+@pytest.mark.parametrize("argv", [(), (OFFLOAD,)])
+def test_a_decode_server_may_have_tiers(argv: tuple[str, ...]) -> None:
+    args = prepare(MODE, "decode", *argv, *FILES, "--hicache-write-policy", "write_back")
     assert args.enable_hierarchical_cache and args.hicache_storage_backend == "file"
     assert args.resolve() == args
+    assert prepare(MODE, "decode", "--enable-hierarchical-cache").page_size == 64
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
@@ -89,12 +91,6 @@ def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
             (MODE, "prefill", "--tp", "2", "--nnodes", "2", "--dist-init-addr", "a:1"),
             f"^--nnodes 2 does not work with {MODE} prefill yet: start a server on each machine",
         ),
-        (
-            (MODE, "decode", "--enable-hierarchical-cache"),
-            "^the hierarchical cache has no effect with --disaggregation-mode decode except .* "
-            f"or give {OFFLOAD} too$",
-        ),
-        ((MODE, "decode", *FILES), f"^the hierarchical cache has no effect with {MODE} decode"),
         ((MODE, "decode", OFFLOAD), f"^{OFFLOAD} needs --hicache-storage-backend"),
         (
             (MODE, "decode", OFFLOAD, "--enable-hierarchical-cache"),

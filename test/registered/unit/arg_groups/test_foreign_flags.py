@@ -160,12 +160,6 @@ def test_loading_with_threads_is_ignored(keys: str, caplog: pytest.LogCaptureFix
         assert line.endswith("does not: settings of other loaders of weights; remove the flag")
 
 
-OFFLOAD = (
-    "--disaggregation-mode decode --disaggregation-decode-enable-offload-kvcache "
-    "--hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete"
-)
-
-
 @pytest.mark.parametrize(
     ("flags", "ignored"),
     [
@@ -178,7 +172,6 @@ OFFLOAD = (
             "--device cpu --cuda-graph-max-bs 8 --cuda-graph-bs 1 2",
             ["--cuda-graph-bs", "--cuda-graph-max-bs"],
         ),
-        (OFFLOAD, ["--hicache-storage-prefetch-policy"]),
         (
             "--disaggregation-mode decode --disaggregation-bootstrap-port 9001",
             ["--disaggregation-bootstrap-port"],

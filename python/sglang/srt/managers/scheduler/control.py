@@ -420,7 +420,8 @@ class InputHandler:
             return
         self._num_arrivals += 1
         self._state.queues.arrive(req)
-        if not (req.is_probe or req.is_computed_elsewhere):
+        has_tiers = self._state.hicache is not None
+        if not req.is_probe and (has_tiers or not req.is_computed_elsewhere):
             self._look_ahead(req)
 
     def _refuse(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:

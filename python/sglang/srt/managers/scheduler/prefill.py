@@ -108,22 +108,26 @@ class PrefillScheduler:
         if (load := hicache.ready_to_load_host_cache()) != -1:
             self._unawaited_load = load
 
-    def hold(self, req: Req) -> AddOutcome:
-        """Hold a waiting request: lock the cached part of its prompt, and allocate slots for the
-        rest, which a transfer fills. If there is no room, nothing changes. Only L1 counts as
-        cached, because a page that comes from L2 is there only for steps that wait for it.
+    def hold(self, req: Req) -> tuple[AddOutcome, int]:
+        """Hold a waiting request: lock the cached part of its prompt, load what L2 has of it, and
+        allocate slots for the rest, which a transfer fills. If there is no room, the request does
+        not change.
 
-        Until its prompt is there, the tokens to come count as in flight.
+        Until its prompt is there, the tokens to come count as in flight. Its prefix is there once
+        all loads that were issued up to now have settled: steps of a held request wait for none.
+
+        Returns:
+            The outcome, and the slots of the prompt that L1 did not have: loaded and allocated.
         """
         state, queues, progress = self._state, self._state.queues, req.progress
-        if self._unawaited_load != -1 and "loads" in state.tree.is_busy():
-            return AddOutcome.NO_BUDGET  # The tree shows pages that are not there yet.
         others = list(queues.holders())
         # Another server computes the prompt, so the budgets of this server's batches do not apply.
         limits = dataclasses.replace(state.limits, chunk_tokens=None)
         reserved = sum(state.reserve_for(other) for other in others)
         adder = PrefillAdder(limits, len(others), reserved)
-        prefix, plan = self._reuse(req, adder, loads=False)
+        prefix, plan = self._reuse(req, adder)
+        if state.hicache is not None:
+            self._issue_loads(state.hicache)
         if plan.is_admitted:
             progress.kv_committed_len = len(prefix.slots)
             rest = progress.uncommitted_tokens
@@ -132,11 +136,11 @@ class PrefillScheduler:
                 self._count_scheduled()
                 progress.num_in_flight = rest
                 queues.hold(req)
-                return plan.outcome
+                return plan.outcome, prefix.from_host + ceil_to_page(rest, limits.page_size)
             progress.kv_committed_len = 0
             plan = AddPlan(AddOutcome.NO_MEMORY)
         state.tree.dec_lock_ref(prefix.node)
-        return plan.outcome
+        return plan.outcome, 0
 
     def on_launched(self, works: list[PrefillWork]) -> None:
         """The device has the step in its queue. The tree may have its keys and values now, and
@@ -289,11 +293,8 @@ class PrefillScheduler:
         tokens = min(plan.extend_tokens + again, progress.uncommitted_tokens)
         return dataclasses.replace(plan, extend_tokens=tokens)
 
-    def _reuse(
-        self, req: Req, adder: PrefillAdder, *, loads: bool = True
-    ) -> tuple[_Prefix, AddPlan]:
-        """Match and lock the prompt, plan, and if admitted and `loads` queue the load of its host
-        part."""
+    def _reuse(self, req: Req, adder: PrefillAdder) -> tuple[_Prefix, AddPlan]:
+        """Match and lock the prompt, plan, and if admitted queue the load of its host part."""
         state = self._state
         match = state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req.slots))
         prefix = _Prefix(
@@ -307,12 +308,11 @@ class PrefillScheduler:
         )
         state.tree.inc_lock_ref(prefix.node)
         new_tokens = state.estimate.reserve(req.rest_new_tokens)
-        host = match.host_hit_length if loads else 0
+        host = match.host_hit_length
         rest = req.progress.num_tokens - prefix.from_device - host
         free = state.free_tokens()
         plan = adder.plan(rest, host, new_tokens, free)
-        has_load = loads and (host or match.mamba_host_hit_length)
-        if not has_load or not plan.is_admitted:
+        if not (host or match.mamba_host_hit_length) or not plan.is_admitted:
             return prefix, plan
         quota = free - ceil_to_page(rest, state.limits.page_size)
         states = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.role import Role, TransferUpdate
     from sglang.srt.managers.scheduler.state import SchedulerState
     from sglang.srt.messages.first_token import FirstToken
+
+
+logger = logging.getLogger(__name__)
 
 
 class OutputCollector:
@@ -240,6 +244,7 @@ class ResultProcessor:
             self._state.release(req)
             self._state.queues.let_go(req)
         for req, reason in update.ended:
+            self._state.tree.release_aborted_request(req.rid)
             self.end(req, reason)
         for req, first in update.received:
             self._receive(req, first)
@@ -261,7 +266,18 @@ class ResultProcessor:
                 if spec.top_logprobs_num:
                     progress.output_top_logprobs.append(first.top_logprobs or [])
         for going_on in self._end_or_output([req]):
-            self._state.queues.join(going_on)
+            if going_on.slots.last_node.is_condemned:
+                self._compute_here(going_on)
+            else:
+                self._state.queues.join(going_on)
+
+    def _compute_here(self, req: Req) -> None:
+        """Let the next steps compute a prompt that has come, because a page of its prefix was
+        damaged in L2. The prefill server has let go of its pages already."""
+        logger.warning("request %s is computed here: a page of its prefix was damaged", req.rid)
+        self._state.release(req)
+        self._state.queues.retract(req)
+        self._state.counters.redone += 1
 
     def end(self, req: Req, reason: FinishReason) -> None:
         """End `req`, in any state. Slots that a transfer still uses come back later."""
