@@ -23,12 +23,13 @@ import random
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
+from rigs.caches.host_damage import flip_any
 from rigs.disaggregation.control_proxy import ControlProxy
 from rigs.disaggregation.pd_pair import NEVER_ASKED
 from rigs.disaggregation.pd_rig import (
@@ -36,6 +37,7 @@ from rigs.disaggregation.pd_rig import (
     PdRig,
     one_rank,
 )
+from rigs.disaggregation.random_pd_setup import attach, draw_args, short_repeats, small_l1
 from rigs.schedulers import random_seeds
 from rigs.schedulers.checkable_pools import CheckableState
 from rigs.schedulers.checkable_worker import CheckableWorker
@@ -50,13 +52,14 @@ from rigs.schedulers.random_seeds import Outcome
 from rigs.schedulers.random_setup import speculation, text_args
 from rigs.schedulers.scheduler_rig import Collected
 from rigs.schedulers.step_watchdog import Watchdog
+from rigs.stores.object_store import ObjectStore
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
-from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.messages.io_struct import (
     AbortReq,
     Bootstrap,
@@ -69,11 +72,7 @@ _HANG_S: Final = 60.0
 _REST_S: Final = 60.0
 _LONGEST_TICK_S: Final = 0.01
 """Most seconds by which the schedulers' clocks advance in a tick at rest."""
-_LOST_S: Final = 3
-"""Seconds for which a server waits for the other server of a request."""
-_UNKNOWN_S: Final = 4
-"""Seconds for which a prefill server may not know a request."""
-_SILENT_S: Final = 2
+_MOODS: Final = ("well", "quick", "slow", "hanging", "failing", "rotten", "forgetful", "mad")
 _FLIPS: Final = 0.1
 """Share of the reads that flip a bit, while there are faults."""
 AWAY, SILENT = "away", "silent"
@@ -133,45 +132,6 @@ class Pending:
     """The sides that have not reported its end yet."""
 
 
-def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:
-    """Draw the arguments of one side."""
-    caches = rng.random() < 0.9
-    args: dict[str, Any] = {
-        "pool_tokens": page_size * rng.choice((96, 256, 512)) // min(page_size, 8),
-        "max_requests": rng.choice((3, 16)),
-        "chunked_prefill_size": rng.choice((-1, page_size * 2, 64)),
-        "schedule_conservativeness": rng.choice((0.01, 0.3, 1.0)),
-        "schedule_policy": rng.choice(("fcfs", "lpm")) if caches else "fcfs",
-        "disable_radix_cache": not caches,
-        "overlap": rng.random() < 0.5,
-    }
-    if rng.random() < 0.4 and caches:
-        args |= {
-            "enable_hierarchical_cache": True,
-            "hicache_ratio": rng.choice((1.2, 3.0)),
-            "hicache_write_policy": rng.choice(("write_through", "write_back")),
-        }
-    return args
-
-
-@contextlib.contextmanager
-def short_repeats() -> Iterator[None]:
-    """Shorten timeouts to seconds, and repeat questions soon."""
-    repeat = control_client.REPEAT_S
-    with (
-        envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.override(_LOST_S),
-        envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0),
-        envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT.override(_UNKNOWN_S),
-        envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
-        envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(_SILENT_S),
-    ):
-        control_client.REPEAT_S = 0.03  # type: ignore[misc]
-        try:
-            yield
-        finally:
-            control_client.REPEAT_S = repeat  # type: ignore[misc]
-
-
 class RandomPd:
     """One run."""
 
@@ -182,6 +142,7 @@ class RandomPd:
         """Random numbers of the proxy's thread."""
         self._reads = random.Random(self.rng.random())
         """Random numbers of the reading threads."""
+        self._damage = random.Random(seed)
         self.page_size = self.rng.choice((1, 4, 16))
         self.args = {side: draw_args(self.rng, self.page_size) for side in ("prefill", "decode")}
         # Drawn apart, so that seeds stay the same otherwise.
@@ -193,6 +154,12 @@ class RandomPd:
             num_states=40 if apart.random() < 0.4 else 0,
             alignment=self.page_size,
         )
+        self.store = ObjectStore(seed)
+        """L3 of both sides, if they have one."""
+        self._has_l3 = apart.random() < 0.6
+        self.damages_l2 = apart.random() < 0.4
+        if apart.random() < 0.5 and not self.args["decode"]["disable_radix_cache"]:
+            self.args["decode"] |= small_l1(self.page_size)
         self.outcome = Outcome()
         self._requests = RandomRequests(self.rng, self.page_size)
         self._mover = FlippingMover(random.Random(seed))
@@ -222,6 +189,7 @@ class RandomPd:
             # Every other seed has metadata in rows; the others have it in messages.
             stack.enter_context(envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(self._seed % 2 == 1))
             stack.enter_context(self._watchdog)
+            stack.enter_context(self.store)
             self._pair = stack.enter_context(
                 PdRig(
                     BUILTIN_MODEL_DIR,
@@ -231,12 +199,16 @@ class RandomPd:
                     state=self.state,
                     unit_bytes=self.unit_bytes,
                     prefill=self.args["prefill"],
-                    decode=self.args["decode"],
+                    decode={**self.args["decode"], "tolerates_damage": self.damages_l2},
                     **speculation(self.num_draft_tokens),
                     **text_args(),
                 )
             )
             stack.callback(self._mover.release)
+            stack.callback(self.store.release)
+            for rig in self.pair.rigs:
+                if self._has_l3 and isinstance(rig.tree, HiRadixCache):
+                    attach(rig.tree, self.store, self._damage)
             proxy = ControlProxy(self.pair.prefill.endpoint, self._fate)
             self.pair.endpoint = stack.enter_context(proxy).endpoint
             silent = stack.enter_context(socket.create_server((LOOPBACK, 0)))
@@ -291,6 +263,7 @@ class RandomPd:
     def _round(self, *, injects: bool) -> None:
         rng = self.rng
         self._has_faults = self._mover.flips = rng.random() < 0.6
+        self.store.set_mood(random.Random(self.outcome.steps).choice(_MOODS))
         may_fail = self._has_faults or injects
         odd = 0.1 if rng.random() < 0.3 else 0.0
         hangs = self._has_faults and rng.random() < 0.5
@@ -306,6 +279,10 @@ class RandomPd:
                 self._mover.hold = False  # Reads in flight stay in flight.
             if rng.random() < 0.03:
                 self._mover.release()
+                self.store.release()
+                tree = self.pair.decode.tree
+                if self.damages_l2 and isinstance(tree, HiRadixCache):
+                    self.outcome.counts["damaged in L2"] += flip_any(tree, self._damage)
             if self._has_faults and rng.random() < 0.02:
                 self._forget_a_room()
             self._step(may_fail)
@@ -387,6 +364,7 @@ class RandomPd:
         began = ticked = time.monotonic()
         while self._pending or self._late or not all(rig.scheduler.is_idle() for rig in pair.rigs):
             self._mover.release()
+            self.store.release()
             self._step(may_fail)
             now = time.monotonic()
             for rig in pair.rigs:
@@ -465,6 +443,9 @@ class RandomPd:
             self.outcome.counts[f"{name}: accepted drafts"] += rig.worker.num_accepted
             self.outcome.counts[f"{name}: rejected drafts"] += rig.worker.num_rejected
             self.outcome.counts[f"{name}: verifications ahead"] += rig.worker.num_ahead
+            self.outcome.counts[f"{name}: started again"] += counters.redone
+            for tier, tokens in rig.scheduler.state.metrics.num_cached.items():
+                self.outcome.counts[f"{name}: tokens from {tier}"] += tokens
 
 
 def _prefill_role(pair: PdRig) -> PrefillRole:

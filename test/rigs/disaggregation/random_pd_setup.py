@@ -1,0 +1,85 @@
+"""Configurations of the random PD driver: chosen by a seed, with tiers too small for the work."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Iterator
+from typing import Any, Final
+
+from rigs.schedulers.random_setup import impatient
+from rigs.stores.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
+from sglang.srt.disaggregation.control import control_client
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+
+LOST_S: Final = 3
+"""Seconds for which a server waits for the other server of a request."""
+UNKNOWN_S: Final = 4
+"""Seconds for which a prefill server may not know a request."""
+SILENT_S: Final = 2
+
+
+def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:
+    """Draw the arguments of one side."""
+    caches = rng.random() < 0.9
+    args: dict[str, Any] = {
+        "pool_tokens": page_size * rng.choice((96, 256, 512)) // min(page_size, 8),
+        "max_requests": rng.choice((3, 16)),
+        "chunked_prefill_size": rng.choice((-1, page_size * 2, 64)),
+        "schedule_conservativeness": rng.choice((0.01, 0.3, 1.0)),
+        "schedule_policy": rng.choice(("fcfs", "lpm")) if caches else "fcfs",
+        "disable_radix_cache": not caches,
+        "overlap": rng.random() < 0.5,
+    }
+    if rng.random() < 0.4 and caches:
+        args |= {
+            "enable_hierarchical_cache": True,
+            "hicache_ratio": rng.choice((1.2, 3.0)),
+            "hicache_write_policy": rng.choice(("write_through", "write_back")),
+        }
+    return args
+
+
+def small_l1(page_size: int) -> dict[str, Any]:
+    """Arguments of a decode side that often loads from L2."""
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 8.0,
+        "pool_tokens": page_size * 96 // min(page_size, 8),
+    }
+
+
+@contextlib.contextmanager
+def short_repeats() -> Iterator[None]:
+    """Shorten timeouts to seconds, and repeat questions soon."""
+    repeat = control_client.REPEAT_S
+    with (
+        impatient(),
+        envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.override(LOST_S),
+        envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0),
+        envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT.override(UNKNOWN_S),
+        envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(1),
+        envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.override(SILENT_S),
+    ):
+        control_client.REPEAT_S = 0.03  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            control_client.REPEAT_S = repeat  # type: ignore[misc]
+
+
+def attach(tree: HiRadixCache, store: ObjectStore, rng: random.Random) -> None:
+    """Attach `store` to a side with tiers."""
+    config: dict[str, Any] = {
+        STORE_KEY: store.name,
+        "prefetch_threshold": tree.page_size,
+        "prefetch_timeout_base": 0.01,
+        "prefetch_timeout_max": 0.05,
+    }
+    policy = rng.choice(("best_effort", "wait_complete", "timeout"))
+    result = tree.attach_storage_backend(
+        rng.choice((PLAIN, IN_PLACE)), json.dumps(config), hicache_storage_prefetch_policy=policy
+    )
+    assert result.done, result.message
