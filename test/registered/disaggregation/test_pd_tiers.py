@@ -49,7 +49,9 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3": {},
     "deepseek_v3": {},
     "deepseek_v32": {"index_topk": 12},
+    "qwen3_next": {"mlp_only_layers": [1]},
 }
+"""Keys and values; latent rows; these with indexer keys; a hybrid."""
 
 
 @pytest.fixture(autouse=True)
@@ -129,11 +131,11 @@ def test_each_turn_moves_what_is_new(made: Path) -> None:
 
 @pytest.mark.parametrize("made", FAMILIES, indirect=True)
 def test_a_new_decode_server_reads_l3(made: Path, tmp_path: Path) -> None:
+    # Reads of a hybrid end at a snapshot.
+    decode = {**TIERS, **L3, "mamba_track_interval": PAGE}
     with (
         envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)),
-        PdRig(
-            made, LocalMover(), **ARGS, prefill={"pool_tokens": 2048}, decode={**TIERS, **L3}
-        ) as pair,
+        PdRig(made, LocalMover(), **ARGS, prefill={"pool_tokens": 2048}, decode=decode) as pair,
     ):
         alone = SchedulerRig(made, **ARGS, pool_tokens=2048, disable_radix_cache=True)
         talk = Talk(pair, alone, "talk", prompt(1, 100))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 
 from rigs.schedulers.scheduler_rig import SchedulerRig
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
@@ -30,6 +31,11 @@ from sglang.srt.messages.io_struct import (
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 PAGE = 4
+_ARGS: Final[dict[str, Any]] = {
+    "page_size": PAGE,
+    "pool_tokens": 128,
+    "disaggregation_mode": DisaggregationMode.DECODE,
+}
 WAIT_S, SILENT_S = 100.0, 10.0
 
 
@@ -131,9 +137,7 @@ class DecodeRig(SchedulerRig):
         role: MakeRole = lambda state, holder: DecodeRole(  # noqa: E731
             state, holder, self.servers, FakeReceiver, WAIT_S, SILENT_S
         )
-        super().__init__(
-            model, make_role=lambda pools: role, **{"page_size": PAGE, "pool_tokens": 128, **args}
-        )
+        super().__init__(model, make_role=lambda pools: role, **{**_ARGS, **args})
 
     def ask(
         self,

@@ -282,6 +282,7 @@ class RoleRig(SchedulerRig):
             self.routes = self.manager.register_to_bootstrap()
             return role_of(mode, self.manager, group)
 
+        args["disaggregation_mode"] = mode
         super().__init__(model_path, make_role=make_role, **args)
 
     @property

@@ -154,6 +154,7 @@ class SchedulerRig:
                     metrics_registry=metrics.registry,
                     model_pools=self.model_pools,
                     mamba_snapshot_alignment=snapshot_alignment,
+                    pages_alone=self.server_args.keeps_pages_alone,
                     session_share=self.server_args.keep_session_share,
                     session_ttl=self.server_args.keep_session_seconds,
                     enable_kv_cache_events=publish_events is not None,

@@ -64,6 +64,14 @@ class ServerArgs(ServerFlags):
             raise dataclasses.FrozenInstanceError(f"{name}: resolved settings do not change")
         super().__setattr__(name, value)
 
+    @property
+    def keeps_pages_alone(self) -> bool:
+        """True if cached pages are of use without the recurrent state behind them: a decode server
+        with tiers gets the states from prefill servers."""
+        return (
+            self.disaggregation_mode == DisaggregationMode.DECODE and self.enable_hierarchical_cache
+        )
+
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
         """Add the flags to the parser of another program, `sglang_router.launch_server`."""

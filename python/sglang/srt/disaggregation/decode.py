@@ -315,7 +315,9 @@ class DecodeRole(Role):
         own = sum(one.num_tokens or 0 for one in share)
         if is_within_share(own, need, free):
             return True
-        match = state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req.slots))
+        match = state.tree.match_prefix(
+            MatchPrefixParams(req.match_key(), req=req.slots, needs_state=False)
+        )
         return is_within_share(own, need - len(match.device_indices), free)
 
     def _receive(self, one: DecodeRequest) -> None:

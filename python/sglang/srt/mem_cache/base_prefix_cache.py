@@ -109,6 +109,9 @@ class MatchPrefixParams:
     state has to be loaded first (`mamba_host_hit_length`). The copy is queued on the current
     stream."""
     req: CacheableRequest | None = None
+    needs_state: bool = True
+    """False: another server gives the recurrent state of the whole key, so the pages before its
+    last token are of use without a state."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -168,6 +171,8 @@ class InitLoadBackParams:
     req: CacheableRequest | None = None
     mamba_quota: int | None = None
     """States that may be loaded; None: any number."""
+    needs_state: bool = True
+    """See `MatchPrefixParams.needs_state`. False: no state is loaded."""
     report: CacheReport | None = None
     """Gets the time of the load; None: not wanted."""
     refusal: str | None = None

@@ -40,6 +40,8 @@ class CacheInitParams:
     kernel end there; None: the end of any page."""
     mamba_max_states_per_path: int = -1
     """See `StateComponent.max_per_path`."""
+    pages_alone: bool = False
+    """See `StateComponent.pages_alone`."""
     session_share: float = 0.0
     """Part of each tier that hints of sessions may keep."""
     session_ttl: float = 0.0

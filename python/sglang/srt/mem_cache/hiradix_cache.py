@@ -259,14 +259,23 @@ class HiRadixCache(RadixCache):
             above = above.parent
         chain.reverse()
         tokens, quota = sum(len(node.key) for node in chain), params.mem_quota
-        while chain and not ((quota is None or tokens <= quota) and self.tree.can_end(chain[-1])):
+        needs_state = params.needs_state
+        while chain and not (
+            (quota is None or tokens <= quota) and (not needs_state or self.tree.can_end(chain[-1]))
+        ):
             tokens -= len(chain.pop().key)
             params.refusal = NoLoad.BUDGET
-        loaded = self.host_load.load(chain, above, params.mamba_quota, params.report)
+        loaded = self.host_load.load(
+            chain, above, params.mamba_quota, params.report, needs_state=needs_state
+        )
         if isinstance(loaded, torch.Tensor):
             return loaded, chain[-1] if chain else above
         params.refusal = loaded or params.refusal
-        while above.parent is not None and any(state.value is None for state in above.states):
+        while (
+            needs_state
+            and above.parent is not None
+            and any(state.value is None for state in above.states)
+        ):
             above = above.parent  # No prefix may end here now.
         return self.tree.values_of([]), above
 

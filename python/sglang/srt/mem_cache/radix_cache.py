@@ -105,8 +105,12 @@ class RadixCache(BasePrefixCache):
         components = self.tree.components
         if params.cow_mamba and not components:
             raise not_supported(params, "cow_mamba")
-        known = path = [] if self.disable else self.tree.walk(params.key)
-        if components:
+        key, finds_states = params.key, bool(components) and params.needs_state
+        if components and not finds_states:
+            # The state of the whole key never comes without a page.
+            key = key[: max(0, len(key) - 1)]
+        known = path = [] if self.disable else self.tree.walk(key)
+        if finds_states:
             path = self.tree.usable(known, len(params.key))
         on_device = [node for node in path if node.value is not None]
         last_device = on_device[-1] if on_device else self.tree.root
@@ -118,7 +122,7 @@ class RadixCache(BasePrefixCache):
             best_match_node=last,
             host_hit_length=sum(len(node.key) for node in path[len(on_device) :]),
         )
-        for component in components:
+        for component in components if finds_states else ():
             match = component.complete_match(match, known, params)
         return match
 
@@ -200,8 +204,8 @@ class RadixCache(BasePrefixCache):
                 node.priority = max(node.priority, req.priority)
             if self.tree.components:
                 req.prefix_indices = self._slots_of(req, 0)
-                if 0 < whole == begin:
-                    for component in self.tree.components:
+                for component in self.tree.components:
+                    if component.snapshot_end(req) == begin:
                         component.take_from(req, req.last_node)
             self._on_insert(path)
             return
@@ -235,7 +239,12 @@ class RadixCache(BasePrefixCache):
         key = RadixKey(req.kv_committed_ids[:whole], req.extra_key)
         known, path = self.tree.insert(key, slots, req.priority, name)
         for component in self.tree.components:
-            component.take_from(req, path[-1])
+            end = component.snapshot_end(req)
+            if end == whole:
+                component.take_from(req, path[-1])
+            elif end is not None:
+                component.take_from(req, self.tree.walk(key[:end])[-1])
+                path = self.tree.walk(key)
         return slots, known, path
 
     def _insertable(self, req: CacheableRequest) -> int:
@@ -454,8 +463,8 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
     if pool is not None and not params.disable:
         alignment = params.mamba_snapshot_alignment or params.page_size
         metrics = StateMetrics(params.metrics_registry)
-        most = params.mamba_max_states_per_path
-        components.append(StateComponent(pool, alignment, metrics, most))
+        most, pages_alone = params.mamba_max_states_per_path, params.pages_alone
+        components.append(StateComponent(pool, alignment, metrics, most, pages_alone=pages_alone))
     return PrefixTree(
         params.token_to_kv_pool_allocator,
         params.page_size,

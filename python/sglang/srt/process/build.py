@@ -361,6 +361,7 @@ def _make_tree(
             runner.config.page_size, runner.model_config.state_chunk or CHUNK
         ),
         mamba_max_states_per_path=server_args.mamba_max_states_per_path,
+        pages_alone=server_args.keeps_pages_alone,
     )
     return create_tree_cache(
         TreeCacheBuildContext(

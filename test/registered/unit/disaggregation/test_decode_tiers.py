@@ -241,7 +241,10 @@ def test_what_l3_has_is_read_while_the_request_waits(model: Path, tmp_path: Path
         rig.step(FlushCacheReqInput(req_id="flush"))
         turn = [*IDS, *answer, 5]
         rig.step(rig.ask("turn", turn, 1, greedy(NEW)))
-        rig.run_until(lambda: bool(rig.servers.begun))
+        for _ in range(10_000):
+            if rig.servers.begun:
+                break
+            rig.wait_a_tick()
         known = (len(IDS) + NEW - 1) // PAGE
         assert rig.prompt(1).first_page == known
         rig.prompt(1).come(turn)

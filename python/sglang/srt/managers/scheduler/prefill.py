@@ -125,7 +125,7 @@ class PrefillScheduler:
         limits = dataclasses.replace(state.limits, chunk_tokens=None)
         reserved = sum(state.reserve_for(other) for other in others)
         adder = PrefillAdder(limits, len(others), reserved)
-        prefix, plan = self._reuse(req, adder)
+        prefix, plan = self._reuse(req, adder, needs_state=False)
         if state.hicache is not None:
             self._issue_loads(state.hicache)
         if plan.is_admitted:
@@ -293,10 +293,14 @@ class PrefillScheduler:
         tokens = min(plan.extend_tokens + again, progress.uncommitted_tokens)
         return dataclasses.replace(plan, extend_tokens=tokens)
 
-    def _reuse(self, req: Req, adder: PrefillAdder) -> tuple[_Prefix, AddPlan]:
+    def _reuse(
+        self, req: Req, adder: PrefillAdder, *, needs_state: bool = True
+    ) -> tuple[_Prefix, AddPlan]:
         """Match and lock the prompt, plan, and if admitted queue the load of its host part."""
         state = self._state
-        match = state.tree.match_prefix(MatchPrefixParams(req.match_key(), req=req.slots))
+        match = state.tree.match_prefix(
+            MatchPrefixParams(req.match_key(), req=req.slots, needs_state=needs_state)
+        )
         prefix = _Prefix(
             slots=match.device_indices,
             node=match.last_device_node,
@@ -316,13 +320,14 @@ class PrefillScheduler:
             return prefix, plan
         quota = free - ceil_to_page(rest, state.limits.page_size)
         states = None
-        if state.snapshots is not None:
+        if state.snapshots is not None and needs_state:
             states = state.snapshots.room_to_load(state.queues.decoding)
         params = InitLoadBackParams(
             match.best_match_node,
             host,
             mem_quota=quota,
             mamba_quota=states,
+            needs_state=needs_state,
             req=req.slots,
             report=req.report.cache,
         )

@@ -258,6 +258,8 @@ class HostLoad:
         above: TreeNode,
         most_states: int | None,
         report: CacheReport | None = None,
+        *,
+        needs_state: bool = True,
     ) -> torch.Tensor | NoLoad | None:
         """Queue a load of pages, of the states at their end, or both; return its device slots,
         empty if only states are loaded, or why there is no room. None: nothing is missing.
@@ -267,13 +269,15 @@ class HostLoad:
             above: The last node on the device before `chain`.
             most_states: States that may be loaded; None: any number.
             report: Gets the time of the load; None: not wanted.
+            needs_state: False: no states are loaded.
         """
         pinned = chain or [above]
         last = pinned[-1]
         missing = {
             component: slot
             for component in self._tree.components
-            if component.of(last).value is None
+            if needs_state
+            and component.of(last).value is None
             and (slot := component.of(last).host_value) is not None
         }
         if not (chain or missing):

@@ -228,7 +228,7 @@ class PrefixTree:
             if node.children or node.lock_ref or node.host_ref_counter:
                 return
             has_pages = node.value is not None or node.host_value is not None
-            if has_pages and all(component.can_end(node) for component in self.components):
+            if has_pages and self._is_of_use(node):
                 return
             for tier in self.tiers:
                 tier.drop(node)
@@ -285,6 +285,9 @@ class PrefixTree:
     def can_end(self, node: TreeNode) -> bool:
         """True if a prefix that ends with `node`, whose pages are there, can be used."""
         return all(component.can_end(node) for component in self.components)
+
+    def _is_of_use(self, node: TreeNode) -> bool:
+        return all(component.is_of_use(node) for component in self.components)
 
     def nodes(self) -> Iterable[TreeNode]:
         """Every node but the root, parents before children."""
@@ -359,7 +362,7 @@ class PrefixTree:
             assert node.lock_ref or node.host_ref_counter, f"{node} is condemned and of no use"
         for node in nodes:
             in_use = node.children or node.lock_ref or node.host_ref_counter
-            assert in_use or self.can_end(node), f"{node} is useless"
+            assert in_use or self._is_of_use(node), f"{node} is useless"
             if meter.spend(NODE_ITEMS // 4):
                 yield
 

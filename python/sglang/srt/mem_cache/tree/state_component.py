@@ -50,6 +50,8 @@ class StateComponent:
         metrics: Metrics of states in all tiers.
         max_per_path: States of a path that leave in the order of their use. Those above leave
             before all others, unless prompts branch there; -1: none does.
+        pages_alone: True if nodes are of use without a state, for requests whose state another
+            server gives.
 
     Attributes:
         alignment: Usable prefixes have a multiple of this number of tokens.
@@ -67,7 +69,10 @@ class StateComponent:
         alignment: int,
         metrics: StateMetrics | None = None,
         max_per_path: int = -1,
+        *,
+        pages_alone: bool = False,
     ) -> None:
+        self._pages_alone = pages_alone
         self.pool = pool
         self.alignment = alignment
         self.max_per_path = max_per_path
@@ -184,18 +189,23 @@ class StateComponent:
 
     def insertable(self, req: CacheableRequest, length: int) -> int:
         """Number of leading tokens of a request, at most `length`, that the tree may take over."""
-        holder = cast(StatefulRequest, req)
-        behind = holder.mamba_last_track_seqlen
-        if holder.mamba_track_slot is None or behind is None:
-            return 0
+        behind = self.snapshot_end(req)
+        if behind is None:
+            return length if self._pages_alone else 0
         assert behind <= length and behind % self._tree.page_size == 0, (
             f"request {req.rid}: a snapshot behind {behind} tokens, of which {length} are computed "
             f"in whole pages of {self._tree.page_size}"
         )
-        return behind
+        return length if self._pages_alone else behind
+
+    def snapshot_end(self, req: CacheableRequest) -> int | None:
+        """Tokens before the snapshot that `req` has for the tree; None: it has none."""
+        holder = cast(StatefulRequest, req)
+        return None if holder.mamba_track_slot is None else holder.mamba_last_track_seqlen
 
     def take_from(self, req: CacheableRequest, end: TreeNode) -> None:
-        """Take over the state of `req` at `end`. The tree has taken over the tokens up to there."""
+        """Take over the snapshot of `req`, which has one, at `end`. The tree has taken over the
+        tokens up to there."""
         holder = cast(StatefulRequest, req)
         if holder.mamba_track_slot is not None and self._put(end, holder.mamba_track_slot):
             holder.mamba_track_slot = None
@@ -211,6 +221,10 @@ class StateComponent:
     def can_end(self, node: TreeNode) -> bool:
         """True if a prefix that ends with `node`, whose pages are there, can be used."""
         return self.of(node).is_on_any_tier
+
+    def is_of_use(self, node: TreeNode) -> bool:
+        """True if `node`, whose pages are there, may stay in the tree without children."""
+        return self._pages_alone or self.can_end(node)
 
     def _put(self, end: TreeNode, slot: torch.Tensor) -> bool:
         """As `DeviceTier.put`. States above that `end` replaces are the next to leave."""
