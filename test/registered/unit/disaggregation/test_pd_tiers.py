@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.storage.object_files import ObjectFiles
 from sglang.srt.messages.io_struct import FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="base-b-test-cpu")
+register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 PAGE: Final = 16
 TURNS: Final = 4
