@@ -76,7 +76,7 @@ def test_what_l2_has_is_loaded_and_not_asked_for(model: Path) -> None:
         known = (len(IDS) + NEW - 1) // PAGE
         assert (coming.first_page, len(coming.pages)) == (known, -(-len(turn) // PAGE) - known)
         assert cache.newest_load == loads + 1
-        # What was loaded is right, so a request that is computed here says the same from it.
+        # The loaded pages are right: a request that is computed here uses them.
         rig.run_until_ended(rig.request("beside", [*IDS, *answer], greedy(NEW)))
         assert rig.results["beside"].output_ids == words(model, [*IDS, *answer])
         computed = rig.scheduler.state.counters.prefill_tokens - computed

@@ -1,5 +1,7 @@
-"""Conversations of several turns before a decode server with tiers: each turn moves only what is
-new, and the words are those of one cold server."""
+"""Conversations of several turns before a decode server with tiers.
+
+Each turn moves only new pages, and gives the words of one cold server.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,7 @@ def test_a_new_decode_server_reads_l3(made: Path, tmp_path: Path) -> None:
 def test_a_page_is_written_to_l3_once(
     made: Path, tmp_path: Path, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read, what was computed, and what came back from a lower tier."""
+    """Prompts are read, answers are computed, and both come back from lower tiers."""
     written: Counter[Path] = Counter()
     write = ObjectFiles.write
 
