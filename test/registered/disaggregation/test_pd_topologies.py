@@ -53,16 +53,15 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
-    """Two of each kind; one store, to which the decode servers write what they generate."""
+    """Two of each kind; one store, which all of them read and write."""
     with ExitStack() as stack:
         cluster = stack.enter_context(MooncakeCluster(segment_size="128mb"))
         env = {**TCP, **cluster.engine_env()}
         flags = (*STORE, "--enable-metrics", "--hicache-size", "0.05")
         read = ("--hicache-storage-prefetch-policy", "wait_complete")
-        offload = "--disaggregation-decode-enable-offload-kvcache"
         started = Servers(
             [prefill_server(*flags, *read, env=env) for _ in range(2)],
-            [decode_server(*flags, offload, env=env) for _ in range(2)],
+            [decode_server(*flags, *read, env=env) for _ in range(2)],
         )
         for server in started.all:
             stack.enter_context(server)
@@ -184,6 +183,34 @@ def test_prompts_and_answers_come_from_the_store(servers: Servers) -> None:
     computed = len(ids) + len(first["output_ids"]) - 1
     assert details["storage"] == computed // PAGE * PAGE
     assert details["storage_backend"] == "MooncakeStore"
+
+
+def test_turns_of_a_conversation_move_what_is_new(servers: Servers, whole: EngineServer) -> None:
+    """The decode server keeps only L3's copies between two turns."""
+    decode, params = servers.decode[0], {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    text = "Another conversation that no other test has. " * 12
+    new = decode.request("POST", "/v1/tokenize", {"prompt": text}).body["tokens"]
+    ids, known, moved = list(new), 0, [0.0]
+    with router(servers.prefill[:1], servers.decode[:1]) as url:
+        for turn in range(4):
+            before = read_mb(decode)
+            answer, want = (
+                generate(one, input_ids=ids, sampling_params=params)["output_ids"]
+                for one in (url, whole.url)
+            )
+            assert answer == want
+            pages = -(-len(ids) // PAGE) - known // PAGE
+            moved.append((read_mb(decode) - before) / pages)
+            assert turn == 0 or moved[-1] <= 1.1 * moved[1], moved
+            known = len(ids) + len(answer) - 1
+            ids += [*answer, *new[turn : turn + 60]]
+            assert wait_until(lambda: is_idle(decode), IDLE_S), state(decode)
+            decode.flush()
+
+
+def read_mb(decode: EngineServer) -> float:
+    """MB of pages that a decode server has read since its start."""
+    return float(decode.metrics()["sglang:kv_transfer_total_mb_sum"])
 
 
 def test_both_servers_measure_transfers_and_stages(servers: Servers) -> None:

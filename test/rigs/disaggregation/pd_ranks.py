@@ -68,6 +68,7 @@ class PdRanks(PdPair[RankRigs]):
             cp_size,
             make_role=self._prefill_role,
             tick_s=0.001,
+            disaggregation_mode=DisaggregationMode.PREFILL,
             **{**args, **(prefill_args or {})},
         )
         self.decode = RankRigs(
@@ -76,6 +77,7 @@ class PdRanks(PdPair[RankRigs]):
             1,
             make_role=self._decode_role,
             tick_s=0.001,
+            disaggregation_mode=DisaggregationMode.DECODE,
             **{**args, **(decode_args or {})},
         )
 

@@ -118,6 +118,26 @@ def test_the_output_is_that_of_one_rank(
             assert rig.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
 
 
+@pytest.mark.parametrize(
+    ("family", "prefill", "decode"),
+    [("qwen3", 1, 2), ("deepseek_v32", 2, 2), ("qwen3_next", 2, 2)],
+)
+def test_ranks_of_a_decode_server_load_alike(
+    models: Callable[[str], Path], family: str, prefill: int, decode: int
+) -> None:
+    """L1 has room for few prompts; L2 gives the others back."""
+    path = models(family)
+    alone = SchedulerRig(path, **ARGS)
+    tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, "pool_tokens": 160}
+    with PdRanks(path, prefill, decode, **ARGS, decode_args=tiers) as pair:
+        for turn in ("cold", "warm", "again"):
+            check_output(pair, alone, turn)
+        for rig in pair.decode.rigs:
+            state = rig.scheduler.state
+            assert state.metrics.num_cached["host"] > 0
+            assert state.counters.prefill_tokens == 0, "nothing is computed twice"
+
+
 def test_drafts_after_a_prefill_that_ranks_split_are_those_of_one_rank(tmp_path: Path) -> None:
     """Which have the prompt's last hidden state from all ranks of the prefill server alike."""
     save_tiny_checkpoint(tmp_path, "deepseek_v32", mtp=True, **MODELS["deepseek_v32"])
