@@ -117,6 +117,7 @@ class CacheRig:
     session_share: float = 0.0
     radix_cache_backend: str | None = None
     head_dim: int = _DIM
+    pages_alone: bool = False
     tree: RadixCache = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,6 +141,7 @@ class CacheRig:
             weights_identity=self.weights_identity,
             model_pools=self.model_pools(),
             mamba_snapshot_alignment=self.snapshot_alignment(),
+            pages_alone=self.pages_alone,
             tp_cache_group=self.group,
             enable_kv_cache_events=self.kv_events,
             announce_keyed=self.announce_keyed,
