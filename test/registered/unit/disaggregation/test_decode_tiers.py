@@ -31,9 +31,14 @@ POOL: Final = 128
 
 @contextlib.contextmanager
 def rig_of(model: Path, **args: Any) -> Iterator[tuple[DecodeRig, HiRadixCache]]:
-    settings = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, **args}
+    settings = {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 8.0,
+        "pool_tokens": POOL,
+        **args,
+    }
     with envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0):
-        rig = DecodeRig(model, pool_tokens=POOL, **settings)
+        rig = DecodeRig(model, **settings)
     assert isinstance(rig.tree, HiRadixCache)
     with contextlib.closing(rig):
         yield rig, rig.tree
@@ -203,9 +208,10 @@ def test_a_waiting_request_pins_nothing(model: Path, end: str) -> None:
 
 
 def test_loaded_pages_count_for_the_share_of_a_prefill_server(model: Path) -> None:
-    """A server that never sends the rest of a prompt keeps few slots: loads take slots too."""
-    with rig_of(model, schedule_conservativeness=0.01) as (rig, _):
-        seeds = [prompt(30 + n, 41) for n in range(3)]
+    """A server that never sends the rest of its prompts leaves slots to others. Each prompt takes
+    44 slots, of which 40 are loaded, and 4 for its answer."""
+    with rig_of(model, pool_tokens=264) as (rig, cache):
+        seeds = [prompt(30 + n, 41) for n in range(5)]
         for n, ids in enumerate(seeds):
             rig.run(rig.request(f"seed {n}", ids, greedy(1)))
         rig.settle()
@@ -213,13 +219,18 @@ def test_loaded_pages_count_for_the_share_of_a_prefill_server(model: Path) -> No
         rig.step(*(rig.ask(f"r{n}", [*ids, 1], n, greedy(1)) for n, ids in enumerate(seeds)))
         for _ in range(3):
             rig.step()
-        assert [one.bootstrap_room for one in rig.servers.begun] == [0, 1]
-        assert rig.scheduler.state.free_tokens() >= POOL // 5
-        for n in range(2):
+        assert [(one.bootstrap_room, one.first_page) for one in rig.servers.begun] == [
+            (n, 10) for n in range(4)
+        ]
+        # The last one would have room: 72 slots are left, and it needs 48.
+        assert rig.scheduler.state.free_tokens() == 264 - 4 * 44
+        for n in range(4):
             rig.prompt(n).come([*seeds[n], 1])
-        rig.run_until(lambda: len(rig.servers.begun) == 3)
-        rig.prompt(2).come([*seeds[2], 1])
+        rig.run_until(lambda: len(rig.servers.begun) == 5)
+        rig.prompt(4).come([*seeds[4], 1])
         rig.run()
+        rig.settle()
+        assert_unpinned(cache)
 
 
 # ---- L3 ----------------------------------------------------------------------------------------
