@@ -324,19 +324,6 @@ def test_what_decode_generates_reaches_l3_and_prefill_reads_it(
         assert last.cached_tokens_details.storage == written // PAGE * PAGE
 
 
-def test_decode_uses_of_l2_only_what_is_loaded(
-    engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
-) -> None:
-    """No step of a decode server waits for a load."""
-    args = {"enable_hierarchical_cache": True, "hicache_write_policy": "write_through"}
-    with make_pair(engine, models["qwen3"], decode={**args, "pool_tokens": 320}) as pair:
-        for turn in range(3):
-            for number, ids in enumerate(PROMPTS[4:]):
-                check(pair, single, pair.request(f"{turn} {number}", ids, greedy(30)))
-                pair.decode.settle()
-        assert pair.decode.scheduler.state.counters.prefill_tokens == 0
-
-
 # ---- what does not fit -------------------------------------------------------------------------
 
 
