@@ -339,7 +339,7 @@ def test_other_devices_set_up_again(checkout: Path) -> None:
 
 
 def test_serving_needs_less_than_testing(checkout: Path) -> None:
-    """What is there for one use is there for those that need less."""
+    """An environment for tests serves, too."""
     expected = ["torch==2.13.0", "--editable ."]
     assert pip_calls(checkout, "serve") == expected
     assert pip_calls(checkout, "serve") == expected
@@ -402,7 +402,7 @@ def test_uv_installs(install: ModuleType, tmp_path: Path) -> None:
 def test_uv_gets_the_settings_of_pip(
     install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a variable go before those of a file."""
+    """A variable goes before a file."""
     settings = tmp_path / "pip.conf"
     settings.write_text(
         "[global]\nindex-url = https://a/simple\ntimeout = 9\n"

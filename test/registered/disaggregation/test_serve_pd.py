@@ -76,7 +76,7 @@ def test_with_enough_gpus_each_server_has_its_own(
     [
         (("--api-key", "k"), "^--api-key: the router here has no keys"),
         (("--admin-api-key", "k"), "^--admin-api-key: the router"),
-        (("--disaggregation-mode", "decode"), "^the hierarchical cache has no effect"),
+        (("--disaggregation-mode", "decode"), "^--disaggregation-mode decode: both kinds of"),
         (("--disaggregation-mode", "prefill"), "^--disaggregation-mode prefill: both kinds of"),
         (("--tp-size", "2", "--attn-cp-size", "2"), "^--attn-cp-size 2 has no use with .* decode"),
     ],
