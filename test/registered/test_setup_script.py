@@ -1,5 +1,5 @@
 """`scripts/setup.sh` reports its progress, with a fake in place of `scripts/install.py`, which
-installs nothing. That script has pip's settings, with a fake uv and a real pip."""
+installs nothing. That script is tested with a fake uv; a real pip reads the settings."""
 
 from __future__ import annotations
 
@@ -360,8 +360,8 @@ def test_an_unknown_use_is_refused(checkout: Path) -> None:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`scripts/install.py` of an environment whose uv and `pip install` write their arguments, and
-    whose pip has no settings but those of the test."""
+    """`scripts/install.py`, with a fake uv and a fake `pip install`, which write their arguments.
+    pip has the settings of the test alone."""
     spec = importlib.util.spec_from_file_location("install", CHECKOUT / "scripts" / "install.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -182,10 +182,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     @classmethod
     def _sparse_options(cls, config: ModelConfig) -> SparseMoeOptions:
         hf = config.hf_config
-        try:
-            router = cls._router(config)
-        except ValueError as error:
-            raise ValueError(f"config.json: {error}") from error
+        router = cls._router(config)
         size = positive_int(hf, "moe_intermediate_size")
         num_shared = hf.n_shared_experts or 0
         return SparseMoeOptions(
@@ -205,7 +202,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         _check(hf.topk_method, "topk_method", ("greedy", "group_limited_greedy"))
         _check(getattr(hf, "scoring_func", None), "scoring_func", ("softmax",))
         if hf.norm_topk_prob:
-            raise ValueError("norm_topk_prob=True is not supported for DeepSeek-V2")
+            raise ValueError("config.json: norm_topk_prob=True is not supported for DeepSeek-V2")
         is_grouped = hf.topk_method == "group_limited_greedy"
         return RouterOptions(
             num_experts=positive_int(hf, "n_routed_experts"),
@@ -310,4 +307,6 @@ def layers_with_experts(config: ModelConfig) -> list[int]:
 def _check(value: object, name: str, supported: tuple[str, ...]) -> None:
     """Raise ValueError if a field is set to a value that is not supported."""
     if value is not None and value not in supported:
-        raise ValueError(f"{name}={value!r} is not supported: {' and '.join(supported)} are")
+        raise ValueError(
+            f"config.json: {name}={value!r} is not supported: {' and '.join(supported)} are"
+        )

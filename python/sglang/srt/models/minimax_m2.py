@@ -41,10 +41,7 @@ class MiniMaxM2ForCausalLM(LlamaForCausalLM):
         hf = config.hf_config
         count = positive_int(hf, "num_local_experts")
         top_k = positive_int(hf, "num_experts_per_tok")
-        try:
-            router = RouterOptions(num_experts=count, top_k=top_k, scoring="sigmoid")
-        except ValueError as error:
-            raise ValueError(f"config.json: {error}") from error
+        router = RouterOptions(num_experts=count, top_k=top_k, scoring="sigmoid")
         experts = SparseMoeOptions(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,

@@ -143,19 +143,16 @@ def _mamba_options(config: ModelConfig) -> Mamba2Options:
 def _sparse_options(config: ModelConfig) -> SparseMoeOptions:
     hf = config.hf_config
     has_latent = hf.moe_latent_size is not None
-    try:
-        router = RouterOptions(
-            num_experts=positive_int(hf, "n_routed_experts"),
-            top_k=positive_int(hf, "num_experts_per_tok"),
-            scoring="sigmoid",
-            renormalize=bool(hf.norm_topk_prob),
-            num_groups=positive_int(hf, "n_group"),
-            topk_groups=positive_int(hf, "topk_group"),
-            group_score="top2_sum",
-            routed_scaling_factor=float(hf.routed_scaling_factor),
-        )
-    except ValueError as error:
-        raise ValueError(f"config.json: {error}") from error
+    router = RouterOptions(
+        num_experts=positive_int(hf, "n_routed_experts"),
+        top_k=positive_int(hf, "num_experts_per_tok"),
+        scoring="sigmoid",
+        renormalize=bool(hf.norm_topk_prob),
+        num_groups=positive_int(hf, "n_group"),
+        topk_groups=positive_int(hf, "topk_group"),
+        group_score="top2_sum",
+        routed_scaling_factor=float(hf.routed_scaling_factor),
+    )
     return SparseMoeOptions(
         hidden_size=config.hidden_size,
         intermediate_size=positive_int(hf, "moe_intermediate_size"),

@@ -61,10 +61,7 @@ def sparse_options(
     """
     hf = config.hf_config
     num_experts, top_k = positive_int(hf, "num_experts"), positive_int(hf, "num_experts_per_tok")
-    try:
-        router = RouterOptions(num_experts=num_experts, top_k=top_k, renormalize=renormalize)
-    except ValueError as error:
-        raise ValueError(f"config.json: {error}") from error
+    router = RouterOptions(num_experts=num_experts, top_k=top_k, renormalize=renormalize)
     return SparseMoeOptions(
         hidden_size=config.hidden_size,
         intermediate_size=positive_int(hf, "moe_intermediate_size"),

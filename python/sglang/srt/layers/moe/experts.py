@@ -247,7 +247,7 @@ class RoutedExperts(WeightedLayer):
             yield f"{last}_bias", self._slot_of_down_bias(self.down_bias, lasts)
 
     def _slot_of_down_bias(self, bias: torch.Tensor, parts: tuple[str, ...] = ()) -> WeightSlot:
-        """The slot of some of `down_bias`, of which only the first rank has columns."""
+        """The slot of a part of `down_bias`. Only the first rank has columns of it."""
         share = Share(0, bias.shape[-1], self._hidden.size)
         return WeightSlot.of_runs(bias, (share,), bias.dim() - 1, parts)
 

@@ -32,7 +32,7 @@ from sglang.srt.layers.triton_ops.arguments import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
-    """The rule by which a model family scores and chooses experts.
+    """The rule by which a model family scores and chooses experts, by the numbers of config.json.
 
     Qwen3-MoE, Qwen3-Next: softmax, no groups. DeepSeek-V2's `greedy` and `group_limited_greedy`:
     softmax, `group_score="max"`. DeepSeek-V3's `noaux_tc`: sigmoid, `group_score="top2_sum"`, and a
@@ -57,21 +57,26 @@ class RouterOptions:
     """Factor of all weights, applied last."""
 
     def __post_init__(self) -> None:
+        if (why := self._contradiction()) is not None:
+            raise ValueError(f"config.json: {why}")
+
+    def _contradiction(self) -> str | None:
         if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"a token cannot use {self.top_k} of {self.num_experts} experts")
+            return f"a token cannot use {self.top_k} of {self.num_experts} experts"
         if self.num_groups < 1 or self.num_experts % self.num_groups:
-            raise ValueError(
+            return (
                 f"{self.num_experts} experts cannot be divided into {self.num_groups} equal groups"
             )
         if not 1 <= self.topk_groups <= self.num_groups:
-            raise ValueError(f"a token cannot use {self.topk_groups} of {self.num_groups} groups")
+            return f"a token cannot use {self.topk_groups} of {self.num_groups} groups"
         if self.top_k > self.topk_groups * self.group_size:
-            raise ValueError(
+            return (
                 f"{self.topk_groups} groups of {self.group_size} experts are fewer than the "
                 f"{self.top_k} experts of a token"
             )
         if self.is_grouped and self.group_score == "top2_sum" and self.group_size < 2:
-            raise ValueError("groups of one expert have no two best experts: group_score 'max'")
+            return "groups of one expert have no two best experts: group_score 'max'"
+        return None
 
     @property
     def group_size(self) -> int:
