@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from sglang.embedded_mooncake import LOOPBACK, ChildStartError, ManagedProcess
-from sglang.srt.utils.network import base_url, get_free_port, is_healthy
+from sglang.srt.utils.network import ALL_ADDRESSES, base_url, get_free_port, is_healthy
 
 RESTART_FLAGS: Final = (
     *("--health-check-interval-secs", "1", "--health-failure-threshold", "2"),
@@ -53,7 +53,7 @@ class Router(ManagedProcess):
         if importlib.util.find_spec(package) is None:
             name = package.replace("_", "-")
             raise ChildStartError(f"the package {package} is missing: pip install {name}")
-        self.url = base_url(LOOPBACK if host in ("0.0.0.0", "::") else host, port)
+        self.url = base_url(LOOPBACK if host in ALL_ADDRESSES else host, port)
         kind = ("--worker-urls", *plain) if plain else ("--pd-disaggregation",)
         command = [
             *(sys.executable, "-m", f"{package}.launch_router", *kind),

@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent as KVCacheEvent
 from sglang.srt.mem_cache.tree.kv_events import KVEventBatch as KVEventBatch
 from sglang.srt.mem_cache.tree.kv_events import StorageMedium as StorageMedium
 from sglang.srt.utils.bad_messages import BadMessages
-from sglang.srt.utils.network import addresses_of, own_addresses_of
+from sglang.srt.utils.network import ALL_ADDRESSES, addresses_of, own_addresses_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ _STUCK_MS: Final = 10_000
 _WAIT_S: Final = 0.05
 """Most time between two looks at the replay socket."""
 _LINGER_MS: Final = 1000
-_ALL_ADDRESSES: Final = frozenset({"*", "0.0.0.0", "::"})
+_ALL_ADDRESSES: Final = ALL_ADDRESSES | {"*"}
 
 
 class _Unread:

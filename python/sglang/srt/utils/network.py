@@ -16,6 +16,8 @@ from typing import Final
 
 import psutil
 
+ALL_ADDRESSES: Final = frozenset({"0.0.0.0", "::"})
+"""Hosts that mean all addresses of the machine to a listener."""
 _FIRST_FREE_PORT: Final = 20_000
 """Below it are ports of well-known services, and those that Mooncake draws for itself."""
 _MOST_DRAWN: Final = 20
@@ -159,7 +161,7 @@ def canonical_host(host: str) -> str:
 def own_addresses(listen_host: str) -> list[str]:
     """Addresses of a server on this machine that listens on `listen_host`. If that means "all
     addresses", they are the addresses of all interfaces."""
-    if listen_host not in ("0.0.0.0", "::"):
+    if listen_host not in ALL_ADDRESSES:
         return [listen_host]
     return [
         one.address
@@ -209,7 +211,7 @@ def address_for_peers(listen_host: str) -> str:
 
     If that means "all addresses": the address of the default route, or loopback if there is none.
     """
-    if listen_host not in ("0.0.0.0", "::"):
+    if listen_host not in ALL_ADDRESSES:
         return listen_host
     try:
         return _own_address_towards("2001:db8::1" if listen_host == "::" else "192.0.2.1")
@@ -321,16 +323,13 @@ def wait_until(condition: Callable[[], bool], timeout: float, interval: float = 
     return True
 
 
-_WILDCARDS: Final = frozenset({"0.0.0.0", "::"})
-
-
 def ports_on_all_addresses() -> list[int]:
     """Sorted TCP ports that this process listens on at all addresses of the machine."""
     return sorted(
         {
             connection.laddr.port
             for connection in psutil.Process().net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.ip in _WILDCARDS
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.ip in ALL_ADDRESSES
         }
     )
 
