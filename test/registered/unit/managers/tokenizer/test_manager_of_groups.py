@@ -97,3 +97,27 @@ def test_each_request_is_in_one_group_and_no_load_is_left(method: str, seed: int
             assert set().union(*where.values()) == set(range(GROUPS)), "all groups had some"
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_the_requests_of_a_body_go_where_they_were_placed() -> None:
+    async def run() -> None:
+        with fake_engine(num_groups=GROUPS) as engine:
+            manager = engine.manager(load_balance_method="round_robin")
+            await manager.start()
+            params = SamplingParams(max_new_tokens=1)
+            requests = [
+                GenerateRequest(rid=f"{number}", text="ab", sampling_params=params)
+                for number in range(GROUPS)
+            ]
+            with manager.submit(requests) as states:
+                await asyncio.gather(*map(end_of, states))
+            await manager.close()
+            for scheduler in engine.schedulers:
+                got = [
+                    message.rid
+                    for message in scheduler.received
+                    if isinstance(message, TokenizedGenerateReqInput)
+                ]
+                assert got == [f"{scheduler.dp_rank}"]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
