@@ -57,7 +57,7 @@ def checkout(tmp_path: Path) -> Path:
                 [ ! -e "$0.identity" ] || cp "$0.identity" .venv/bin/python.identity
                 ;;
             "-m pip --version") [ -e .venv/bin/python ] ;;
-            "-m pip install"*) ;;
+            "-m pip install -q uv") [ ! -e {tmp_path}/no-uv ] ;;
             "scripts/install.py "*) echo "$*" >>{tmp_path}/pip.calls; bash {tmp_path}/pip.sh ;;
             "-m pip uninstall"*) echo "$*" >>{tmp_path}/pip.calls ;;
             *torch.version.cuda*) [ -e {tmp_path}/torch-has-cuda ] ;;
@@ -352,6 +352,13 @@ def test_serving_needs_less_than_testing(checkout: Path) -> None:
         assert pip_calls(checkout, use) == expected
 
 
+def test_a_host_without_uv_is_set_up(checkout: Path) -> None:
+    (checkout / "no-uv").touch()
+    done = set_up(checkout)
+    assert done.returncode == 0, done.stderr
+    assert "there is no uv; pip takes longer" in done.stdout
+
+
 def test_an_unknown_use_is_refused(checkout: Path) -> None:
     done = set_up(checkout, use="fly")
     assert (done.returncode, done.stdout) == (1, "")
@@ -378,7 +385,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         """
     )
     uv = tmp_path / "uv"
-    uv.write_text(f'#!/bin/bash\necho "uv $* ${{SSL_CERT_FILE:-}}" >>{tmp_path}/calls\n')
+    uv.write_text(
+        f"""#!/bin/bash
+        [ "${{UV_SYSTEM_CERTS:-}}" = 1 ] || exit 1
+        echo "uv $* ${{SSL_CERT_FILE:-}}" >>{tmp_path}/calls
+        """
+    )
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     for one in (pip, uv):
         one.chmod(0o755)
@@ -402,12 +414,13 @@ def test_uv_installs(install: ModuleType, tmp_path: Path) -> None:
 def test_uv_gets_the_settings_of_pip(
     install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A variable goes before a file."""
+    """A variable goes before a file, and there a command's section before the global one."""
     settings = tmp_path / "pip.conf"
     settings.write_text(
         "[global]\nindex-url = https://a/simple\ntimeout = 9\n"
         "extra-index-url =\n    https://b/simple\n    https://c/simple\n"
-        "trusted-host = a\n[install]\nfind-links = /wheels\n[freeze]\nuser = true\n"
+        "trusted-host = a\nfind-links = /others\n"
+        "[install]\nfind-links = /wheels\n[freeze]\nuser = true\n"
     )
     monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
     monkeypatch.setenv("PIP_INDEX_URL", "https://d/simple")
