@@ -47,7 +47,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssForCausalLM
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForCausalLM
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
@@ -301,6 +301,9 @@ def save_tiny_checkpoint(
         if hasattr(module, "time_step_limit"):
             # transformers raises small steps in prefills, but not in decoding.
             module.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]
+        if isinstance(module, GptOssExperts):
+            # transformers 5.17 takes no limit from the configuration.
+            module.limit = config.swiglu_limit
     torch.nn.Module.to(model, dtype=dtype)
     model.save_pretrained(str(directory), max_shard_size=shard)
     name_as_published(Path(directory), family)

@@ -61,7 +61,8 @@ class GptOssForCausalLM(LlamaForCausalLM):
             router=router,
             router_name="router",
             activation=ClampedGate(
-                limit=_positive(hf, "swiglu_limit"), alpha=_positive(hf, "swiglu_alpha")
+                limit=_positive_or(hf, "swiglu_limit", 7.0),
+                alpha=_positive_or(hf, "swiglu_alpha", 1.702),
             ),
             has_bias=True,
             has_alternating_stacks=True,
@@ -87,9 +88,12 @@ def _check_format(config: ModelConfig) -> None:
     )
 
 
-def _positive(hf: PretrainedConfig, name: str) -> float:
-    """A field that is a positive number. Raises ValueError: it is none."""
-    value = getattr(hf, name)
+def _positive_or(hf: PretrainedConfig, name: str, default: float) -> float:
+    """A field that is a positive number. The configuration of transformers 5.17 lacks these fields.
+
+    Raises ValueError: the field is no positive number.
+    """
+    value = getattr(hf, name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"config.json: {name}={value!r} must be a positive number")
     return float(value)

@@ -25,7 +25,7 @@ CONSTANTS: Final[dict[str, Any]] = {
 ONE: Final = {"EACH": 1, "TRACK": False, "EARLY": 1}
 SHORT: Final = {"EACH": 0, "TRACK": True, "EARLY": 0}
 KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int]]] = {
-    "gates": (chunks._gates_kernel, {}, 4, 24),
+    "gates": (chunks._gates_kernel, {}, 4, 40),
     "products": (chunks._products_kernel, {}, 4, 40),
     "solve": (chunks._solve_kernel, {}, 4, 112),
     "advance": (chunks._advance_kernel, {}, 4, 112),
@@ -63,9 +63,9 @@ def usage(name: str) -> Usage:
     )
 
 
-STACK: Final = {"solve": 1280}
-"""Most bytes of a thread's registers that are spilled: the inverse of a system takes 1,080 in the
-delta net's kernel too."""
+STACK: Final = {"solve": 1344}
+"""Most bytes of a thread's registers that are spilled, by Triton 3.6: the inverse of a system takes
+1,080 in the delta net's kernel too."""
 
 
 @pytest.mark.parametrize("name", KERNELS)

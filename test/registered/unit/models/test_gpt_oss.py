@@ -27,9 +27,11 @@ from sglang.srt.configs.quantization_config import AT_LOAD
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention_kind import SLIDING_WINDOW
 from sglang.srt.layers.rotary_embedding import inverse_frequencies
+from sglang.srt.layers.triton_ops.arguments import ClampedGate
 from sglang.srt.model_loader.loader import build_model, get_model
 from sglang.srt.model_loader.rounded_weights import is_rounded
 from sglang.srt.model_loader.weight_source import LoadConfig
+from sglang.srt.models.gpt_oss import GptOssForCausalLM
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
@@ -252,3 +254,12 @@ def test_windows_have_a_bound(tmp_path: Path, family: str) -> None:
         ModelConfig.from_path(str(tmp_path), context_length=window)
     file.write_text(json.dumps({**json.loads(file.read_text()), "sliding_window": most + 1}))
     assert ModelConfig.from_path(str(tmp_path), dtype="bfloat16").sliding_window == most + 1
+
+
+def test_the_gate_is_the_familys_if_the_configuration_lacks_it(tmp_path: Path) -> None:
+    """As with transformers 5.17. Published checkpoints lack alpha, too."""
+    config = config_with(tmp_path)
+    for name in ("swiglu_limit", "swiglu_alpha"):
+        delattr(config.hf_config, name)
+    found = GptOssForCausalLM.decoder_options(config).sparse
+    assert found is not None and found.activation == ClampedGate(limit=7.0, alpha=1.702)

@@ -89,7 +89,9 @@ def power_of_two(bits: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """The values of e8m0 scales, in fp32 or bf16: both have eight bits of exponent. 2^-127 is
     subnormal there, and has one bit of the fraction."""
     if DTYPE is tl.bfloat16:
-        scales = tl.maximum(bits.to(tl.int16) << 7, 1 << 6).to(tl.bfloat16, bitcast=True)
+        # Triton 3.6 widens the maximum of an int16 and a number to 32 bits.
+        scales = tl.maximum(bits.to(tl.int16) << 7, 1 << 6).to(tl.int16)
+        scales = scales.to(tl.bfloat16, bitcast=True)
     else:
         scales = tl.maximum(bits.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
     return scales
