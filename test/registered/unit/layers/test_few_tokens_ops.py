@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from sglang.srt.layers.moe.sparse_moe import (
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
-from sglang.srt.layers.triton_ops import early_start
+from sglang.srt.layers.triton_ops import early_start, fused_experts
 from sglang.srt.layers.triton_ops.arguments import ExpertChoice
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -138,6 +139,18 @@ def test_experts_may_have_any_width(width: int, num_tokens: int) -> None:
     shared = SharedExpertOptions(intermediate_size=width, has_gate=True)
     block = block_of(torch.float32, shared, width=width)
     found = both_ways(block, randn(num_tokens, HIDDEN, seed=1))
+    assert relative_error(found[1], found[0]) < 1e-5
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize(("hidden", "most", "block"), [(32, 16, 16), (72, 32, 16), (40, 32, 8)])
+def test_experts_may_have_more_inputs_than_a_block(
+    hidden: int, most: int, block: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "HIDDEN", hidden)
+    monkeypatch.setattr(fused_experts, "_INPUTS", most)
+    assert fused_experts.plan_gate_up(hidden, 12, num_tokens)["BLOCK_H"] == block
+    found = both_ways(block_of(torch.float32, None), randn(num_tokens, hidden, seed=1))
     assert relative_error(found[1], found[0]) < 1e-5
 
 

@@ -272,16 +272,17 @@ def plan_gate_up(weight: ScaledWeight, tokens: int) -> GateUpPlan:
 def plan_down(weight: ScaledWeight, places: int) -> DownPlan:
     """Sizes for a stack of weights `[experts, hidden_size, features]`."""
     features = weight.shape[-1]
+    most = 512 if weight.is_fp4 else _INPUTS if weight.is_fp8 else 1024
     if weight.is_fp4:
-        # A tile of 1,024 inputs would take the registers of a whole multiprocessor.
-        block_f = fewest_steps(features, 512)
+        block_f = fewest_steps(features, most)
     else:
-        most = _INPUTS if weight.is_fp8 else 1024
         block_f = inputs_at_once(features, kind_of(weight), most)
-    block_p = max(1, min(_INPUTS // block_f, triton.next_power_of_2(places)))
+    # More inputs of 4-bit floats would take the registers of a whole multiprocessor.
+    at_once = _INPUTS // 2 if weight.is_fp4 else _INPUTS
+    block_p = max(1, min(at_once // block_f, triton.next_power_of_2(places)))
     tiles = triton.cdiv(places, block_p) * triton.cdiv(features, block_f)
-    # More tiles of 4-bit weights, or fewer warps, would need more registers than there are.
-    ahead, of_warp = (2, 256 // block_p) if weight.is_fp8 else (1, 128)
+    # More tiles of 4-bit integers, or fewer warps, would need more registers than there are.
+    ahead, of_warp = (2, 256 // block_p) if weight.is_fp8 or weight.is_fp4 else (1, 128)
     return {
         "ROWS": _FEATURES_OF_DOWN,
         "BLOCK_P": block_p,

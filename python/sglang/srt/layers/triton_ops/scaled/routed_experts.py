@@ -76,21 +76,28 @@ _INT4_PLANS: Final = (
     Plan(24.0, 32, 64, 128, 1, 4, 4),
     Plan(float("inf"), 64, 128, 128, 4, 4, 3),
 )
+_FP4_PLANS: Final = (
+    Plan(6.0, 16, 128, 64, 1, 4, 3),
+    *_INT4_PLANS[1:3],
+    Plan(128.0, 64, 128, 128, 4, 4, 3),
+    Plan(float("inf"), 128, 128, 64, 8, 4, 3),
+)
 
 
 def plan_of(uses: float, weight: ScaledWeight) -> Plan:
     """The plan for `uses` of an expert on average, or the last one that the device has shared
     memory for."""
     if not weight.is_fp8:
-        return next(plan for plan in _INT4_PLANS if uses <= plan.most_uses)
+        plans = _FP4_PLANS if weight.is_fp4 else _INT4_PLANS
+        return next(plan for plan in plans if uses <= plan.most_uses)
     room = device_runtime(weight.elements.device).shared_memory
-    plans = [
+    fitting = [
         plan
         for plan in _FP8_PLANS
         if shared_memory_of(plan.tile_rows + plan.outputs, plan.stages * plan.depth * plan.block)
         <= room
     ]
-    return next((plan for plan in plans if uses <= plan.most_uses), plans[-1])
+    return next((plan for plan in fitting if uses <= plan.most_uses), fitting[-1])
 
 
 @triton.jit(do_not_specialize=["bound", "num_rows", "stride"])
