@@ -2,9 +2,9 @@
 
 Weights are random. Decode steps run with graphs and without. The limit of a step of one request is
 reading its active weights once, at the speed of a large copy in the same run (target: at most 1.5
-times the limit). The run with graphs also replays one step (`replayed`), lists its kernels by time,
-and prefills 64 tokens after 8,192. Kernels that start early overlap, so the cost of a kernel is its
-end less the latest end before it.
+times the limit). The run with graphs also replays one step (`replayed`), prefills 64 tokens after
+8,192, and lists the kernels of the step and of prefills of 64 and 8,192 tokens by time. Kernels
+that start early overlap, so the cost of a kernel is its end less the latest end before it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,19 @@ _PROFILED: Final = 4
 TARGET: Final = "at most 1.5"
 TARGETS: Final = dict.fromkeys(("kimi_linear", "nemotron_h"), "at most 1.7")
 """Families with another target for decode steps than TARGET."""
-PREFILL_TARGETS: Final = dict.fromkeys(TARGETS, "at most 2.5")
+PREFILL_TARGETS: Final = dict.fromkeys(TARGETS, "at most 2.5") | {"gpt_oss": "at most 2.0"}
 EXPECTED_MS: Final = {"qwen3_next": 0.8}
 
 
-def active_bytes(driver: StepDriver, shape: dict[str, Any]) -> float:
-    """Bytes of the weights that a step of one token reads."""
-    return sum(slot.dest.nbytes * share for slot, share in _active(driver, shape, ()))
+def active_bytes(
+    driver: StepDriver, shape: dict[str, Any], of_experts: float | None = None
+) -> float:
+    """Bytes of the weights that a step reads.
+
+    Args:
+        of_experts: Share of the experts; None: that of a step of one token.
+    """
+    return sum(slot.dest.nbytes * share for slot, share in _active(driver, shape, (), of_experts))
 
 
 def active_operations(driver: StepDriver, shape: dict[str, Any]) -> float:
@@ -63,11 +69,13 @@ def active_operations(driver: StepDriver, shape: dict[str, Any]) -> float:
 
 
 def _active(
-    driver: StepDriver, shape: dict[str, Any], but: tuple[str, ...]
+    driver: StepDriver, shape: dict[str, Any], but: tuple[str, ...], of_experts: float | None = None
 ) -> Iterator[tuple[WeightSlot, float]]:
-    """The slots without those named in `but`, and the share of each that a token reads."""
-    experts = next(shape[name] for name in EXPERTS if name in shape)
-    of_experts = shape["num_experts_per_tok"] / experts
+    """The slots without those named in `but`, and the share of each that a step reads, which is a
+    token's share or `of_experts`."""
+    if of_experts is None:
+        experts = next(shape[name] for name in EXPERTS if name in shape)
+        of_experts = shape["num_experts_per_tok"] / experts
     for name, slot in driver.runner.model.weight_slots():
         if not any(part in name for part in ("embed", *but)):
             yield slot, of_experts if ".experts." in name else 1.0
@@ -115,11 +123,8 @@ def add_kernels(report: Report, case: dict[str, Any], run: Callable[[], object])
         report.add("time", us, "us", of_kernel, launches=len(added) / _PROFILED)
 
 
-def measure_replays(
-    case: dict[str, Any], driver: StepDriver, least_ms: float, expected: float | None,
-    report: Report,
-) -> None:  # fmt: skip
-    """One decode step again and again, and a short prefill: the device's time, not the driver's."""
+def kept_batches(driver: StepDriver, *steps: Callable[[], object]) -> list[ForwardBatch]:
+    """The batches of some steps, which can run again."""
     forward = driver.runner.forward
     batches: list[ForwardBatch] = []
 
@@ -128,9 +133,23 @@ def measure_replays(
         return forward(batch)
 
     with mock.patch.object(driver.runner, "forward", keep):
-        driver.decode([(0, 7)])
-        driver.extend([(1, prompt(5, SHORT))])
-    step, short = batches
+        for step in steps:
+            step()
+    return batches
+
+
+def measure_replays(
+    case: dict[str, Any], driver: StepDriver, least_ms: float, expected: float | None,
+    report: Report,
+) -> None:  # fmt: skip
+    """One decode step again and again, and a short prefill: the device's time, not the driver's."""
+    forward = driver.runner.forward
+    step, short, long = kept_batches(
+        driver,
+        lambda: driver.decode([(0, 7)]),
+        lambda: driver.extend([(1, prompt(5, SHORT))]),
+        lambda: driver.extend([(2, prompt(2, LENGTH))]),
+    )
     step_ms = device_ms(lambda: forward(step), 64)
     begun = time.perf_counter()
     forward(short)
@@ -141,6 +160,7 @@ def measure_replays(
     report.add("prefill_64_launch", launched_ms, "ms", replayed)
     add_kernels(report, {**case, "of": "a decode step"}, lambda: forward(step))
     add_kernels(report, {**case, "of": "64 tokens"}, lambda: forward(short))
+    add_kernels(report, {**case, "of": f"{LENGTH} tokens"}, lambda: forward(long))
 
 
 def measure_steps(family: str, model: str, weights: str, report: Report) -> None:
@@ -149,7 +169,7 @@ def measure_steps(family: str, model: str, weights: str, report: Report) -> None
         driver = StepDriver(
             model,
             page_size=64,
-            pool_tokens=2 * LENGTH + 1024,
+            pool_tokens=3 * LENGTH + 1024,
             max_requests=8,
             device="cuda",
             load_format="dummy",

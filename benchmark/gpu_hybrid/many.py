@@ -1,0 +1,70 @@
+"""Decode steps of many requests after prompts of 2,048 tokens, against the bytes that they read.
+
+The first 12 layers have random weights in their published format. A step reads each weight once,
+the experts that one of its tokens or more choose (their expected number if all choices are equally
+likely), and the keys, values and states of its requests. The limit is the time of this at the speed
+of a large copy in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Final
+
+import torch
+
+from benchmark.command import Command
+from benchmark.gpu_hybrid.families import EXPERTS, SHAPES, add_families, model_of, prompt
+from benchmark.gpu_hybrid.steps import active_bytes, add_kernels, kept_batches
+from benchmark.gpu_timing import device_ms
+from benchmark.report import Report
+from rigs.models.tiny_models import StepDriver
+from sglang.benchmark.one_batch import measure_limits
+
+_LENGTH: Final = 2048
+_PAGE: Final = 64
+_LAYERS: Final = 12
+TARGETS: Final = {"gpt_oss": "at most 1.6"}
+
+
+def chosen_share(shape: dict[str, Any], tokens: int) -> float:
+    """The expected share of experts that at least one of so many tokens chooses."""
+    experts = next(shape[name] for name in EXPERTS if name in shape)
+    return float(1 - (1 - shape["num_experts_per_tok"] / experts) ** tokens)
+
+
+def measure_many(family: str, model: str, requests: int, report: Report) -> None:
+    driver = StepDriver(
+        model, page_size=_PAGE, pool_tokens=requests * (_LENGTH + _PAGE), max_requests=requests,
+        device="cuda", load_format="dummy", cuda_graph_max_bs=requests,
+    )  # fmt: skip
+    for row in range(requests):
+        driver.extend([(row, prompt(row, _LENGTH))])
+    forward = driver.runner.forward
+    (step,) = kept_batches(driver, lambda: driver.decode([(row, 7) for row in range(requests)]))
+    step_ms = device_ms(lambda: forward(step), 16)
+    limits = measure_limits("cuda", torch.bfloat16)
+    weights = active_bytes(driver, SHAPES[family][2], chosen_share(SHAPES[family][2], requests))
+    runner = driver.runner
+    cache = requests * (_LENGTH * runner.kv_bytes_per_token() + runner.state_bytes())
+    least_ms = (weights + cache) / limits.copy_bytes_per_s * 1e3
+    case = {"family": family, "requests": requests, "tokens": _LENGTH}
+    report.add("weights", weights / 1e9, "GB", case)
+    report.add("cache", cache / 1e9, "GB", case)
+    report.add("decode", step_ms, "ms", case, limit=least_ms)
+    report.add("times_the_limit", step_ms / least_ms, "ratio", case, target=TARGETS.get(family))
+    add_kernels(report, {**case, "of": "a decode step"}, lambda: forward(step))
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    for family in args.families:
+        with model_of(family, layers=_LAYERS) as model:
+            measure_many(family, model, args.requests, report)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_families(parser)
+    parser.add_argument("--requests", type=int, default=64)
+
+
+COMMAND: Final = Command(run=run, add_options=add_options, devices=("cuda",))
