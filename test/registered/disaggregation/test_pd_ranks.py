@@ -7,7 +7,6 @@ draft: those words are what a server without speculation says, and acceptance is
 from __future__ import annotations
 
 import functools
-import itertools
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from rigs.disaggregation.pd_servers import TCP, router
+from rigs.disaggregation.pd_servers import TCP, ask_both, router
 from rigs.drafts.guesses import guess_in_rank, guessed
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
@@ -57,7 +56,6 @@ ENV: Final = {
 }
 IDS: Final = [prompt(seed, length) for seed, length in enumerate((1, 40, 100, 200))]
 NEW_TOKENS: Final = 16
-rooms = itertools.count(1)
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, HYBRID])
@@ -163,23 +161,8 @@ def body_of(ids: list[int], wanted: int = NEW_TOKENS) -> dict[str, Any]:
 def both_servers(
     prefill: Prefill, decode: EngineServer, ids: list[int], wanted: int = NEW_TOKENS
 ) -> tuple[httpx.Response, httpx.Response]:
-    """Answers of both servers to a request, sent as a router would send it."""
-    bootstrap = {
-        "bootstrap_host": "127.0.0.1",
-        "bootstrap_port": prefill.port,
-        "bootstrap_room": next(rooms),
-    }
-    body = {**body_of(ids, wanted), **bootstrap}
-
-    def post(url: str) -> httpx.Response:
-        try:
-            return httpx.post(f"{url}/generate", json=body, timeout=60)
-        except httpx.TransportError as error:
-            return httpx.Response(599, text=str(error))
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(post, url) for url in (prefill.server.url, decode.url))
-        return first.result(), second.result()
+    """Answers of both servers to a request."""
+    return ask_both(prefill.server, ("127.0.0.1", prefill.port), decode, body_of(ids, wanted))
 
 
 def said(answer: httpx.Response) -> tuple[list[int], list[float]]:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-import psutil
 import pytest
 
 from rigs.schedulers.scheduler_rig import prompt
-from rigs.servers.forked_servers import ForkedProcess, ForkedServer
+from rigs.servers.forked_servers import ForkedServer
+from rigs.servers.two_nodes import Nodes
 from sglang.srt.constants import BUILTIN_MODEL_DIR
-from sglang.srt.utils.network import get_free_port, wait_until
+from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.test_utils import await_health, new_log_path
 
 register_cpu_ci(est_time=16, suite="base-b-test-cpu")
 
-END_S: Final = 40.0
-"""Seconds in which both end at the latest; they need ten on a machine that does nothing else."""
 IDS: Final = prompt(1, 100)
 FLAGS: Final = (
     "--tp-size", "2", "--device", "cpu", "--tokenizer-path", str(BUILTIN_MODEL_DIR),
@@ -38,42 +34,10 @@ def model(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("qwen3", num_attention_heads=8, vocab_size=2176, eos_token_id=2)
 
 
-class Nodes:
-    """Node 0, which is a server, and node 1."""
-
-    def __init__(self, model: Path, *flags_of_1: str, model_of_1: Path | None = None) -> None:
-        meeting = ("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{get_free_port()}")
-        self.server = ForkedServer(*FLAGS, *meeting, model=str(model))
-        self.first = self.server.launch()
-        flags = ["--model-path", str(model_of_1 or model), *FLAGS, *meeting, "--node-rank", "1"]
-        self.second = ForkedProcess([*flags, *flags_of_1], new_log_path())
-
-    def await_ready(self) -> list[psutil.Process]:
-        """Wait until they serve; their children."""
-        await_health(self.first, self.server.url, 60)
-        assert wait_until(lambda: "rank 1 serves" in self.second.log_tail(), 60)
-        return [
-            child
-            for node in (self.first, self.second)
-            for child in psutil.Process(node.pid).children(recursive=True)
-        ]
-
-    def ends(self) -> tuple[int, int]:
-        """The exit statuses of both."""
-        begin = time.monotonic()
-        statuses = self.first.wait(END_S), self.second.wait(END_S)
-        print(f"both have ended after {time.monotonic() - begin:.1f} s")
-        return statuses
-
-    def kill(self) -> None:
-        self.first.kill()
-        self.second.kill()
-
-
 @contextmanager
 def two_nodes(model: Path) -> Iterator[Nodes]:
     """Both serve inside the block; nothing is left behind it."""
-    nodes = Nodes(model)
+    nodes = Nodes(model, FLAGS)
     try:
         children = nodes.await_ready()
         assert len(children) == 3, "a rank each, and one detokenizer"
@@ -122,7 +86,7 @@ def ends_of_start(nodes: Nodes) -> tuple[str, str]:
 
 
 def test_flags_that_differ_end_the_start_of_both(model: Path) -> None:
-    nodes = Nodes(model, "--page-size", "32")
+    nodes = Nodes(model, FLAGS, "--page-size", "32")
     why = "error: rank {}: --page-size is 16 on rank 0, 32 on rank 1: give all machines the same"
     first, second = ends_of_start(nodes)
     assert why.format(0) in first
@@ -133,7 +97,7 @@ def test_models_that_differ_end_the_start_of_both(model: Path, tmp_path: Path) -
     other = shutil.copytree(model, tmp_path / model.name)
     config = other / "config.json"
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06'))
-    first, second = ends_of_start(Nodes(model, model_of_1=other))
+    first, second = ends_of_start(Nodes(model, FLAGS, model_of_1=other))
     assert "error: rank 0: config.json of the model is" in first
     assert "error: rank 1: config.json of the model is" in second
 
@@ -144,6 +108,6 @@ def test_a_node_that_cannot_read_its_weights_ends_the_start_of_both(
     other = shutil.copytree(model, tmp_path / model.name)
     weights = other / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    first, second = ends_of_start(Nodes(model, model_of_1=other))
+    first, second = ends_of_start(Nodes(model, FLAGS, model_of_1=other))
     assert "error: rank 1: " in second and "model.safetensors" in second
     assert "scheduler_TP0 process ended while it started" in first

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import httpx
 
 from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
@@ -22,6 +26,7 @@ TCP: Final = {"MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"
 ROUTER: Final = envs.SGLANG_TEST_ROUTER.get()
 """Package of the router in front of servers; `SMG` in nightly runs."""
 _START_S: Final = 120.0
+_ROOMS: Final = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,33 @@ def router(
         stack.callback(process.kill)
         process.start(_START_S)
         yield process.url
+
+
+def ask_both(
+    prefill: EngineServer,
+    bootstrap: tuple[str, int],
+    decode: EngineServer,
+    body: Mapping[str, Any],
+    timeout: float = 60.0,
+) -> tuple[httpx.Response, httpx.Response]:
+    """Answers of both servers to a request of `/generate`, sent as a router would send it. A
+    connection that breaks is status 599.
+
+    Args:
+        bootstrap: Host and port of the prefill server's bootstrap server.
+    """
+    host, port = bootstrap
+    room = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": next(_ROOMS)}
+
+    def post(server: EngineServer) -> httpx.Response:
+        try:
+            return httpx.post(f"{server.url}/generate", json={**body, **room}, timeout=timeout)
+        except httpx.TransportError as error:
+            return httpx.Response(599, text=str(error))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(post, server) for server in (prefill, decode))
+        return first.result(), second.result()
 
 
 @contextmanager

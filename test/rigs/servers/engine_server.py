@@ -53,16 +53,21 @@ class HttpReply:
 
 
 class EngineServer:
-    """Context manager around `python -m sglang.launch_server` on a free loopback port.
+    """Context manager around `python -m sglang.launch_server` on a free port.
 
     Args:
         args: Flags.
         env: Added to this process's environment.
         model: None means the built-in model.
+        host: Address to listen on.
     """
 
     def __init__(
-        self, *args: str, env: Mapping[str, str] | None = None, model: str | None = None
+        self,
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        model: str | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self._args = ["--admin-api-key", ADMIN_KEY, *args]
         if "--max-total-tokens" not in args:
@@ -70,7 +75,8 @@ class EngineServer:
             self._args += ["--max-total-tokens", str(DEFAULT_TOTAL_TOKENS)]
         self._env = env
         self._model = model
-        self.url = f"http://127.0.0.1:{get_free_port()}"
+        # On another host than this machine any port is free.
+        self.url = f"http://{host}:{get_free_port()}"
         self._process: RunningServer | None = None
 
     def __enter__(self) -> Self:

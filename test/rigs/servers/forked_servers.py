@@ -30,6 +30,7 @@ import torch
 import xgrammar
 
 from rigs.servers.engine_server import EngineServer
+from rigs.servers.networks import enter
 from sglang import launch_server
 from sglang.srt.constrained import compile_process
 from sglang.srt.distributed.rendezvous import Rendezvous
@@ -53,7 +54,11 @@ of a module, because it is sent to another process."""
 
 
 class ForkedProcess(RunningServer):
-    """A process that runs `launch_server` with `argv`; its output is in `log_path`."""
+    """A process that runs `launch_server` with `argv`; its output is in `log_path`.
+
+    Args:
+        namespace: Path of the network namespace that it runs in; None: this process's.
+    """
 
     def __init__(
         self,
@@ -61,12 +66,13 @@ class ForkedProcess(RunningServer):
         log_path: Path,
         env: Mapping[str, str] | None = None,
         in_rank: InRank | None = None,
+        namespace: str | None = None,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["rigs.servers.forked_servers"])
         self.log_path = log_path
         self._process = context.Process(
-            target=_serve, args=(argv, str(log_path), dict(env or {}), in_rank)
+            target=_serve, args=(argv, str(log_path), dict(env or {}), in_rank, namespace)
         )
         # The forked process would import this one's program, a test file, again.
         with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
@@ -101,6 +107,8 @@ class ForkedServer(EngineServer):
     Args:
         args, env, model: See `EngineServer`.
         in_rank: Called in each rank first.
+        host: Address to listen on, of the machine or of `namespace`.
+        namespace: See `ForkedProcess`.
     """
 
     def __init__(
@@ -109,14 +117,18 @@ class ForkedServer(EngineServer):
         env: Mapping[str, str] | None = None,
         model: str | None = None,
         in_rank: InRank | None = None,
+        host: str = "127.0.0.1",
+        namespace: str | None = None,
     ) -> None:
-        super().__init__(*args, env=env, model=model)
+        super().__init__(*args, env=env, model=model, host=host)
         self._in_rank = in_rank
+        self._namespace = namespace
 
     def launch(self) -> ForkedProcess:
         """Start the process, without waiting for it."""
         flags = server_flags(self._model, self.url, self._args)
-        return ForkedProcess(flags, new_log_path(), self._env, self._in_rank)
+        log = new_log_path()
+        return ForkedProcess(flags, log, self._env, self._in_rank, self._namespace)
 
     def start(self, timeout: float = 60.0) -> None:
         self._process = self.launch()
@@ -138,7 +150,15 @@ def forking_engines() -> Iterator[None]:
         yield
 
 
-def _serve(argv: list[str], log_path: str, env: Mapping[str, str], in_rank: InRank | None) -> None:
+def _serve(
+    argv: list[str],
+    log_path: str,
+    env: Mapping[str, str],
+    in_rank: InRank | None,
+    namespace: str | None,
+) -> None:
+    if namespace is not None:
+        enter(namespace)
     gc.freeze()  # A collection would visit imported modules, and copy the shared pages.
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, sys.stdout.fileno())

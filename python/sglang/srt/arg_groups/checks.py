@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.cli import Mistake, check_choices, flag_name, lines_of, refuse_ignored
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.arg_groups.disaggregation_checks import check_disaggregation
+from sglang.srt.arg_groups.disaggregation_checks import check_disaggregation, check_machines
 from sglang.srt.arg_groups.extra_config import FLAG, check_extra_config_keys
 from sglang.srt.arg_groups.observability import check_observability
 from sglang.srt.arg_groups.remote_weights import check_remote_weights, offers_weights
@@ -208,9 +208,11 @@ def check_parallelism(args: ServerFlags) -> Iterator[str]:
         yield from refuse_ignored(args, "dist_init_addr", "with --tp-size 1")
     elif args.dist_init_addr is not None:
         try:
-            meeting_address(args)
+            meeting_host, _ = meeting_address(args)
         except ValueError as error:
             yield str(error)
+        else:
+            yield from check_machines(args, meeting_host)
 
 
 def num_dp_groups(args: ServerFlags) -> int:

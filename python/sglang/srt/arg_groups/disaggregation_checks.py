@@ -3,12 +3,14 @@ them, or have no effect there."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Final
 
 from sglang.srt.arg_groups.cli import flag_name, refuse_ignored
 from sglang.srt.arg_groups.disaggregation import (
     BOOTSTRAP_PORT_FLAG,
+    PREFILL_HOSTS_FLAG,
     SECRET_FLAG,
     DisaggregationMode,
     TransferBackend,
@@ -16,6 +18,7 @@ from sglang.srt.arg_groups.disaggregation import (
     prefill_hosts,
 )
 from sglang.srt.arg_groups.server_flags import ServerFlags
+from sglang.srt.environ import envs
 from sglang.srt.utils.network import is_loopback
 
 MIN_SECRET_CHARS: Final = 16
@@ -73,12 +76,45 @@ def check_disaggregation(args: ServerFlags) -> Iterator[str]:
             f"{flag_name('attn_cp_size')} {args.attn_cp_size} has no use {where}, which computes "
             "no prompts: use it on the prefill servers"
         )
-    if args.nnodes > 1:
-        yield (
-            f"{flag_name('nnodes')} {args.nnodes} does not work {where} yet: start a server on "
-            "each machine, and name all of them to the router"
-        )
     prefill_hosts(args, args.host)
+
+
+def check_machines(args: ServerFlags, meeting_host: str) -> Iterator[str]:
+    """Refuse addresses of a prefill or decode server of several machines that are another's on each
+    machine: a line for each, with the setting and the remedy. All of them may be loopback ones if
+    the ranks meet there."""
+    if args.nnodes == 1 or not moves_pages(args) or is_loopback(meeting_host):
+        return
+    where = f"with --nnodes {args.nnodes} --disaggregation-mode {args.disaggregation_mode}"
+    engine = envs.MOONCAKE_LOCAL_HOSTNAME
+    addresses = {"--host ": args.host}
+    if engine.is_set():
+        # The ranks of a decode server listen for Mooncake alone.
+        is_decode = args.disaggregation_mode == DisaggregationMode.DECODE
+        addresses = {} if is_decode else addresses
+        addresses[f"{engine.name}="] = engine.get()
+    for name, address in addresses.items():
+        if is_loopback(address):
+            yield (
+                f"{name}{address} {where}: the other servers do not reach this machine's ranks "
+                "there: give its own address, on each machine another"
+            )
+    if args.disaggregation_mode == DisaggregationMode.PREFILL:
+        return
+    if args.disaggregation_prefill_hosts is None:
+        yield (
+            f"{PREFILL_HOSTS_FLAG} is missing {where}: without it requests may name prefill "
+            "servers on loopback addresses, where each rank would look on its own machine"
+        )
+        return
+    with contextlib.suppress(ValueError):  # `check_disaggregation` has the line.
+        named = prefill_hosts(args, args.host)
+        assert named is not None, "a decode server that reads"
+        if own := sorted(host for host, _ in named.hosts if is_loopback(host)):
+            yield (
+                f"{PREFILL_HOSTS_FLAG} names {own[0]} {where}: each rank would look for it on its "
+                "own machine; give the address at which all machines reach the prefill server"
+            )
 
 
 def _check_secret(args: ServerFlags) -> Iterator[str]:

@@ -147,8 +147,8 @@ def check_seed(args: ServerArgs) -> None:
 
 
 def check_disaggregation(args: ServerArgs) -> None:
-    """Check the requirements of a prefill or decode server: Mooncake, and for prefill a free
-    port."""
+    """Check the requirements of a prefill or decode server: Mooncake, and on the first machine of
+    a prefill server a free port."""
     mode = args.disaggregation_mode
     if not moves_pages(args):
         return
@@ -156,7 +156,7 @@ def check_disaggregation(args: ServerArgs) -> None:
     envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get()
     devices = args.disaggregation_ib_device or envs.MOONCAKE_DEVICE.get()
     _check_transfer_engine(f"--disaggregation-mode {mode}", devices)
-    if mode == DisaggregationMode.PREFILL:
+    if mode == DisaggregationMode.PREFILL and args.node_rank == 0:
         check_port_available(args.host, args.disaggregation_bootstrap_port, BOOTSTRAP_PORT_FLAG)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.arg_groups.extra_config import FLAG, MACHINE_KEYS, without_secrets
+from sglang.srt.disaggregation.base.deployment_secret import SOURCES, DeploymentSecret
 from sglang.srt.distributed.rank_group import RankGroup, gather_bytes, gather_texts
 from sglang.srt.model_loader.weight_files import config_digest
 
@@ -20,10 +21,15 @@ _MACHINE_FIELDS: Final = frozenset(
     {"model_path", "tokenizer_path", "download_dir", "chat_template", "host", "port", "api_key",
      "api_key_file", "admin_api_key", "admin_api_key_file", "log_level", "log_format",
      "log_requests", "enable_metrics", "node_rank", "dist_init_addr", "base_gpu_id",
-     "mem_fraction_static"}
+     "mem_fraction_static", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password",
+     "disaggregation_secret", "disaggregation_secret_file", "disaggregation_ib_device"}
 )  # fmt: skip
-"""Fields that may differ between machines: paths, addresses, keys, and the share of the device's
-memory. All ranks use the smallest share."""
+"""Fields that may differ between machines: paths, addresses, keys, network devices, and the share
+of the device's memory. All ranks use the smallest share."""
+_SECRET: Final = f"the secret of {SOURCES}"
+_SAME_SECRET: Final = "same settings"
+_FIRST: Final = ("disaggregation_mode", "hicache_storage_backend", "enable_hierarchical_cache")
+"""Fields that imply others or their defaults; they are compared before those."""
 _CONFIG: Final = "config.json of the model"
 _DIGEST_BYTES: Final = 64
 _MAX_VALUE_CHARS: Final = 120
@@ -57,14 +63,18 @@ def _settings(server_args: ServerArgs) -> dict[str, tuple[str, str]]:
     """For each setting by name: the text that errors show, and a digest of its whole value. The
     order is the same on all ranks. Secrets are only in digests."""
     assert server_args.model_path is not None, "resolved"
-    settings = {_CONFIG: _entry(config_digest(server_args.model_path))}
-    for field, value in sorted(server_args.to_public_dict().items()):
+    settings = {_CONFIG: _entry(config_digest(server_args.model_path)), _SECRET: _ABSENT}
+    if (secret := DeploymentSecret.of(server_args.disaggregation_secret)) is not None:
+        # A plain digest would let a listener try many guesses.
+        settings[_SECRET] = "set", secret.proof(_SAME_SECRET).hex()
+    values = server_args.to_public_dict()
+    for field in dict.fromkeys((*_FIRST, *sorted(values))):
         if field in _MACHINE_FIELDS:
             continue
         if flag_name(field) == FLAG:
             settings |= _of_extra_config(server_args)
         else:
-            settings[flag_name(field)] = _entry(str(value))
+            settings[flag_name(field)] = _entry(str(values[field]))
     return settings
 
 

@@ -23,6 +23,10 @@ RADIX = "--disaggregation-decode-enable-radix-cache"
 HOSTS = "--disaggregation-prefill-hosts"
 CHECKSUM = "--disaggregation-enable-kv-checksum"
 OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
+ALLOW = "--disaggregation-allow-no-secret"
+TWO_MACHINES = ("--tp", "2", "--nnodes", "2", "--dist-init-addr", "a:1")
+ON_LOOPBACK = (*TWO_MACHINES[:-1], "127.0.0.1:1")
+ENGINE = "MOONCAKE_LOCAL_HOSTNAME"
 FILES = ("--hicache-storage-backend", "file")
 
 
@@ -49,6 +53,29 @@ def test_a_prefill_server_listens_where_it_is_told() -> None:
 def test_prefill_servers_may_split_prompts() -> None:
     args = prepare(MODE, "prefill", "--tp-size", "4", "--attn-cp-size", "2")
     assert (args.tp_size, args.attn_cp_size) == (4, 2)
+
+
+def test_servers_of_two_machines_have_addresses_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = ("--host", "b", ALLOW)
+    monkeypatch.delenv(ENGINE, raising=False)
+    for rank in ("0", "1"):
+        assert prepare(MODE, "prefill", *TWO_MACHINES, "--node-rank", rank, *own).nnodes == 2
+        for mode in ("prefill", "decode"):
+            prepare(MODE, mode, *ON_LOOPBACK, "--node-rank", rank)
+            prepare(MODE, mode, *TWO_MACHINES, "--node-rank", rank, BACKEND, "fake")
+    decode = (MODE, "decode", *TWO_MACHINES, HOSTS, "c,10.0.0.0/16")
+    prepare(*decode, *own)
+    monkeypatch.setenv(ENGINE, "10.0.0.1")
+    prepare(*decode)
+    with pytest.raises(ValueError, match=r"^--host 127\.0\.0\.1 with --nnodes 2"):
+        prepare(MODE, "prefill", *TWO_MACHINES)
+    monkeypatch.setenv(ENGINE, "localhost")
+    for argv in (decode, (MODE, "prefill", *TWO_MACHINES)):
+        with pytest.raises(ValueError, match=f"^{ENGINE}=localhost with --nnodes 2"):
+            prepare(*argv, *own)
+    prepare(*TWO_MACHINES)
 
 
 def test_a_decode_server_reuses_prefixes_unless_told_not_to() -> None:
@@ -88,8 +115,24 @@ def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
             f"^--attn-cp-size 2 has no use with {MODE} decode, .*: use it on the prefill servers$",
         ),
         (
-            (MODE, "prefill", "--tp", "2", "--nnodes", "2", "--dist-init-addr", "a:1"),
-            f"^--nnodes 2 does not work with {MODE} prefill yet: start a server on each machine",
+            (MODE, "prefill", *TWO_MACHINES),
+            f"^--host 127.0.0.1 with --nnodes 2 {MODE} prefill: the other servers do not reach ",
+        ),
+        (
+            (MODE, "decode", *TWO_MACHINES, "--host", "localhost", HOSTS, "a"),
+            f"^--host localhost with --nnodes 2 {MODE} decode: the other servers do not reach ",
+        ),
+        (
+            (MODE, "decode", *TWO_MACHINES, "--host", "b", ALLOW),
+            f"^{HOSTS} is missing with --nnodes 2 {MODE} decode: .* look on its own machine$",
+        ),
+        (
+            (MODE, "decode", *TWO_MACHINES, "--host", "b", ALLOW, HOSTS, "a,[::1]:8998"),
+            f"^{HOSTS} names ::1 with --nnodes 2 {MODE} decode: .* own machine; give the address",
+        ),
+        (
+            (MODE, "decode", *TWO_MACHINES, "--host", "b", ALLOW, HOSTS, "a b"),
+            f"^{HOSTS}: 'a b' is no HOST, HOST:PORT or network[^\n]*$",
         ),
         ((MODE, "decode", OFFLOAD), f"^{OFFLOAD} needs --hicache-storage-backend"),
         (

@@ -55,13 +55,34 @@ def test_paths_addresses_and_keys_are_a_machines_own(tmp_path: Path) -> None:
     [
         ("page_size", (1, 1, 32), "--page-size is 1 on rank 0, 32 on rank 2"),
         ("served_model_name", ("a", "b", "b"), "--served-model-name is a on rank 0, b on rank 1"),
+        (
+            "disaggregation_mode",
+            ("decode", "decode", "prefill"),
+            "--disaggregation-mode is decode on rank 0, prefill on rank 2",
+        ),
+        (
+            "enable_hierarchical_cache",
+            (False, True, True),
+            "--enable-hierarchical-cache is False on rank 0, True on rank 1",
+        ),
+        (
+            "hicache_storage_backend",
+            (None, None, "file"),
+            "--hicache-storage-backend is None on rank 0, file on rank 2",
+        ),
+        (
+            "disaggregation_prefill_hosts",
+            ("a", "a:1", "a"),
+            "--disaggregation-prefill-hosts is a on rank 0, a:1 on rank 1",
+        ),
         ("max_total_tokens", (None, 64, 64), "--max-total-tokens is None on rank 0, 64 on rank 1"),
     ],
 )
 def test_all_ranks_are_told_the_first_difference(
     field: str, values: tuple[Any, ...], message: str
 ) -> None:
-    settings = [{"model_path": str(BUILTIN_MODEL_DIR), field: value} for value in values]
+    rest = {} if "hosts" not in field else {"disaggregation_mode": "decode"}
+    settings = [{"model_path": str(BUILTIN_MODEL_DIR), **rest, field: value} for value in values]
     assert checked(*settings) == [f"{message}: {REMEDY}"] * 3
 
 
@@ -73,6 +94,18 @@ def test_another_model_is_noticed_by_its_config(tmp_path: Path) -> None:
     told = checked(*({"model_path": path, "served_model_name": "m"} for path in paths))
     assert told[0] == told[1]
     assert told[0].startswith("config.json of the model is ")
+
+
+@pytest.mark.parametrize("other", ["hunter3hunter3hunter3", None])
+def test_the_deployments_secret_is_compared_and_not_told(other: str | None) -> None:
+    """Its file is a machine's own, as are the devices of its network."""
+    whole = {"disaggregation_mode": "prefill", "disaggregation_secret": "hunter2hunter2hunter2"}
+    here = {**whole, "disaggregation_secret_file": "a", "disaggregation_ib_device": "mlx5_0"}
+    assert checked(here, whole) == ["", ""]
+    told = checked(whole, {**whole, "disaggregation_secret": other})
+    how = "differs between rank 0 and rank 1" if other else "is set on rank 0, not set on rank 1"
+    sources = "--disaggregation-secret-file or SGLANG_DISAGGREGATION_SECRET"
+    assert told == [f"the secret of {sources} {how}: {REMEDY}"] * 2
 
 
 def test_no_secret_is_told() -> None:
