@@ -35,7 +35,7 @@ COMMANDS: Final[dict[str, tuple[str, ...]]] = {
         "transformers",
         "unused",
     ),
-    "gpu-pd": ("servers", "pages"),
+    "gpu-pd": ("servers", "turns", "pages"),
     "gpu-ranks": ("sums", "forward", "ttft", "unused", "kernels"),
     "gpu-eight": (),
 }

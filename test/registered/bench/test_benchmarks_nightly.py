@@ -7,7 +7,7 @@ import pytest
 from rigs.servers.forked_benchmarks import run
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=480, suite="nightly-test-cpu", nightly=True)
+register_cpu_ci(est_time=520, suite="nightly-test-cpu", nightly=True)
 
 
 @pytest.mark.timeout(600)
@@ -18,6 +18,7 @@ register_cpu_ci(est_time=480, suite="nightly-test-cpu", nightly=True)
         "remote-weights tcp",
         "remote-weights nvlink",
         "gpu-pd servers",
+        "gpu-pd turns",
         "gpu-ranks ttft",
         "gpu-ranks unused",
     ],
