@@ -45,10 +45,12 @@ STORE: Final = (
 class Servers:
     prefill: list[tuple[EngineServer, int]]
     decode: list[EngineServer]
+    of_ranks: list[EngineServer]
+    """Decode servers of two ranks, which are in no topology."""
 
     @property
     def all(self) -> list[EngineServer]:
-        return [*(server for server, _ in self.prefill), *self.decode]
+        return [*(server for server, _ in self.prefill), *self.decode, *self.of_ranks]
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,7 @@ def servers() -> Iterator[Servers]:
         started = Servers(
             [prefill_server(*flags, *read, env=env) for _ in range(2)],
             [decode_server(*flags, *read, env=env) for _ in range(2)],
+            [decode_server(*flags, *read, "--tp-size", "2", env=env)],
         )
         for server in started.all:
             stack.enter_context(server)
@@ -87,7 +90,7 @@ def all_are_idle_afterwards(servers: Servers) -> Iterator[None]:
 def topology(servers: Servers, request: pytest.FixtureRequest) -> Iterator[tuple[Servers, str]]:
     """Some of the servers, and the URL of the router in front of them."""
     num_prefill, num_decode = request.param
-    some = Servers(servers.prefill[:num_prefill], servers.decode[:num_decode])
+    some = Servers(servers.prefill[:num_prefill], servers.decode[:num_decode], [])
     with router(some.prefill, some.decode, "--policy", "round_robin") as url:
         yield some, url
 
@@ -185,10 +188,15 @@ def test_prompts_and_answers_come_from_the_store(servers: Servers) -> None:
     assert details["storage_backend"] == "MooncakeStore"
 
 
-def test_turns_of_a_conversation_move_what_is_new(servers: Servers, whole: EngineServer) -> None:
-    """The decode server keeps only L3's copies between two turns."""
-    decode, params = servers.decode[0], {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
-    text = "Another conversation that no other test has. " * 12
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_turns_of_a_conversation_move_what_is_new(
+    servers: Servers, whole: EngineServer, ranks: int
+) -> None:
+    """The decode server keeps only L3's copies between two turns. Servers of other `--tp-size` have
+    other objects there, so those of two ranks are their own."""
+    params = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    decode = servers.decode[0] if ranks == 1 else servers.of_ranks[0]
+    text = f"Another conversation that no other test has, with {ranks}. " * 12
     new = decode.request("POST", "/v1/tokenize", {"prompt": text}).body["tokens"]
     ids, known, moved = list(new), 0, [0.0]
     with router(servers.prefill[:1], servers.decode[:1]) as url:
