@@ -88,6 +88,7 @@ class HiRadixCache(RadixCache):
                 server_args.hicache_storage_prefetch_retry_max_attempts,
                 server_args.hicache_storage_prefetch_retry_poll_interval,
             ),
+            reads_states=not params.pages_alone,
             events=tree.device.events,
         )
         _add_host(tree, controller.mem_pool_host)

@@ -10,7 +10,8 @@ gives times and targets (`agenda.draw_agenda`). Rules:
   behind a router and faults of the store fail none.
 - Children of a killed server end by themselves. On SIGTERM each process ends in time, servers with
   status 0, and no port stays open.
-- All tiers served prompts, and L3 serves again after the last fault.
+- All tiers served prompts. After the last fault L3 serves again, also decode servers that have just
+  been started.
 
 Exit status 1 if one is broken; then the logs are kept.
 """
@@ -74,6 +75,9 @@ _ORPHANS_S: Final = 15.0
 _NOTICED_S: Final = 60.0
 _RECOVERY_S: Final = 120.0
 _REST_S: Final = 3.0
+_NUM_KEPT: Final = 8
+"""Questions whose prompts new decode servers read from L3; some are shorter than what is read."""
+_READ_TOKENS: Final = "sglang:prefetched_tokens_total"
 _DELAY_S: Final = 0.3
 _STORE_SETTINGS: Final = {"on_unreachable": "degrade", "prefetch_timeout_max": 5}
 _FLAGS: Final = (
@@ -166,11 +170,8 @@ class System:
         for name in decodes:
             engines[name] = self._engine(
                 name,
-                *(
-                    "--disaggregation-mode",
-                    "decode",
-                    "--disaggregation-decode-enable-offload-kvcache",
-                ),
+                *("--disaggregation-mode", "decode", "--enable-metrics"),
+                *("--disaggregation-decode-enable-offload-kvcache", *_CACHE_FLAGS),
             )
         urls = self._urls
         self._routers = {
@@ -306,12 +307,38 @@ class System:
         if not wait_until(serves, _RECOVERY_S):
             self.broken.append(f"L3 serves nothing {_RECOVERY_S:.0f} s after the last fault")
 
+    def expect_decode_tiers(self, load: Load) -> None:
+        """Break a rule unless decode servers that have just been started read from L3 what those
+        before them have written. Needs an L3 that serves."""
+        rng = random.Random(1)
+        kept = [load.fresh_question(rng) for _ in range(_NUM_KEPT)]
+        for asked in kept:
+            load.ask_until_answered(asked, [PD], rng, streams=False)
+        decodes = [f"decode {number}" for number in range(NUM_DECODE)]
+        for name in decodes:
+            event = Event(load.now(), Kind.RESTART, name, 0.0)
+            with load.span(event):
+                self.apply(event)
+        for asked in kept:
+            load.ask_until_answered(asked, [PD], rng, streams=False)
+        read = sum(_metric(self._urls[name], _READ_TOKENS) for name in decodes)
+        print(f"new decode servers read {read:.0f} tokens from L3")
+        if not read:
+            self.broken.append("new decode servers read nothing from L3")
+
     def end(self) -> None:
         """Send SIGTERM to one process after another, in reverse order of their start."""
         for name in reversed(self._processes):
             self._end(name, _END_S)
         left = [port for port in self._ports if can_connect(LOOPBACK, port)]
         self.broken += [f"port {port} is still open" for port in left]
+
+
+def _metric(url: str, name: str) -> float:
+    """The sum of a metric of a server over its labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
 def _members(session: int) -> list[str]:
@@ -354,6 +381,7 @@ def run(seed: int, seconds: float, num_servers: int, log_dir: Path) -> list[str]
             system.broken += gone
         else:
             system.expect_l3(load)
+            system.expect_decode_tiers(load)
             system.end()
     print("\n".join(summary(load.attempts, load.spans)))
     slowest = max((one.ended - one.began for one in load.attempts), default=0.0)

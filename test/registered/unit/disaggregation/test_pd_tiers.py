@@ -52,8 +52,10 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v3": {},
     "deepseek_v32": {"index_topk": 12},
     "qwen3_next": {"mlp_only_layers": [1]},
+    "gpt_oss": {},
+    "ministral": {},
 }
-"""Keys and values; latent rows; these with indexer keys; a hybrid."""
+"""Keys and values; latent rows; these with indexer keys; a hybrid; windows with sinks, without."""
 
 
 @pytest.fixture(autouse=True)
@@ -133,8 +135,8 @@ def test_each_turn_moves_what_is_new(made: Path) -> None:
 
 @pytest.mark.parametrize("made", FAMILIES, indirect=True)
 def test_a_new_decode_server_reads_l3(made: Path, tmp_path: Path) -> None:
-    # Reads of a hybrid end at a snapshot.
-    decode = {**TIERS, **L3, "mamba_track_interval": PAGE}
+    """Pages of a hybrid come from L3 without a snapshot."""
+    decode = {**TIERS, **L3}
     with (
         envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)),
         PdRig(made, LocalMover(), **ARGS, prefill={"pool_tokens": 2048}, decode=decode) as pair,

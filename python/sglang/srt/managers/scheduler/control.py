@@ -465,7 +465,8 @@ class InputHandler:
         tree, queues = self._state.tree, self._state.queues
         key = req.match_key()
         began = time.monotonic()
-        match = tree.match_prefix(MatchPrefixParams(key, req=req.slots))
+        needs_state = not req.is_computed_elsewhere
+        match = tree.match_prefix(MatchPrefixParams(key, req=req.slots, needs_state=needs_state))
         ended = time.monotonic()
         self._state.metrics.observe_stage("match", ended - began)
         known = len(match.device_indices) + match.host_hit_length

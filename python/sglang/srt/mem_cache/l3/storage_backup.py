@@ -109,7 +109,8 @@ class StorageBackup:
         """Ask L3 whether it still has the stored pages of `path`."""
         assert self._store.attached is not None
         stored = list(itertools.takewhile(self.has_stored, path))
-        while stored and any(state.host_value is None for state in stored[-1].states):
+        needed = self._tree.components_from_storage
+        while stored and any(kind.of(stored[-1]).host_value is None for kind in needed):
             # A stored prompt ends with its states; only those on the host are known to be in L3.
             stored.pop()
         hashes = [page for node in stored for page in node.page_hashes(self._tree.page_size)]
@@ -221,7 +222,7 @@ class StorageBackup:
             if there < len(check.hashes) and check.epoch == self._store.epoch:
                 # A hit ends with a state, if there are states, and the next page may be there. But
                 # a hit would end with the last page.
-                lost = check.hashes[-1 if self._tree.components else there]
+                lost = check.hashes[-1 if self._tree.components_from_storage else there]
                 self._store.note_lost(lost, check.asked_at)
                 self._store.forget_stored()
         refused: set[TreeNode] = set()

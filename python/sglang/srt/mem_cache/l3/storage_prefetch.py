@@ -221,9 +221,10 @@ class StoragePrefetch:
         there = pool.available_size() // page * page
         if there < wanted:
             wanted, limit = there, NoRead.NO_HOST_MEMORY
-        states = self._alloc_states() if wanted >= least and self._tree.components else {}
+        components = self._tree.components_from_storage
+        states = self._alloc_states() if wanted >= least and components else {}
         self._host.unpin(node)
-        if wanted < least or len(states) < len(self._tree.components):
+        if wanted < least or len(states) < len(components):
             for component, slot in states.items():
                 component.host.free(slot)
             return NoRead.NO_HOST_MEMORY
@@ -234,7 +235,7 @@ class StoragePrefetch:
     def _alloc_states(self) -> dict[StateComponent, torch.Tensor]:
         """A host slot for the state of each kind that a read brings, as far as there is room."""
         states = {}
-        for component in self._tree.components:
+        for component in self._tree.components_from_storage:
             tier = component.host
             held = sum(tier in operation.states for operation in self.table.operations)
             has_share = held + 1 <= max(1.0, _PREFETCH_SHARE * tier.pool.size)
@@ -314,8 +315,10 @@ class StoragePrefetch:
         """Mark the pages of a read that the tree has as known, for the requests that wait for it,
         and terminate the read if it is not needed any more."""
         path = self._tree.walk(read.key)
-        # Requests of the read can use a state at its end.
-        known = sum(len(node.key) for node in self._tree.usable(path, len(read.key) + 1))
+        if read.has_states:
+            # Requests of the read can use a state at its end.
+            path = self._tree.usable(path, len(read.key) + 1)
+        known = sum(len(node.key) for node in path)
         if known <= read.start:
             return
         for pages in set(read.needs.values()):

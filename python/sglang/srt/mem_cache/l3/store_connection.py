@@ -22,7 +22,7 @@ from sglang.srt.arg_groups.extra_config import (
 )
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.mem_cache.device.state_spec import RankSplit
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, RankSplit
 from sglang.srt.mem_cache.host.head_group_pool import HeadGroupPool
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
@@ -79,6 +79,7 @@ class StoreConnection:
         weights_identity: Digest of weights and configuration, for the namespace.
         prefetch_policy: Name of the first prefetch policy.
         retries: Repetitions of look-ups that missed.
+        reads_states: False: pages are read without recurrent states.
         events: Gets what L3 has got or lost; None: nobody wants that.
 
     Attributes:
@@ -101,9 +102,16 @@ class StoreConnection:
         prefetch_policy: str,
         metrics: HiCacheMetrics,
         retries: LookUpRetries = NO_RETRIES,
+        reads_states: bool = True,
         events: KVEventLog | None = None,
     ) -> None:
         self.host_pools = host_pools
+        self._queries = [
+            query
+            for query in host_pools.extra_queries
+            if reads_states or query.hit_policy is PoolHitPolicy.ALL_PAGES
+        ]
+        """What a hit needs beside the pages of the primary pool."""
         self._page_size = page_size
         self._ranks = ranks
         self._weights_identity = weights_identity
@@ -252,7 +260,7 @@ class StoreConnection:
             pages_per_read=pages_per_read(group.primary.page_num),
             metrics=self._metrics,
             pools=StoredPools(
-                self.namespace().digest(), group.extra_queries, group.auxiliary_pools, shards
+                self.namespace().digest(), self._queries, group.auxiliary_pools, shards
             ),
             retries=self._retries,
         )

@@ -81,6 +81,8 @@ class PrefixTree:
             self, "pages on the device", allocator, free=allocator.free_in_order
         )
         self.components = tuple(components)
+        self.components_from_storage = tuple(one for one in components if not one.pages_alone)
+        """Those whose states reads from L3 bring."""
         for index, component in enumerate(self.components):
             component.bind(self, index)
         self.departed = DepartedPrefixes(page_size)
@@ -156,7 +158,8 @@ class PrefixTree:
         return path
 
     def usable(self, path: list[TreeNode], key_len: int) -> list[TreeNode]:
-        """The front of `path` that a request with a key of `key_len` tokens can use."""
+        """The front of `path` that a request with a key of `key_len` tokens can use, if no other
+        server gives its states."""
         for component in self.components:
             path = path[: component.usable(path, key_len)]
         return path

@@ -50,11 +50,12 @@ class StateComponent:
         metrics: Metrics of states in all tiers.
         max_per_path: States of a path that leave in the order of their use. Those above leave
             before all others, unless prompts branch there; -1: none does.
-        pages_alone: True if nodes are of use without a state, for requests whose state another
-            server gives.
+        pages_alone: See below.
 
     Attributes:
         alignment: Usable prefixes have a multiple of this number of tokens.
+        pages_alone: True if nodes are of use without a state, for requests whose state another
+            server gives. No state is read from L3 then.
         weights: Weights of the slots in the digest of the tree.
         device: The slots on the device (L1), once the component is bound.
         host: The slots on the host (L2), if there is one.
@@ -72,7 +73,7 @@ class StateComponent:
         *,
         pages_alone: bool = False,
     ) -> None:
-        self._pages_alone = pages_alone
+        self.pages_alone = pages_alone
         self.pool = pool
         self.alignment = alignment
         self.max_per_path = max_per_path
@@ -191,12 +192,12 @@ class StateComponent:
         """Number of leading tokens of a request, at most `length`, that the tree may take over."""
         behind = self.snapshot_end(req)
         if behind is None:
-            return length if self._pages_alone else 0
+            return length if self.pages_alone else 0
         assert behind <= length and behind % self._tree.page_size == 0, (
             f"request {req.rid}: a snapshot behind {behind} tokens, of which {length} are computed "
             f"in whole pages of {self._tree.page_size}"
         )
-        return length if self._pages_alone else behind
+        return length if self.pages_alone else behind
 
     def snapshot_end(self, req: CacheableRequest) -> int | None:
         """Tokens before the snapshot that `req` has for the tree; None: it has none."""
@@ -224,7 +225,7 @@ class StateComponent:
 
     def is_of_use(self, node: TreeNode) -> bool:
         """True if `node`, whose pages are there, may stay in the tree without children."""
-        return self._pages_alone or self.can_end(node)
+        return self.pages_alone or self.can_end(node)
 
     def _put(self, end: TreeNode, slot: torch.Tensor) -> bool:
         """As `DeviceTier.put`. States above that `end` replaces are the next to leave."""
