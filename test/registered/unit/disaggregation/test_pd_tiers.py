@@ -152,6 +152,27 @@ def test_a_new_decode_server_reads_l3(made: Path, tmp_path: Path) -> None:
         settle(pair)
 
 
+@pytest.mark.parametrize("made", ["qwen3", "qwen3_next"], indirect=True)
+def test_no_page_is_read_from_l3_that_l2_has(made: Path, tmp_path: Path) -> None:
+    """Pages of a hybrid count without a snapshot, also on arrival."""
+    decode = {**TIERS, **L3}
+    with (
+        envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)),
+        PdRig(made, LocalMover(), **ARGS, prefill={"pool_tokens": 2048}, decode=decode) as pair,
+    ):
+        alone = SchedulerRig(made, **ARGS, pool_tokens=2048, disable_radix_cache=True)
+        talk = Talk(pair, alone, "talk", prompt(1, 100))
+        for turn in range(2):
+            assert talk.say() <= 7
+            push_out(pair, turn)
+        state = pair.decode.scheduler.state
+        assert state.metrics.num_cached["host"] > 0
+        assert state.token_counts()["read"] == 0
+        pair.decode.step(FlushCacheReqInput(req_id="flush"))
+        talk.say()
+        assert state.token_counts()["read"] > 0
+
+
 @pytest.mark.parametrize("flags", [{}, OFFLOAD], ids=["implied", "offload"])
 def test_a_page_is_written_to_l3_once(
     made: Path, tmp_path: Path, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from rigs.caches.cache_rig import HiCacheSettings
 from rigs.caches.state_rig import StateRequest, StateRig
+from rigs.caches.storage_rigs import StorageRigs, attached_store_of
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
     MatchPrefixParams,
     MatchResult,
 )
+from sglang.srt.mem_cache.l3 import storage_backup
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchOperation
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -124,3 +131,54 @@ def test_pages_are_loaded_without_states() -> None:
     rig.settle()
     assert found(rig, range(30)) == (24, 24), "the state is in L2"
     rig.check()
+
+
+# -- L3 ------------------------------------------------------------------------------------------
+
+
+def stored(rigs: StorageRigs) -> StateRig:
+    """A rig whose L3 has ten pages and the state behind them."""
+    rig = rigs.make("file", kind=partial(StateRig, pages_alone=True))
+    assert isinstance(rig, StateRig)
+    rig.run([*range(40), 7])
+    rig.settle()
+    return rig
+
+
+def test_l3_is_asked_and_read_for_pages_alone(rigs: StorageRigs, storage_dir: Path) -> None:
+    """A read may end anywhere, and takes no slot of a state."""
+    rig = stored(rigs)
+    (state,) = storage_dir.glob("*/??/*mamba*")
+    state.unlink()
+    rig.flush()
+    free = rig.states.host.pool.available_size()
+    rig.arrive("r", [*range(28), 300, 301])
+    (read,) = rig.hi.storage_prefetch.table.new
+    assert (read.has_states, rig.states.host.pool.available_size()) == (False, free)
+    assert wait_until(lambda: landed(rig, read), 10)
+    rig.tree.note_scheduled("r")
+    assert alone(rig, range(30)).host_hit_length == 28
+    rig.settle()
+    rig.check()
+
+
+def landed(rig: StateRig, read: PrefetchOperation) -> bool:
+    """True if all ranks know that a read has ended."""
+    rig.tree.check_hicache_events()
+    return read.progress.ended
+
+
+def test_a_check_names_the_page_that_l3_has_lost(
+    rigs: StorageRigs, storage_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_backup, "_CHECK_EVERY", 1)
+    rig = stored(rigs)
+    page_hash = RadixKey(list(range(20))).page_hashes(4)[-1]
+    (page,) = storage_dir.glob(f"*/??/{page_hash}%2Fkv")
+    page.unlink()
+    lost = Mock()
+    monkeypatch.setattr(rig.hi.store, "note_lost", lost)
+    attached_store_of(rig).reads._check_at = 0.0
+    rig.run([*range(40), 7])
+    rig.settle()
+    assert lost.call_args.args[0] == page_hash
