@@ -2,8 +2,8 @@
 turn, with tiers on the decode server and without.
 
 More conversations than the decode server's L1 holds take turns behind the router, one request at a
-time: a first prompt of `--first` tokens, then the answer and `--new` tokens more each turn. Both
-arrangements have the same flags, apart from the decode server's tiers, and answer the same prompts.
+time: a first prompt of `--first` tokens, then the answer and `--new` tokens more each turn. The
+prompts are the same with tiers and without, and all other flags.
 `moved_of_new`: bytes that the decode server read in the turns after the first, over those of their
 new tokens; target with tiers: at most 1.1. `last_ttft_ratio`: median TTFT of the last turn with
 tiers over that without; target: at most 0.3, where moving a history takes longer than computing a
@@ -27,9 +27,9 @@ from benchmark.gpu_pd.servers import FULL, TINY, Size, routed
 from benchmark.prompts import random_prompt
 from benchmark.report import Report
 from benchmark.servers import load, started
+from rigs.machines.networks import Host, Network, why_no_hosts
 from rigs.models.qwen3_8b import dummy_model
 from rigs.servers.engine_server import EXACT, EngineServer
-from rigs.servers.networks import Host, Network, why_no_hosts
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import get_free_port, wait_until

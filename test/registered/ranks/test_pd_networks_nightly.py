@@ -20,11 +20,11 @@ import httpx
 import pytest
 
 from rigs.disaggregation.pd_servers import ask_both
+from rigs.machines.networks import Host, Link, Network, why_no_hosts
+from rigs.machines.two_nodes import Machine, Nodes, state_of
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
-from rigs.servers.networks import Host, Link, Network, why_no_hosts
-from rigs.servers.two_nodes import Machine, Nodes, state_of
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import wait_until
@@ -58,7 +58,7 @@ LOST: Final = (
     "has not answered for 6 s",
     "is not found: the bootstrap server at http://10.214.0.1",
 )
-"""What a decode server says of a prefill server that it does not reach."""
+"""Texts of a decode server that does not reach a prefill server."""
 PROMPTS: Final = [prompt(seed, length) for seed, length in enumerate((1, 40, 100, 400))]
 
 

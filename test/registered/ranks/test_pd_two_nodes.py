@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from rigs.disaggregation.pd_servers import ask_both
+from rigs.machines.two_nodes import Machine, Nodes, state_of
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import EXACT
 from rigs.servers.forked_servers import ForkedServer
-from rigs.servers.two_nodes import Machine, Nodes, state_of
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.utils.network import canonical_host, get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci

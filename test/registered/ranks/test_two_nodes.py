@@ -11,9 +11,9 @@ from typing import Final
 
 import pytest
 
+from rigs.machines.two_nodes import Nodes
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.forked_servers import ForkedServer
-from rigs.servers.two_nodes import Nodes
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import is_alive

@@ -29,8 +29,8 @@ from unittest import mock
 import torch
 import xgrammar
 
+from rigs.machines.networks import enter
 from rigs.servers.engine_server import EngineServer
-from rigs.servers.networks import enter
 from sglang import launch_server
 from sglang.srt.constrained import compile_process
 from sglang.srt.distributed.rendezvous import Rendezvous

@@ -111,7 +111,7 @@ class StoreConnection:
             for query in host_pools.extra_queries
             if reads_states or query.hit_policy is PoolHitPolicy.ALL_PAGES
         ]
-        """What a hit needs beside the pages of the primary pool."""
+        """The pools beside the primary one that have to have their part of a hit."""
         self._page_size = page_size
         self._ranks = ranks
         self._weights_identity = weights_identity

@@ -97,6 +97,6 @@ class Nodes:
 
 
 def state_of(server: EngineServer) -> dict[str, Any]:
-    """What `/server_info` says of a server's first rank."""
+    """The internal state of a server's first rank, from `/server_info`."""
     state: dict[str, Any] = server.request("GET", "/server_info").body["internal_states"][0]
     return state

@@ -1,6 +1,6 @@
 """Hosts with networks of their own, on one machine: namespaces, joined by links that a test cuts.
 
-Nothing is left of a host when its last process has ended and its `Host` is closed. Needs Linux,
+The kernel removes a host once its `Host` is closed and its last process has ended. Needs Linux,
 root, and the programs `ip`, `nsenter` and `tc`.
 """
 

@@ -1,0 +1,1 @@
+"""Machines of one server: its nodes, and hosts with networks of their own."""
