@@ -29,8 +29,9 @@ FLAGS: Final = (
     "--device", "cpu", "--tokenizer-path", str(BUILTIN_MODEL_DIR), "--served-model-name", "tiny",
     "--max-total-tokens", "2048", "--page-size", "16", "--chunked-prefill-size", "64", *EXACT,
 )  # fmt: skip
-MACHINES: Final = tuple(
-    Machine(host, {"MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_LOCAL_HOSTNAME": host}) for host in HOSTS
+MACHINES: Final = (
+    Machine(HOSTS[0], {"MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_LOCAL_HOSTNAME": HOSTS[0]}),
+    Machine(HOSTS[1], {"MOONCAKE_PROTOCOL": "tcp", "MOONCAKE_LOCAL_HOSTNAME": HOSTS[1]}),
 )
 
 
@@ -50,18 +51,17 @@ def model(tiny_model: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def pair(model: Path) -> Iterator[Pair]:
     port = get_free_port()
-    first, second = MACHINES
+    mode = (*FLAGS, "--tp-size", "2", "--disaggregation-mode")
     with ExitStack() as stack:
-        started = []
-        for mode in ("prefill", "decode"):
-            flags = [*FLAGS, "--tp-size", "2", "--disaggregation-mode", mode]
-            if mode == "prefill":
-                flags += ["--disaggregation-bootstrap-port", str(port)]
-            started.append(Nodes(model, flags, machines=(first, second)))
-            stack.callback(started[-1].kill)
-        for nodes in started:
+        prefill, decode = (
+            Nodes(model, [*mode, *more], machines=MACHINES)
+            for more in (["prefill", "--disaggregation-bootstrap-port", str(port)], ["decode"])
+        )
+        for nodes in (prefill, decode):
+            stack.callback(nodes.kill)
+        for nodes in (prefill, decode):
             nodes.await_ready()
-        yield Pair(*started, port)
+        yield Pair(prefill, decode, port)
 
 
 def body_of(ids: list[int]) -> dict[str, Any]:
