@@ -175,6 +175,22 @@ def test_each_group_has_a_cache_and_one_door_has_all(server: ForkedServer) -> No
     assert server.request("GET", "/health_generate").status == 200
 
 
+def test_a_next_turn_finds_its_prefix_without_a_session(server: ForkedServer) -> None:
+    """Equal loads alone would lead to group 0."""
+    server.flush()
+    turn = prompt(60, 3 * PAGE)
+    server.generate(turn, routed_dp_rank=1)
+    for length in (40, 80):
+        turn = [*turn, *prompt(61 + length, length)]
+        before = len(turn) - length
+        assert server.generate(turn).cached["device"] >= before // PAGE * PAGE
+    assert server.generate(turn, routed_dp_rank=0).cached["device"] == 0
+    server.flush()
+    turn[0] += 1  # L3 has the other prompt.
+    assert server.generate(turn).cached["device"] == 0
+    assert server.generate(turn, routed_dp_rank=0).cached["device"] > 0, "no group has it before"
+
+
 def test_metrics_have_the_label_of_the_group_and_each_name_once(server: ForkedServer) -> None:
     text = str(server.request("GET", "/metrics").body)
     families = list(text_string_to_metric_families(text))

@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
+from sglang.srt.mem_cache.tree.held_pages import HeldPages
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.session_hints import Session
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -114,6 +115,7 @@ class CacheRig:
     group: RankGroup = field(default_factory=SingleRank)
     kv_events: bool = False
     announce_keyed: bool = False
+    held_pages: HeldPages | None = None
     session_share: float = 0.0
     radix_cache_backend: str | None = None
     head_dim: int = _DIM
@@ -145,6 +147,7 @@ class CacheRig:
             tp_cache_group=self.group,
             enable_kv_cache_events=self.kv_events,
             announce_keyed=self.announce_keyed,
+            held_pages=self.held_pages,
             session_share=self.session_share,
             session_ttl=SESSION_TTL,
         )

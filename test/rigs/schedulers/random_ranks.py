@@ -37,6 +37,7 @@ from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.replicated_state import CacheState, explain_difference
 from sglang.srt.messages.io_struct import (
+    BatchTokenIDOutput,
     ControlReqOutput,
     RequestOutput,
     ToScheduler,
@@ -94,6 +95,7 @@ class RankRig(CheckableRig):
             if isinstance(output, ControlReqOutput):
                 self.answers.append(output)
                 continue
+            assert isinstance(output, BatchTokenIDOutput)
             for one in output.outputs:
                 self._collect(one)
         self.num_ticks += 1

@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.messages.io_struct import (
     AbortReq,
+    BatchTokenIDOutput,
     ControlReqOutput,
     FinishReason,
     RequestOutput,
@@ -233,6 +234,7 @@ class SchedulerRig:
             if isinstance(output, ControlReqOutput):
                 self.answers.append(output)
                 continue
+            assert isinstance(output, BatchTokenIDOutput)
             for of_request in output.outputs:
                 self._collect(of_request)
 

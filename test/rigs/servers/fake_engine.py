@@ -33,6 +33,8 @@ from sglang.srt.managers.detokenizer.detokenizer_manager import (
 )
 from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
+from sglang.srt.managers.tokenizer.dp_groups import DPGroups
+from sglang.srt.managers.tokenizer.group_prefixes import GroupPrefixes
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.cache_report import CacheCut, CacheReport, Tier
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
 EOS_ID: Final = 256
 CONTEXT_LEN: Final = 200
 VOCAB_SIZE: Final = 260
+PAGE_SIZE: Final = 4
 CHAT_TEMPLATE: Final = (
     "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '|' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
@@ -258,6 +261,12 @@ class FakeEngine:
         """That of the first DP group."""
         return self.schedulers[0]
 
+    def groups(self, method: str = "auto") -> DPGroups:
+        """The DP groups, whose pages have `PAGE_SIZE` tokens."""
+        size = len(self.schedulers)
+        by_prefix = size > 1 and method == "auto"
+        return DPGroups(size, method, GroupPrefixes(size, PAGE_SIZE) if by_prefix else None)
+
     def manager(
         self,
         metrics: ServerMetrics | None = None,
@@ -283,7 +292,7 @@ class FakeEngine:
             limits=limits,
             metrics=metrics,
             tracer=tracer,
-            load_balance_method=load_balance_method,
+            groups=self.groups(load_balance_method),
         )
 
 

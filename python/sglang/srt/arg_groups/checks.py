@@ -221,6 +221,16 @@ def num_dp_groups(args: ServerFlags) -> int:
     return by_other_name if args.attn_dp_size == 1 else args.attn_dp_size
 
 
+def reports_held_pages(args: ServerFlags) -> bool:
+    """True if the DP groups of resolved arguments tell the server process which pages they have, so
+    that it chooses groups by prefix."""
+    return (
+        args.attn_dp_size > 1
+        and args.load_balance_method == "auto"
+        and not args.disable_radix_cache
+    )
+
+
 def _check_dp(args: ServerFlags) -> Iterator[str]:
     """Refuse sizes of data-parallel attention that do not fit the others, and the features that do
     not work with it yet."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from sglang.srt.arg_groups.checks import reports_held_pages
 from sglang.srt.arg_groups.disaggregation import (
     DisaggregationMode,
     TransferBackend,
@@ -32,8 +33,9 @@ from sglang.srt.entrypoints.native_routes import stream_answers, whole_answers
 from sglang.srt.entrypoints.openai.parser_choice import with_parsers
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
-from sglang.srt.managers.tokenizer.dp_groups import sums_of
+from sglang.srt.managers.tokenizer.dp_groups import DPGroups, sums_of
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable, GenerateRequest
+from sglang.srt.managers.tokenizer.group_prefixes import GroupPrefixes
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
 from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT, internal_states
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
@@ -147,7 +149,7 @@ class EngineFront:
             metrics=metrics,
             log_requests=args.log_requests,
             tracer=make_tracer(args, None if metrics is None else metrics.registry),
-            load_balance_method=args.load_balance_method,
+            groups=_dp_groups(args),
         )
         self.context = ServerContext(
             args=args,
@@ -178,6 +180,14 @@ class EngineFront:
             await asyncio.to_thread(self._bootstrap.close)
         await asyncio.to_thread(self.processes.kill)
         return ended_well
+
+
+def _dp_groups(args: ServerArgs) -> DPGroups:
+    size, prefixes = args.attn_dp_size, None
+    if reports_held_pages(args):
+        assert args.page_size is not None, "resolved"
+        prefixes = GroupPrefixes(size, args.page_size)
+    return DPGroups(size, args.load_balance_method, prefixes)
 
 
 def _least_limits(details: Sequence[dict[str, Any]]) -> dict[str, Any]:

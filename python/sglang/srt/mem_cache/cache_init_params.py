@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.device.pool_registry import ModelPools
+    from sglang.srt.mem_cache.tree.held_pages import HeldPages
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,5 +49,7 @@ class CacheInitParams:
     """Seconds for which they keep it."""
     enable_kv_cache_events: bool = False
     """True if `take_events` answers; somebody must call it then."""
+    held_pages: HeldPages | None = None
+    """Notes which pages the tree has; None: nobody wants to know."""
     announce_keyed: bool = False
     """True if those events also tell of prompts with an `extra_key` or a `cache_salt`."""

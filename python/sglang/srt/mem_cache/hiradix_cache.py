@@ -89,7 +89,7 @@ class HiRadixCache(RadixCache):
                 server_args.hicache_storage_prefetch_retry_poll_interval,
             ),
             reads_states=not params.pages_alone,
-            events=tree.device.events,
+            events=tree.events,
         )
         _add_host(tree, controller.mem_pool_host)
         tree.host.evicted = metrics.evicted.labels("host")

@@ -69,6 +69,7 @@ class RadixCache(BasePrefixCache):
         self.metrics = metrics or CacheMetrics(params.metrics_registry or CollectorRegistry())
         self.disable = params.disable
         self.page_size = params.page_size
+        self.held_pages = params.held_pages
         self.req_to_token_pool = params.req_to_token_pool
         self.tree = make_tree(params) if tree is None else tree
         self._mamba_pool = mamba_pool_of(params)
@@ -90,7 +91,7 @@ class RadixCache(BasePrefixCache):
         """Pages that came to a tier and left it since the last call, in order; empty unless
         `enable_kv_cache_events` is set. Hashes are those of pages, made smaller by
         `hash_str_to_int64`; equal tokens under different extra keys have different hashes."""
-        return [] if self.tree.device.events is None else self.tree.device.events.take()
+        return [] if self.tree.events is None else self.tree.events.take()
 
     # ---- matching and inserting ------------------------------------------------------------
 
@@ -233,7 +234,7 @@ class RadixCache(BasePrefixCache):
             Slots of all tokens whose KV has been computed, int64; and what `PrefixTree.insert`
             returns.
         """
-        session = None if self.tree.device.events is None else req.session
+        session = None if self.tree.events is None else req.session
         name = None if session is None else session.name
         slots = self._slots_of(req, 0)
         key = RadixKey(req.kv_committed_ids[:whole], req.extra_key)
@@ -465,7 +466,7 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
         metrics = StateMetrics(params.metrics_registry)
         most, pages_alone = params.mamba_max_states_per_path, params.pages_alone
         components.append(StateComponent(pool, alignment, metrics, most, pages_alone=pages_alone))
-    return PrefixTree(
+    tree = PrefixTree(
         params.token_to_kv_pool_allocator,
         params.page_size,
         params.eviction_policy,
@@ -475,6 +476,9 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
         else None,
         SessionHints(params.session_share, params.session_ttl, params.metrics_registry),
     )
+    if params.held_pages is not None:
+        tree.add_listener(params.held_pages)
+    return tree
 
 
 def mamba_pool_of(params: CacheInitParams) -> StatePool | None:

@@ -336,6 +336,17 @@ class BatchStrOutput(Message):
     outputs: list[TextOutput]
 
 
+class HeldPagesReport(Message):
+    """Scheduler of a DP group to server: how the set of its tree's pages has changed. Pages have
+    numbers by `hash_str_to_int64`, and a message has their bytes, int64 of the machine."""
+
+    dp_rank: int
+    is_cleared: bool = False
+    """True: the tree has forgotten all pages, before the others came."""
+    stored: bytes = b""
+    removed: bytes = b""
+
+
 ToScheduler: TypeAlias = (
     TokenizedGenerateReqInput
     | DeclineRoomReq
@@ -356,7 +367,9 @@ ToScheduler: TypeAlias = (
     | GetWeightSeedReq
     | ShutdownReq
 )
-ToServer: TypeAlias = BatchStrOutput | ControlReqOutput
+SchedulerOutput: TypeAlias = BatchTokenIDOutput | ControlReqOutput | HeldPagesReport
+"""Messages of the first: to the detokenizer; of the others: to the server."""
+ToServer: TypeAlias = BatchStrOutput | ControlReqOutput | HeldPagesReport
 
 _WIRE_TOKEN = np.dtype("<u4")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import torch
 
-from sglang.srt.arg_groups.checks import ranks_per_node
+from sglang.srt.arg_groups.checks import ranks_per_node, reports_held_pages
 from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, moves_pages
 from sglang.srt.arg_groups.kv_events_config import KVEventsConfig
@@ -40,6 +40,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
+from sglang.srt.mem_cache.tree.held_pages import HeldPages
 from sglang.srt.model_executor.model_runner import (
     ModelRunner,
     ModelRunnerConfig,
@@ -147,7 +148,12 @@ def build_scheduler(
     # The ranks' trees are equal, so one of them tells.
     events = server_args.kv_events()
     publisher = None if events is None or group.rank else ZmqEventPublisher(events, dp_rank)
-    tree = _make_tree(server_args, runner, metrics, group, None if publisher is None else events)
+    held_pages = None
+    if reports_held_pages(server_args) and not group.rank:
+        held_pages = HeldPages(runner.config.page_size, dp_rank)
+    tree = _make_tree(
+        server_args, runner, metrics, group, None if publisher is None else events, held_pages
+    )
     tiers += tree.tiers()
     resources = SchedulerResources(
         worker=worker,
@@ -340,6 +346,7 @@ def _make_tree(
     metrics: SchedulerMetrics,
     group: RankGroup,
     events: KVEventsConfig | None,
+    held_pages: HeldPages | None,
 ) -> RadixCache:
     hierarchical = server_args.enable_hierarchical_cache
     identity = runner.weight_source.identity() if hierarchical else ""
@@ -353,6 +360,7 @@ def _make_tree(
         session_share=server_args.keep_session_share,
         session_ttl=server_args.keep_session_seconds,
         enable_kv_cache_events=events is not None,
+        held_pages=held_pages,
         announce_keyed=events is not None and events.announce_keyed,
         tp_cache_group=group,
         metrics_registry=metrics.registry,

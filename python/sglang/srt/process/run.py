@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.hicache_storage import StorageUnavailable
 from sglang.srt.messages.io_struct import (
     SCHEDULER_DECODER,
     BatchTokenIDOutput,
-    ControlReqOutput,
+    SchedulerOutput,
     ToScheduler,
     encode,
 )
@@ -84,8 +84,8 @@ class ZmqChannel:
                 self._bad.add(error)
         return messages
 
-    def send(self, output: BatchTokenIDOutput | ControlReqOutput) -> None:
-        """Tokens to the detokenizer, answers to the server. Never blocks."""
+    def send(self, output: SchedulerOutput) -> None:
+        """Tokens to the detokenizer, everything else to the server. Never blocks."""
         is_tokens = isinstance(output, BatchTokenIDOutput)
         (self._to_detokenizer if is_tokens else self._to_server).send(encode(output))
 

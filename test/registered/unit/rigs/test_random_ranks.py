@@ -18,10 +18,10 @@ from rigs.caches.memory_ranks import MemoryRankGroup, PassedOnGroup, RankIsMissi
 from rigs.schedulers.random_ranks import RandomRanks, RankRig
 from rigs.schedulers.random_setup import Setup, impatient
 from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
-from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerOutput
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.tick_sync import Progress, to_vector
-from sglang.srt.messages.io_struct import Tick
+from sglang.srt.messages.io_struct import SchedulerOutput, Tick
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=21, suite="base-a-test-cpu")

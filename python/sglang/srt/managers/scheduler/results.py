@@ -13,6 +13,7 @@ from sglang.srt.messages.io_struct import (
     ControlReqOutput,
     FinishReason,
     RequestOutput,
+    SchedulerOutput,
     Verifications,
     abort_reason,
 )
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.requests.stop import StopChecker
     from sglang.srt.managers.scheduler.role import Role, TransferUpdate
     from sglang.srt.managers.scheduler.state import SchedulerState
+    from sglang.srt.mem_cache.tree.held_pages import HeldPages
     from sglang.srt.messages.first_token import FirstToken
 
 
@@ -33,10 +35,12 @@ class OutputCollector:
 
     A request that streams has an output for its first token, then one whenever at least
     `stream_interval` tokens are new, and one at its end. Any other request has one at its end.
+    `held_pages` are the notes to report from; None: nobody wants reports.
     """
 
-    def __init__(self, stream_interval: int) -> None:
+    def __init__(self, stream_interval: int, held_pages: HeldPages | None = None) -> None:
         self._stream_interval = stream_interval
+        self._held_pages = held_pages
         self._outputs: list[RequestOutput] = []
         self._answers: list[ControlReqOutput] = []
 
@@ -57,9 +61,12 @@ class OutputCollector:
     def answer(self, answer: ControlReqOutput) -> None:
         self._answers.append(answer)
 
-    def take(self) -> list[BatchTokenIDOutput | ControlReqOutput]:
-        """Take the messages collected since the last call; tokens first."""
-        taken: list[BatchTokenIDOutput | ControlReqOutput] = []
+    def take(self) -> list[SchedulerOutput]:
+        """Take the messages collected since the last call. A report comes first, so that the server
+        knows the pages of a request that it sees end; then tokens."""
+        taken: list[SchedulerOutput] = []
+        if self._held_pages is not None and (report := self._held_pages.take()) is not None:
+            taken.append(report)
         if self._outputs:
             taken.append(BatchTokenIDOutput(outputs=self._outputs))
             self._outputs = []

@@ -50,8 +50,7 @@ from sglang.srt.managers.scheduler.snapshots import Snapshots
 from sglang.srt.managers.scheduler.state import RecentRequests, SchedulerState
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.messages.io_struct import (
-    BatchTokenIDOutput,
-    ControlReqOutput,
+    SchedulerOutput,
     Tick,
     ToScheduler,
     abort_reason,
@@ -83,8 +82,6 @@ _SHUT_DOWN = abort_reason("the server is shutting down", 503)
 _DAMAGED = abort_reason(
     "a page of the cached prefix was damaged while the prompt was read; send the request again", 503
 )
-
-SchedulerOutput = BatchTokenIDOutput | ControlReqOutput
 
 
 class Channel(Protocol):
@@ -139,7 +136,9 @@ class Scheduler:
         """`server_args` are resolved; no other scheduler uses `resources`."""
         self._resources = resources
         self.state = state = _make_state(server_args, resources)
-        self._outputs = outputs = OutputCollector(server_args.stream_interval)
+        self._outputs = outputs = OutputCollector(
+            server_args.stream_interval, resources.tree.held_pages
+        )
         self._draft_policy = DraftPolicy(
             resources.worker.num_draft_tokens, always=envs.SGLANG_SPECULATE_ALWAYS.get()
         )

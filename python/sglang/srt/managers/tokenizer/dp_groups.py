@@ -9,110 +9,137 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import xxhash
 
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
+from sglang.srt.managers.tokenizer.group_prefixes import GroupPrefixes
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
-from sglang.srt.messages.io_struct import ControlReqOutput
+from sglang.srt.messages.cache_key import combine_extra_key
+from sglang.srt.messages.io_struct import ControlReqOutput, HeldPagesReport
 
 _MOST_LOAD: Final = 1.25
-"""Requests of a group, as a multiple of the mean, up to which a session goes to its own group
-(consistent hashing with bounded loads)."""
-_CHARS_PER_TOKEN: Final = 4
-"""Estimate for texts that are not tokenized yet."""
+"""Requests of a group, as a multiple of the mean, up to which it gets requests for the sake of its
+cache (consistent hashing with bounded loads)."""
+_MORE_LOAD: Final = 4
+"""Requests above that which a group may have for its prefixes: so few more cost its steps
+little."""
+_OWN_WEIGHT: Final = 3
+"""Weight of the tokens that a request would add, beside tokens that others wait for: a second copy
+of a prefix also takes room that other prefixes lose. Simulated in
+benchmark/results/2026-11-29-dp-balance.md."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """Open requests of a group, and the tokens of their prompts."""
+    """Open requests of a group, tokens of their prompts, and those of them that are still to be
+    computed, as far as the server process knows."""
 
     requests: int = 0
     tokens: int = 0
+    uncomputed: int = 0
 
 
-class Place(NamedTuple):
+@dataclass(slots=True)
+class Place:
     """The group of a request, and the tokens with which it counts there."""
 
-    dp_rank: int
-    tokens: int
+    dp_rank: int = 0
+    tokens: int = 0
+    uncomputed: int = 0
 
 
-_ONLY: Final = Place(0, 0)
+_ONLY: Final = Place()
+"""The place of every request of a server with one group."""
 
 
 class DPGroups:
-    """Event loop thread only. `method` is a `--load-balance-method`."""
+    """Event loop thread only. `method` is a `--load-balance-method`. `prefixes` has the groups'
+    pages; None: requests are not placed by prefix."""
 
-    def __init__(self, size: int = 1, method: str = "auto") -> None:
+    def __init__(
+        self, size: int = 1, method: str = "auto", prefixes: GroupPrefixes | None = None
+    ) -> None:
         self.size = size
+        self._prefixes = prefixes
         self._method = method
         self._loads = [_Load() for _ in range(size)]
         self._turn = 0
 
-    def enter(
-        self, requests: Sequence[GenerateRequest], prompts: Sequence[TokenArray | None]
-    ) -> list[Place]:
-        """Choose the group of each request of a body, in which it counts until `leave`. Samples are
-        where their prompt is computed. `prompts` has None for a text that is not tokenized yet."""
+    def enter(self, request: GenerateRequest, tokens: TokenArray, of_body: dict[str, int]) -> Place:
+        """Choose the group of a request, in which it counts until `leave`. `of_body` has the groups
+        of the body's prompts so far: samples are where their prompt is computed."""
         if self.size == 1:
-            return [_ONLY] * len(requests)
-        places: list[Place] = []
-        of_prompts: dict[str, int] = {}
-        for request, tokens in zip(requests, prompts, strict=True):
-            dp_rank = request.dp_rank
-            if dp_rank is None:
-                dp_rank = of_prompts.get(request.sample_of or "")
-            if dp_rank is None:
-                dp_rank = self._choose(request)
-            of_prompts.setdefault(request.rid, dp_rank)
-            place = Place(dp_rank, _num_tokens(request, tokens))
-            self._count(place, 1)
-            places.append(place)
-        return places
-
-    def leave(self, places: Sequence[Place]) -> None:
-        """The requests that `enter` has placed have ended."""
-        if self.size > 1:
-            for place in places:
-                self._count(place, -1)
-
-    def _count(self, place: Place, sign: int) -> None:
+            return _ONLY
+        prompt = request.sample_of or request.rid
+        if (dp_rank := of_body.get(prompt)) is not None:
+            place = Place(dp_rank, len(tokens))
+        else:
+            place = self._place(request, tokens)
+            of_body[prompt] = place.dp_rank
         load = self._loads[place.dp_rank]
-        load.requests += sign
-        load.tokens += sign * place.tokens
+        load.requests += 1
+        load.tokens += place.tokens
+        load.uncomputed += place.uncomputed
+        return place
 
-    def _choose(self, request: GenerateRequest) -> int:
+    def note_pages(self, report: HeldPagesReport) -> None:
+        """A group's scheduler says how its cache has changed."""
+        if self._prefixes is not None:
+            self._prefixes.apply(report)
+
+    def computed(self, place: Place) -> None:
+        """The prompt of the request in `place` has been computed."""
+        self._loads[place.dp_rank].uncomputed -= place.uncomputed
+        place.uncomputed = 0
+
+    def leave(self, place: Place) -> None:
+        """The request that `enter` has placed has ended."""
+        if self.size == 1:
+            return
+        self.computed(place)
+        load = self._loads[place.dp_rank]
+        load.requests -= 1
+        load.tokens -= place.tokens
+
+    def _place(self, request: GenerateRequest, tokens: TokenArray) -> Place:
         """Equal loads: the first group, whose cache is the likeliest to have the prompt."""
+        new = [len(tokens)] * self.size
+        if self._prefixes is not None:
+            key = combine_extra_key(request.extra_key, request.cache_salt)
+            new = [len(tokens) - had for had in self._prefixes.lengths(tokens, key)]
+        dp_rank = self._choose(request, new) if request.dp_rank is None else request.dp_rank
+        return Place(dp_rank, len(tokens), new[dp_rank])
+
+    def _choose(self, request: GenerateRequest, new: Sequence[int]) -> int:
+        """`new` are the tokens of the prompt that each group would have to compute."""
+        loads, groups = self._loads, range(self.size)
         if self._method == "round_robin":
             turn, self._turn = self._turn, (self._turn + 1) % self.size
             return turn
-        if self._method == "auto" and (own := self._group_of_session(request)) is not None:
-            return own
         if self._method == "total_requests":
-            return min(range(self.size), key=lambda one: self._loads[one].requests)
+            return min(groups, key=lambda one: loads[one].requests)
+        if self._method == "total_tokens":
+            return min(groups, key=lambda one: (loads[one].tokens, loads[one].requests))
+        share = _MOST_LOAD * (1 + sum(load.requests for load in loads)) / self.size
+        own = self._group_of_session(request)
+        if own is not None and loads[own].requests < math.ceil(share):
+            return own
         return min(
-            range(self.size), key=lambda one: (self._loads[one].tokens, self._loads[one].requests)
+            (one for one in groups if loads[one].requests < share + _MORE_LOAD),
+            key=lambda one: (
+                loads[one].uncomputed + _OWN_WEIGHT * new[one],
+                loads[one].requests,
+            ),
         )
 
     def _group_of_session(self, request: GenerateRequest) -> int | None:
-        """The group of the request's session, in which its prefix is; None: there is none, or it
-        has more than its share of the load."""
+        """The group of the request's session, in which its prefix is; None: there is none."""
         if request.session_id is None:
             return None
         own = xxhash.xxh3_64_intdigest(request.session_id.encode(errors="surrogatepass"))
-        own %= self.size
-        total = 1 + sum(load.requests for load in self._loads)
-        most = math.ceil(_MOST_LOAD * total / self.size)
-        return own if self._loads[own].requests < most else None
-
-
-def _num_tokens(request: GenerateRequest, tokens: TokenArray | None) -> int:
-    """Tokens of a prompt; an estimate if it is not tokenized yet."""
-    if tokens is not None:
-        return len(tokens)
-    return len(request.text or "") // _CHARS_PER_TOKEN
+        return own % self.size
 
 
 def joined(answers: Sequence[ControlReqOutput]) -> ControlReqOutput:

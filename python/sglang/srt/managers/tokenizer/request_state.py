@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang.srt.managers.tokenizer.dp_groups import Place
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     GenerateRequest,
@@ -38,8 +39,8 @@ class RequestState:
     request: GenerateRequest
     created_time: float
     """`time.monotonic()` on arrival."""
-    dp_rank: int = 0
-    """The DP group that has the request."""
+    place: Place | None = None
+    """The DP group that has the request; None until it is sent."""
     encoding: asyncio.Task[None] | None = None
     """Task that tokenizes a long prompt and then sends the request."""
     is_sent: bool = False
@@ -77,6 +78,11 @@ class RequestState:
     @property
     def rid(self) -> str:
         return self.request.rid
+
+    @property
+    def dp_rank(self) -> int:
+        """The DP group that has the request, which is sent."""
+        return 0 if self.place is None else self.place.dp_rank
 
     @property
     def first_token_seconds(self) -> float | None:

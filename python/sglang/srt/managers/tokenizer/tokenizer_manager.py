@@ -32,12 +32,13 @@ from sglang.srt.managers.tokenizer.request_limits import (
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.request_trace import record_request
 from sglang.srt.managers.tokenizer.server_channel import ControlClient, ServerChannel
-from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.messages.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
     ControlReqOutput,
     DeclineRoomReq,
+    HeldPagesReport,
     PauseGenerationReqInput,
     RequestOutput,
     ShutdownReq,
@@ -67,15 +68,16 @@ class TokenizerManager:
         metrics: ServerMetrics | None = None,
         log_requests: bool = False,
         tracer: Tracer | None = None,
-        load_balance_method: str = "auto",
+        groups: DPGroups | None = None,
     ) -> None:
+        """`groups` are the server's DP groups, of which `limits` has the number; None: one."""
         self.tokenizer = tokenizer
         self.limits = limits
         self.metrics = metrics
-        num_groups = limits.num_dp_groups
+        self._groups = groups or DPGroups()
+        num_groups = self._groups.size
         self._channel = ServerChannel(ipc, self._handle, self.fail_all, num_groups)
         self.control = ControlClient(self._channel.send, num_groups)
-        self._groups = DPGroups(num_groups, load_balance_method)
         self._log_requests = log_requests
         self.tracer = tracer
         self.encoder = PromptEncoder(tokenizer)
@@ -152,31 +154,29 @@ class TokenizerManager:
             self._decline(requests, str(error))
             raise
         states: list[RequestState] = []
-        places = self._groups.enter(requests, prompts)
+        of_body: dict[str, int] = {}
         try:
-            for request, place in zip(requests, places, strict=True):
+            for request in requests:
                 rid = request.rid
                 if rid in self._states or rid in self._leaving:
                     why = f"rid {rid!r} is in use by a running request: choose another"
                     self._decline(requests, why)
                     raise InvalidRequest(why, field="rid")
-                self._states[rid] = state = RequestState(request, now, place.dp_rank)
+                self._states[rid] = state = RequestState(request, now)
                 states.append(state)
                 if self.tracer is not None and not rid.startswith(HEALTH_CHECK_RID_PREFIX):
                     room = None if request.bootstrap is None else request.bootstrap.room
                     state.trace_context = self.tracer.parent(room)
             for request, state, tokens in zip(requests, states, prompts, strict=True):
                 if tokens is None:
-                    self._encode_later(request, state)
+                    self._encode_later(request, state, of_body)
                 else:
-                    is_traced = state.trace_context is not None
-                    message = tokenized(request, tokens, self.limits, now, is_traced=is_traced)
-                    self._channel.send(message, state.dp_rank)
-                    state.note_sent(tokens, message.logprob_start_len)
+                    self._send(state, tokens, of_body)
             yield states
         finally:
-            self._groups.leave(places)
             for state in states:
+                if state.place is not None:
+                    self._groups.leave(state.place)
                 self._leave(state)
 
     async def generate_whole(self, request: GenerateRequest) -> RequestState:
@@ -218,7 +218,17 @@ class TokenizerManager:
             self.is_paused = False
             self._channel.send(ContinueGenerationReqInput())
 
-    def _encode_later(self, request: GenerateRequest, state: RequestState) -> None:
+    def _send(self, state: RequestState, tokens: TokenArray, of_body: dict[str, int]) -> None:
+        """Choose the group of a request and send it there; `of_body`: see `DPGroups.enter`."""
+        request, is_traced = state.request, state.trace_context is not None
+        message = tokenized(request, tokens, self.limits, state.created_time, is_traced=is_traced)
+        state.place = self._groups.enter(request, tokens, of_body)
+        self._channel.send(message, state.dp_rank)
+        state.note_sent(tokens, message.logprob_start_len)
+
+    def _encode_later(
+        self, request: GenerateRequest, state: RequestState, of_body: dict[str, int]
+    ) -> None:
         """Start the task that encodes a long text and sends its request."""
 
         async def run() -> None:
@@ -229,10 +239,7 @@ class TokenizerManager:
             )
             if not state.ended:
                 check_prompt(request, tokens, self.limits)
-                is_traced, began = state.trace_context is not None, state.created_time
-                message = tokenized(request, tokens, self.limits, began, is_traced=is_traced)
-                self._channel.send(message, state.dp_rank)
-                state.note_sent(tokens, message.logprob_start_len)
+                self._send(state, tokens, of_body)
 
         def on_done(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
@@ -280,6 +287,9 @@ class TokenizerManager:
         if isinstance(message, ControlReqOutput):
             self.control.deliver(message)
             return
+        if isinstance(message, HeldPagesReport):
+            self._groups.note_pages(message)
+            return
         now = time.monotonic()
         for update in message.outputs:
             state = self._states.get(update.output.rid)
@@ -290,6 +300,8 @@ class TokenizerManager:
                 continue
             fresh = state.apply(update, self._stop_text(state, update.output))
             if fresh:
+                if state.place is not None and state.place.uncomputed:
+                    self._groups.computed(state.place)
                 self._observe_tokens(state, fresh, now)
 
     def _stop_text(self, state: RequestState, output: RequestOutput) -> str:

@@ -160,6 +160,13 @@ class KVEventLog:
         if self._told_key(node) is not None:
             self._note_removed(self._blocks(node), medium)
 
+    def deleted(self, node: TreeNode) -> None:
+        """Note that `node` is about to leave the tree, from the tiers that it is on."""
+        if node.value is not None:
+            self.removed(node, StorageMedium.GPU)
+        if node.host_value is not None:
+            self.removed(node, StorageMedium.CPU)
+
     def forgotten(self, nodes: Iterable[TreeNode]) -> None:
         """Note that the tree is about to forget every node; `nodes` are all of them."""
         if not self._in_store:

@@ -23,7 +23,6 @@ from sglang.srt.mem_cache.tree.tree_node import PoolSlots, TreeNode
 from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.tree.kv_events import KVEventLog
     from sglang.srt.utils.metrics import Counter
 
 
@@ -60,6 +59,22 @@ class NodeKeeper(Protocol):
         """`nodes`, which are all but the root, children before parents, are about to leave."""
 
 
+class TierListener(Protocol):
+    """Gets what happens to the pages of nodes on the device and the host."""
+
+    def stored(self, node: TreeNode, medium: StorageMedium, session_id: str | None = None) -> None:
+        """`node`, which is in the tree, is on `medium` now; `session_id`: see `BlockStored`."""
+
+    def removed(self, node: TreeNode, medium: StorageMedium) -> None:
+        """`node` is about to leave `medium`."""
+
+    def deleted(self, node: TreeNode) -> None:
+        """`node` is about to leave the tree. It may still have slots, if it is condemned."""
+
+    def forgotten(self, nodes: Iterable[TreeNode]) -> None:
+        """The tree is about to forget every node; `nodes` are all of them."""
+
+
 class TieredTree(Protocol):
     """The part of `PrefixTree` that its tiers and kinds of state use; documented there."""
 
@@ -89,12 +104,12 @@ class PoolTier(ABC):
         heap: The nodes that may lose their slots, and no others.
         dependents: Tiers of pools whose slots leave with these.
         evicted: Counts the slots that leave; None: nothing does.
-        medium: The tier's name in events.
-        events: Gets what happens to the slots; None: nobody wants that.
+        medium: The tier's name for listeners.
+        listeners: Get what happens to the slots.
     """
 
     medium: ClassVar[StorageMedium]
-    events: KVEventLog | None = None
+    listeners: Sequence[TierListener] = ()
     first_page = 0
     """Number of padding pages before the first page that may be owned."""
 
@@ -146,8 +161,9 @@ class PoolTier(ABC):
         assert slots is not None and node.parent is not None
         for tier in self.dependents:
             tier.drop(node)
-        if self.events is not None and not node.is_condemned:
-            self.events.removed(node, self.medium)
+        if not node.is_condemned:
+            for one in self.listeners:
+                one.removed(node, self.medium)
         self._clear(node)
         self.heap.discard(node)
         self.heap.offer(node.parent)
@@ -166,11 +182,8 @@ class PoolTier(ABC):
         """Let `node`, which has slots, have none."""
 
     def on_delete(self, node: TreeNode) -> None:
-        """See `NodeKeeper`. A node that is condemned may still have slots, which are of no more
-        use."""
+        """See `NodeKeeper`."""
         self.heap.discard(node)
-        if self.events is not None and self.get(node) is not None:
-            self.events.removed(node, self.medium)
 
     def drop(self, node: TreeNode) -> None:
         """Take the slots of `node`, if it has any, and free them."""
@@ -260,8 +273,8 @@ class DeviceTier(PoolTier):
             return False
         at.set_value(slots)
         at.last_access_time = node.last_access_time
-        if self.events is not None:
-            self.events.stored(node, self.medium, session_id)
+        for one in self.listeners:
+            one.stored(node, self.medium, session_id)
         if at.lock_ref:
             self.protected += slots.numel()
         else:
@@ -353,8 +366,8 @@ class HostTier(PoolTier):
             self.free(slots)
             return False
         at.set_host_value(slots)
-        if self.events is not None:
-            self.events.stored(node, self.medium)
+        for one in self.listeners:
+            one.stored(node, self.medium)
         if at.value is None:
             at.last_access_time = node.last_access_time
         if not is_stored:

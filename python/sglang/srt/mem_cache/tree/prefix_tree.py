@@ -30,6 +30,7 @@ from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.tree.kv_events import KVEventLog
+    from sglang.srt.mem_cache.tree.pool_tier import TierListener
     from sglang.srt.mem_cache.tree.state_component import StateComponent
 
 
@@ -49,6 +50,7 @@ class PrefixTree:
         device: The pages on the device (L1).
         host: The pages on the host (L2), if there is one.
         departed: The prefixes that have left all tiers.
+        events: The log of the arguments.
 
     Raises:
         ValueError: The policy is unknown, or a component does not fit the tree.
@@ -75,11 +77,13 @@ class PrefixTree:
         tree, leaves it or is split; tiers do not matter."""
         self._touched: dict[int, list[TreeNode]] = {}
         """Paths that were used since the last `note_uses`, by the id of their last node."""
+        self._listeners: list[TierListener] = []
         self.keepers: list[NodeKeeper] = []
         self.tiers: list[PoolTier] = []
         self.device = DeviceTier(
             self, "pages on the device", allocator, free=allocator.free_in_order
         )
+        self.device.listeners = self._listeners
         self.components = tuple(components)
         self.components_from_storage = tuple(one for one in components if not one.pages_alone)
         """Those whose states reads from L3 bring."""
@@ -91,7 +95,9 @@ class PrefixTree:
         states = [component.device.pool.size for component in self.components]
         self.sessions.add_tier("device", allocator.size, states)
         self.reset()
-        self.device.events = events
+        self.events = events
+        if events is not None:
+            self.add_listener(events)
 
     def add_host(self, pool: SlotPool, pools: Mapping[str, SlotPool]) -> None:
         """Let nodes have slots on the host too.
@@ -101,16 +107,20 @@ class PrefixTree:
             pools: Host pools of the components' states, by name.
         """
         self.host = HostTier(self, "pages on the host", pool)
-        self.host.events = self.device.events
+        self.host.listeners = self._listeners
         for component in self.components:
             component.add_host(pools[component.pool.spec.name])
         states = [component.host.pool.size for component in self.components]
         self.sessions.add_tier("host", pool.size, states)
 
+    def add_listener(self, listener: TierListener) -> None:
+        """Tell `listener` what happens to pages on the device and the host, from now on."""
+        self._listeners.append(listener)
+
     def reset(self) -> None:
         """Forget every node. The caller clears the pools."""
-        if self.device.events is not None:
-            self.device.events.forgotten(self.nodes())
+        for one in self._listeners:
+            one.forgotten(self.nodes())
         leaving = list(self.nodes())[::-1]
         for keeper in self.keepers:
             keeper.on_reset(leaving)
@@ -240,10 +250,12 @@ class PrefixTree:
             node = parent
 
     def _tell_leaving(self, node: TreeNode) -> None:
-        """Tell all keepers that `node` is about to leave."""
+        """Tell all keepers and listeners that `node` is about to leave."""
         self._walks.clear()
         for keeper in self.keepers:
             keeper.on_delete(node)
+        for one in self._listeners:
+            one.deleted(node)
 
     def condemn(self, node: TreeNode, begin: int) -> int:
         """Take the pages of `node` from token `begin` on, and all nodes below it, out of the tree,

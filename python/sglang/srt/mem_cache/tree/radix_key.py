@@ -175,11 +175,15 @@ class RadixKey:
 
     def page_hashes(self, page_size: int, prior_hash: PageHash | None = None) -> list[PageHash]:
         """Hashes of every whole page, chained to `prior_hash` (or the extra key's seed)."""
+        return list(self.each_page_hash(page_size, prior_hash))
+
+    def each_page_hash(
+        self, page_size: int, prior_hash: PageHash | None = None
+    ) -> Iterator[PageHash]:
+        """The hashes of `page_hashes`, each computed when it is asked for."""
         digest = bytes.fromhex(prior_hash or chain_seed(self.extra_key) or "")
         raw = _bytes_of(self.ids)
         size = page_size * self.ids.itemsize
-        hashes: list[PageHash] = []
         for start in range(0, len(raw) - size + 1, size):
             digest = hashlib.sha256(digest + raw[start : start + size]).digest()
-            hashes.append(PageHash(digest.hex()))
-        return hashes
+            yield PageHash(digest.hex())

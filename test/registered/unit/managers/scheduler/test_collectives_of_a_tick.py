@@ -11,8 +11,12 @@ import torch
 from rigs.caches.memory_ranks import MemoryExchange, PassedOnGroup
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.distributed.rank_group import RankGroup
-from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
-from sglang.srt.messages.io_struct import BatchTokenIDOutput, ShutdownReq, ToScheduler
+from sglang.srt.messages.io_struct import (
+    BatchTokenIDOutput,
+    SchedulerOutput,
+    ShutdownReq,
+    ToScheduler,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

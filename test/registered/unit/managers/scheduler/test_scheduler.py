@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
-from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.messages.io_struct import (
+    BatchTokenIDOutput,
     ControlReqOutput,
     FlushCacheReqInput,
+    SchedulerOutput,
     ShutdownReq,
     ToScheduler,
 )
@@ -124,6 +125,7 @@ class _Lines:
         if isinstance(output, ControlReqOutput):
             self.answers[output.req_id] = output.success
             return
+        assert isinstance(output, BatchTokenIDOutput)
         for one in output.outputs:
             if one.finish_reason is not None:
                 self.reasons[one.rid] = one.finish_reason.type

@@ -3,32 +3,64 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from array import array
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import pytest
 
-from sglang.srt.managers.tokenizer.dp_groups import DPGroups, joined, sums_of
+from sglang.srt.managers.tokenizer import group_prefixes
+from sglang.srt.managers.tokenizer.dp_groups import DPGroups, Place, joined, sums_of
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     GenerateRequest,
     InvalidRequest,
     expand_samples,
 )
+from sglang.srt.managers.tokenizer.group_prefixes import GroupPrefixes
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits, check_request
 from sglang.srt.managers.tokenizer.server_channel import ControlClient
-from sglang.srt.mem_cache.tree.radix_key import token_array
-from sglang.srt.messages.io_struct import ControlReq, ControlReqOutput, FlushCacheReqInput
+from sglang.srt.mem_cache.tree.radix_key import RadixKey, hash_str_to_int64, token_array
+from sglang.srt.messages.cache_key import combine_extra_key
+from sglang.srt.messages.io_struct import (
+    ControlReq,
+    ControlReqOutput,
+    FlushCacheReqInput,
+    HeldPagesReport,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 
-def enter(groups: DPGroups, tokens: int = 10, **fields: Any) -> int:
-    """The group of one request, which stays."""
-    (place,) = groups.enter([GenerateRequest(**fields)], [token_array([1] * tokens)])
-    return place.dp_rank
+PAGE: Final = 4
+
+
+def place(groups: DPGroups, tokens: int | Sequence[int] = 10, **fields: Any) -> Place:
+    """Where a request is, which stays; `tokens` are a prompt or its length."""
+    ids = [1] * tokens if isinstance(tokens, int) else tokens
+    return groups.enter(GenerateRequest(**fields), token_array(ids), {})
+
+
+def enter(groups: DPGroups, tokens: int | Sequence[int] = 10, **fields: Any) -> int:
+    return place(groups, tokens, **fields).dp_rank
+
+
+def by_prefix(size: int, **more: Any) -> DPGroups:
+    return DPGroups(size, "auto", GroupPrefixes(size, PAGE, **more))
+
+
+def hold(groups: DPGroups, dp_rank: int, prompt: Sequence[int], key: str | None = None) -> None:
+    """A group has the whole pages of `prompt`."""
+    groups.note_pages(HeldPagesReport(dp_rank=dp_rank, stored=pages_of(prompt, key)))
+
+
+def pages_of(prompt: Sequence[int], key: str | None = None) -> bytes:
+    hashes = RadixKey(prompt, key).page_hashes(PAGE)
+    return array("q", map(hash_str_to_int64, hashes)).tobytes()
 
 
 def test_round_robin_takes_turns_but_where_a_client_names_a_group() -> None:
@@ -40,41 +72,49 @@ def test_round_robin_takes_turns_but_where_a_client_names_a_group() -> None:
 
 @pytest.mark.parametrize(
     ("method", "found"),
-    [
-        ("total_requests", [0, 1, 1, 0, 1]),
-        ("total_tokens", [0, 1, 1, 1, 1]),
-        ("auto", [0, 1] + [1] * 3),
-    ],
+    [("total_requests", [0, 1, 0, 1]), ("total_tokens", [1, 1, 1, 1]), ("auto", [1, 1, 1, 1])],
 )
 def test_the_least_loaded_group_is_chosen(method: str, found: list[int]) -> None:
     groups = DPGroups(2, method)
-    long = groups.enter([GenerateRequest()], [token_array([1] * 100)])
-    assert [long[0].dp_rank, *(enter(groups) for _ in range(4))] == (
-        [0, 1, 0, 1, 0] if method == "total_requests" else found
-    )
+    long = place(groups, 100)
+    other = enter(groups)
+    assert (long.dp_rank, other) == (0, 1)
+    assert [enter(groups) for _ in found] == found
     groups.leave(long)
     assert enter(groups) == 0, "the load of a request ends with it"
 
 
-def test_loads_end_at_nothing_and_texts_count_by_their_length() -> None:
-    groups = DPGroups(2, "total_tokens")
-    bodies = [
-        groups.enter([GenerateRequest(text="a" * 4000)], [None]),
-        groups.enter([GenerateRequest(dp_rank=1)] * 3, [token_array([1] * 5)] * 3),
-    ]
-    assert [[place.tokens for place in body] for body in bodies] == [[1000], [5, 5, 5]]
-    for body in bodies:
-        groups.leave(body)
-    assert [(load.requests, load.tokens) for load in groups._loads] == [(0, 0)] * 2
+def test_total_tokens_counts_prompts_and_auto_what_is_to_be_computed() -> None:
+    prompt = [*range(40)]
+    for groups, found in ((DPGroups(2, "total_tokens"), 1), (by_prefix(2), 0)):
+        hold(groups, 0, prompt)
+        assert enter(groups, prompt) == 0
+        assert enter(groups, [7] * 30) == 1
+        assert enter(groups, [8] * 20) == found
 
 
-def test_samples_are_where_their_prompt_is_computed() -> None:
+def test_loads_end_at_nothing() -> None:
+    groups = by_prefix(2)
+    hold(groups, 1, [1] * 8)
+    places = [place(groups, 20, dp_rank=1), place(groups, 5, dp_rank=1), place(groups, [9] * 5)]
+    assert [one.uncomputed for one in places] == [12, 1, 5]
+    groups.computed(places[0])
+    assert [load.uncomputed for load in groups._loads] == [5, 1]
+    groups.computed(places[0])
+    for one in places:
+        groups.leave(one)
+    assert [(one.requests, one.tokens, one.uncomputed) for one in groups._loads] == [(0, 0, 0)] * 2
+
+
+def test_samples_are_where_their_prompt_is_computed_and_compute_nothing() -> None:
     groups = DPGroups(4, "round_robin")
     params = SamplingParams(n=3)
     prompts = [GenerateRequest(rid=rid, text="a", sampling_params=params) for rid in "ab"]
-    samples = expand_samples(prompts)
-    places = groups.enter(samples, [None] * 6)
-    assert [place.dp_rank for place in places] == [0, 0, 0, 1, 1, 1]
+    of_body: dict[str, int] = {}
+    tokens = token_array([1] * 5)
+    places = [groups.enter(one, tokens, of_body) for one in expand_samples(prompts)]
+    assert [one.dp_rank for one in places] == [0, 0, 0, 1, 1, 1]
+    assert [one.uncomputed for one in places] == [5, 0, 0] * 2
 
 
 def test_a_session_comes_back_to_its_group_while_that_has_its_share_of_the_load() -> None:
@@ -82,9 +122,9 @@ def test_a_session_comes_back_to_its_group_while_that_has_its_share_of_the_load(
     names = [f"session {number}" for number in range(400)]
     own = {}
     for name in names:
-        places = groups.enter([GenerateRequest(session_id=name)], [token_array([1])])
-        own[name] = places[0].dp_rank
-        groups.leave(places)
+        one = place(groups, session_id=name)
+        own[name] = one.dp_rank
+        groups.leave(one)
     assert all(60 < count < 140 for count in Counter(own.values()).values()), "spread evenly"
     first = own[names[0]]
     stay = [enter(groups, session_id=names[0]) for _ in range(40)]
@@ -95,11 +135,139 @@ def test_a_session_comes_back_to_its_group_while_that_has_its_share_of_the_load(
     assert enter(DPGroups(4, "round_robin"), session_id=names[0]) == 0, "auto alone knows sessions"
 
 
+def test_a_request_goes_to_the_longest_prefix() -> None:
+    groups = by_prefix(3)
+    prompt = [*range(20)]
+    hold(groups, 1, prompt[:8])
+    hold(groups, 2, prompt[:17])
+    for prefix, found in ((prompt, 2), (prompt[:6], 1), ([9] * 20, 0)):
+        one = place(groups, prefix)
+        assert one.dp_rank == found
+        groups.leave(one)
+    one = place(groups, prompt)
+    assert one.uncomputed == 4, "16 tokens are in whole pages"
+    groups.leave(one)
+    assert enter(groups, prompt, dp_rank=0) == 0, "a client's choice comes first"
+
+
+def test_a_session_comes_before_a_prefix() -> None:
+    groups = by_prefix(2)
+    one = place(groups, session_id="s")
+    groups.leave(one)
+    prompt = [*range(20)]
+    hold(groups, 1 - one.dp_rank, prompt)
+    assert enter(groups, prompt, session_id="s") == one.dp_rank
+
+
+def test_a_group_that_is_overloaded_loses_the_request_to_the_next() -> None:
+    groups = by_prefix(2)
+    prompt = [*range(16)]
+    hold(groups, 1, prompt)
+    # A repeated prompt computes nothing: the number of requests alone limits the group.
+    found = [enter(groups, prompt) for _ in range(40)]
+    assert found[:8] == [1] * 8
+    assert 0 in found
+    counts = Counter(found)
+    assert counts[1] < 1.25 * 41 / 2 + 4 + 1
+
+
+def test_a_group_with_much_to_compute_loses_the_request_to_the_next() -> None:
+    groups = by_prefix(2)
+    prompt = [*range(16)]
+    hold(groups, 1, prompt)
+    busy = place(groups, [9] * 40, dp_rank=1)
+    assert enter(groups, prompt) == 1, "40 tokens wait, of 3 x 16 that another would compute"
+    waits = place(groups, [8] * 20, dp_rank=1)
+    assert enter(groups, prompt) == 0
+    groups.computed(waits)
+    groups.computed(busy)
+    assert enter(groups, prompt) == 1, "they are computed"
+
+
+def test_equal_prompts_with_other_keys_are_other_prefixes() -> None:
+    groups = by_prefix(2)
+    prompt = [*range(16)]
+    hold(groups, 1, prompt, combine_extra_key("a", "b"))
+    for fields, found in (
+        ({"extra_key": "a", "cache_salt": "b"}, 1),
+        ({"extra_key": "a"}, 0),
+        ({}, 0),
+    ):
+        one = place(groups, prompt, **fields)
+        assert one.dp_rank == found
+        groups.leave(one)
+
+
+def test_evicted_prefixes_are_forgotten() -> None:
+    groups = by_prefix(2)
+    prompt = [*range(16)]
+    hold(groups, 1, prompt)
+    groups.note_pages(HeldPagesReport(dp_rank=1, removed=pages_of(prompt)[8:]))
+    one = place(groups, prompt)
+    assert (one.dp_rank, one.uncomputed) == (1, 12)
+    groups.leave(one)
+    report = HeldPagesReport(dp_rank=1, is_cleared=True, stored=pages_of([5] * 8))
+    groups.note_pages(report)
+    assert enter(groups, prompt) == 0, "a flush"
+    assert enter(groups, [5] * 8) == 1, "what came after it"
+
+
+def test_full_knowledge_keeps_beginnings_and_learns_again_when_pages_leave() -> None:
+    prefixes = GroupPrefixes(2, PAGE, most_pages=6)
+    first, second = [*range(8)], [*range(50, 66)]
+    for prompt in (first, second):
+        prefixes.apply(HeldPagesReport(dp_rank=1, stored=pages_of(prompt)))
+    assert prefixes.lengths(token_array(first), None) == [0, 8]
+    assert prefixes.lengths(token_array(second), None) == [0, 4], "its share is three pages"
+    prefixes.apply(HeldPagesReport(dp_rank=1, removed=pages_of(first)))
+    prefixes.apply(HeldPagesReport(dp_rank=1, stored=pages_of(second)[8:]))
+    assert prefixes.lengths(token_array(second), None) == [0, 12]
+    prefixes.apply(HeldPagesReport(dp_rank=0, stored=pages_of(second)))
+    assert prefixes.lengths(token_array(second), None) == [12, 12], "each group has its share"
+
+
+def test_prompts_alone_teach_nothing_and_are_hashed_no_further_than_they_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = by_prefix(8)
+    prompt = [*range(400)]
+    for dp_rank in range(8):
+        hold(groups, dp_rank, prompt[: 4 * dp_rank])
+    hashed: list[int] = []
+
+    def counted(data: bytes = b"") -> Any:
+        hashed.append(len(data))
+        return real(data)
+
+    real = hashlib.sha256
+    monkeypatch.setattr(hashlib, "sha256", counted)
+    place(groups, prompt)
+    assert len(hashed) == 8, "once for each page that any of eight groups has, and one more"
+    hashed.clear()
+    for seed in range(100):
+        place(groups, [seed + 1000] * 400)
+    assert len(hashed) == 100
+    prefixes = groups._prefixes
+    assert prefixes is not None
+    assert sum(map(len, prefixes._held)) == sum(range(8)), "a stranger teaches nothing"
+
+
+def test_a_prompt_of_many_small_pages_is_looked_up_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group_prefixes, "_MOST_HASHED", 3)
+    groups = by_prefix(2)
+    hold(groups, 1, [1] * 40)
+    one = place(groups, 40)
+    assert (one.dp_rank, one.uncomputed) == (1, 28)
+
+
 def test_a_server_of_one_group_counts_nothing() -> None:
     groups = DPGroups()
-    places = groups.enter([GenerateRequest(session_id="s")] * 3, [None] * 3)
-    assert {place.dp_rank for place in places} == {0}
-    groups.leave(places[:1])
+    one = place(groups, session_id="s")
+    assert one.dp_rank == 0
+    groups.leave(one)
+    assert place(groups) is one
     assert groups._loads[0].requests == 0
 
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
+from array import array
 from collections import defaultdict
 from typing import Any
 
 import pytest
+import zmq
 
-from rigs.servers.fake_engine import fake_engine
+from rigs.servers.fake_engine import PAGE_SIZE, fake_engine
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, expand_samples
 from sglang.srt.managers.tokenizer.prompt_encoder import SHORT_CHARS
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
-from sglang.srt.messages.io_struct import AbortReq, ShutdownReq, TokenizedGenerateReqInput
+from sglang.srt.mem_cache.tree.radix_key import RadixKey, hash_str_to_int64, token_array
+from sglang.srt.messages.io_struct import (
+    AbortReq,
+    HeldPagesReport,
+    ShutdownReq,
+    TokenizedGenerateReqInput,
+    encode,
+)
+from sglang.srt.messages.ipc import push_socket
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -44,7 +55,8 @@ async def body(manager: TokenizerManager, rng: random.Random, name: str) -> None
     way = rng.choice(("read", "read", "abort", "leave", "leave at once"))
     with manager.submit(requests) as states:
         if "dp_rank" in fields:
-            assert {state.dp_rank for state in states} == {fields["dp_rank"]}
+            sent = {state.dp_rank for state in states if state.is_sent}
+            assert sent <= {fields["dp_rank"]}
         if way == "leave at once":
             return
         await asyncio.sleep(rng.random() * 0.01)
@@ -77,8 +89,10 @@ def test_each_request_is_in_one_group_and_no_load_is_left(method: str, seed: int
             while manager._leaving:
                 await asyncio.sleep(0.001)
             assert not manager.num_requests
-            loads = [(load.requests, load.tokens) for load in manager._groups._loads]
-            assert loads == [(0, 0)] * GROUPS
+            loads = [
+                (load.requests, load.tokens, load.uncomputed) for load in manager._groups._loads
+            ]
+            assert loads == [(0, 0, 0)] * GROUPS
             await manager.abort_all()
             await manager.shut_down_scheduler(1.0)
             await manager.close()
@@ -119,5 +133,59 @@ def test_the_requests_of_a_body_go_where_they_were_placed() -> None:
                     if isinstance(message, TokenizedGenerateReqInput)
                 ]
                 assert got == [f"{scheduler.dp_rank}"]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_prompt_counts_as_computed_from_its_first_token_on() -> None:
+    async def run() -> None:
+        with fake_engine(num_groups=2) as engine:
+            manager = engine.manager()
+            await manager.start()
+            for one in engine.schedulers:
+                one.hold_after = 1
+            loads = manager._groups._loads
+            request = GenerateRequest(text="abc", stream=True)
+            with manager.submit([request]) as (state,):
+                assert [load.uncomputed for load in loads] == [3, 0]
+                await state.wait_for_output()
+                assert [load.uncomputed for load in loads] == [0, 0]
+                assert [load.tokens for load in loads] == [3, 0]
+            assert [load.tokens for load in loads] == [0, 0]
+            await manager.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize("text", ["abcdefgh" * 2, "abcdefgh" * (SHORT_CHARS // 8 + 1)])
+def test_texts_of_any_length_go_where_their_prefix_is(text: str) -> None:
+    """Long texts are tokenized by another thread."""
+
+    async def run() -> None:
+        with fake_engine(num_groups=GROUPS) as engine:
+            manager = engine.manager()
+            manager.limits = dataclasses.replace(
+                manager.limits, context_len=10 * len(text), max_input_len=9 * len(text)
+            )
+            await manager.start()
+            ids = token_array(engine.tokenizer.encode(text))
+            pages = RadixKey(ids).page_hashes(PAGE_SIZE)
+            report = HeldPagesReport(
+                dp_rank=2, stored=array("q", map(hash_str_to_int64, pages)).tobytes()
+            )
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            with push_socket(context, engine.ipc.server_input) as socket:
+                socket.send(encode(report))
+            prefixes = manager._groups._prefixes
+            assert prefixes is not None
+            while prefixes.lengths(ids, None)[2] == 0:
+                await asyncio.sleep(0.001)
+            params = SamplingParams(max_new_tokens=1, n=2)
+            requests = expand_samples([GenerateRequest(text=text, sampling_params=params)])
+            with manager.submit(requests) as states:
+                await asyncio.gather(*map(end_of, states))
+                assert [state.dp_rank for state in states] == [2, 2]
+            await manager.close()
+            context.term()
 
     asyncio.run(asyncio.wait_for(run(), 60))

@@ -11,10 +11,9 @@ import pytest
 
 from rigs.call_counts import CallCounts, uncounted
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
-from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.srt.messages.io_struct import ShutdownReq, Tick, ToScheduler
+from sglang.srt.messages.io_struct import SchedulerOutput, ShutdownReq, Tick, ToScheduler
 from sglang.srt.utils.parts import Parts
 from sglang.test.ci.ci_register import register_cpu_ci
 

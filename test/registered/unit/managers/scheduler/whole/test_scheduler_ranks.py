@@ -20,13 +20,13 @@ from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constrained.grammar import Grammar, GrammarTicket
 from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.managers.scheduler.requests.stop_finder import StopFinder, StopRegexTooSlow
-from sglang.srt.managers.scheduler.scheduler import SchedulerOutput
 from sglang.srt.messages.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
     ControlReqOutput,
     FinishReason,
     FlushCacheReqInput,
+    SchedulerOutput,
     ShutdownReq,
     Tick,
     ToScheduler,
@@ -269,6 +269,7 @@ class Script:
         if isinstance(output, ControlReqOutput):
             self.answers.append(output.req_id)
             return
+        assert isinstance(output, BatchTokenIDOutput)
         self.ended += [one.rid for one in output.outputs if one.finish_reason is not None]
 
 
