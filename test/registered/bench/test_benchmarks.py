@@ -93,6 +93,16 @@ def test_simulate_store_divides_prompts_between_a_slow_store_and_the_device() ->
     assert [one["cut"] > 0 for one in runs] == [False, True, False, True]
 
 
+def test_simulate_groups_finds_most_by_prefix() -> None:
+    runs = run("simulate", "groups", "--groups", "4", "--fractions", "1")
+    by_case = {one["case"]: one for one in runs}
+    rates = {case: one["hit_rate"] for case, one in by_case.items()}
+    assert rates["round_robin"] < rates["sessions"] < rates["auto"] <= rates["bound"]
+    assert by_case["auto"]["first_token"] < by_case["total_tokens"]["first_token"]
+    known = [one["hit_rate"] + one["l3"] for one in runs]
+    assert max(known) - min(known) < 0.02, "L3 has what any group had"
+
+
 def test_simulate_trace_stops_in_time(tmp_path: Path) -> None:
     """Run as a typed command; the other benchmarks are forked."""
     output = tmp_path / "hits.jsonl"

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_PAGES: Final = 2_000_000
 """Most pages that are known, in about 150 MB."""
-_MOST_HASHED: Final = 4096
+_MOST_HASHED: Final = 2048
 """Most pages of a prompt that are looked up, in a few milliseconds."""
 
 
