@@ -6,12 +6,11 @@ fixed time a token. All requests come so fast that the groups would be busy for 
 without any cache. What a group lacks comes from the shared L3 if any group had it before: `l3` is
 that share, and costs as much as computing in the times here.
 
-`bound` has one cache of all groups' memory, and places by `total_tokens`. `sessions` is `auto`
-without knowledge of prefixes; prompts that begin with the same block are a session.
-`auto_unstreamed` learns that a prompt is computed only from the end of its answer. Loads are means
-over windows: the most tokens computed by a group, divided by the mean of the groups.
+`bound` has one cache of all groups' memory, and places by `total_tokens`. `auto_unstreamed` learns
+that a prompt is computed only from the end of its answer. Loads are means over windows: the most
+tokens computed by a group, divided by the mean of the groups.
 
-3 minutes for the whole synthetic trace.
+A minute for the whole synthetic trace.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ _DECODE_S: Final = 0.02
 """Seconds of an output token."""
 _BUSY: Final = 0.9
 _WINDOW_S: Final = 60.0
-_METHODS: Final = {
-    "bound": "total_tokens", "sessions": "auto", "auto_sessions": "auto", "auto_unstreamed": "auto"
-}  # fmt: skip
+_METHODS: Final = {"bound": "total_tokens", "auto_unstreamed": "auto"}
 _CASES: Final = ("round_robin", "total_requests", "total_tokens", "auto", *_METHODS)
 
 
@@ -102,7 +99,6 @@ class _Prompt:
     at_s: float
     tokens: int
     path: PagePath
-    session: str
     decode_s: float
 
 
@@ -123,7 +119,6 @@ class _Server:
         method = _METHODS.get(case, case)
         prefixes = self._known if case.startswith("auto") else None
         self._groups = DPGroups(num_groups, method, prefixes)
-        self._has_sessions = case.endswith("sessions")
         self._is_streamed = case != "auto_unstreamed"
         self._caches = [_Cache(pages // num_groups) for _ in range(num_groups)]
         if case == "bound":
@@ -138,8 +133,7 @@ class _Server:
     def send(self, prompt: _Prompt) -> None:
         self._advance(prompt.at_s)
         self._known.found = [cache.match(prompt.path) for cache in self._caches]
-        request = GenerateRequest(session_id=prompt.session if self._has_sessions else None)
-        place = self._groups.enter(request, np.zeros(prompt.tokens, np.uint32), {})
+        place = self._groups.enter(GenerateRequest(), np.zeros(prompt.tokens, np.uint32), {})
         dp_rank = place.dp_rank
         hit = self._known.found[dp_rank]
         new = prompt.tokens - hit
@@ -184,7 +178,6 @@ def _prompts(
             request.timestamp_ms * scale,
             tokens,
             PagePath(first + path.pages, shared + path.usable),
-            str(request.hash_ids[:1]),
             request.output_length * _DECODE_S,
         )
 

@@ -97,7 +97,7 @@ def test_simulate_groups_finds_most_by_prefix() -> None:
     runs = run("simulate", "groups", "--groups", "4", "--fractions", "1")
     by_case = {one["case"]: one for one in runs}
     rates = {case: one["hit_rate"] for case, one in by_case.items()}
-    assert rates["round_robin"] < rates["sessions"] < rates["auto"] <= rates["bound"]
+    assert 1.3 * max(rates["round_robin"], rates["total_tokens"]) < rates["auto"] <= rates["bound"]
     assert by_case["auto"]["first_token"] < by_case["total_tokens"]["first_token"]
     known = [one["hit_rate"] + one["l3"] for one in runs]
     assert max(known) - min(known) < 0.02, "L3 has what any group had"

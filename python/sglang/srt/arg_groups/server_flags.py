@@ -259,7 +259,7 @@ class ServerFlags(
     enable_dp_attention: bool = flag(False, "Implied by --attn-dp-size above 1.")
     load_balance_method: str = flag(
         "auto",
-        "How a group is chosen for a request; auto: by its session_id, else by the longest prefix.",
+        "How a group is chosen for a request; auto: by the longest prefix.",
         choices=LOAD_BALANCE_METHODS,
     )
     nnodes: int = flag(1, "Number of machines, each with equally many ranks.")

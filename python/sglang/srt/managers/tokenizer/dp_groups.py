@@ -6,12 +6,9 @@ A DP group is a scheduler with ranks, requests and a cache of its own. A server 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
-
-import xxhash
 
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.group_prefixes import GroupPrefixes
@@ -109,10 +106,10 @@ class DPGroups:
         if self._prefixes is not None:
             key = combine_extra_key(request.extra_key, request.cache_salt)
             new = [len(tokens) - had for had in self._prefixes.lengths(tokens, key)]
-        dp_rank = self._choose(request, new) if request.dp_rank is None else request.dp_rank
+        dp_rank = self._choose(new) if request.dp_rank is None else request.dp_rank
         return Place(dp_rank, len(tokens), new[dp_rank])
 
-    def _choose(self, request: GenerateRequest, new: Sequence[int]) -> int:
+    def _choose(self, new: Sequence[int]) -> int:
         """`new` are the tokens of the prompt that each group would have to compute."""
         loads, groups = self._loads, range(self.size)
         if self._method == "round_robin":
@@ -123,9 +120,6 @@ class DPGroups:
         if self._method == "total_tokens":
             return min(groups, key=lambda one: (loads[one].tokens, loads[one].requests))
         share = _MOST_LOAD * (1 + sum(load.requests for load in loads)) / self.size
-        own = self._group_of_session(request)
-        if own is not None and loads[own].requests < math.ceil(share):
-            return own
         return min(
             (one for one in groups if loads[one].requests < share + _MORE_LOAD),
             key=lambda one: (
@@ -133,13 +127,6 @@ class DPGroups:
                 loads[one].requests,
             ),
         )
-
-    def _group_of_session(self, request: GenerateRequest) -> int | None:
-        """The group of the request's session, in which its prefix is; None: there is none."""
-        if request.session_id is None:
-            return None
-        own = xxhash.xxh3_64_intdigest(request.session_id.encode(errors="surrogatepass"))
-        return own % self.size
 
 
 def joined(answers: Sequence[ControlReqOutput]) -> ControlReqOutput:

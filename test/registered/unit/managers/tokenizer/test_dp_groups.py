@@ -117,24 +117,6 @@ def test_samples_are_where_their_prompt_is_computed_and_compute_nothing() -> Non
     assert [one.uncomputed for one in places] == [5, 0, 0] * 2
 
 
-def test_a_session_comes_back_to_its_group_while_that_has_its_share_of_the_load() -> None:
-    groups = DPGroups(4)
-    names = [f"session {number}" for number in range(400)]
-    own = {}
-    for name in names:
-        one = place(groups, session_id=name)
-        own[name] = one.dp_rank
-        groups.leave(one)
-    assert all(60 < count < 140 for count in Counter(own.values()).values()), "spread evenly"
-    first = own[names[0]]
-    stay = [enter(groups, session_id=names[0]) for _ in range(40)]
-    assert stay[0] == first
-    counts = Counter(stay)
-    assert max(counts.values()) <= 13, "at most 1.25 times the mean"
-    assert counts[first] == 13
-    assert enter(DPGroups(4, "round_robin"), session_id=names[0]) == 0, "auto alone knows sessions"
-
-
 def test_a_request_goes_to_the_longest_prefix() -> None:
     groups = by_prefix(3)
     prompt = [*range(20)]
@@ -150,13 +132,15 @@ def test_a_request_goes_to_the_longest_prefix() -> None:
     assert enter(groups, prompt, dp_rank=0) == 0, "a client's choice comes first"
 
 
-def test_a_session_comes_before_a_prefix() -> None:
+def test_a_session_changes_nothing_for_its_prefix_tells_more() -> None:
     groups = by_prefix(2)
-    one = place(groups, session_id="s")
-    groups.leave(one)
     prompt = [*range(20)]
-    hold(groups, 1 - one.dp_rank, prompt)
-    assert enter(groups, prompt, session_id="s") == one.dp_rank
+    hold(groups, 1, prompt)
+    for session_id in ("s", "t", "u", "v"):
+        one = place(groups, prompt, session_id=session_id)
+        assert one.dp_rank == 1
+        groups.leave(one)
+    assert [enter(groups, session_id="s") for _ in range(4)] == [0, 1, 0, 1]
 
 
 def test_a_group_that_is_overloaded_loses_the_request_to_the_next() -> None:
