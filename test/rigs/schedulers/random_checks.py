@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from rigs.caches.storage_rigs import counts as counter_values
 from rigs.schedulers import checkable_model
+from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
 from rigs.schedulers.random_requests import Sent
 from rigs.schedulers.scheduler_rig import Collected
 from rigs.stores.object_store import IN_PLACE, ObjectStore
@@ -112,3 +116,40 @@ def _written_here(attached: AttachedStore, pages: list[str]) -> list[str]:
         return pages
     name = shards.objects[0].name
     return [page for page in pages if shards.writes(f"{page}/{name}")]
+
+
+def counts_of(rig: CheckableRig) -> Counter[str]:
+    """What a scheduler and its cache did."""
+    counts, counters = Counter[str](), rig.scheduler.state.counters
+    worker = rig.worker
+    assert isinstance(worker, CheckableWorker)
+    counts["positions checked"] += worker.num_checked
+    counts["prompts cached whole"] += worker.num_whole
+    counts["steps from a state of the tree"] += worker.num_continued
+    counts["retractions"] += counters.retractions
+    counts["started again"] += counters.redone
+    counts["wrong contexts"] += worker.num_wrong
+    counts["drafts accepted"] += worker.num_accepted
+    counts["drafts rejected"] += worker.num_rejected
+    counts["verifications ahead"] += worker.num_ahead
+    counts["prefill batches"] += counters.prefill_batches
+    counts["decode steps"] += counters.decode_steps
+    tree = rig.tree
+    states = tree.state_metrics
+    if states is not None:
+        for metric, name in (
+            (states.evicted, "states evicted from"),
+            (states.snapshots, "snapshots of"),
+        ):
+            counts.update({f"{name} {what}": int(n) for what, n in counter_values(metric).items()})
+    if isinstance(tree, HiRadixCache):
+        for metric, name in (
+            (tree.metrics.prefetch_outcomes, "read"),
+            (tree.metrics.backup_outcomes, "write"),
+            (tree.metrics.evicted, "evicted from"),
+            (tree.metrics.dropped, "dropped"),
+            (tree.metrics.checked_pages, "checked"),
+            (tree.metrics.load_back, "loaded"),
+        ):
+            counts.update({f"{name} {what}": int(n) for what, n in counter_values(metric).items()})
+    return counts

@@ -178,7 +178,7 @@ class RandomRanks(RandomScheduler):
         wrap_group: WrapGroup = lambda group: group,
         has_referee: bool = True,
     ) -> None:
-        super().__init__(seed, setup)
+        super().__init__(seed, setup, num_groups=1)
         self._seed = seed
         self._num_ranks = ranks
         self._wrap_group = wrap_group
@@ -187,7 +187,7 @@ class RandomRanks(RandomScheduler):
         self._referees = MemoryExchange(ranks, _DEADLINE_S)
         self._ranks: list[_Rank] = []
 
-    def _make_rig(self) -> CheckableRig:
+    def _make_rig(self, group: int) -> CheckableRig:
         for rank in range(1, self._num_ranks):
             self._ranks.append(_Rank(partial(self._rank_rig, rank), self._fail))
             self._ranks[-1].start()

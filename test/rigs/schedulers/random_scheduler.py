@@ -9,6 +9,9 @@ administration, and moods of the store. Each tick compares all outputs with the 
 ownership is checked every few ticks, and whenever the scheduler is idle. All is real except the
 model's arithmetic, the store, and the engine's timers, which are too long for ticks of 1 ms.
 
+Some seeds have several DP groups: schedulers with pools and a tree of their own over one store, at
+unlike speeds, behind the server process's choice of a group.
+
 A run is a function of its seed, except for the progress of copies and transfers in other threads.
 """
 
@@ -17,20 +20,21 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from rigs.caches.host_damage import flip_any
-from rigs.caches.storage_rigs import counts as counter_values
+from rigs.mixed.front_door import FrontDoor
 from rigs.schedulers import random_seeds
-from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
+from rigs.schedulers.checkable_worker import CheckableRig
 from rigs.schedulers.random_checks import (
     assert_stored,
     assert_unpinned,
     assert_whole,
     assert_words,
+    counts_of,
 )
 from rigs.schedulers.random_requests import RandomRequests, Sent
 from rigs.schedulers.random_seeds import Outcome
@@ -96,13 +100,19 @@ class RandomScheduler:
             the contract of `HiCacheStorage` too: too few results, wrong types, any exception from
             attaching, clearing and closing.
         setup: Replaces the configuration that the seed chooses.
+        num_groups: Number of DP groups; None: the seed chooses it.
     """
 
-    def __init__(self, seed: int, setup: Setup | None = None) -> None:
+    def __init__(
+        self, seed: int, setup: Setup | None = None, num_groups: int | None = None
+    ) -> None:
         self.rng = random.Random(seed)
         # Drawn apart, so that the rest of a run stays that of its seed.
         self._pausing = random.Random(f"{seed} pauses")
+        grouping = random.Random(f"{seed} groups")
         self.setup = setup or Setup.draw(self.rng)
+        drawn = grouping.choice((1, 1, 2, 2, 3))
+        self._door = FrontDoor(grouping, num_groups or drawn, self.setup.page_size)
         kind = ObjectFolder if self.setup.backend == FILE else ObjectStore
         self.store = kind(seed, damages=self.setup.verify_checksum, breaks_contract=seed % 2 == 1)
         self.outcome = SchedulerOutcome(setup=self.setup)
@@ -110,7 +120,8 @@ class RandomScheduler:
         self._watchdog = Watchdog()
         self._sent: dict[str, Sent] = {}
         """Requests that have not ended."""
-        self._unanswered: set[str] = set()
+        self._unanswered: Counter[str] = Counter()
+        """Control requests, and the groups that have not answered."""
         # Penalties count tokens at the launch of a step, and a lagging device tells them later.
         self._requests = RandomRequests(
             self.rng, self.setup.page_size, penalises=not self.setup.most_lag_s
@@ -118,15 +129,16 @@ class RandomScheduler:
         self._working_steps = 0
         self._num_controls = 0
         self._is_draining = False
-        self._epoch = -1
-        self._epoch_began = 0.0
-        """Start of the tick in which the tree began the epoch, in `time.monotonic()` seconds."""
-        self._rig: CheckableRig | None = None
+        self._epochs: dict[CheckableRig, tuple[int, float]] = {}
+        """Of each tree the epoch, and the start of the tick in which it began, in
+        `time.monotonic()` seconds."""
+        self.rigs: list[CheckableRig] = []
+        """Those of the groups."""
 
     @property
     def rig(self) -> CheckableRig:
-        assert self._rig is not None, "within `run`"
-        return self._rig
+        """That of the first group."""
+        return self.rigs[0]
 
     def run(self, steps: int = STEPS_PER_SEED) -> SchedulerOutcome:
         """Run about `steps` ticks. Raises for any wrong result."""
@@ -137,8 +149,9 @@ class RandomScheduler:
             stack.enter_context(log_kept(self._log))
             stack.enter_context(self._watchdog)
             stack.enter_context(self.store)
-            self._rig = self._make_rig()
-            stack.callback(self._rig.close)
+            for group in range(self._door.num_groups):
+                self.rigs.append(self._make_rig(group))
+                stack.callback(self.rigs[-1].close)
             stack.callback(self.store.release)
             stack.callback(self.store.set_mood, "quick")
             try:
@@ -149,8 +162,10 @@ class RandomScheduler:
         self.outcome.seconds = time.monotonic() - began
         return self.outcome
 
-    def _make_rig(self) -> CheckableRig:
-        rig = CheckableRig(BUILTIN_MODEL_DIR, **self.setup.rig_args())
+    def _make_rig(self, group: int) -> CheckableRig:
+        rig = CheckableRig(
+            BUILTIN_MODEL_DIR, held_pages=self._door.notes[group], **self.setup.rig_args()
+        )
         self.setup.slow_down(rig.tree, random.Random(self.rng.random()))
         return rig
 
@@ -171,6 +186,7 @@ class RandomScheduler:
         rate = rng.choice((0.05, 0.2, 0.6))
         most = rng.choice((3, 12, 30))
         self.store.set_mood(rng.choice(_MOODS))
+        self._door.draw_favourite()
         if rng.random() < 0.7:
             # Prompts that only L3 has after a flush.
             self._step(*self._send(self._requests.draw_again(self.rig.scheduler.state.limits)))
@@ -185,27 +201,19 @@ class RandomScheduler:
             if rng.random() < 0.08:
                 self._move_store()
             if self.setup.damages_l2 and rng.random() < 0.1:
-                self.outcome.counts["damaged in L2"] += flip_any(self.rig.tree, rng)
+                for rig in self.rigs:
+                    self.outcome.counts["damaged in L2"] += flip_any(rig.tree, rng)
             if self._pausing.random() < (0.15 if self._is_paused else 0.01):
                 messages.insert(0, self._pause_or_continue())
             self._step(*messages)
 
     def _step(self, *messages: ToScheduler) -> None:
-        """Run one tick, and check the invariants after it."""
-        rig, state = self.rig, self.rig.scheduler.state
-        before = state.counters.prefill_batches + state.counters.decode_steps
-        was_paused = self._is_paused
-        began = time.monotonic()
-        with self._watchdog.within(_HANG_S):
-            rig.step(*messages)
+        """Run one tick of each group, and check the invariants after it."""
+        boxes = self._door.deliver(messages)
         self.outcome.steps += 1
-        self._working_steps += state.counters.prefill_batches + state.counters.decode_steps - before
-        if was_paused and self._is_paused:
-            done = state.counters.prefill_batches + state.counters.decode_steps
-            assert done == before and state.in_flight is None, "a step in a pause"
-        tree = rig.tree
-        if isinstance(tree, HiRadixCache) and tree.store.epoch != self._epoch:
-            self._epoch, self._epoch_began = tree.store.epoch, began
+        for rig, box in zip(self.rigs, boxes, strict=True):
+            if not self._door.may_skip(rig, box):
+                self._step_group(rig, box)
         self._take_answers()
         for rid in list(self._sent):
             self._look_at(rid)
@@ -213,19 +221,35 @@ class RandomScheduler:
             f"two pages were written to L3 under one key: {self.store.contradictions[0]}"
         )
         if self.rng.random() < 0.2:
-            rig.check()
-        if rig.scheduler.poll_timeout_ms():
+            for rig in self.rigs:
+                rig.check()
+        if all(rig.scheduler.poll_timeout_ms() for rig in self.rigs):
             time.sleep(_IDLE_S)
+
+    def _step_group(self, rig: CheckableRig, messages: Sequence[ToScheduler]) -> None:
+        state, control = rig.scheduler.state, rig.scheduler._control
+        before = state.counters.prefill_batches + state.counters.decode_steps
+        was_paused = control.is_paused
+        began = time.monotonic()
+        with self._watchdog.within(_HANG_S):
+            rig.step(*messages)
+        self._door.hear(rig)
+        done = state.counters.prefill_batches + state.counters.decode_steps
+        self._working_steps += done - before
+        if was_paused and control.is_paused:
+            assert done == before and state.in_flight is None, "a step in a pause"
+        tree = rig.tree
+        if isinstance(tree, HiRadixCache) and tree.store.epoch != self._epochs.get(rig, (-1, 0))[0]:
+            self._epochs[rig] = tree.store.epoch, began
 
     def _come_to_rest(self) -> None:
         """Run until idle, and check that nothing is left over."""
-        rig = self.rig
         if self.rng.random() < 0.7:
             self.store.set_mood("quick")
         began, steps = time.monotonic(), 0
         if self._is_paused:
             self._step(self._pause_or_continue())
-        while self._sent or not rig.scheduler.is_idle() or self._unanswered:
+        while self._sent or self._unanswered or not self._are_idle():
             if steps % 5 == 4:
                 self.store.release()
             self._step()
@@ -233,11 +257,15 @@ class RandomScheduler:
             if time.monotonic() - began > _REST_S and steps > _MOST_STEPS_TO_REST:
                 raise AssertionError(
                     f"no rest after {steps} steps: requests {sorted(self._sent)}, "
-                    f"unanswered {self._unanswered}, busy {rig.scheduler._control.busy()}"
+                    f"unanswered {self._unanswered}, "
+                    f"busy {[rig.scheduler._control.busy() for rig in self.rigs]}"
                 )
-        rig.assert_clean()
-        assert_unpinned(rig.tree)
-        assert_stored(rig.tree, self.store, self.setup.backend, self._epoch_began)
+        for rig in self.rigs:
+            rig.assert_clean()
+            assert_unpinned(rig.tree)
+            _, began = self._epochs.get(rig, (-1, 0.0))
+            assert_stored(rig.tree, self.store, self.setup.backend, began)
+        self._door.check_at_rest(self.rigs)
         if self.rng.random() < 0.8:
             # The next requests then read from L3.
             self._flush_at_rest()
@@ -254,17 +282,24 @@ class RandomScheduler:
         self._is_draining = True
         self._step(ShutdownReq(timeout=timeout), *self._arrivals())
         began = time.monotonic()
-        while not self.rig.scheduler.is_stopped:
+        while not all(rig.scheduler.is_stopped for rig in self.rigs):
             assert time.monotonic() - began < _REST_S, "the scheduler does not stop"
             self.store.release()
             self._step()
         assert not self._sent, f"never told of the end: {sorted(self._sent)}"
 
+    def _are_idle(self) -> bool:
+        return all(rig.scheduler.is_idle() for rig in self.rigs)
+
     def _flush_at_rest(self) -> None:
-        rig, tree = self.rig, self.rig.tree
         self._step(FlushCacheReqInput(req_id=self._control_id()))
         assert not self._unanswered, "a flush at rest is done at once"
-        pools = rig.scheduler.state.pools
+        for rig in self.rigs:
+            self._assert_empty(rig)
+
+    @staticmethod
+    def _assert_empty(rig: CheckableRig) -> None:
+        pools, tree = rig.scheduler.state.pools, rig.tree
         assert pools.allocator.available_size() == pools.allocator.size
         states = pools.req_to_token_pool.mamba_pool
         assert states is None or states.available_size() == states.size
@@ -301,19 +336,28 @@ class RandomScheduler:
 
     def _look_at(self, rid: str) -> None:
         """Compare the output of a request so far with the expected one."""
-        sent, got = self._sent[rid], self.rig.results.get(rid)
+        sent, got = self._sent[rid], self._result(rid)
         waited = self._working_steps - sent.arrived
         assert waited < _MOST_WORKING_STEPS, f"{rid} waits while others got {waited} steps"
         if got is None:
             return
         assert_words(sent, got)
+        self._door.on_output(rid, got)
         if got.finish_reason is not None:
             self._on_end(rid, sent, got)
+
+    def _result(self, rid: str) -> Collected | None:
+        """The output so far of a request, which is in one group."""
+        found = [rig.results[rid] for rig in self.rigs if rid in rig.results]
+        assert len(found) < 2, f"{rid} is in several groups"
+        return found[0] if found else None
 
     def _on_end(self, rid: str, sent: Sent, got: Collected) -> None:
         reason, message = got.finish_reason, sent.message
         assert reason is not None and got.last is not None
-        del self._sent[rid], self.rig.results[rid]
+        del self._sent[rid]
+        for rig in self.rigs:
+            rig.results.pop(rid, None)
         counts = self.outcome.counts
         counts[f"ended by {reason.type}"] += 1
         if reason.type == "abort":
@@ -344,7 +388,7 @@ class RandomScheduler:
     def _control_id(self) -> str:
         self._num_controls += 1
         name = f"c{self._num_controls}"
-        self._unanswered.add(name)
+        self._unanswered[name] = len(self.rigs)
         return name
 
     @property
@@ -383,11 +427,12 @@ class RandomScheduler:
         return kinds[which](self._control_id()) if which < len(kinds) else self._attach()
 
     def _take_answers(self) -> None:
-        for answer in self.rig.answers:
-            assert answer.req_id in self._unanswered, f"{answer.req_id} is answered twice"
-            self._unanswered.remove(answer.req_id)
-            self.outcome.counts["done" if answer.success else "refused"] += 1
-        self.rig.answers.clear()
+        for rig in self.rigs:
+            for answer in rig.answers:
+                assert self._unanswered[answer.req_id] > 0, f"{answer.req_id} is answered twice"
+                self._unanswered -= Counter([answer.req_id])
+                self.outcome.counts["done" if answer.success else "refused"] += 1
+            rig.answers.clear()
 
     def _move_store(self) -> None:
         rng = self.rng
@@ -405,60 +450,30 @@ class RandomScheduler:
 
     def _restart_store_in_prefetch(self) -> None:
         """Restart the store while requests that read from it wait."""
-        tree = self.rig.tree
-        if isinstance(tree, HiRadixCache) and tree.is_busy().get("prefetches"):
+        if any(rig.tree.is_busy().get("prefetches") for rig in self.rigs):
             self.store.restart()
 
     # ---- reports -------------------------------------------------------------------------------
 
     def _count(self) -> None:
-        counts, counters = self.outcome.counts, self.rig.scheduler.state.counters
-        worker = self.rig.worker
-        assert isinstance(worker, CheckableWorker)
-        counts["positions checked"] = worker.num_checked
-        counts["prompts cached whole"] = worker.num_whole
-        counts["steps from a state of the tree"] = worker.num_continued
-        counts["retractions"] = counters.retractions
-        counts["started again"] = counters.redone
-        counts["wrong contexts"] = worker.num_wrong
-        counts["drafts accepted"] = worker.num_accepted
-        counts["drafts rejected"] = worker.num_rejected
-        counts["verifications ahead"] = worker.num_ahead
-        counts["prefill batches"] = counters.prefill_batches
-        counts["decode steps"] = counters.decode_steps
+        counts, retractions = self.outcome.counts, []
+        for rig in self.rigs:
+            counts.update(counts_of(rig))
+            retractions.append(rig.scheduler.state.counters.retractions)
         counts.update({f"store: {what}": n for what, n in self.store.happened.items()})
-        tree = self.rig.tree
-        states = tree.state_metrics
-        if states is not None:
-            for metric, name in (
-                (states.evicted, "states evicted from"),
-                (states.snapshots, "snapshots of"),
-            ):
-                counts.update(
-                    {f"{name} {what}": int(n) for what, n in counter_values(metric).items()}
-                )
-        if isinstance(tree, HiRadixCache):
-            for metric, name in (
-                (tree.metrics.prefetch_outcomes, "read"),
-                (tree.metrics.backup_outcomes, "write"),
-                (tree.metrics.evicted, "evicted from"),
-                (tree.metrics.dropped, "dropped"),
-                (tree.metrics.checked_pages, "checked"),
-                (tree.metrics.load_back, "loaded"),
-            ):
-                counts.update(
-                    {f"{name} {what}": int(n) for what, n in counter_values(metric).items()}
-                )
+        if len(self.rigs) > 1:
+            counts[f"groups by {self._door.method}"] += len(self.rigs)
+            counts["retractions of one group alone"] += max(retractions) - min(retractions)
 
     def _describe(self) -> str:
-        state = None if self._rig is None else self._rig.scheduler.state
         lines = [
             f"after {self.outcome.steps} steps: {self.outcome.describe()}",
             f"mood of the store: {self.store.mood}; on their way: {list(self._sent)}",
         ]
-        if state is not None:
+        for group, rig in enumerate(self.rigs):
+            state = rig.scheduler.state
             lines.append(
-                f"waiting {[req.rid for req in state.queues.waiting]}, running "
+                f"group {group}: waiting {[req.rid for req in state.queues.waiting]}, running "
                 f"{[req.rid for req in state.queues.holders()]}, busy {state.tree.is_busy()}"
             )
         return "\n".join([*lines, "the log's last lines:", *self._log])

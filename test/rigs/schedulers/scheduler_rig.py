@@ -29,13 +29,14 @@ from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
+from sglang.srt.mem_cache.tree.held_pages import HeldPages
 from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.messages.io_struct import (
     AbortReq,
-    BatchTokenIDOutput,
     ControlReqOutput,
     FinishReason,
+    HeldPagesReport,
     RequestOutput,
     TokenizedGenerateReqInput,
     TopLogprobs,
@@ -99,6 +100,7 @@ class SchedulerRig:
         cp_group: Ranks that split the tokens of prefills with this one; None: there are none.
         make_role: Makes `SchedulerResources.make_role` of the model's pools; None: there is none.
         publish_events: Gets the KV events of each tick; None: there are none.
+        held_pages: Notes from which the scheduler reports its pages; None: it reports none.
         args: Fields of `ServerArgs`.
     """
 
@@ -126,6 +128,7 @@ class SchedulerRig:
         cp_group: TensorGroup | None = None,
         make_role: Callable[[Sequence[BaseDevicePool]], MakeRole] | None = None,
         publish_events: Callable[[Sequence[KVCacheEvent]], object] | None = None,
+        held_pages: HeldPages | None = None,
         **args: Any,
     ) -> None:
         self.group = group or SingleRank()
@@ -159,6 +162,7 @@ class SchedulerRig:
                     session_share=self.server_args.keep_session_share,
                     session_ttl=self.server_args.keep_session_seconds,
                     enable_kv_cache_events=publish_events is not None,
+                    held_pages=held_pages,
                 ),
                 enable_hierarchical_cache=self.server_args.enable_hierarchical_cache,
             )
@@ -178,6 +182,7 @@ class SchedulerRig:
         self.now = 1000.0
         self.results: dict[str, Collected] = {}
         self.answers: list[ControlReqOutput] = []
+        self.reports: list[HeldPagesReport] = []
 
     def make_worker(
         self, model_path: Path, page_size: int, pool_tokens: int | None, max_requests: int
@@ -234,7 +239,9 @@ class SchedulerRig:
             if isinstance(output, ControlReqOutput):
                 self.answers.append(output)
                 continue
-            assert isinstance(output, BatchTokenIDOutput)
+            if isinstance(output, HeldPagesReport):
+                self.reports.append(output)
+                continue
             for of_request in output.outputs:
                 self._collect(of_request)
 
