@@ -21,6 +21,7 @@ from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import ADMIN_KEY, EngineServer, HttpReply
 from rigs.servers.forked_servers import ForkedServer
 from rigs.servers.request_battery import Results, battery, differences
+from rigs.stores.mooncake_cluster import MooncakeCluster
 from rigs.words_of_ranks import FAMILIES, PAGE, SOURCES, TOLERANCE, WHOLE, flags
 from sglang import hicache_top
 from sglang.srt.disaggregation.kv_events import KVEventBatch
@@ -261,6 +262,26 @@ def test_what_two_groups_compute_is_written_once(model: Path, tmp_path: Path) ->
             found.append((words, pages))
         assert found[0] == found[1]
         assert len(found[0][1]) >= WHOLE // PAGE
+
+
+def test_what_two_groups_compute_is_put_once_into_mooncake(model: Path) -> None:
+    extra = json.dumps({"prefetch_threshold": 4096})
+    words = [*flags("qwen3", 2, "mooncake"), "--attn-dp-size", "2"]
+    words += ["--hicache-storage-backend-extra-config", extra]
+    with MooncakeCluster(segment_size="64mb") as cluster:
+        master = cluster.master
+        found = []
+        with ForkedServer(*words, env=cluster.engine_env(), model=str(model)) as server:
+            for dp_rank in (0, 1):
+                said, tiers = ask(server, dp_rank)
+                assert tiers == COLD, "it reads nothing that is so short"
+                server.flush()
+                names = ("key_count", "put_start_requests_total", "batch_put_start_items_total")
+                found.append((said, [master.metric(f"master_{name}") for name in names]))
+            assert found[0] == found[1], "the second group asked before it put"
+            num_keys, *puts = found[0][1]
+            assert num_keys == sum(puts) >= WHOLE // PAGE
+            assert server.stop() == 0
 
 
 def test_l3_is_detached_and_attached_in_all_groups(server: ForkedServer) -> None:

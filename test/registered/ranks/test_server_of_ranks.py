@@ -202,6 +202,29 @@ def test_what_is_on_its_way_to_l3_is_written_before_the_end(tmp_path: Path) -> N
         assert cached(server) == (cold, (0, 0, WHOLE))
 
 
+def test_an_engine_of_two_groups_is_one_engine() -> None:
+    with forking_engines():
+        made = sglang.Engine(tp_size=2, attn_dp_size=2, device="cpu", max_total_tokens=2048)
+    params = {"max_new_tokens": 4, "ignore_eos": True}
+    with made as engine:
+        alone = [
+            engine.generate(input_ids=IDS, sampling_params=params, routed_dp_rank=dp_rank)
+            for dp_rank in (0, 1)
+        ]
+        assert alone[0]["output_ids"] == alone[1]["output_ids"]
+        assert [one["meta_info"]["cached_tokens"] for one in alone] == [0, 0]
+        batch = engine.generate(input_ids=[IDS] * 3, sampling_params=params)
+        assert [one["output_ids"] for one in batch] == [alone[0]["output_ids"]] * 3
+        *_, last = engine.generate(input_ids=IDS, sampling_params=params, stream=True)
+        assert last["output_ids"] == alone[0]["output_ids"]
+        info = engine.get_server_info()
+        assert len(info["internal_states"]) == info["attn_dp_size"] == 2
+        assert info["sums"]["max_total_num_tokens"] == 4096
+        assert engine.flush_cache(timeout=10)
+        with pytest.raises(ValueError, match="routed_dp_rank=2 must be from 0 to 1"):
+            engine.generate(input_ids=IDS, sampling_params=params, routed_dp_rank=2)
+
+
 def test_an_engine_of_two_ranks_generates() -> None:
     with forking_engines():
         made = sglang.Engine(tp_size=2, device="cpu", max_total_tokens=2048)

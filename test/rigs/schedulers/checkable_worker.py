@@ -45,6 +45,7 @@ from sglang.srt.mem_cache.allocator import make_allocator
 from sglang.srt.mem_cache.device.base_device_pool import LayerTransferCounter
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
+from sglang.srt.messages.io_struct import ToScheduler
 from sglang.srt.speculative.verify_graphs import largest_verification
 
 _DENSE = CheckableState()
@@ -460,7 +461,14 @@ class CheckableRig(SchedulerRig):
         self.model_pools = worker.model_pools
         return worker
 
+    def step(self, *messages: ToScheduler) -> None:
+        if self._device is not None:
+            self._device.make_current()
+        super().step(*messages)
+
     def close(self) -> None:
+        if self._device is not None:
+            self._device.make_current()
         super().close()
         if self._device is not None:
             self._device.close()

@@ -27,7 +27,8 @@ _CURRENT: Final = threading.local()
 
 
 class LaggingDevice:
-    """Runs work in order on its own thread. The thread that makes it uses it, and closes it.
+    """Runs work in order on its own thread. The thread that makes it uses it, and closes it. The
+    last one made is the thread's current one.
 
     Args:
         rng: Source of the pauses.
@@ -46,6 +47,10 @@ class LaggingDevice:
         """Error of the first piece that failed. No further piece runs."""
         self._thread = threading.Thread(target=self._work, name="lagging-device", daemon=True)
         self._thread.start()
+        self.make_current()
+
+    def make_current(self) -> None:
+        """Let it be the device of the calling thread, which may have several."""
         _CURRENT.device = self
 
     def submit(self, work: Callable[[], None]) -> None:

@@ -346,6 +346,10 @@ class HiCacheStorage(ABC):
         outcomes: list[CacheOutcome] = []
         pages = host_indices.view(len(keys), pool.page_size)
         for key, slots in zip(keys, pages, strict=True):
+            # Another DP group or server may have written the page.
+            if answers.flag(self, "exists", self.exists(key)):
+                outcomes.append(CacheOutcome.LANDED)
+                continue
             value = torch.empty(pool.page_bytes + TRAILER_BYTES, dtype=torch.uint8)
             pool.gather_pages(slots, value[: pool.page_bytes].view(1, -1))
             raw = value.numpy().data

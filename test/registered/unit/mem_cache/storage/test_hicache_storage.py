@@ -237,6 +237,23 @@ def filled() -> tuple[DictStorage, torch.Tensor, list[str]]:
     return storage, slots, keys
 
 
+def test_a_page_that_another_wrote_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, slots, keys = filled()
+    first = next(iter(storage.objects))
+    del storage.objects[first]
+    sent: list[str] = []
+    put = storage.set
+
+    def noted(key: str, value: Any | None = None, *rest: Any) -> bool:
+        sent.append(key)
+        return put(key, value, *rest)
+
+    monkeypatch.setattr(storage, "set", noted)
+    move = PoolTransfer(PoolName.KV, host_indices=slots, keys=keys)
+    assert storage.batch_set_v2([move])[PoolName.KV] == [CacheOutcome.LANDED] * 3
+    assert sent == [first]
+
+
 def test_third_party_values_are_checked_too() -> None:
     storage, slots, keys = filled()
     first, second, third = storage.objects
