@@ -44,12 +44,14 @@ from sglang.srt.layers.penalties import MinNewTokens
 from sglang.srt.managers.scheduler.launched_step import StepResult
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.managers.tokenizer.dp_groups import DPGroups
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.l3.storage_writes import StorageOperation
 from sglang.srt.mem_cache.storage import base
 from sglang.srt.mem_cache.storage.types import CacheOutcome
+from sglang.srt.mem_cache.tree.held_pages import HeldPages
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.messages.io_struct import (
     AttachHiCacheStorageReqInput,
@@ -138,11 +140,32 @@ def flush(rig: CheckableRig) -> None:
     administer(rig, FlushCacheReqInput(req_id="flush"))
 
 
-# In 3095 a verification may reach a position at which the one before had no slot for a snapshot.
-@pytest.mark.parametrize("seed", [*range(16), 3095])
+@pytest.mark.parametrize("seed", range(16))
 def test_random_work_gives_right_words_and_leaves_nothing_behind(seed: int) -> None:
     outcome = run_seed(seed, steps=150)
     assert outcome.counts["positions checked"] > 100
+
+
+def test_a_verification_may_reach_a_position_where_the_one_before_had_no_slot() -> None:
+    assert RandomScheduler(3095, num_groups=1).run(150).counts["positions checked"] > 100
+
+
+@pytest.mark.parametrize("name", ["deleted", "removed", "stored"])
+def test_a_page_that_a_group_does_not_report_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run = RandomScheduler(20, num_groups=2)
+    # Pages leave both tiers at once only where one is damaged.
+    assert run._door.method == "auto" and run.setup.damages_l2
+    monkeypatch.setattr(HeldPages, name, lambda *_: None)
+    with pytest.raises(AssertionError, match="pages of group"):
+        run.run(2000)
+
+
+def test_a_load_that_stays_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DPGroups, "computed", lambda *_: None)
+    with pytest.raises(AssertionError, match=r"\(0, 0, [1-9]"):
+        RandomScheduler(2, num_groups=2).run(150)
 
 
 @pytest.mark.parametrize(
