@@ -3,8 +3,8 @@
 The engine's own chooser places the requests (`DPGroups`). Each group has an LRU cache of pages and
 one device, which computes prompts in the order of arrival at a fixed rate; then they decode for a
 fixed time a token. All requests come so fast that the groups would be busy for 90% of the time
-without any cache. What a group lacks comes from the shared L3 if any group had it before: `l3` is
-that share, and costs as much as computing in the times here.
+without any cache. The figure `l3` is the share of tokens that a group lacks and the shared L3
+has, because any group had them before. In the times here, it costs as much as computing.
 
 `bound` has one cache of all groups' memory, and places by `total_tokens`. `auto_unstreamed` learns
 that a prompt is computed only from the end of its answer. Loads are means over windows: the most
@@ -84,7 +84,7 @@ class _Cache:
 
 
 class _Known(GroupPrefixes):
-    """What the groups' reports would have told of the prompt at hand."""
+    """Knows the prefixes of the next prompt, as if the groups had reported them."""
 
     def __init__(self, num_groups: int) -> None:
         super().__init__(num_groups, _PAGE)

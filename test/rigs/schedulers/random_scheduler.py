@@ -130,8 +130,8 @@ class RandomScheduler:
         self._num_controls = 0
         self._is_draining = False
         self._epochs: dict[CheckableRig, tuple[int, float]] = {}
-        """Of each tree the epoch, and the start of the tick in which it began, in
-        `time.monotonic()` seconds."""
+        """The epoch of each tree, and the start of the tick in which it began (`time.monotonic()`
+        seconds)."""
         self.rigs: list[CheckableRig] = []
         """Those of the groups."""
 

@@ -30,12 +30,13 @@ benchmark/results/2026-11-29-dp-balance.md."""
 
 @dataclass(slots=True)
 class _Load:
-    """Open requests of a group, tokens of their prompts, and those of them that are still to be
-    computed, as far as the server process knows."""
+    """A group's open requests."""
 
     requests: int = 0
     tokens: int = 0
+    """Tokens of their prompts."""
     uncomputed: int = 0
+    """Tokens that the group's cache lacked when they came; those of prompts without an output."""
 
 
 @dataclass(slots=True)
