@@ -5,7 +5,7 @@ Every socket carries `io_struct` messages as msgpack; PULL sides bind, PUSH side
 
     server    PUSH -> scheduler_input    PULL scheduler, rank 0   requests and control
     scheduler PUSH -> detokenizer_input  PULL detokenizer         token ids
-    scheduler PUSH -> server_input       PULL server              answers to control requests
+    scheduler PUSH -> server_input       PULL server              answers, and pages of DP groups
     detokenizer PUSH -> server_input                              text
 
 With data-parallel attention, the first rank of each DP group is a "rank 0" here, and the server has
