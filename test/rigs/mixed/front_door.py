@@ -116,6 +116,11 @@ class FrontDoor:
         if self._prefixes is None:
             return
         for group, rig in enumerate(rigs):
+            self.hear(rig)
+            # Pages that a driver evicts have no tick.
+            notes = self.notes[group]
+            if notes is not None and (report := notes.take()) is not None:
+                self._groups.note_pages(report)
             nodes = [one for one in rig.tree.nodes() if not one.evicted or one.backuped]
             pages = {
                 hash_str_to_int64(page)

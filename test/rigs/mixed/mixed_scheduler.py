@@ -9,6 +9,8 @@ probabilities where a request asks for them, are compared with those of an engin
 drafts nothing. Whenever the scheduler is idle, and at random between, page ownership is checked,
 and a mirror of the tiers, which hears KV events alone, is compared with the tree.
 
+Some seeds have two DP groups: schedulers over one store, behind the server's choice of a group.
+
 Seeds from 0 to the number of `covering_mixes` have these configurations in turn, and so on.
 """
 
@@ -21,7 +23,7 @@ import random
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -31,6 +33,7 @@ from unittest.mock import patch
 from rigs.caches.host_damage import flip_any
 from rigs.drafts.guesses import guessed
 from rigs.mixed.cold_engine import ColdEngine
+from rigs.mixed.front_door import FrontDoor
 from rigs.mixed.mirror import Mirror
 from rigs.mixed.mixed_requests import Asked, MixedRequests
 from rigs.mixed.plan import DRAFTING, LATENT, LEVELS, STATES, Mix, covering_mixes
@@ -62,6 +65,7 @@ _MANY: Final = 60
 Pair = frozenset[str]
 FEATURES: Final = (
     *(f"model {family}" for family in LEVELS["family"]),
+    "DP groups",
     "KV events",
     "L2",
     "L3",
@@ -139,7 +143,7 @@ class MixedScheduler:
 
     Args:
         seed: Determines all but the timing of threads.
-        mix: Replaces the settings that the seed has.
+        mix: Replaces the settings that the seed has, and there is one group.
     """
 
     def __init__(self, seed: int, mix: Mix | None = None) -> None:
@@ -147,17 +151,21 @@ class MixedScheduler:
         self.rng = random.Random(seed)
         # Drawn apart, so that the rest of a run stays that of its seed.
         self._pausing = random.Random(f"{seed} pauses")
+        grouping = random.Random(f"{seed} groups")
+        num_groups = 1 if mix is not None else grouping.choice((1, 1, 2))
         self.mix = mix or mixes[seed % len(mixes)]
+        self._door = FrontDoor(grouping, num_groups, self.mix.page_size)
         self.outcome = MixedOutcome(mix=self.mix)
         self._cold = _cold(self.mix.family, self.mix.kv_cache_dtype)
         self._log: deque[str] = deque(maxlen=30)
-        self._mirror = Mirror()
+        self._mirrors = [Mirror() for _ in range(num_groups)]
         self._texts: list[list[int]] = []
         """Texts that were said; the draft layer of a random model is hardly ever right."""
         self._asked: dict[str, Asked] = {}
         """Requests that have not ended."""
         self._storage = Path()
-        self._rig: SchedulerRig | None = None
+        self._rigs: list[SchedulerRig] = []
+        """Those of the groups."""
         self._requests = MixedRequests(self.rng, self.mix.page_size, self._most_tokens)
 
     @property
@@ -166,8 +174,8 @@ class MixedScheduler:
 
     @property
     def rig(self) -> SchedulerRig:
-        assert self._rig is not None, "within `run`"
-        return self._rig
+        """That of the first group."""
+        return self._rigs[0]
 
     def run(self, steps: int = STEPS_PER_SEED) -> MixedOutcome:
         """Run about `steps` ticks. Raises for any wrong result."""
@@ -183,8 +191,9 @@ class MixedScheduler:
                 stack.enter_context(envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0))
             if self.mix.num_drafts:
                 stack.enter_context(guessed(self._texts, 0.8))
-            self._rig = self._make_rig()
-            stack.callback(self._rig.close)
+            for group in range(self._door.num_groups):
+                self._rigs.append(self._make_rig(group))
+                stack.callback(self._rigs[-1].close)
             try:
                 while self.outcome.steps < steps:
                     self._busy_time()
@@ -197,7 +206,7 @@ class MixedScheduler:
         self.outcome.seconds = time.monotonic() - began
         return self.outcome
 
-    def _make_rig(self) -> SchedulerRig:
+    def _make_rig(self, group: int) -> SchedulerRig:
         mix = self.mix
         page, rows = mix.page_size, mix.max_requests
         most = self._most_tokens + 3 * page + mix.num_drafts + 1
@@ -213,7 +222,8 @@ class MixedScheduler:
             "chunked_prefill_size": mix.chunk_tokens,
             "radix_eviction_policy": mix.eviction,
             "schedule_conservativeness": 0.01 if mix.is_small else 1.0,
-            "publish_events": self._mirror.hear,
+            "publish_events": self._mirrors[group].hear,
+            "held_pages": self._door.notes[group],
             "keep_session_share": 0.5,
             **speculation(1 + mix.num_drafts),
         }
@@ -241,6 +251,7 @@ class MixedScheduler:
     def _busy_time(self) -> None:
         rng, most = self.rng, self.mix.max_requests
         wanted = rng.choice((2, most // 2, most + 4))
+        self._door.draw_favourite()
         for _ in range(rng.choice((10, 20, 40))):
             messages: list[ToScheduler] = []
             # All at once, or a few at a time.
@@ -253,51 +264,64 @@ class MixedScheduler:
                 one = rng.choice(list(self._asked.values()))
                 one.is_aborted = True
                 messages.append(AbortReq(rid=one.message.rid))
-            if self.mix.damages_l2 and rng.random() < 0.2 and flip_any(self.rig.tree, rng):
-                self.outcome.counts["damaged in L2"] += 1
+            if self.mix.damages_l2 and rng.random() < 0.2:
+                for rig in self._rigs:
+                    self.outcome.counts["damaged in L2"] += flip_any(rig.tree, rng)
             if self._pausing.random() < (0.2 if self._is_paused else 0.06):
                 messages.append(self._pause_or_continue())
             self._step(*messages)
 
     def _step(self, *messages: ToScheduler) -> None:
-        rig = self.rig
-        counters, was_paused = rig.scheduler.state.counters, self._is_paused
-        before = counters.prefill_batches, counters.decode_steps
-        rig.step(*messages)
+        boxes = self._door.deliver(messages)
         self.outcome.steps += 1
-        if was_paused and self._is_paused:
-            assert (counters.prefill_batches, counters.decode_steps) == before
-        if len(rig.scheduler.state.queues.alive) >= _MANY:
+        for rig, box in zip(self._rigs, boxes, strict=True):
+            if not self._door.may_skip(rig, box):
+                self._step_group(rig, box)
+        if sum(len(rig.scheduler.state.queues.alive) for rig in self._rigs) >= _MANY:
             self.outcome.run_features.add("many requests")
         if self.rng.random() < 0.1:
-            rig.check()
-            self._mirror.compare(rig.tree)
-        for rid in [rid for rid in self._asked if rid in rig.results]:
-            if rig.results[rid].finish_reason is not None:
-                self._on_end(self._asked.pop(rid), rig.results.pop(rid))
+            for rig, mirror in zip(self._rigs, self._mirrors, strict=True):
+                rig.check()
+                mirror.compare(rig.tree)
+        for rig in self._rigs:
+            for rid in [rid for rid in self._asked if rid in rig.results]:
+                self._door.on_output(rid, rig.results[rid])
+                if rig.results[rid].finish_reason is not None:
+                    self._on_end(self._asked.pop(rid), rig.results.pop(rid))
+
+    def _step_group(self, rig: SchedulerRig, messages: Sequence[ToScheduler]) -> None:
+        counters, control = rig.scheduler.state.counters, rig.scheduler._control
+        before, was_paused = (counters.prefill_batches, counters.decode_steps), control.is_paused
+        rig.step(*messages)
+        self._door.hear(rig)
+        if was_paused and control.is_paused:
+            assert (counters.prefill_batches, counters.decode_steps) == before
 
     def _come_to_rest(self) -> None:
-        rig, began = self.rig, time.monotonic()
+        began = time.monotonic()
         if self._is_paused:
             self._step(self._pause_or_continue())
         for steps in itertools.count():
-            if not self._asked and rig.scheduler.is_idle():
+            if not self._asked and all(rig.scheduler.is_idle() for rig in self._rigs):
                 break
             is_late = steps > _MOST_STEPS_TO_REST and time.monotonic() - began > _REST_S
-            assert not is_late, f"no rest: {list(self._asked)}, {rig.tree.is_busy()}"
+            busy = [rig.tree.is_busy() for rig in self._rigs]
+            assert not is_late, f"no rest: {list(self._asked)}, {busy}"
             self._step()
-            if rig.scheduler.poll_timeout_ms():
+            if all(rig.scheduler.poll_timeout_ms() for rig in self._rigs):
                 time.sleep(0.0005)
-        rig.assert_clean()
-        assert_unpinned(rig.tree)
-        self._mirror.compare(rig.tree)
-        self._mirror.compare_store(self._storage)
-        # The next prompts come from the tiers below.
-        if self.mix.tiers == 3 and self.rng.random() < 0.5:
-            rig.step(FlushCacheReqInput(req_id="flush"))
-            assert rig.answers.pop().success, "a flush at rest is done at once"
-        elif self.mix.tiers > 1:
-            rig.tree.evict(EvictParams(num_tokens=rig.scheduler.state.limits.pool_tokens))
+        self._door.check_at_rest(self._rigs)
+        for rig, mirror in zip(self._rigs, self._mirrors, strict=True):
+            rig.assert_clean()
+            assert_unpinned(rig.tree)
+            mirror.compare(rig.tree)
+            mirror.compare_store(self._storage)
+            # The next prompts come from the tiers below.
+            if self.mix.tiers == 3 and self.rng.random() < 0.5:
+                rig.step(FlushCacheReqInput(req_id="flush"))
+                assert rig.answers.pop().success, "a flush at rest is done at once"
+            elif self.mix.tiers > 1:
+                rig.tree.evict(EvictParams(num_tokens=rig.scheduler.state.limits.pool_tokens))
 
     @property
     def _is_paused(self) -> bool:
@@ -345,25 +369,29 @@ class MixedScheduler:
         self.outcome.of_requests.add(frozenset(features))
 
     def _note_run(self) -> None:
-        outcome, mix, counters = self.outcome, self.mix, self.rig.scheduler.state.counters
-        tree = self.rig.tree
+        outcome, mix = self.outcome, self.mix
+        counters = [rig.scheduler.state.counters for rig in self._rigs]
+        retractions = sum(one.retractions for one in counters)
+        heard = any(mirror.device.tokens for mirror in self._mirrors)
         happened = {
             f"model {mix.family}": True,
-            "KV events": bool(self._mirror.device.tokens) or mix.tiers == 3,
+            "DP groups": len(self._rigs) > 1,
+            "KV events": heard or mix.tiers == 3,
             "fp8 state": mix.kv_cache_dtype != "auto",
             "overlap": mix.overlap,
             "L2": mix.tiers > 1,
             "L3": mix.tiers > 2,
             "damage": outcome.counts["damaged in L2"] > 0,
-            "retraction": counters.retractions > 0,
+            "retraction": retractions > 0,
             "parts of prompts": mix.chunk_tokens > 0,
             "pauses": outcome.counts["pauses"] > 0,
         }
         outcome.run_features |= {name for name, has in happened.items() if has}
-        outcome.counts["retractions"] += counters.retractions
-        outcome.counts["started again"] += counters.redone
-        if isinstance(tree, HiRadixCache):
-            outcome.counts["nodes"] += sum(1 for _ in tree.nodes())
+        outcome.counts["retractions"] += retractions
+        outcome.counts["started again"] += sum(one.redone for one in counters)
+        outcome.counts["nodes"] += sum(
+            1 for rig in self._rigs if isinstance(rig.tree, HiRadixCache) for _ in rig.tree.nodes()
+        )
 
 
 @contextlib.contextmanager
