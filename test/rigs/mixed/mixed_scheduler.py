@@ -322,6 +322,8 @@ class MixedScheduler:
                 assert rig.answers.pop().success, "a flush at rest is done at once"
             elif self.mix.tiers > 1:
                 rig.tree.evict(EvictParams(num_tokens=rig.scheduler.state.limits.pool_tokens))
+                # The group's next tick may be late.
+                mirror.hear(rig.tree.take_events())
 
     @property
     def _is_paused(self) -> bool:
