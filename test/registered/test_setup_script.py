@@ -1,23 +1,20 @@
-"""`scripts/setup.sh` reports its progress, with a fake in place of `scripts/install.py`, which
-installs nothing. That script is tested with a fake uv; a real pip reads the settings."""
+"""`scripts/setup.sh` chooses a Python and reports its progress, with a fake in place of
+`scripts/install.py`, which installs nothing."""
 
 from __future__ import annotations
 
 import fcntl
-import importlib.util
-import os
 import re
 import shutil
 import stat
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=20, suite="base-b-test-cpu")
@@ -33,9 +30,23 @@ echo "Installing collected packages: small, large, last"
 """
 
 
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The machine's commands without its Pythons, which the script would choose among."""
+    made = tmp_path_factory.mktemp("tools")
+    commands = {
+        path.name: path for folder in ("/usr/bin", "/bin") for path in Path(folder).iterdir()
+    }
+    for name, path in commands.items():
+        if not name.startswith("python"):
+            (made / name).symlink_to(path)
+    return made
+
+
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path, tools: Path) -> Path:
     """A checkout with this script and a fake interpreter that installs nothing."""
+    (tmp_path / "tools").symlink_to(tools)
     (tmp_path / "scripts").mkdir()
     shutil.copy(CHECKOUT / "pyproject.toml", tmp_path)
     text = (CHECKOUT / "scripts" / "setup.sh").read_text(encoding="utf-8")
@@ -61,6 +72,8 @@ def checkout(tmp_path: Path) -> Path:
             "scripts/install.py "*) echo "$*" >>{tmp_path}/pip.calls; bash {tmp_path}/pip.sh ;;
             "-m pip uninstall"*) echo "$*" >>{tmp_path}/pip.calls ;;
             *torch.version.cuda*) [ -e {tmp_path}/torch-has-cuda ] ;;
+            *CONFIG_ARGS*) exec {sys.executable} -c "$(cat "$0.is" 2>/dev/null)
+$2" ;;
             *ensurepip*) [ ! -e {tmp_path}/no-ensurepip ] ;;
             *base_prefix*)
                 [ "${{0##*/}}" != broken ] || {{ echo "no libpython" >&2; exit 127; }}
@@ -76,14 +89,19 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def start(
-    checkout: Path, python: str | None = "python", use: str | None = None
+    checkout: Path,
+    python: str | None = "python",
+    use: str | None = None,
+    path: Sequence[str] = ("bin",),
 ) -> subprocess.Popen[str]:
-    """Run the script. `python`: an interpreter in the checkout; None: the script chooses."""
+    """Run the script. `python`: an interpreter in the checkout; None: the script chooses one from
+    the folders `path` of the checkout."""
     named = {"PYTHON": str(checkout / python)} if python else {}
+    folders = [*(str(checkout / folder) for folder in path), str(checkout / "tools")]
     return subprocess.Popen(
         ["bash", "scripts/setup.sh", *([use] if use else [])],
         cwd=checkout,
-        env={"PATH": f"{checkout / 'bin'}:{os.defpath}", "HOME": str(checkout), **named},
+        env={"PATH": ":".join(folders), "HOME": str(checkout), **named},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -91,9 +109,12 @@ def start(
 
 
 def set_up(
-    checkout: Path, python: str | None = "python", use: str | None = None
+    checkout: Path,
+    python: str | None = "python",
+    use: str | None = None,
+    path: Sequence[str] = ("bin",),
 ) -> subprocess.CompletedProcess[str]:
-    process = start(checkout, python, use)
+    process = start(checkout, python, use, path)
     out, err = process.communicate(timeout=60)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -263,6 +284,48 @@ def test_without_a_name_the_first_python_that_fits_is_taken(checkout: Path) -> N
     assert "with Python 3.13 /opt/c;" in set_up(checkout, None).stdout
 
 
+FAST = """
+import os, sys, sysconfig
+sysconfig.get_config_vars()["CONFIG_ARGS"] = "'--prefix=/opt/a' '--enable-optimizations'"
+sys.base_prefix = "/opt/a"
+os.path.exists = lambda path: path.endswith("include/Python.h")
+sysconfig.get_path = lambda name: "/opt/" + name
+"""
+SLOW = FAST + "sysconfig.get_config_vars()['CONFIG_ARGS'] = '--prefix=/opt/a'\n"
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "taken"),
+    [
+        (FAST, FAST, "second"),
+        (SLOW, FAST, "third"),
+        (SLOW, SLOW, "first"),
+        # Debian compiles with a profile, and the options do not say so.
+        (SLOW + "sys.base_prefix = '/usr'", FAST, "second"),
+        (FAST + "del sysconfig.get_config_vars()['CONFIG_ARGS']", FAST, "third"),
+        # Triton compiles with the headers, which Debian has in a package of their own.
+        (FAST + "os.path.exists = lambda path: False", FAST, "third"),
+        (FAST + "sys.modules['ensurepip'] = None", FAST, "third"),
+    ],
+    ids=["fast", "slow", "all slow", "distribution", "unknown", "no headers", "no ensurepip"],
+)
+def test_of_a_version_the_first_fast_python_is_taken(
+    checkout: Path, second: str, third: str, taken: str
+) -> None:
+    """Another version is not taken because it is fast. Folders' names may have spaces."""
+    pythons = {
+        "bin/python3.11": ("3.11 first", SLOW),
+        "bin/python3.12": ("3.12 other", FAST),
+        "more bin/python3.11": ("3.11 second", second),
+        "third/python3.11": ("3.11 third", third),
+    }
+    for name, (identity, built) in pythons.items():
+        interpreter(checkout, name, identity)
+        (checkout / f"{name}.is").write_text(built)
+    done = set_up(checkout, None, path=("bin", "more bin", "third"))
+    assert f"with Python 3.11 {taken};" in done.stdout
+
+
 def test_missing_modules_of_a_python_are_installed_or_named(checkout: Path) -> None:
     """Debian has them in a package of each version; others are refused."""
     (checkout / "no-ensurepip").touch()
@@ -363,111 +426,6 @@ def test_an_unknown_use_is_refused(checkout: Path) -> None:
     done = set_up(checkout, use="fly")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "setup: fly must be one of serve pd test\n"
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`scripts/install.py`, with a fake uv and a fake `pip install`, which write their arguments.
-    pip has the settings of the test alone."""
-    spec = importlib.util.spec_from_file_location("install", CHECKOUT / "scripts" / "install.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name in child_environment():
-        if name.startswith("PIP_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    pip = tmp_path / "pip"
-    pip.write_text(
-        f"""#!/bin/bash
-        [ "$1" != config ] || exec {sys.executable} -m pip "$@"
-        echo "pip $*" >>{tmp_path}/calls
-        """
-    )
-    uv = tmp_path / "uv"
-    uv.write_text(
-        f"""#!/bin/bash
-        [ "${{UV_SYSTEM_CERTS:-}}" = 1 ] || exit 1
-        echo "uv $* ${{SSL_CERT_FILE:-}}" >>{tmp_path}/calls
-        """
-    )
-    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-    for one in (pip, uv):
-        one.chmod(0o755)
-    monkeypatch.setattr(module, "PIP", (str(pip),))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    return module
-
-
-def installations(install: ModuleType, folder: Path, *arguments: str) -> list[str]:
-    """The calls of uv and pip, without the options that all have."""
-    assert install.main(list(arguments)) == 0
-    best = f"pip install --python {folder}/python --index-strategy unsafe-best-match"
-    calls = (folder / "calls").read_text().splitlines()
-    return [call.replace(best, "BEST").rstrip() for call in calls]
-
-
-def test_uv_installs(install: ModuleType, tmp_path: Path) -> None:
-    assert installations(install, tmp_path, "a==1", "--no-deps") == ["uv BEST a==1 --no-deps"]
-
-
-def test_uv_gets_the_settings_of_pip(
-    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A variable goes before a file, and there a command's section before the global one."""
-    settings = tmp_path / "pip.conf"
-    settings.write_text(
-        "[global]\nindex-url = https://a/simple\ntimeout = 9\n"
-        "extra-index-url =\n    https://b/simple\n    https://c/simple\n"
-        "trusted-host = a\nfind-links = /others\n"
-        "[install]\nfind-links = /wheels\n[freeze]\nuser = true\n"
-    )
-    monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
-    monkeypatch.setenv("PIP_INDEX_URL", "https://d/simple")
-    monkeypatch.setenv("PIP_CERT", "/ca.pem")
-    monkeypatch.setenv("PIP_CONSTRAINT", "/most.txt")
-    (call,) = installations(install, tmp_path, "a")
-    words = call.removeprefix("uv BEST ").split()
-    assert words[-2:] == ["a", "/ca.pem"]
-    assert sorted(zip(words[:-2:2], words[1:-2:2], strict=True)) == [
-        ("--allow-insecure-host", "a"),
-        ("--constraint", "/most.txt"),
-        ("--default-index", "https://d/simple"),
-        ("--find-links", "/wheels"),
-        ("--index", "https://b/simple"),
-        ("--index", "https://c/simple"),
-    ]
-
-
-def test_an_index_of_the_call_replaces_those_of_the_settings(
-    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIP_INDEX_URL", "https://d/simple")
-    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://e/simple")
-    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
-    calls = installations(install, tmp_path, "--index-url", "https://cuda", "a")
-    assert calls == ["uv BEST --find-links /wheels --index-url https://cuda a"]
-
-
-def test_pip_installs_where_uv_cannot(
-    install: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    by_pip = "pip install --progress-bar off --no-compile a"
-    monkeypatch.setenv("PIP_ONLY_BINARY", ":all:")
-    assert installations(install, tmp_path, "a") == [by_pip]
-    assert capfd.readouterr().out == (
-        "pip installs: pip's setting 'only-binary' has no counterpart\n"
-    )
-    monkeypatch.delenv("PIP_ONLY_BINARY")
-    (tmp_path / "uv").write_text("#!/bin/bash\nexit 1\n")
-    assert installations(install, tmp_path, "a") == [by_pip, by_pip]
-    assert capfd.readouterr().out == "uv failed: pip installs\n"
-    (tmp_path / "uv").unlink()
-    assert installations(install, tmp_path, "a") == [by_pip] * 3
-    assert capfd.readouterr().out == "pip installs: there is no uv\n"
 
 
 def extra(name: str) -> str:
