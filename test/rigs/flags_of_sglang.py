@@ -57,7 +57,7 @@ ACCEPTED: Final = _flags("""
 
 IGNORED: Final = _flags("""
     disaggregation-decode-allocation-policy=early:late disaggregation-decode-extra-slots:4
-    disaggregation-decode-retraction-backup:host_pool optimistic-prefill-attempts=0:2
+    optimistic-prefill-attempts=0:2
     disaggregation-decode-host-receive-threshold=1.0:0.5
     enable-encoder-swa-bounded-replay enable-decoder-swa-bounded-replay
     enable-lean-attention enable-nvidia-megakernel enable-amd-monokernel

@@ -25,6 +25,8 @@ def test_ten_minutes_of_random_work() -> None:
         "decode: aborted",
         "decode: refused",
         "decode: retractions",
+        "decode: retracted tokens, kept",
+        "decode: retracted tokens, l2_full",
         "decode: accepted drafts",
         "decode: rejected drafts",
         *(f"decode: with {extra}" for extra in Extra),

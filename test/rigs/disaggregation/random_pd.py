@@ -65,6 +65,7 @@ from sglang.srt.messages.io_struct import (
     Bootstrap,
     ToScheduler,
 )
+from sglang.srt.utils.metrics import counts_by_label
 
 _MODULE: Final = "rigs.disaggregation.random_pd"
 STEPS_PER_SEED: Final = 300
@@ -160,6 +161,8 @@ class RandomPd:
         self.damages_l2 = apart.random() < 0.4
         if apart.random() < 0.5 and not self.args["decode"]["disable_radix_cache"]:
             self.args["decode"] |= small_l1(self.page_size)
+        if self.args["decode"].get("enable_hierarchical_cache") and apart.random() < 0.5:
+            self.args["decode"]["disaggregation_decode_retraction_backup"] = "host_pool"
         self.outcome = Outcome()
         self._requests = RandomRequests(self.rng, self.page_size)
         self._mover = FlippingMover(random.Random(seed))
@@ -444,6 +447,8 @@ class RandomPd:
             self.outcome.counts[f"{name}: rejected drafts"] += rig.worker.num_rejected
             self.outcome.counts[f"{name}: verifications ahead"] += rig.worker.num_ahead
             self.outcome.counts[f"{name}: started again"] += counters.redone
+            for what, tokens in counts_by_label(rig.scheduler.state.metrics.backed_up).items():
+                self.outcome.counts[f"{name}: retracted tokens, {what}"] += tokens
             for tier, tokens in rig.scheduler.state.metrics.num_cached.items():
                 self.outcome.counts[f"{name}: tokens from {tier}"] += tokens
 

@@ -172,6 +172,12 @@ class DisaggregationArgs:
         "Implied by --hicache-storage-backend: a decode server writes what it computes and reads "
         "to L3.",
     )
+    disaggregation_decode_retraction_backup: str | None = flag(
+        None,
+        "Copy the pages of a retracted request to L2, and load them when it goes on; absent: as "
+        "--hicache-write-policy says, and it computes again what leaves L1 without a copy.",
+        choices=("host_pool",),
+    )
 
 
 FAKE_BOOTSTRAP_HOST: Final = "2.2.2.2"

@@ -25,6 +25,7 @@ MIN_SECRET_CHARS: Final = 16
 OFFLOAD_FLAG: Final = "--disaggregation-decode-enable-offload-kvcache"
 _RADIX: Final = "disaggregation_decode_enable_radix_cache"
 _OFFLOAD: Final = "disaggregation_decode_enable_offload_kvcache"
+_RETRACTION: Final = "disaggregation_decode_retraction_backup"
 _ALLOW_NO_SECRET: Final = "--disaggregation-allow-no-secret"
 _PEER_FIELDS: Final = (
     "disaggregation_ib_device",
@@ -56,6 +57,7 @@ def check_disaggregation(args: ServerFlags) -> Iterator[str]:
         yield from refuse_ignored(args, "disaggregation_prefill_hosts", where)
         yield from refuse_ignored(args, _RADIX, where)
         yield from refuse_ignored(args, _OFFLOAD, where)
+        yield from refuse_ignored(args, _RETRACTION, where)
     if mode == DisaggregationMode.PREFILL and port == args.port:
         yield (
             f"{BOOTSTRAP_PORT_FLAG} {port} is --port too: requests and decode servers come to "
@@ -142,3 +144,10 @@ def _check_caches_of_decode(args: ServerFlags) -> Iterator[str]:
         yield f"{flag_name(_RADIX)} contradicts --disable-radix-cache; drop one of them"
     if args.disaggregation_decode_enable_offload_kvcache and args.hicache_storage_backend is None:
         yield f"{OFFLOAD_FLAG} needs --hicache-storage-backend, which it writes to"
+    backup = args.disaggregation_decode_retraction_backup
+    has_l2 = args.enable_hierarchical_cache or args.hicache_storage_backend is not None
+    if backup is not None and not has_l2:
+        yield (
+            f"{flag_name(_RETRACTION)} {backup} needs L2, which it copies to: give "
+            "--enable-hierarchical-cache"
+        )

@@ -255,7 +255,7 @@ SGLANG_FLAGS: Final = (
     _row(_IGNORED, "prefill and decode on different servers", """num_reserved_decode_tokens
         disaggregation_decode_polling_interval disaggregation_decode_tp disaggregation_decode_dp
         disaggregation_prefill_pp prefill_round_robin_balance disaggregation_decode_allocation_*
-        disaggregation_decode_retraction_backup disaggregation_decode_extra_slots
+        disaggregation_decode_extra_slots
         disaggregation_decode_host_receive_threshold optimistic_prefill_attempts=0"""),
 )  # fmt: skip
 

@@ -178,6 +178,13 @@ class SchedulerMetrics:
         self.retractions = self._counter(
             "num_retracted_reqs", "Requests that gave way when token slots ran out"
         )
+        self.backed_up = Counter(
+            "sglang:retraction_backup_tokens",
+            "Tokens of retracted requests, by what became of their pages: kept in L2, or no room "
+            "there (l2_full)",
+            ["outcome"],
+            registry=self.registry,
+        )
         self._kernels = self._counter(
             "kernel_compilations", "Kernels that were compiled, or read from the disk, in service"
         )
@@ -233,6 +240,11 @@ class SchedulerMetrics:
         self.num_cached["host"] += cached.host
         self.num_cached["storage"] += cached.storage
         self._queue_time.observe(queue_time)
+
+    def on_backed_up(self, kept: int, lost: int) -> None:
+        """Count the tokens of a retracted request that L2 keeps, and those it has no room for."""
+        self.backed_up.labels("kept").inc(kept)
+        self.backed_up.labels("l2_full").inc(lost)
 
     def on_kernel_compiled(self, name: str) -> None:
         """Count and log a kernel that was not ready when a request needed it."""

@@ -27,6 +27,8 @@ ALLOW = "--disaggregation-allow-no-secret"
 TWO_MACHINES = ("--tp", "2", "--nnodes", "2", "--dist-init-addr", "a:1")
 ON_LOOPBACK = (*TWO_MACHINES[:-1], "127.0.0.1:1")
 ENGINE = "MOONCAKE_LOCAL_HOSTNAME"
+RETRACTION = "--disaggregation-decode-retraction-backup"
+TIERED = "--enable-hierarchical-cache"
 FILES = ("--hicache-storage-backend", "file")
 
 
@@ -96,6 +98,13 @@ def test_a_decode_server_may_have_tiers(argv: tuple[str, ...]) -> None:
     assert prepare(MODE, "decode", "--enable-hierarchical-cache").page_size == 64
 
 
+@pytest.mark.parametrize("argv", [FILES, (TIERED,)])
+def test_retracted_requests_may_go_to_l2(argv: tuple[str, ...]) -> None:
+    args = prepare(MODE, "decode", RETRACTION, "host_pool", *argv)
+    assert args.disaggregation_decode_retraction_backup == "host_pool"
+    assert prepare(MODE, "decode", *argv).disaggregation_decode_retraction_backup is None
+
+
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
     args = prepare(MODE, mode, BACKEND, "fake", "--host", "0.0.0.0")
@@ -145,6 +154,18 @@ def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
         ),
         ((MODE, "prefill", OFFLOAD, *FILES), f"^{OFFLOAD} has no effect with {MODE} prefill$"),
         ((OFFLOAD, *FILES), f"^{OFFLOAD} has no effect with {MODE} null$"),
+        (
+            (MODE, "decode", RETRACTION, "host_pool"),
+            f"^{RETRACTION} host_pool needs L2, .* {TIERED}$",
+        ),
+        (
+            (MODE, "decode", RETRACTION, "radix", TIERED),
+            f"^{RETRACTION} radix: choose one of host_pool",
+        ),
+        (
+            (MODE, "prefill", RETRACTION, "host_pool", TIERED),
+            f"^{RETRACTION} host_pool has no effect with {MODE} prefill$",
+        ),
         ((MODE, "prefill", RADIX), f"^{RADIX} has no effect with {MODE} prefill$"),
         (
             (MODE, "decode", RADIX, "--disable-radix-cache"),

@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import ItemKind
+from sglang.srt.utils.metrics import counts_by_label
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=28, suite="base-a-test-cpu")
@@ -136,6 +137,29 @@ def test_ranks_of_a_decode_server_load_alike(
             state = rig.scheduler.state
             assert state.metrics.num_cached["host"] > 0
             assert state.counters.prefill_tokens == 0, "nothing is computed twice"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v32", "qwen3_next"])
+def test_ranks_back_up_and_load_retracted_requests_alike(
+    models: Callable[[str], Path], family: str
+) -> None:
+    path = models(family)
+    alone = SchedulerRig(path, **ARGS)
+    tight = {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 8.0,
+        "hicache_write_policy": "write_back",
+        "pool_tokens": 160,
+        "schedule_conservativeness": 0.01,
+        "disaggregation_decode_retraction_backup": "host_pool",
+    }
+    ids = [prompt(seed, 30) for seed in range(20, 24)]
+    with PdRanks(path, 2, 2, **ARGS, decode_args=tight) as pair:
+        pair.run(*(pair.request(f"{n}", one, greedy(40)) for n, one in enumerate(ids)))
+        assert [pair.result(f"{n}").output_ids for n in range(4)] == alone.generate(ids, 40)
+        for rig in pair.decode.rigs:
+            kept = counts_by_label(rig.scheduler.state.metrics.backed_up)
+            assert kept["kept"] > 0 == kept["l2_full"]
 
 
 def test_drafts_after_a_prefill_that_ranks_split_are_those_of_one_rank(tmp_path: Path) -> None:

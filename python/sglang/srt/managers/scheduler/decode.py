@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.managers.scheduler.policy import newest, pages_to_decode
 from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.messages.io_struct import abort_reason
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -132,9 +133,34 @@ class DecodeScheduler:
         )
         state.release(req)
         state.queues.retract(req)
+        if state.backs_up_retracted and not req.is_probe:
+            self._back_up(req)
         self.gather()
         state.counters.retractions += 1
         state.metrics.retractions.inc()
+
+    def _back_up(self, req: Req) -> None:
+        """Copy to L2 what only L1 has of a retracted request. The tree has its pages: they stay in
+        L1 until their copies have landed, and are loaded when the request is scheduled again. L2
+        evicts pages of waiting requests last."""
+        state, hicache = self._state, self._state.hicache
+        assert hicache is not None, "checked at the start"
+        match = hicache.match_prefix(
+            MatchPrefixParams(req.match_key(), req=req.slots, needs_state=False)
+        )
+        node = match.last_host_node
+        hicache.note_waiting(req.rid, req.arrival_number, node)
+        lost = hicache.host_backup.back_up(hicache.tree.path_to(node))
+        state.metrics.on_backed_up(node.depth - lost, lost)
+        if lost:
+            self._log.warning(
+                "retraction-backup",
+                "L2 has no room for %d of %d tokens of the retracted request %s: it computes again "
+                "what leaves L1 meanwhile",
+                lost,
+                node.depth,
+                req.rid,
+            )
 
     def _stall_or_give_up(self, req: Req) -> None:
         """Wait for copies in flight to release slots that `req` lacks, or abort it. No other

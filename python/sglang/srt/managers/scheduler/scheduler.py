@@ -494,4 +494,5 @@ def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> Sched
         eos_token_ids=worker.eos_token_ids,
         metrics=resources.metrics,
         snapshots=snapshots,
+        backs_up_retracted=server_args.disaggregation_decode_retraction_backup is not None,
     )

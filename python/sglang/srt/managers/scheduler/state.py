@@ -121,6 +121,8 @@ class SchedulerState:
     """`tree`, if it has tiers below L1."""
     snapshots: Snapshots | None
     """None: the tree keeps no recurrent states."""
+    backs_up_retracted: bool = False
+    """True if the pages of retracted requests go to L2."""
     queues: RequestQueues = field(default_factory=RequestQueues)
     in_flight: LaunchedStep | None = None
     """The launched step whose results have not been processed."""

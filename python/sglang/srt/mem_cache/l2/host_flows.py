@@ -108,15 +108,27 @@ class HostBackup:
         if self.write_policy == "write_back":
             return
         wanted = 1 if self.write_policy == "write_through" else _SELECTIVE_HITS
-        for node in path:
-            is_due = wanted == 1 or node.hit_count >= wanted or node.kept_on_host > 0
+        self._write_path(
+            path,
+            lambda node: wanted == 1 or node.hit_count >= wanted or node.kept_on_host > 0,
+        )
+
+    def back_up(self, path: list[TreeNode]) -> int:
+        """Queue copies of what L2 lacks of `path`, root's child first, whatever the write policy.
+        Returns the tokens that stay without a copy, because L2 has no room."""
+        written = self._write_path(path, lambda node: True)
+        return sum(len(node.key) for node in path[written:])
+
+    def _write_path(self, path: list[TreeNode], is_due: Callable[[TreeNode], bool]) -> int:
+        """Queue copies of the nodes of `path` that are due, top down, up to the first node that is
+        not written: a written node has written ancestors. Returns the number of nodes before it."""
+        for nth, node in enumerate(path):
             if node.backuped:
-                if is_due and node.states:
+                if node.states and is_due(node):
                     self._save_states(node)
-            elif node.write_id is None and not (is_due and self.write(node)):
-                # Top down, up to the first node that is not written: a written node has written
-                # ancestors.
-                break
+            elif node.write_id is None and not (is_due(node) and self.write(node)):
+                return nth
+        return len(path)
 
     def write(self, node: TreeNode) -> bool:
         """Queue the copy of the pages and states of `node` that are on the device alone: all or
