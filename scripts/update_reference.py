@@ -91,7 +91,7 @@ def page() -> str:
     SessionMetrics(scheduler.registry)
     StateMetrics(scheduler.registry).set_host(total=0, free=0)
     disaggregated = CollectorRegistry()
-    DisaggregationMetrics(disaggregated, dict.fromkeys(_QUEUES, int))
+    DisaggregationMetrics(disaggregated).watch("", dict.fromkeys(_QUEUES, int))
     TransferMetrics(disaggregated, ())
     lines = [
         "# Reference",

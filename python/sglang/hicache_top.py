@@ -88,6 +88,8 @@ def draw(view: Mapping[str, Any], width: int) -> RenderableType:
         f"  {view['model_name']}, pages of {view['page_size']} tokens, "
         f"eviction {view['eviction_policy']}",
     )
+    if view["disaggregation_mode"] != "null":
+        title.append(f", {view['disaggregation_mode']} server")
     if view["dp_size"] > 1:
         title.append(f", DP group {view['dp_rank']} of 0 to {view['dp_size'] - 1}")
     queues = ", ".join(f"{name} {count}" for name, count in view["queues"].items())

@@ -98,7 +98,6 @@ REFUSED: Final = {
             speculative-domino-candidate-pool-size=2048:64 speculative-dspark-block-size:4
             speculative-dspark-sps-table-path:/x speculative-dspark-confidence-sts-path:/x
             speculative-dspark-align-verify-tokens-to-graph-tier""",
-        "change between prefill and decode": "enable-pd-role-switch",
         "multimodal models": """enable-adaptive-dispatch-to-encoder allowed-media-domains:a.example
             media-url-max-file-size-mb=64:8 trust-mm-content-hashes image-processor-backend=auto:pil
             asr-max-buffer-seconds=60:30 asr-max-concurrent-sessions=32:4""",

@@ -60,6 +60,9 @@ class FakeServers(BaseKVManager):
     def register_to_bootstrap(self) -> list[Route]:
         return []
 
+    def in_role(self, disaggregation_mode: DisaggregationMode) -> FakeServers:
+        raise AssertionError("the role of the rig stays")
+
     def close(self) -> None:
         self.is_closed = True
 

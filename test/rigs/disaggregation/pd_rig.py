@@ -63,6 +63,7 @@ class RigSettings:
 
     host: str = LOOPBACK
     disaggregation_secret: str | None = None
+    enable_pd_role_switch: bool = False
 
 
 def make_manager(

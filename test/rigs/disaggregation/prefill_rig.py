@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rigs.schedulers.scheduler_rig import SchedulerRig
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
@@ -48,6 +49,9 @@ class FakeManager(BaseKVManager):
 
     def register_to_bootstrap(self) -> list[Route]:
         return []
+
+    def in_role(self, disaggregation_mode: DisaggregationMode) -> FakeManager:
+        raise AssertionError("the role of the rig stays")
 
     def close(self) -> None:
         self.is_closed = True

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.arg_groups.cli import Mistake, check_choices, flag_name, lines_of, refuse_ignored
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.arg_groups.disaggregation_checks import check_disaggregation, check_machines
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, may_decode, may_prefill
+from sglang.srt.arg_groups.disaggregation_checks import check_disaggregation
 from sglang.srt.arg_groups.extra_config import FLAG, check_extra_config_keys
 from sglang.srt.arg_groups.observability import check_observability
 from sglang.srt.arg_groups.remote_weights import check_remote_weights, offers_weights
@@ -55,7 +57,7 @@ def without_effect(args: ServerFlags) -> Iterator[str]:
     has_graphs = kind is None or kind.captures_graphs
     if args.cuda_graph_max_bs is not None and (args.disable_cuda_graph or not has_graphs):
         yield "--cuda-graph-max-bs"
-    if args.disaggregation_mode == DisaggregationMode.DECODE:  # Prefill servers listen there.
+    if may_decode(args) and not may_prefill(args):  # Prefill servers listen there.
         field = "disaggregation_bootstrap_port"
         yield from (flag_name(field) for _ in refuse_ignored(args, field, ""))
 

@@ -178,6 +178,11 @@ class DisaggregationArgs:
         "--hicache-write-policy says, and it computes again what leaves L1 without a copy.",
         choices=("host_pool",),
     )
+    enable_pd_role_switch: bool = flag(
+        False,
+        "Let POST /pd_role_switch change a prefill server into a decode server, or back, while it "
+        "is idle. Flags of both roles may be given.",
+    )
 
 
 FAKE_BOOTSTRAP_HOST: Final = "2.2.2.2"
@@ -225,9 +230,24 @@ def read_secret(args: DisaggregationArgs) -> str | None:
     return resolve_key(None, args.disaggregation_secret_file, name, variable)
 
 
+def may_prefill(args: DisaggregationArgs) -> bool:
+    """True if the server is a prefill server, or may become one."""
+    mode = args.disaggregation_mode
+    return mode == DisaggregationMode.PREFILL or _may_change(args)
+
+
+def may_decode(args: DisaggregationArgs) -> bool:
+    """True if the server is a decode server, or may become one."""
+    return args.disaggregation_mode == DisaggregationMode.DECODE or _may_change(args)
+
+
+def _may_change(args: DisaggregationArgs) -> bool:
+    return args.enable_pd_role_switch and args.disaggregation_mode != DisaggregationMode.NULL
+
+
 def prefill_hosts(args: DisaggregationArgs, own_host: str) -> PrefillHosts | None:
     """The prefill servers that requests may name; None: this server contacts none. Parameters and
     errors: see `PrefillHosts.parse`."""
-    if args.disaggregation_mode != DisaggregationMode.DECODE or not moves_pages(args):
+    if not may_decode(args) or not moves_pages(args):
         return None
     return PrefillHosts.parse(args.disaggregation_prefill_hosts, own_host)

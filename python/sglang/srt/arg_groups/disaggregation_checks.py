@@ -14,6 +14,8 @@ from sglang.srt.arg_groups.disaggregation import (
     SECRET_FLAG,
     DisaggregationMode,
     TransferBackend,
+    may_decode,
+    may_prefill,
     moves_pages,
     prefill_hosts,
 )
@@ -25,6 +27,7 @@ MIN_SECRET_CHARS: Final = 16
 OFFLOAD_FLAG: Final = "--disaggregation-decode-enable-offload-kvcache"
 _RADIX: Final = "disaggregation_decode_enable_radix_cache"
 _OFFLOAD: Final = "disaggregation_decode_enable_offload_kvcache"
+_SWITCH: Final = "enable_pd_role_switch"
 _RETRACTION: Final = "disaggregation_decode_retraction_backup"
 _ALLOW_NO_SECRET: Final = "--disaggregation-allow-no-secret"
 _PEER_FIELDS: Final = (
@@ -53,12 +56,13 @@ def check_disaggregation(args: ServerFlags) -> Iterator[str]:
             "disaggregation_bootstrap_port",
         ):
             yield from refuse_ignored(args, field, where)
-    if mode != DisaggregationMode.DECODE:
+        yield from refuse_ignored(args, _SWITCH, where)
+    if not may_decode(args):
         yield from refuse_ignored(args, "disaggregation_prefill_hosts", where)
         yield from refuse_ignored(args, _RADIX, where)
         yield from refuse_ignored(args, _OFFLOAD, where)
         yield from refuse_ignored(args, _RETRACTION, where)
-    if mode == DisaggregationMode.PREFILL and port == args.port:
+    if may_prefill(args) and port == args.port:
         yield (
             f"{BOOTSTRAP_PORT_FLAG} {port} is --port too: requests and decode servers come to "
             "different ports; change one of them"
@@ -71,9 +75,11 @@ def check_disaggregation(args: ServerFlags) -> Iterator[str]:
             yield from refuse_ignored(args, field, where)
     else:
         yield from _check_secret(args)
-    if mode == DisaggregationMode.DECODE:
+    if args.enable_pd_role_switch:
+        yield from _check_role_switch(args)
+    if may_decode(args):
         yield from _check_caches_of_decode(args)
-    if mode == DisaggregationMode.DECODE and args.attn_cp_size > 1:
+    if may_decode(args) and args.attn_cp_size > 1:
         yield (
             f"{flag_name('attn_cp_size')} {args.attn_cp_size} has no use {where}, which computes "
             "no prompts: use it on the prefill servers"
@@ -117,6 +123,15 @@ def check_machines(args: ServerFlags, meeting_host: str) -> Iterator[str]:
                 f"{PREFILL_HOSTS_FLAG} names {own[0]} {where}: each rank would look for it on its "
                 "own machine; give the address at which all machines reach the prefill server"
             )
+def _check_role_switch(args: ServerFlags) -> Iterator[str]:
+    flag = flag_name(_SWITCH)
+    if args.admin_api_key is None:
+        yield (
+            f"{flag} needs an operator's key, which POST /pd_role_switch asks for: give "
+            "--admin-api-key-file or SGLANG_ADMIN_API_KEY"
+        )
+    if args.nnodes > 1:
+        yield f"{flag} does not work with {flag_name('nnodes')} above 1 yet: leave one of them out"
 
 
 def _check_secret(args: ServerFlags) -> Iterator[str]:

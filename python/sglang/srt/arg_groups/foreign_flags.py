@@ -156,7 +156,6 @@ SGLANG_FLAGS: Final = (
     _row(_NEVER, "stored responses (a client sends the whole conversation)",
         "enable_response_store"),
     _row(_NEVER, "watermarks in answers", "enable_watermark watermark_config"),
-    _row(_NEVER, "servers that change between prefill and decode", "enable_pd_role_switch"),
     _row(_NEVER, "other implementations of a model", "model_impl=auto|sglang"),
     _row(_NEVER, "a gRPC front", "grpc_* smg_*"),
     _row(_NEVER, "certificates of clients, and certificates that change while the server runs (put "

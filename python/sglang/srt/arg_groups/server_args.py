@@ -29,7 +29,7 @@ from sglang.srt.arg_groups.cli import (
     warn_of_ignored,
 )
 from sglang.srt.arg_groups.disaggregation import (
-    DisaggregationMode,
+    may_decode,
     read_secret,
 )
 from sglang.srt.arg_groups.extra_config import public_text
@@ -68,9 +68,7 @@ class ServerArgs(ServerFlags):
     def keeps_pages_alone(self) -> bool:
         """True if cached pages are of use without the recurrent state behind them: a decode server
         with tiers gets the states from prefill servers."""
-        return (
-            self.disaggregation_mode == DisaggregationMode.DECODE and self.enable_hierarchical_cache
-        )
+        return may_decode(self) and self.enable_hierarchical_cache
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -140,8 +138,7 @@ class ServerArgs(ServerFlags):
             dp_size=num_dp_groups(self),
             enable_dp_attention=num_dp_groups(self) > 1,
             disaggregation_decode_enable_radix_cache=(
-                self.disaggregation_mode == DisaggregationMode.DECODE
-                and not self.disable_radix_cache
+                may_decode(self) and not self.disable_radix_cache
             ),
             tokenizer_path=self.tokenizer_path or model_path,
             served_model_name=self.served_model_name or self.model_path or BUILTIN_MODEL_NAME,
@@ -166,6 +163,10 @@ class ServerArgs(ServerFlags):
         # The command line's warning has named the others.
         warn_of_ignored([one for one in without_effect(args) if one not in without_effect(self)])
         return args._settled()
+
+    def in_role(self, mode: str) -> ServerArgs:
+        """A resolved copy for the other role of a server with `--enable-pd-role-switch`."""
+        return dataclasses.replace(self, disaggregation_mode=mode)._settled()
 
     def _settled(self) -> ServerArgs:
         """Freeze this object, because threads share it, and return it."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
     BaseKVReceiver,
@@ -25,7 +26,6 @@ from sglang.srt.managers.scheduler.role import Role, TransferUpdate
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.messages.first_token import fake_metadata, mismatch_of
 from sglang.srt.messages.io_struct import FinishReason
-from sglang.srt.observability.engine_metrics import DisaggregationMetrics, TransferMetrics
 from sglang.srt.utils.fair_share import is_within_share
 from sglang.srt.utils.network import canonical_host
 
@@ -140,16 +140,15 @@ class DecodeRole(Role):
         self._lingering: list[DecodeRequest] = []
         self._update = TransferUpdate()
         self._owners: dict[int, str] = {}
-        registry = state.metrics.registry
-        self._metrics = DisaggregationMetrics(
-            registry,
+        self._metrics = state.metrics.of_role(
+            DisaggregationMode.DECODE,
             {
                 "num_decode_prealloc_queue_reqs": lambda: len(self._waiting),
                 "num_decode_transfer_queue_reqs": lambda: len(self._transferring),
                 "num_decode_lingering_reqs": lambda: len(self._lingering),
             },
         )
-        self._transfers = TransferMetrics(registry, (CONTROL, TRANSPORT))
+        self._transfers = state.metrics.of_reads((CONTROL, TRANSPORT))
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         bootstrap = req.spec.bootstrap

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVSender, KVPoll
 from sglang.srt.disaggregation.utils import failure_reasons, poll_and_all_reduce
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.scheduler.role import Role, TransferUpdate
 from sglang.srt.messages.first_token import FirstToken, prompt_digest, sampling_digest
 from sglang.srt.messages.io_struct import FinishReason
-from sglang.srt.observability.engine_metrics import DisaggregationMetrics
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ class PrefillRole(Role):
         """Rooms of requests that have not ended, by number, in order of arrival."""
         self._past: dict[int, PrefillRoom] = {}
         """Rooms that have ended, by number, in order of their ends."""
-        self._metrics = DisaggregationMetrics(
-            state.metrics.registry,
+        self._metrics = state.metrics.of_role(
+            DisaggregationMode.PREFILL,
             {
                 "num_prefill_bootstrap_queue_reqs": lambda: len(self._unclaimed()),
                 "num_prefill_inflight_queue_reqs": lambda: sum(

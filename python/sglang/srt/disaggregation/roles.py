@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import BaseKVManager
 from sglang.srt.disaggregation.base.timeouts import seconds, silence_s
 from sglang.srt.disaggregation.decode import DecodeRole
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.role import Role
     from sglang.srt.managers.scheduler.state import SchedulerState
 
+RemakeRole = Callable[[DisaggregationMode], tuple["MakeRole", list[Route]]]
+"""Makes a rank's transport for the other role. Returns how to make that role, and the routes of all
+ranks. A collective; raises ValueError as `BaseKVManager.in_role`, and then nothing has changed."""
 MakeRole = Callable[["SchedulerState", "PrefillScheduler"], "Role"]
 
 
@@ -41,3 +45,19 @@ def role_of(
         return DecodeRole(state, holder, kv_manager, receiver_class, wait_s, silent_s, ranks)
 
     return make
+
+
+def changing_role_of(
+    kv_manager: BaseKVManager,
+    ranks: RankGroup,
+    transfer_backend: TransferBackend = TransferBackend.MOONCAKE,
+) -> RemakeRole:
+    """How to change the role of a rank, whose present role has `kv_manager`."""
+    current = kv_manager
+
+    def remake(mode: DisaggregationMode) -> tuple[MakeRole, list[Route]]:
+        nonlocal current
+        current = current.in_role(mode)
+        return role_of(mode, current, ranks, transfer_backend), current.register_to_bootstrap()
+
+    return remake

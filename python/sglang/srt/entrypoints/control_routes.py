@@ -1,4 +1,4 @@
-"""Sessions, pauses of generation, profiles. SGLang's names and bodies."""
+"""Sessions, pauses of generation, profiles, the role. SGLang's names and bodies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.entrypoints.http.body import (
     WHOLE_PROMPT,
     Ignored,
@@ -21,6 +22,7 @@ from sglang.srt.entrypoints.http.body import (
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request, checked
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.entrypoints.http.sse import json_response
+from sglang.srt.entrypoints.pd_role import SWITCH_FLAG
 from sglang.srt.managers.tokenizer.request_limits import check_session
 from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT
 from sglang.srt.messages.cache_key import combine_extra_key
@@ -31,7 +33,8 @@ from sglang.srt.messages.io_struct import (
     StartProfileReqInput,
     StopProfileReqInput,
 )
-from sglang.srt.utils.auth import AuthLevel, auth_level
+from sglang.srt.utils.auth import AuthLevel, auth_level, refused_with
+from sglang.srt.utils.error_answers import error_object
 
 MOST_STEPS: Final = 500
 """Most steps of a profile, which are kept in memory until its end."""
@@ -79,6 +82,12 @@ class ProfileBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     start_step: Annotated[Any, Refused("ask when the steps begin")] = None
     profile_by_stage: Annotated[Any, Refused("a profile has steps of both kinds")] = None
     with_stack: Annotated[Any, Refused("watch the process with py-spy")] = None
+
+
+class RoleBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The role that the server gets."""
+
+    new_role: str
 
 
 async def open_session(request: Request) -> Response:
@@ -151,6 +160,30 @@ async def stop_profile(request: Request) -> Response:
     return json_response({"success": True, **answer.data})
 
 
+def _no_admin(status: int, accept: str) -> Response:
+    """The refusal of whoever has no operator's key: always 403."""
+    why = "this endpoint needs the admin key: send the header 'Authorization: Bearer KEY'"
+    return JSONResponse(error_object(why, "authentication_error", 403), 403)
+
+
+@auth_level(AuthLevel.ADMIN_FORCE)
+@refused_with(_no_admin)
+async def switch_role(request: Request) -> Response:
+    """Change a prefill server into a decode server, or back. The server has to be idle."""
+    context = context_of(request)
+    mode = context.args.disaggregation_mode
+    if context.pd_role is None or not context.args.enable_pd_role_switch:
+        raise bad_request(
+            f"the role of this server does not change (--disaggregation-mode {mode}): start a "
+            f"prefill or decode server with {SWITCH_FLAG}"
+        )
+    body = await read_json(request, RoleBody)
+    if body.new_role not in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE):
+        raise bad_request(f"new_role={body.new_role[:32]!r}: must be prefill or decode", "new_role")
+    new_role = DisaggregationMode(body.new_role)
+    return json_response(await context.pd_role.switch(context, new_role))
+
+
 async def _ask(
     request: Request, message: ControlReq, timeout: float = QUICK_TIMEOUT
 ) -> ControlReqOutput:
@@ -164,4 +197,5 @@ ROUTES: Final = (
     Route("/continue_generation", continue_generation, methods=["POST"]),
     Route("/start_profile", start_profile, methods=["POST"]),
     Route("/stop_profile", stop_profile, methods=["POST"]),
+    Route("/pd_role_switch", switch_role, methods=["POST"]),
 )

@@ -16,14 +16,10 @@ from sglang.srt.arg_groups.checks import reports_held_pages
 from sglang.srt.arg_groups.disaggregation import (
     DisaggregationMode,
     TransferBackend,
-    moves_pages,
     prefill_hosts,
 )
 from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.configs.generation_config import SamplingDefaults, sampling_defaults
-from sglang.srt.disaggregation.base.bootstrap_route import Route
-from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
-from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
 from sglang.srt.entrypoints.http.errors import ApiError
 from sglang.srt.entrypoints.http.server_context import ServerContext
@@ -31,6 +27,7 @@ from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
 from sglang.srt.entrypoints.native_routes import stream_answers, whole_answers
 from sglang.srt.entrypoints.openai.parser_choice import with_parsers
+from sglang.srt.entrypoints.pd_role import PDRole
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.dp_groups import DPGroups, sums_of
@@ -111,27 +108,17 @@ class EngineFront:
             loaded.append(_load_model_files(args))
             return tokenizer_data(loaded[0].tokenizer)
 
-        self._bootstrap: CommonKVBootstrapServer | None = None
-        if args.disaggregation_mode == DisaggregationMode.PREFILL and moves_pages(args):
-            # Decode servers find this server there.
-            self._bootstrap = CommonKVBootstrapServer(
-                args.host,
-                args.disaggregation_bootstrap_port,
-                DeploymentSecret.of(args.disaggregation_secret),
-            )
+        self._role = PDRole(args)
         try:
             self.processes: EngineProcesses = launch_subprocesses(args, load)
         except BaseException:
-            if self._bootstrap is not None:
-                self._bootstrap.close()
+            self._role.close()
             raise
         [files] = loaded
         args, config = files.args, files.config
         logger.info("%s", files.sampling_defaults.line())
         details = _least_limits(self.processes.ready_details)
-        if self._bootstrap is not None:
-            for route in details["routes"]:
-                self._bootstrap.register(Route(**route))
+        self._role.register(details["routes"])
         metrics = ServerMetrics(model_label(args)) if args.enable_metrics else None
         self.manager = TokenizerManager(
             ipc=self.processes.ipc,
@@ -158,6 +145,7 @@ class EngineFront:
             sampling_defaults=files.sampling_defaults,
             ready_details=details,
             model_info=_model_info(args, config, details),
+            pd_role=self._role,
         )
 
     async def drain(self, timeout: float) -> bool:
@@ -176,8 +164,7 @@ class EngineFront:
         await self.manager.close()
         if self.manager.tracer is not None:
             await asyncio.to_thread(self.manager.tracer.close)
-        if self._bootstrap is not None:
-            await asyncio.to_thread(self._bootstrap.close)
+        await asyncio.to_thread(self._role.close)
         await asyncio.to_thread(self.processes.kill)
         return ended_well
 
@@ -205,7 +192,8 @@ def make_tracer(args: ServerArgs, registry: CollectorRegistry | None) -> Tracer 
 
     exporter = tracing.make_exporter(args.otlp_traces_endpoint)
     mode = args.disaggregation_mode
-    service = "sglang" if mode == DisaggregationMode.NULL else f"sglang-{mode}"
+    is_fixed = mode != DisaggregationMode.NULL and not args.enable_pd_role_switch
+    service = f"sglang-{mode}" if is_fixed else "sglang"
     return tracing.Tracer(exporter, service, f"{args.host}:{args.port}", registry)
 
 

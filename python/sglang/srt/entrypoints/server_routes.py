@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.arg_groups.extra_config import FLAG, parse_extra_config
 from sglang.srt.arg_groups.remote_weights import SEED_PATH
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, VERSION
@@ -50,9 +51,13 @@ METRICS_TIMEOUT: Final = 3.0
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while all processes live and no shutdown has begun."""
-    _refuse_if_ending(context_of(request))
-    return Response()
+    """Answer 200 while all processes live and no shutdown has begun. The header `X-SGLang-PD-Role`
+    names the role of a prefill or decode server."""
+    context = context_of(request)
+    _refuse_if_ending(context)
+    mode = context.args.disaggregation_mode
+    role = {} if mode == DisaggregationMode.NULL else {"X-SGLang-PD-Role": mode}
+    return Response(headers=role)
 
 
 def _refuse_if_ending(context: ServerContext) -> None:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.messages.cache_report import CacheReport
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -177,6 +178,13 @@ class GetWeightSeedReq(ControlReq):
     """Ask where the weights of a rank are, for a server that reads them."""
 
     rank: int
+
+
+class PDRoleSwitchReqInput(ControlReq):
+    """Become a prefill or a decode server. The answer has the `role` and, after a change, the
+    `routes` of all ranks; or what is under way (`busy`): then nothing has changed."""
+
+    new_role: DisaggregationMode
 
 
 class ShutdownReq(Message):
@@ -365,6 +373,7 @@ ToScheduler: TypeAlias = (
     | ClearHiCacheReqInput
     | GetHiCacheStorageReqInput
     | GetWeightSeedReq
+    | PDRoleSwitchReqInput
     | ShutdownReq
 )
 SchedulerOutput: TypeAlias = BatchTokenIDOutput | ControlReqOutput | HeldPagesReport

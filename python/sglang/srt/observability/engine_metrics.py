@@ -159,6 +159,8 @@ class SchedulerMetrics:
         self.verifications = {tier: Verifications() for tier in get_args(Tier)}
         self._num_drafts = num_drafts
         self._num_exported: dict[Counter, int] = {}
+        self._of_role: DisaggregationMetrics | None = None
+        self._of_reads: TransferMetrics | None = None
         self._gauges = {
             name: Gauge(f"sglang:{name}", text, registry=self.registry)
             for name, text in (
@@ -246,6 +248,20 @@ class SchedulerMetrics:
         self.backed_up.labels("kept").inc(kept)
         self.backed_up.labels("l2_full").inc(lost)
 
+    def of_role(self, role: str, queues: Mapping[str, Callable[[], int]]) -> DisaggregationMetrics:
+        """The metrics of a prefill or decode server, which from now on has this role; see
+        `DisaggregationMetrics.watch`."""
+        if self._of_role is None:
+            self._of_role = DisaggregationMetrics(self.registry)
+        self._of_role.watch(role, queues)
+        return self._of_role
+
+    def of_reads(self, ways: Sequence[str]) -> TransferMetrics:
+        """The metrics of a decode server's reads; see `TransferMetrics`."""
+        if self._of_reads is None:
+            self._of_reads = TransferMetrics(self.registry, ways)
+        return self._of_reads
+
     def on_kernel_compiled(self, name: str) -> None:
         """Count and log a kernel that was not ready when a request needed it."""
         self._kernels.inc()
@@ -318,15 +334,18 @@ _MEGA: Final = 1e6
 
 
 class DisaggregationMetrics:
-    """Queues, failures and transfers of a prefill or decode server. Scheduler thread only."""
+    """Role, queues and failures of a prefill or decode server. Scheduler thread only."""
 
-    def __init__(
-        self, registry: CollectorRegistry, queues: Mapping[str, Callable[[], int]]
-    ) -> None:
-        """`queues`: functions that count the requests in a queue now, by metric name."""
-        for name, count in queues.items():
-            gauge = Gauge(f"sglang:{name}", _QUEUES[name], registry=registry)
-            gauge.set_function(count)
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._queues: dict[str, Gauge] = {}
+        self._role = Gauge(
+            "sglang:pd_role",
+            "1 for the present role of the server (prefill or decode), 0 for an earlier one",
+            ["role"],
+            registry=registry,
+        )
+        self._roles: set[str] = set()
         self._bootstrap_failed = Counter(
             "sglang:num_bootstrap_failed_reqs",
             "Requests that failed before the decode server knew that the prefill server has them",
@@ -337,6 +356,18 @@ class DisaggregationMetrics:
             "Requests that failed, or that the other server gave up, after that",
             registry=registry,
         )
+
+    def watch(self, role: str, queues: Mapping[str, Callable[[], int]]) -> None:
+        """Show the present role, and its queues: functions that count the requests in a queue now,
+        by metric name. Queues of an earlier role are empty from now on."""
+        self._roles.add(role)
+        for one in self._roles:
+            self._role.labels(one).set(one == role)
+        for name in (*self._queues, *queues):
+            if name not in self._queues:
+                text = _QUEUES[name]
+                self._queues[name] = Gauge(f"sglang:{name}", text, registry=self._registry)
+            self._queues[name].set_function(queues.get(name, int))
 
     def on_failure(self, *, had_bootstrapped: bool) -> None:
         """Count a request that failed between the servers; `had_bootstrapped`: the prefill server

@@ -25,7 +25,12 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.kv_events import ZmqEventPublisher
-from sglang.srt.disaggregation.roles import MakeRole, role_of
+from sglang.srt.disaggregation.roles import (
+    MakeRole,
+    RemakeRole,
+    changing_role_of,
+    role_of,
+)
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers, get_kv_class
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
@@ -140,7 +145,7 @@ def build_scheduler(
     tiers = init_pools(runner, server_args, group)
     # Before the tree: a captured step waits for no load, so L2 may not have joined the pools yet.
     worker = TpModelWorker(runner)
-    role, routes = _make_role(server_args, runner, group)
+    role, remake_role, routes = _make_role(server_args, runner, group)
     labels = model_label(server_args)
     if server_args.attn_dp_size > 1:
         labels["dp_rank"] = str(dp_rank)
@@ -155,6 +160,8 @@ def build_scheduler(
         server_args, runner, metrics, group, None if publisher is None else events, held_pages
     )
     tiers += tree.tiers()
+    if remake_role is not None:
+        tiers.append(_role_line(server_args, memory_beside(runner, server_args)))
     resources = SchedulerResources(
         worker=worker,
         tree=tree,
@@ -170,6 +177,7 @@ def build_scheduler(
         ),
         weight_seed=_make_weight_seed(runner, group),
         make_role=role,
+        remake_role=remake_role,
         publish_events=None if publisher is None else publisher.publish,
         overlap=device_runtime(server_args.device).kind.overlaps_steps
         and not server_args.disable_overlap_schedule,
@@ -414,11 +422,12 @@ def _transfer_engine(
 
 def _make_role(
     server_args: ServerArgs, runner: ModelRunner, group: RankGroup
-) -> tuple[MakeRole | None, list[Route]]:
-    """How to make the role of a prefill or decode server (None: the server does both), and the
-    routes of all ranks for its bootstrap server ([]: it has none). A collective."""
+) -> tuple[MakeRole | None, RemakeRole | None, list[Route]]:
+    """How to make the role of a prefill or decode server (None: the server does both), how to make
+    the other one (None: the role does not change), and the routes of all ranks for its bootstrap
+    server ([]: it has none). A collective."""
     if server_args.disaggregation_mode == DisaggregationMode.NULL:
-        return None, []
+        return None, None, []
     mode, pools = DisaggregationMode(server_args.disaggregation_mode), list(runner.pools.values())
     args = KVArgs(
         ranks=group,
@@ -429,7 +438,21 @@ def _make_role(
     )
     backend = TransferBackend(server_args.disaggregation_transfer_backend)
     manager = get_kv_class(backend, KVClassType.MANAGER)(args, mode, server_args)
-    return role_of(mode, manager, group, backend), manager.register_to_bootstrap()
+    remake = None
+    if server_args.enable_pd_role_switch:
+        remake = changing_role_of(manager, group, backend)
+    return role_of(mode, manager, group, backend), remake, manager.register_to_bootstrap()
+
+
+def _role_line(server_args: ServerArgs, memory: DeviceMemory) -> str:
+    """A line about what both roles of a server need that may change between them."""
+    graphs = "no graphs"
+    if memory.graph_bytes:
+        graphs = f"{memory.graph_bytes / 1e9:.2f} GB of graphs"
+    return (
+        f"role: {server_args.disaggregation_mode}, until POST /pd_role_switch; both roles have "
+        f"{graphs}, captured at the start"
+    )
 
 
 def _make_weight_seed(runner: ModelRunner, group: RankGroup) -> WeightSeed | None:

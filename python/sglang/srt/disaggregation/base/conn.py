@@ -102,6 +102,7 @@ class ServerSettings(Protocol):
 
     host: str
     disaggregation_secret: str | None
+    enable_pd_role_switch: bool
 
 
 class BaseKVManager(ABC):
@@ -116,6 +117,11 @@ class BaseKVManager(ABC):
     @abstractmethod
     def register_to_bootstrap(self) -> list[Route]:
         """Routes of all ranks, for the bootstrap server; [] on a decode server. A collective."""
+
+    @abstractmethod
+    def in_role(self, disaggregation_mode: DisaggregationMode) -> BaseKVManager:
+        """A manager over the same memory for the other role. This one stays as it is. A collective.
+        Raises ValueError, the same on all ranks, if it cannot listen."""
 
     @abstractmethod
     def close(self) -> None:

@@ -38,6 +38,9 @@ class FakeKVManager(BaseKVManager):
     def register_to_bootstrap(self) -> list[Route]:
         return []
 
+    def in_role(self, disaggregation_mode: DisaggregationMode) -> FakeKVManager:
+        return self
+
     def close(self) -> None:
         pass
 

@@ -102,6 +102,7 @@ class MooncakeKVManager(BaseKVManager):
             Given with `engine`; else those of the engine's protocol.
         unit_bytes: Bytes of a unit of packed pages, at least `STAGING_BYTES`, if there is a `link`.
         prepares_staging: True to make the staging buffers now; see `Staging.prepare`.
+        staging: The buffers of the manager with the other role; None: there is none yet.
 
     Attributes:
         checksums: Hashes pages of this rank.
@@ -115,8 +116,7 @@ class MooncakeKVManager(BaseKVManager):
     def __new__(
         cls, args: KVArgs, disaggregation_mode: DisaggregationMode, *_: Any, **__: Any
     ) -> MooncakeKVManager:
-        reads = disaggregation_mode == DisaggregationMode.DECODE
-        return super().__new__(MooncakeKVDecodeManager if reads else MooncakeKVPrefillManager)
+        return super().__new__(_kind_of(disaggregation_mode))
 
     def __init__(
         self,
@@ -129,6 +129,7 @@ class MooncakeKVManager(BaseKVManager):
         link: LinkCosts | None = None,
         unit_bytes: int = UNIT_BYTES,
         prepares_staging: bool = True,
+        staging: Staging | None = None,
     ) -> None:
         if engine is None:
             shared = get_mooncake_transfer_engine()
@@ -136,6 +137,7 @@ class MooncakeKVManager(BaseKVManager):
             engine, link = shared, LINKS.get(shared.protocol)
         self._args = args
         self._engine = engine
+        self._settings, self._find_rank, self._link = server_args, find_rank, link
         self._host = server_args.host
         self._place = RankPlace(args.ranks.rank, args.ranks.size, args.ranks.attn_tp_size)
         self._secret = DeploymentSecret.of(server_args.disaggregation_secret)
@@ -143,14 +145,28 @@ class MooncakeKVManager(BaseKVManager):
         self._geometry = PoolGeometry.of(args.pools, args.weights_identity, args.dtype)
         self.register_buffer_to_engine()
         packs = link is not None
-        staging = Staging(engine, args.pools[0].device, unit_bytes if packs else STAGING_BYTES)
-        if prepares_staging and (packs or disaggregation_mode == DisaggregationMode.DECODE):
-            staging.prepare()
+        if staging is None:
+            staging = Staging(engine, args.pools[0].device, unit_bytes if packs else STAGING_BYTES)
+            reads = disaggregation_mode == DisaggregationMode.DECODE
+            if prepares_staging and (packs or reads or server_args.enable_pd_role_switch):
+                staging.prepare()
+        self._staging = staging
         self._start(staging, link, find_rank)
 
     @abstractmethod
     def _start(self, staging: Staging, link: LinkCosts | None, find_rank: FindRank | None) -> None:
         """Start the role's threads. A collective."""
+
+    def in_role(self, disaggregation_mode: DisaggregationMode) -> MooncakeKVManager:
+        return _kind_of(disaggregation_mode)(
+            self._args,
+            disaggregation_mode,
+            self._settings,
+            engine=self._engine,
+            find_rank=self._find_rank,
+            link=self._link,
+            staging=self._staging,
+        )
 
     def register_buffer_to_engine(self) -> None:
         """Register pools and rows of metadata. Raises RuntimeError if the transport refuses the
@@ -193,6 +209,12 @@ class MooncakeKVManager(BaseKVManager):
     def free_aux(self, row: int) -> None:
         assert self._args.aux_buffers is not None, "it had one"
         self._args.aux_buffers.free(row)
+
+
+def _kind_of(mode: DisaggregationMode) -> type[MooncakeKVDecodeManager | MooncakeKVPrefillManager]:
+    return (
+        MooncakeKVDecodeManager if mode == DisaggregationMode.DECODE else MooncakeKVPrefillManager
+    )
 
 
 class MooncakeKVPrefillManager(MooncakeKVManager):

@@ -20,6 +20,7 @@ from sglang.srt.utils.process import HeapTrimmer
 from sglang.srt.utils.threads import started_pool
 
 if TYPE_CHECKING:
+    from sglang.srt.entrypoints.pd_role import PDRole
     from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 
 
@@ -62,6 +63,9 @@ class ServerContext:
     chat_template: ChatTemplate
     ready_details: dict[str, Any]
     model_info: dict[str, Any] = field(default_factory=dict)
+    pd_role: PDRole | None = None
+    """Changes the role of a prefill or decode server; None: there is no engine behind the
+    application."""
     sampling_defaults: SamplingDefaults = field(
         default_factory=lambda: SamplingDefaults(values={}, source="no model")
     )

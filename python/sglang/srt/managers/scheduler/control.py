@@ -126,6 +126,14 @@ class ControlHandler:
         """Each returns the data of its answer; None: the answer comes later. They raise ValueError
         with the reason of a refusal."""
 
+    def handle_by(self, kind: type, handler: Callable[[Any], dict[str, Any] | None]) -> None:
+        """Let `handler` handle messages of `kind`, as `_handlers`."""
+        self._handlers[kind] = handler
+
+    def note_role(self, mode: str) -> None:
+        """The server has changed its role."""
+        self._public_args["disaggregation_mode"] = mode
+
     def handle(self, message: object) -> None:
         if isinstance(message, ShutdownReq):
             self._drain_deadline = self._state.now + max(0.0, message.timeout)
@@ -186,7 +194,7 @@ class ControlHandler:
             if not busy:
                 self._answer(flush.req_id, True, "L1 and L2 are empty")
             elif self._state.now >= flush.deadline:
-                self._answer(flush.req_id, False, _busy_text(busy))
+                self._answer(flush.req_id, False, busy_text(busy))
             else:
                 still.append(flush)
         self._flushes = still
@@ -243,6 +251,7 @@ class ControlHandler:
         history = self._history.latest(state.now)
         return {
             "model_name": self._public_args["served_model_name"],
+            "disaggregation_mode": self._public_args["disaggregation_mode"],
             **cache_view(state.tree),
             "queues": {**queues, **state.tree.is_busy()},
             "speculation": self._speculation(),
@@ -318,7 +327,7 @@ class ControlHandler:
         if administration is None:
             raise ValueError(_NO_HIERARCHY)
         if busy := self.busy():
-            raise ValueError(_busy_text(busy))
+            raise ValueError(busy_text(busy))
         begin(administration)
         self._change = _Pending(req_id, self._state.now + LONGEST_STORAGE_CHANGE_S)
 
@@ -345,13 +354,15 @@ class ControlHandler:
         )
 
 
-def _busy_text(busy: dict[str, int]) -> str:
+def busy_text(busy: dict[str, int]) -> str:
+    """The refusal of a change that only an idle scheduler makes."""
     counts = ", ".join(f"{kind} {count}" for kind, count in busy.items())
     return f"busy: {counts}; try again when idle"
 
 
 class InputHandler:
-    """Accepts and refuses requests, and ends aborted ones."""
+    """Accepts and refuses requests, and ends aborted ones. `role` may change while no request is
+    here."""
 
     def __init__(
         self,
@@ -367,14 +378,14 @@ class InputHandler:
         self._results = results
         self._outputs = outputs
         self._grammar = grammar
-        self._role = role
+        self.role = role
         self._num_arrivals = 0
 
     def handle(self, message: ToScheduler) -> None:
         if isinstance(message, TokenizedGenerateReqInput):
             self._arrive(message)
         elif isinstance(message, DeclineRoomReq):
-            self._role.on_declined(message.bootstrap, message.reason)
+            self.role.on_declined(message.bootstrap, message.reason)
         elif isinstance(message, AbortReq):
             self.abort(None if message.abort_all else message.rid, ABORTED_BY_CLIENT)
         else:
@@ -414,7 +425,7 @@ class InputHandler:
             max_request_tokens=self._state.limits.max_request_tokens,
             eos_token_ids=self._state.eos_token_ids,
         )
-        refusal = self._role.on_arrival(req) or self._grammar.on_arrival(req)
+        refusal = self.role.on_arrival(req) or self._grammar.on_arrival(req)
         if refusal is not None:
             self._refuse(message, refusal)
             return
@@ -425,7 +436,7 @@ class InputHandler:
             self._look_ahead(req)
 
     def _refuse(self, message: TokenizedGenerateReqInput, reason: FinishReason) -> None:
-        self._role.on_refusal(message, reason)
+        self.role.on_refusal(message, reason)
         output = RequestOutput(
             rid=message.rid,
             output_ids=[],

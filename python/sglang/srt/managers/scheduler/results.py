@@ -115,7 +115,8 @@ _DEAD_END = abort_reason(
 
 
 class ResultProcessor:
-    """Updates requests after the forward of their batch."""
+    """Updates requests after the forward of their batch. `role` may change while no request is
+    here."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class ResultProcessor:
         self._state = state
         self._stop_checker = stop_checker
         self._outputs = outputs
-        self._role = role
+        self.role = role
 
     def process(self, step: LaunchedStep) -> None:
         """Wait for the end of `step`, and give its requests their results."""
@@ -154,13 +155,13 @@ class ResultProcessor:
                 req.progress.input_top_logprobs += result.input_logprobs.tops[row]
             if req.report.cache is not None:
                 req.report.cache.add_span("prefill", step.launched, now, work.extend_len)
-            self._role.on_computed(work)
+            self.role.on_computed(work)
             if work.is_last_chunk:
                 self._end_prefill(req)
                 self._append(req, row, result)
                 (kept if req.decodes_elsewhere else complete).append(req)
         for req, reason in zip(kept, self._stop_checker.check(kept), strict=True):
-            self._role.hand_over(req, reason)
+            self.role.hand_over(req, reason)
             state.queues.hold(req)
         for req in self._end_or_output(complete):
             state.queues.join(req)
@@ -295,7 +296,7 @@ class ResultProcessor:
                 report.stages.transfer = seconds
             elif req.progress.output_ids:
                 report.stages.decode = seconds
-        is_untouched = self._role.on_end(req, reason)
+        is_untouched = self.role.on_end(req, reason)
         state.queues.finish(req, reason, lingers=not is_untouched)
         if is_untouched and req.slots.req_pool_idx is not None:
             state.release(req)

@@ -18,38 +18,30 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.managers.scheduler.batch import (
-    BatchPools,
-    DecodeBatch,
-    ModelWorkerBatch,
-    make_prefill_batch,
-)
+from sglang.srt.managers.scheduler.batch import ModelWorkerBatch, make_prefill_batch
 from sglang.srt.managers.scheduler.control import ControlHandler, InputHandler
 from sglang.srt.managers.scheduler.decode import DecodeScheduler
 from sglang.srt.managers.scheduler.draft_policy import DraftPolicy
 from sglang.srt.managers.scheduler.grammar import GrammarManager
+from sglang.srt.managers.scheduler.initial_state import make_state
 from sglang.srt.managers.scheduler.launched_step import (
     LaunchedStep,
     StepResult,
     explaining_out_of_memory,
 )
-from sglang.srt.managers.scheduler.policy import (
-    BatchLimits,
-    BatchPolicy,
-    NewTokenEstimate,
-    SchedulePolicy,
-)
+from sglang.srt.managers.scheduler.policy import BatchPolicy
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.requests.stop import StopChecker
 from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcessor
 from sglang.srt.managers.scheduler.role import Role
-from sglang.srt.managers.scheduler.snapshots import Snapshots
-from sglang.srt.managers.scheduler.state import RecentRequests, SchedulerState
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.managers.scheduler.role_switch import RoleSwitch
+from sglang.srt.managers.scheduler.state import RecentRequests
 from sglang.srt.messages.io_struct import (
+    PDRoleSwitchReqInput,
     SchedulerOutput,
     Tick,
     ToScheduler,
@@ -62,6 +54,7 @@ from sglang.srt.utils.parts import Parts
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
+    from sglang.srt.disaggregation.roles import MakeRole, RemakeRole
     from sglang.srt.managers.detokenizer.detokenizer_manager import DecoderFactory
     from sglang.srt.managers.scheduler.launched_step import TpModelWorker
     from sglang.srt.managers.scheduler.requests.req import Req
@@ -111,8 +104,10 @@ class SchedulerResources:
     Raises ValueError if the model cannot be constrained."""
     weight_seed: WeightSeed | None = None
     """Gives other servers the addresses of the weights; None: none may read them."""
-    make_role: Callable[[SchedulerState, PrefillScheduler], Role] | None = None
+    make_role: MakeRole | None = None
     """Makes the role of a prefill or decode server; None: the server does both."""
+    remake_role: RemakeRole | None = None
+    """Makes the transport of the other role; None: the role does not change."""
     publish_events: Callable[[Sequence[KVCacheEvent]], object] | None = None
     """Gets the tree's events of KV blocks after each tick that has some; None: it notes none."""
     overlap: bool = False
@@ -135,7 +130,7 @@ class Scheduler:
     def __init__(self, server_args: ServerArgs, resources: SchedulerResources) -> None:
         """`server_args` are resolved; no other scheduler uses `resources`."""
         self._resources = resources
-        self.state = state = _make_state(server_args, resources)
+        self.state = state = make_state(server_args, resources)
         self._outputs = outputs = OutputCollector(
             server_args.stream_interval, resources.tree.held_pages
         )
@@ -154,6 +149,10 @@ class Scheduler:
         self._prefill = PrefillScheduler(state, lambda req: self._role.may_compute(req))
         if resources.make_role is not None:
             self._role = resources.make_role(state, self._prefill)
+        if resources.remake_role is not None:
+            mode = DisaggregationMode(server_args.disaggregation_mode)
+            switch = RoleSwitch(mode, self._control, resources.remake_role, self._take_role)
+            self._control.handle_by(PDRoleSwitchReqInput, switch.handle)
         stop_checker = StopChecker(resources.new_decoder, resources.group)
         self._results = ResultProcessor(state, stop_checker, outputs, self._role)
         self._grammar = GrammarManager(resources.grammar_backend)
@@ -254,6 +253,12 @@ class Scheduler:
         self._role.close()
         self._grammar.close()
         self.state.tree.shutdown()
+
+    def _take_role(self, make_role: MakeRole) -> None:
+        """Change to another role, while no request is here."""
+        before = self._role
+        self._role = self._results.role = self._input.role = make_role(self.state, self._prefill)
+        before.close()
 
     def is_idle(self) -> bool:
         """True if no work is left until a message comes."""
@@ -454,45 +459,3 @@ class Scheduler:
             state.recent,
         ):
             state.recent = RecentRequests()
-
-
-def _make_state(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerState:
-    worker = resources.worker
-    allocator, width = worker.token_to_kv_pool_allocator, worker.num_draft_tokens
-    chunk = server_args.chunked_prefill_size
-    snaps_prompts_alone = server_args.mamba_scheduler_strategy == "no_buffer"
-    interval = 0 if snaps_prompts_alone else server_args.mamba_track_interval
-    pools = BatchPools(
-        req_to_token_pool=worker.req_to_token_pool,
-        allocator=allocator,
-        token_to_kv_pool=worker.token_to_kv_pool,
-        device=torch.device(allocator.device),
-    )
-    snapshots, tree = None, resources.tree
-    if tree.mamba_snapshot_alignment is not None:
-        pool = worker.req_to_token_pool.mamba_pool
-        assert pool is not None, "the tree keeps its states"
-        snapshots = Snapshots(tree, pool, interval)
-    return SchedulerState(
-        tree=tree,
-        hicache=tree if isinstance(tree, HiRadixCache) else None,
-        pools=pools,
-        limits=BatchLimits(
-            page_size=allocator.page_size,
-            max_running_requests=worker.req_to_token_pool.size,
-            max_queued_requests=server_args.max_queued_requests,
-            max_prefill_tokens=server_args.max_prefill_tokens,
-            chunk_tokens=None if chunk in (None, -1) else chunk,
-            pool_tokens=allocator.size,
-            decode_tokens=width,
-            context_len=worker.context_len,
-        ),
-        policy=SchedulePolicy(server_args.schedule_policy),
-        estimate=NewTokenEstimate(server_args.schedule_conservativeness),
-        decode_batch=DecodeBatch(pools, width),
-        vocab_size=worker.vocab_size,
-        eos_token_ids=worker.eos_token_ids,
-        metrics=resources.metrics,
-        snapshots=snapshots,
-        backs_up_retracted=server_args.disaggregation_decode_retraction_backup is not None,
-    )

@@ -89,6 +89,8 @@ class TokenizerManager:
         """Reason why no request is accepted, or None."""
         self.ending: str | None = None
         """Reason why probes fail although requests are accepted, or None: the server ends."""
+        self.switching: str | None = None
+        """Reason why requests are refused while the server's role changes, or None."""
         self.is_paused = False
         """True if the scheduler launches no steps, or was told so."""
         self._log = RateLimitedLogger(logger)
@@ -136,9 +138,9 @@ class TokenizerManager:
             InvalidRequest: Names the field.
             EngineUnavailable: The engine shuts down or has died.
         """
-        if self.refusal is not None:
-            self._decline(requests, self.refusal)
-            raise EngineUnavailable(self.refusal)
+        if (refusal := self.refusal or self.switching) is not None:
+            self._decline(requests, refusal)
+            raise EngineUnavailable(refusal)
         now = time.monotonic()
         try:
             for request in requests:

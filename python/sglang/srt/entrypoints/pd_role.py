@@ -1,0 +1,129 @@
+"""The role of a prefill or decode server in the server process: its bootstrap server, and changes.
+
+Requests are refused during a change. The step that can fail here comes first: opening the bootstrap
+port. Then all ranks change, or none. If they do not answer in time, requests stay refused until a
+repeated change tells the role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, moves_pages, prefill_hosts
+from sglang.srt.disaggregation.base.bootstrap_route import Route
+from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
+from sglang.srt.entrypoints.http.errors import ApiError
+from sglang.srt.messages.io_struct import PDRoleSwitchReqInput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.entrypoints.http.server_context import ServerContext
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+SWITCH_FLAG: Final = "--enable-pd-role-switch"
+_SWITCHING: Final = "the server changes its role: send the request again"
+_UNKNOWN: Final = (
+    "the server's role is not known, because a change of it was not answered: repeat "
+    "POST /pd_role_switch"
+)
+
+
+class PDRole:
+    """The role of a server. Event loop thread only, except for construction and `close`."""
+
+    def __init__(self, args: ServerArgs) -> None:
+        """Listens for decode servers if the server is a prefill server, and answers them after
+        `register`. Raises ValueError if the bootstrap port is in use."""
+        self._args = args
+        self._routes: Sequence[dict[str, Any]] = ()
+        self._bootstrap: CommonKVBootstrapServer | None = None
+        self._is_switching = False
+        if args.disaggregation_mode == DisaggregationMode.PREFILL:
+            self._listen()
+
+    def register(self, routes: Sequence[dict[str, Any]]) -> None:
+        """Let decode servers find the ranks of a prefill server."""
+        self._routes = routes
+        if self._bootstrap is not None:
+            for route in routes:
+                self._bootstrap.register(Route(**route))
+
+    def close(self) -> None:
+        """Stop listening. Blocks for a moment."""
+        if self._bootstrap is not None:
+            self._bootstrap.close()
+            self._bootstrap = None
+
+    async def switch(self, context: ServerContext, new_role: DisaggregationMode) -> dict[str, Any]:
+        """Change the role to prefill or decode. Returns the answer for the operator. Raises
+        ApiError, and the role stays; or EngineUnavailable, and the role is not known."""
+        manager = context.manager
+        if (refusal := manager.ending or manager.refusal) is not None:
+            raise ApiError(503, refusal)
+        if self._is_switching:
+            raise ApiError(409, "busy: another change of the role is under way")
+        before = context.args.disaggregation_mode
+        if new_role == before and manager.switching is None:
+            return {"success": True, "role": new_role, "before": before, "seconds": 0.0}
+        if manager.num_requests:
+            raise ApiError(409, f"busy: requests {manager.num_requests}; try again when idle")
+        began = time.monotonic()
+        self._is_switching = True
+        manager.switching = manager.switching or _SWITCHING
+        try:
+            await self._change(context, new_role)
+        finally:
+            self._is_switching = False
+        seconds = time.monotonic() - began
+        logger.info("role: %s, before it %s (%.2f s)", new_role, before, seconds)
+        return {"success": True, "role": new_role, "before": before, "seconds": round(seconds, 3)}
+
+    async def _change(self, context: ServerContext, new_role: DisaggregationMode) -> None:
+        manager = context.manager
+        stays = f"the role stays {context.args.disaggregation_mode}"
+        was_listening = self._bootstrap is not None
+        try:
+            if new_role == DisaggregationMode.PREFILL:
+                self._listen()
+        except ValueError as error:
+            manager.switching = None
+            raise ApiError(
+                503, f"{error}; the role stays {context.args.disaggregation_mode}"
+            ) from None
+        manager.switching = _UNKNOWN
+        answer = await manager.control.ask(PDRoleSwitchReqInput(new_role=new_role))
+        busy = answer.data.get("busy")
+        if not answer.success or busy is not None:
+            manager.switching = None
+            if not was_listening:
+                await asyncio.to_thread(self.close)
+            raise ApiError(503 if busy is None else 409, f"{busy or answer.message}; {stays}")
+        if new_role == DisaggregationMode.PREFILL:
+            self.register(answer.data.get("routes", self._routes))
+        else:
+            await asyncio.to_thread(self.close)
+        args = context.args = context.args.in_role(new_role)
+        context.ready_details["routes"] = answer.data.get("routes", self._routes)
+        manager.limits = dataclasses.replace(
+            manager.limits,
+            disaggregation_mode=new_role,
+            prefill_hosts=prefill_hosts(args, args.host),
+        )
+        manager.switching = None
+
+    def _listen(self) -> None:
+        args = self._args
+        if self._bootstrap is None and moves_pages(args):
+            self._bootstrap = CommonKVBootstrapServer(
+                args.host,
+                args.disaggregation_bootstrap_port,
+                DeploymentSecret.of(args.disaggregation_secret),
+            )
