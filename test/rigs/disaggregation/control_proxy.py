@@ -28,8 +28,9 @@ class ControlProxy:
     """Context manager: forwards questions from `endpoint` to `target`, neither of which has a
     secret.
 
-    One thread carries the messages. `fate` may be replaced at any time; `counts` says how many
-    messages arrived, were lost and were doubled. Greetings always arrive.
+    One thread carries the messages. `fate` may be replaced at any time, and `target` for further
+    connections; `counts` says how many messages arrived, were lost and were doubled. Greetings
+    always arrive.
 
     Args:
         target: The prefill server's endpoint.
@@ -39,8 +40,7 @@ class ControlProxy:
     def __init__(self, target: str, fate: Fate = arrives) -> None:
         self.fate = fate
         self.counts: Counter[str] = Counter()
-        parts = urlsplit(target)
-        self._target = parts.hostname, parts.port
+        self.target = target
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
         self._loop = asyncio.new_event_loop()
@@ -68,7 +68,8 @@ class ControlProxy:
         """Carry the messages of a connection, until either end closes it."""
         # The end of the loop cancels it, which asyncio would print.
         with contextlib.suppress(OSError, asyncio.CancelledError):
-            server, to_server = await asyncio.open_connection(*self._target)
+            parts = urlsplit(self.target)
+            server, to_server = await asyncio.open_connection(parts.hostname, parts.port)
             with contextlib.closing(to_server):
                 with contextlib.suppress(asyncio.IncompleteReadError):
                     to_asker.write(as_frame(await _message(server)))  # The greeting.

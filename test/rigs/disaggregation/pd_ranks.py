@@ -5,7 +5,7 @@ Ranks are threads (`RankRigs`); each has rooms or reads prompts by itself, and a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common.staging import UNIT_BYTES
-from sglang.srt.disaggregation.roles import MakeRole, role_of
+from sglang.srt.disaggregation.roles import MakeRole, RemakeRole, changing_role_of, role_of
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.messages.io_struct import ControlReqOutput, PDRoleSwitchReqInput
 
 
 class PdRanks(PdPair[RankRigs]):
@@ -61,12 +62,14 @@ class PdRanks(PdPair[RankRigs]):
         self._packing: dict[str, Any] = {"link": link, "unit_bytes": unit_bytes or UNIT_BYTES}
         self.movers = [LocalMover() for _ in range(decode)]
         self.routes: list[Route] = []
+        self._remakes: dict[RankGroup, RemakeRole] = {}
         self.endpoints: dict[int, str] = {}
         self.prefill = RankRigs(
             model_path,
             prefill,
             cp_size,
-            make_role=self._prefill_role,
+            make_role=self._make_role(DisaggregationMode.PREFILL),
+            remake_role=self._remake_role,
             tick_s=0.001,
             disaggregation_mode=DisaggregationMode.PREFILL,
             **{**args, **(prefill_args or {})},
@@ -75,24 +78,48 @@ class PdRanks(PdPair[RankRigs]):
             model_path,
             decode,
             1,
-            make_role=self._decode_role,
+            make_role=self._make_role(DisaggregationMode.DECODE),
+            remake_role=self._remake_role,
             tick_s=0.001,
             disaggregation_mode=DisaggregationMode.DECODE,
             **{**args, **(decode_args or {})},
         )
 
-    def _prefill_role(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeRole:
-        mode = DisaggregationMode.PREFILL
-        manager = make_manager(mode, pools, LocalMover(), ranks=group, **self._packing)
-        routes = manager.register_to_bootstrap()
-        if group.rank == 0:
-            self.routes = routes
-        return role_of(mode, manager, group)
+    def _make_role(
+        self, mode: DisaggregationMode
+    ) -> Callable[[RankGroup, Sequence[BaseDevicePool]], MakeRole]:
+        def make(group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeRole:
+            mover = LocalMover() if mode == DisaggregationMode.PREFILL else self.movers[group.rank]
+            manager = make_manager(mode, pools, mover, self._find, group, **self._packing)
+            self._take_routes(manager.register_to_bootstrap(), group)
+            self._remakes[group] = changing_role_of(manager, group)
+            return role_of(mode, manager, group)
 
-    def _decode_role(self, group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeRole:
-        mode, mover = DisaggregationMode.DECODE, self.movers[group.rank]
-        manager = make_manager(mode, pools, mover, self._find, group, **self._packing)
-        return role_of(mode, manager, group)
+        return make
+
+    def _remake_role(
+        self, group: RankGroup, mode: DisaggregationMode
+    ) -> tuple[MakeRole, list[Route]]:
+        make, routes = self._remakes[group](mode)
+        self._take_routes(routes, group)
+        return make, routes
+
+    def _take_routes(self, routes: list[Route], group: RankGroup) -> None:
+        if routes and group.rank == 0:
+            self.routes = routes
+
+    def switch(self, server: RankRigs, new_role: DisaggregationMode) -> list[ControlReqOutput]:
+        """Ask a server for the other role; the answers of all ranks."""
+        server.step(PDRoleSwitchReqInput(req_id="switch", new_role=new_role))
+        return [rig.answers.pop() for rig in server.rigs]
+
+    def swap(self) -> None:
+        """Change the roles of both servers, which are idle."""
+        modes = DisaggregationMode.DECODE, DisaggregationMode.PREFILL
+        for server, mode in zip((self.prefill, self.decode), modes, strict=True):
+            answers = self.switch(server, mode)
+            assert all(one.success and one.data["role"] == mode for one in answers), answers
+        self.prefill, self.decode = self.decode, self.prefill
 
     def _find(self, host: str, port: int, rank: int) -> Route:
         assert (host, port) == (LOOPBACK, NEVER_ASKED)

@@ -21,10 +21,11 @@ from rigs.schedulers.scheduler_rig import SchedulerRig
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
-from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.base.conn import BaseKVManager, KVArgs
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.common.sessions import Engine
 from sglang.srt.disaggregation.common.staging import UNIT_BYTES, LinkCosts
+from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVDecodeManager,
     MooncakeKVManager,
@@ -32,7 +33,8 @@ from sglang.srt.disaggregation.mooncake.conn import (
 )
 from sglang.srt.disaggregation.mooncake.prefill_server import FindRank
 from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
-from sglang.srt.disaggregation.roles import MakeRole, role_of
+from sglang.srt.disaggregation.prefill import PrefillRole
+from sglang.srt.disaggregation.roles import MakeRole, changing_role_of, role_of
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
@@ -46,6 +48,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
+from sglang.srt.messages.io_struct import PDRoleSwitchReqInput
 
 SLOW_BLOCKS = LinkCosts(block_s=10.0, bytes_per_s=1e12, packing_s=0.0, unit_s=0.0)
 """A link on which pages are packed wherever that makes fewer blocks of them, however long the
@@ -250,7 +253,6 @@ class RoleRig(SchedulerRig):
     """
 
     tick_s: ClassVar[float] = 0.001
-    manager: MooncakeKVManager
 
     def __init__(
         self,
@@ -269,7 +271,7 @@ class RoleRig(SchedulerRig):
 
         def make_role(pools: Sequence[BaseDevicePool]) -> MakeRole:
             group = args.get("group") or SingleRank()
-            self.manager = make_manager(
+            manager = make_manager(
                 mode,
                 pools,
                 self.engine,
@@ -280,11 +282,31 @@ class RoleRig(SchedulerRig):
                 unit_bytes=unit_bytes or UNIT_BYTES,
                 hidden_bytes=self.worker.req_to_token_pool.hidden_bytes,
             )
-            self.routes = self.manager.register_to_bootstrap()
-            return role_of(mode, self.manager, group)
+            self.routes = manager.register_to_bootstrap()
+            self._remake = changing_role_of(manager, group)
+            return role_of(mode, manager, group)
 
         args["disaggregation_mode"] = mode
-        super().__init__(model_path, make_role=make_role, **args)
+        super().__init__(model_path, make_role=make_role, remake_role=self._remake_role, **args)
+
+    def _remake_role(self, mode: DisaggregationMode) -> tuple[MakeRole, list[Route]]:
+        make, self.routes = self._remake(mode)
+        return make, self.routes
+
+    def switch(self, new_role: DisaggregationMode) -> dict[str, Any]:
+        """Ask for the other role; data of the answer. Raises ValueError if it is a refusal."""
+        self.step(PDRoleSwitchReqInput(req_id="switch", new_role=new_role))
+        answer = self.answers.pop()
+        if not answer.success:
+            raise ValueError(answer.message)
+        return answer.data
+
+    @property
+    def manager(self) -> BaseKVManager:
+        """The transport of the present role."""
+        role = self.scheduler._role
+        assert isinstance(role, PrefillRole | DecodeRole)
+        return role._kv_manager
 
     @property
     def rooms(self) -> RoomServer:
@@ -306,6 +328,9 @@ class RoleRig(SchedulerRig):
 
 class CheckableRoleRig(CheckableRig, RoleRig):
     """A server whose model checks every key and value that it reads."""
+
+
+_MODES = (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
 
 
 class PdRig(PdPair[RoleRig]):
@@ -354,6 +379,12 @@ class PdRig(PdPair[RoleRig]):
         assert (host, port, rank) == (LOOPBACK, NEVER_ASKED, 0)
         route = (self.other or self.prefill).routes[0]
         return msgspec.structs.replace(route, endpoint=self.endpoint or route.endpoint)
+
+    def swap(self) -> None:
+        """Change the roles of both, which are idle."""
+        for rig, mode in zip(self.rigs, reversed(_MODES), strict=True):
+            assert rig.switch(mode)["role"] == mode
+        self.prefill, self.decode = self.decode, self.prefill
 
     def close(self) -> None:
         super().close()

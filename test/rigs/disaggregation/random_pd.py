@@ -163,6 +163,11 @@ class RandomPd:
             self.args["decode"] |= small_l1(self.page_size)
         if self.args["decode"].get("enable_hierarchical_cache") and apart.random() < 0.5:
             self.args["decode"]["disaggregation_decode_retraction_backup"] = "host_pool"
+        self._swaps = random.Random(seed) if not self.damages_l2 and apart.random() < 0.7 else None
+        """Draws the rests in which both servers change their roles; None: they keep them."""
+        if self._swaps is not None:
+            for args in self.args.values():
+                args |= {"enable_pd_role_switch": True, "admin_api_key": "operator"}
         self.outcome = Outcome()
         self._requests = RandomRequests(self.rng, self.page_size)
         self._mover = FlippingMover(random.Random(seed))
@@ -212,8 +217,8 @@ class RandomPd:
             for rig in self.pair.rigs:
                 if self._has_l3 and isinstance(rig.tree, HiRadixCache):
                     attach(rig.tree, self.store, self._damage)
-            proxy = ControlProxy(self.pair.prefill.endpoint, self._fate)
-            self.pair.endpoint = stack.enter_context(proxy).endpoint
+            self._proxy = stack.enter_context(ControlProxy(self.pair.prefill.endpoint, self._fate))
+            self.pair.endpoint = self._proxy.endpoint
             silent = stack.enter_context(socket.create_server((LOOPBACK, 0)))
             endpoint = f"tcp://{LOOPBACK}:{silent.getsockname()[1]}"
             self.pair.strangers = {AWAY: None, SILENT: one_rank(endpoint)}
@@ -231,7 +236,7 @@ class RandomPd:
                 )
                 error.add_note(self.pair.describe())
                 raise
-            for name, count in proxy.counts.items():
+            for name, count in self._proxy.counts.items():
                 self.outcome.counts[f"messages {name}"] += count
             self._count()
         self.outcome.seconds = time.monotonic() - began
@@ -389,6 +394,10 @@ class RandomPd:
         if self.rng.random() < 0.5:
             for rig in pair.rigs:
                 rig.scheduler._control.flush_now()
+        if self._swaps is not None and self._swaps.random() < 0.5:
+            pair.swap()
+            self._proxy.target = pair.prefill.endpoint
+            self.outcome.counts["role switches"] += 1
 
     # ---- results -------------------------------------------------------------------------------
 

@@ -9,11 +9,13 @@ from typing import Any
 
 from rigs.schedulers.rank_threads import RankThreads
 from rigs.schedulers.scheduler_rig import MAX_STEPS, Collected, SchedulerRig
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.messages.io_struct import (
-    BatchTokenIDOutput,
+    ControlReqOutput,
     TokenizedGenerateReqInput,
     ToScheduler,
     decode_tick,
@@ -30,7 +32,9 @@ class _Rank(SchedulerRig):
     def take(self, payload: bytes) -> None:
         """Run one tick, as it comes from rank 0."""
         for output in self.scheduler.step(decode_tick(payload)):
-            assert isinstance(output, BatchTokenIDOutput)
+            if isinstance(output, ControlReqOutput):
+                self.answers.append(output)
+                continue
             for one in output.outputs:
                 self._collect(one)
 
@@ -50,6 +54,8 @@ class RankRigs:
         cp_size: Number of ranks over which prefills are split.
         make_role: Makes `SchedulerResources.make_role` of a rank and its pools; None: there is
             none.
+        remake_role: Makes the transport of a rank for the other role; None: the role does not
+            change.
         tick_s: Seconds between two ticks.
         args: Arguments of `SchedulerRig`.
     """
@@ -61,12 +67,14 @@ class RankRigs:
         cp_size: int,
         *,
         make_role: Callable[[RankGroup, Sequence[BaseDevicePool]], MakeRole] | None = None,
+        remake_role: Callable[[RankGroup, DisaggregationMode], tuple[MakeRole, list[Route]]]
+        | None = None,
         tick_s: float = 1.0,
         **args: Any,
     ) -> None:
         self.threads = RankThreads(size, cp_size)
         self._args = args
-        self._make_role = make_role
+        self._make_role, self._remake_role = make_role, remake_role
         self._tick_s = tick_s
         self._model_path = model_path
         self.rigs = self.threads.run(self._make)
@@ -74,11 +82,12 @@ class RankRigs:
 
     def _make(self, rank: int) -> _Rank:
         group = self.threads.ranks.group(rank, most_delay_s=_MOST_DELAY_S)
-        make_role = self._make_role
+        make_role, remake = self._make_role, self._remake_role
         return _Rank(
             self._model_path,
             group=group,
             make_role=None if make_role is None else partial(make_role, group),
+            remake_role=None if remake is None else partial(remake, group),
             tp_group=self.threads.tp_groups[rank],
             cp_group=self.threads.cp_groups[rank],
             **self._args,

@@ -16,7 +16,7 @@ from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.arg_groups.speculative import num_draft_tokens
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
-from sglang.srt.disaggregation.roles import MakeRole
+from sglang.srt.disaggregation.roles import MakeRole, RemakeRole
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.tensor_group import TensorGroup
@@ -99,6 +99,7 @@ class SchedulerRig:
         tp_group: The ranks that split the model's layers with this one; None: it has them all.
         cp_group: Ranks that split the tokens of prefills with this one; None: there are none.
         make_role: Makes `SchedulerResources.make_role` of the model's pools; None: there is none.
+        remake_role: Makes the transport of the other role; None: the role does not change.
         publish_events: Gets the KV events of each tick; None: there are none.
         held_pages: Notes from which the scheduler reports its pages; None: it reports none.
         args: Fields of `ServerArgs`.
@@ -127,6 +128,7 @@ class SchedulerRig:
         tp_group: TensorGroup | None = None,
         cp_group: TensorGroup | None = None,
         make_role: Callable[[Sequence[BaseDevicePool]], MakeRole] | None = None,
+        remake_role: RemakeRole | None = None,
         publish_events: Callable[[Sequence[KVCacheEvent]], object] | None = None,
         held_pages: HeldPages | None = None,
         **args: Any,
@@ -175,6 +177,7 @@ class SchedulerRig:
             new_decoder=None if tokenizer is None else make_decoder_factory(tokenizer),
             grammar_backend=grammar_backend,
             make_role=None if make_role is None else make_role(self.pools),
+            remake_role=remake_role,
             publish_events=publish_events,
             overlap=self.overlap if overlap is None else overlap,
         )

@@ -24,6 +24,7 @@ from sglang.srt.entrypoints.engine import EngineFront, make_tracer
 from sglang.srt.entrypoints.engine_processes import EngineProcesses
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.http_server import HttpServer
+from sglang.srt.entrypoints.pd_role import PDRole
 from sglang.srt.managers.detokenizer.detokenizer_manager import (
     DecoderFactory,
     Detokenizer,
@@ -51,6 +52,7 @@ from sglang.srt.messages.io_struct import (
     GetMetricsReq,
     Message,
     PauseGenerationReqInput,
+    PDRoleSwitchReqInput,
     RequestOutput,
     ShutdownReq,
     TokenizedGenerateReqInput,
@@ -121,6 +123,10 @@ class FakeScheduler:
     refuse_with: FinishReason | None = None
     """If set, every new request ends with it, and so do aborted ones."""
     control_success: bool = True
+    busy: str | None = None
+    """What is under way for whoever asks for another role; None: nothing."""
+    is_silent: bool = False
+    """True: a change of the role is made, and not answered."""
     eos_ids: frozenset[int] = frozenset({EOS_ID})
     received: list[Message] = field(default_factory=list)
     frame_sizes: list[int] = field(default_factory=list)
@@ -186,6 +192,12 @@ class FakeScheduler:
             data: dict[str, Any] = {"num_running_reqs": len(self.running), "num_waiting_reqs": 0}
             if isinstance(message, GetMetricsReq):
                 data = {"text": "sglang:num_running_reqs 0.0\n"}
+            if isinstance(message, PDRoleSwitchReqInput):
+                data = {"role": message.new_role, "routes": []}
+                if self.busy is not None:
+                    data = {"role": "old", "busy": self.busy}
+                if self.is_silent:
+                    return
             answer = ControlReqOutput(
                 req_id=message.req_id,
                 success=self.control_success,
@@ -401,6 +413,7 @@ def front_server(
             chat_template=ChatTemplate(engine.tokenizer, server_args.chat_template),
             ready_details={"max_req_input_len": CONTEXT_LEN - 1},
             model_info={"model_path": "dummy", "is_generation": True},
+            pd_role=PDRole(server_args),
         )
         front = _Front(context, EngineProcesses())
         front.processes.expect_end()  # There are none to watch.
@@ -416,6 +429,8 @@ def front_server(
             thread.join()
             if context.manager.tracer is not None:
                 context.manager.tracer.close()
+            if context.pd_role is not None:
+                context.pd_role.close()
             front.processes.kill()
 
 

@@ -60,6 +60,9 @@ def without_effect(args: ServerFlags) -> Iterator[str]:
     if may_decode(args) and not may_prefill(args):  # Prefill servers listen there.
         field = "disaggregation_bootstrap_port"
         yield from (flag_name(field) for _ in refuse_ignored(args, field, ""))
+    if may_decode(args) and not cache_and_page_size(args)[0]:
+        field = "disaggregation_decode_retraction_backup"  # It copies to L2.
+        yield from (flag_name(field) for _ in refuse_ignored(args, field, ""))
 
 
 def check_numbers(args: ServerFlags) -> Iterator[Mistake]:

@@ -159,10 +159,3 @@ def _check_caches_of_decode(args: ServerFlags) -> Iterator[str]:
         yield f"{flag_name(_RADIX)} contradicts --disable-radix-cache; drop one of them"
     if args.disaggregation_decode_enable_offload_kvcache and args.hicache_storage_backend is None:
         yield f"{OFFLOAD_FLAG} needs --hicache-storage-backend, which it writes to"
-    backup = args.disaggregation_decode_retraction_backup
-    has_l2 = args.enable_hierarchical_cache or args.hicache_storage_backend is not None
-    if backup is not None and not has_l2:
-        yield (
-            f"{flag_name(_RETRACTION)} {backup} needs L2, which it copies to: give "
-            "--enable-hierarchical-cache"
-        )

@@ -79,7 +79,9 @@ async def hicache(request: Request) -> Response:
             f"dp_rank={named[:20]!r}: this server has the groups 0 to {len(views) - 1}", "dp_rank"
         )
     dp_rank = groups[named]
-    answer = json_response({**views[dp_rank], "dp_rank": dp_rank, "dp_size": len(views)})
+    own = {"dp_rank": dp_rank, "dp_size": len(views)}
+    mode = context.args.disaggregation_mode
+    answer = json_response({**views[dp_rank], **own, "disaggregation_mode": mode})
     answer.headers["Cache-Control"] = "no-store"
     return answer
 

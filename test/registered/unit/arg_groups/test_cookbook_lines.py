@@ -49,6 +49,7 @@ WORKING: Final = {
     "decode, slots": f"-m {DECODE} --disaggregation-decode-extra-slots 8 "
     "--disaggregation-decode-allocation-policy early "
     "--disaggregation-decode-retraction-backup host_pool",
+    "decode that changes": f"-m {DECODE} --enable-pd-role-switch --admin-api-key operator",
     "decode that offloads": f"-m {DECODE} --hicache-storage-backend mooncake --page-size 64 "
     "--disaggregation-decode-enable-offload-kvcache "
     "--hicache-storage-prefetch-policy wait_complete",
@@ -98,7 +99,6 @@ REFUSED: Final = {
         "-m --disaggregation-mode prefill --disaggregation-transfer-backend nixl",
         ["--disaggregation-transfer-backend nixl: SGLang has it"],
     ),
-    "roles that change": (f"-m {DECODE} --enable-pd-role-switch", ["change between prefill"]),
     "HiCache on 3FS": (
         f"-m {HICACHE} --hicache-storage-backend hf3fs",
         ["--hicache-storage-backend hf3fs: SGLang has it"],

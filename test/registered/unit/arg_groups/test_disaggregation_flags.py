@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+
 import pytest
 
 from sglang.srt.arg_groups.disaggregation import (
@@ -27,6 +30,8 @@ ALLOW = "--disaggregation-allow-no-secret"
 TWO_MACHINES = ("--tp", "2", "--nnodes", "2", "--dist-init-addr", "a:1")
 ON_LOOPBACK = (*TWO_MACHINES[:-1], "127.0.0.1:1")
 ENGINE = "MOONCAKE_LOCAL_HOSTNAME"
+SWITCH = "--enable-pd-role-switch"
+KEY = ("--admin-api-key", "operator")
 RETRACTION = "--disaggregation-decode-retraction-backup"
 TIERED = "--enable-hierarchical-cache"
 FILES = ("--hicache-storage-backend", "file")
@@ -98,11 +103,36 @@ def test_a_decode_server_may_have_tiers(argv: tuple[str, ...]) -> None:
     assert prepare(MODE, "decode", "--enable-hierarchical-cache").page_size == 64
 
 
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_server_that_changes_takes_the_flags_of_both_roles(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    both = (PORT, "9001", HOSTS, "a", RADIX, OFFLOAD, *FILES, RETRACTION, "host_pool")
+    with caplog.at_level(logging.WARNING):
+        args = prepare(MODE, mode, SWITCH, *KEY, *both)
+    assert not caplog.records
+    assert args.resolve() == args
+    assert args.keeps_pages_alone and prefill_hosts(args, args.host) is not None
+    other = "decode" if mode == "prefill" else "prefill"
+    changed = args.in_role(other)
+    assert changed.disaggregation_mode == other
+    assert changed.in_role(mode) == args
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        changed.port = 1
+
+
 @pytest.mark.parametrize("argv", [FILES, (TIERED,)])
 def test_retracted_requests_may_go_to_l2(argv: tuple[str, ...]) -> None:
     args = prepare(MODE, "decode", RETRACTION, "host_pool", *argv)
     assert args.disaggregation_decode_retraction_backup == "host_pool"
     assert prepare(MODE, "decode", *argv).disaggregation_decode_retraction_backup is None
+
+
+def test_retracted_requests_go_nowhere_without_l2(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        prepare(MODE, "decode", RETRACTION, "host_pool")
+    (record,) = caplog.records
+    assert RETRACTION in record.getMessage() and "no effect" in record.getMessage()
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
@@ -154,10 +184,33 @@ def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
         ),
         ((MODE, "prefill", OFFLOAD, *FILES), f"^{OFFLOAD} has no effect with {MODE} prefill$"),
         ((OFFLOAD, *FILES), f"^{OFFLOAD} has no effect with {MODE} null$"),
+        ((SWITCH, *KEY), f"^{SWITCH} has no effect with {MODE} null$"),
+        ((MODE, "decode", SWITCH), f"^{SWITCH} needs an operator's key, .*: give --admin-api-key"),
         (
-            (MODE, "decode", RETRACTION, "host_pool"),
-            f"^{RETRACTION} host_pool needs L2, .* {TIERED}$",
+            (MODE, "prefill", SWITCH, *KEY, "--tp", "2", "--attn-cp-size", "2"),
+            "^--attn-cp-size 2 has no use with",
         ),
+        (
+            (
+                MODE,
+                "prefill",
+                SWITCH,
+                *KEY,
+                "--tp",
+                "2",
+                "--nnodes",
+                "2",
+                "--dist-init-addr",
+                "a:1",
+            ),
+            f"(?m)^{SWITCH} does not work with --nnodes above 1 yet: leave one of them out$",
+        ),
+        (
+            (MODE, "prefill", SWITCH, *KEY, "--tp", "2", "--attn-dp-size", "2"),
+            f"^--attn-dp-size 2 does not work with {MODE} prefill yet",
+        ),
+        ((MODE, "decode", SWITCH, *KEY, PORT, "30000"), f"^{PORT} 30000 is --port too"),
+        ((MODE, "prefill", SWITCH, *KEY, HOSTS, "a b"), f"^{HOSTS}: 'a b' is no HOST"),
         (
             (MODE, "decode", RETRACTION, "radix", TIERED),
             f"^{RETRACTION} radix: choose one of host_pool",

@@ -251,7 +251,6 @@ class ControlHandler:
         history = self._history.latest(state.now)
         return {
             "model_name": self._public_args["served_model_name"],
-            "disaggregation_mode": self._public_args["disaggregation_mode"],
             **cache_view(state.tree),
             "queues": {**queues, **state.tree.is_busy()},
             "speculation": self._speculation(),

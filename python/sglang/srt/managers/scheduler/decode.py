@@ -144,7 +144,7 @@ class DecodeScheduler:
         L1 until their copies have landed, and are loaded when the request is scheduled again. L2
         evicts pages of waiting requests last."""
         state, hicache = self._state, self._state.hicache
-        assert hicache is not None, "checked at the start"
+        assert hicache is not None, "otherwise nothing is backed up"
         match = hicache.match_prefix(
             MatchPrefixParams(req.match_key(), req=req.slots, needs_state=False)
         )

@@ -56,5 +56,6 @@ def make_state(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
         eos_token_ids=worker.eos_token_ids,
         metrics=resources.metrics,
         snapshots=snapshots,
-        backs_up_retracted=server_args.disaggregation_decode_retraction_backup is not None,
+        backs_up_retracted=server_args.enable_hierarchical_cache
+        and server_args.disaggregation_decode_retraction_backup is not None,
     )
