@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferMetric,
 )
 from sglang.srt.disaggregation.decode import DecodeRole
-from sglang.srt.disaggregation.roles import MakeRole
+from sglang.srt.managers.scheduler.role_switch import MakeRole
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.messages.first_token import FirstToken, prompt_digest
 from sglang.srt.messages.io_struct import (

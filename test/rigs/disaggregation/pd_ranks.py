@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rigs.disaggregation.pd_pair import NEVER_ASKED, PdPair
 from rigs.disaggregation.pd_rig import (
     SLOW_BLOCKS,
@@ -21,8 +23,9 @@ from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.common.staging import UNIT_BYTES
-from sglang.srt.disaggregation.roles import MakeRole, RemakeRole, changing_role_of, role_of
+from sglang.srt.disaggregation.roles import changing_role_of, role_of
 from sglang.srt.distributed.rank_group import RankGroup
+from sglang.srt.managers.scheduler.role_switch import MakeRole, RemakeRole, Routes
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.messages.io_struct import ControlReqOutput, PDRoleSwitchReqInput
 
@@ -97,11 +100,9 @@ class PdRanks(PdPair[RankRigs]):
 
         return make
 
-    def _remake_role(
-        self, group: RankGroup, mode: DisaggregationMode
-    ) -> tuple[MakeRole, list[Route]]:
+    def _remake_role(self, group: RankGroup, mode: DisaggregationMode) -> tuple[MakeRole, Routes]:
         make, routes = self._remakes[group](mode)
-        self._take_routes(routes, group)
+        self._take_routes(msgspec.convert(routes, list[Route]), group)
         return make, routes
 
     def _take_routes(self, routes: list[Route], group: RankGroup) -> None:

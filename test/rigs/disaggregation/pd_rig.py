@@ -21,7 +21,7 @@ from rigs.schedulers.scheduler_rig import SchedulerRig
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
-from sglang.srt.disaggregation.base.conn import BaseKVManager, KVArgs
+from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.common.sessions import Engine
 from sglang.srt.disaggregation.common.staging import UNIT_BYTES, LinkCosts
@@ -34,7 +34,7 @@ from sglang.srt.disaggregation.mooncake.conn import (
 from sglang.srt.disaggregation.mooncake.prefill_server import FindRank
 from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.prefill import PrefillRole
-from sglang.srt.disaggregation.roles import MakeRole, changing_role_of, role_of
+from sglang.srt.disaggregation.roles import changing_role_of, role_of
 from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
@@ -47,6 +47,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferOp,
 )
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
+from sglang.srt.managers.scheduler.role_switch import MakeRole, Routes
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.messages.io_struct import PDRoleSwitchReqInput
 
@@ -289,9 +290,10 @@ class RoleRig(SchedulerRig):
         args["disaggregation_mode"] = mode
         super().__init__(model_path, make_role=make_role, remake_role=self._remake_role, **args)
 
-    def _remake_role(self, mode: DisaggregationMode) -> tuple[MakeRole, list[Route]]:
-        make, self.routes = self._remake(mode)
-        return make, self.routes
+    def _remake_role(self, mode: DisaggregationMode) -> tuple[MakeRole, Routes]:
+        make, routes = self._remake(mode)
+        self.routes = msgspec.convert(routes, list[Route])
+        return make, routes
 
     def switch(self, new_role: DisaggregationMode) -> dict[str, Any]:
         """Ask for the other role; data of the answer. Raises ValueError if it is a refusal."""
@@ -302,10 +304,11 @@ class RoleRig(SchedulerRig):
         return answer.data
 
     @property
-    def manager(self) -> BaseKVManager:
+    def manager(self) -> MooncakeKVManager:
         """The transport of the present role."""
         role = self.scheduler._role
         assert isinstance(role, PrefillRole | DecodeRole)
+        assert isinstance(role._kv_manager, MooncakeKVManager)
         return role._kv_manager
 
     @property

@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferError,
 )
 from sglang.srt.disaggregation.prefill import PrefillRole
-from sglang.srt.disaggregation.roles import MakeRole
+from sglang.srt.managers.scheduler.role_switch import MakeRole
 from sglang.srt.messages.first_token import FirstToken
 from sglang.srt.messages.io_struct import (
     Bootstrap,

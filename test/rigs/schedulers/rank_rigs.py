@@ -10,9 +10,8 @@ from typing import Any
 from rigs.schedulers.rank_threads import RankThreads
 from rigs.schedulers.scheduler_rig import MAX_STEPS, Collected, SchedulerRig
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.disaggregation.base.bootstrap_route import Route
-from sglang.srt.disaggregation.roles import MakeRole
 from sglang.srt.distributed.rank_group import RankGroup
+from sglang.srt.managers.scheduler.role_switch import MakeRole, Routes
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.messages.io_struct import (
     ControlReqOutput,
@@ -67,7 +66,7 @@ class RankRigs:
         cp_size: int,
         *,
         make_role: Callable[[RankGroup, Sequence[BaseDevicePool]], MakeRole] | None = None,
-        remake_role: Callable[[RankGroup, DisaggregationMode], tuple[MakeRole, list[Route]]]
+        remake_role: Callable[[RankGroup, DisaggregationMode], tuple[MakeRole, Routes]]
         | None = None,
         tick_s: float = 1.0,
         **args: Any,

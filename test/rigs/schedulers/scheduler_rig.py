@@ -16,13 +16,13 @@ from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.arg_groups.speculative import num_draft_tokens
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
-from sglang.srt.disaggregation.roles import MakeRole, RemakeRole
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
+from sglang.srt.managers.scheduler.role_switch import MakeRole, RemakeRole
 from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerResources
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool

@@ -175,8 +175,8 @@ class DisaggregationArgs:
     disaggregation_decode_retraction_backup: str | None = flag(
         None,
         "Copy the pages of a retracted request to L2 (--enable-hierarchical-cache), and load them "
-        "when it goes on; absent: --hicache-write-policy decides, and what leaves L1 without a copy "
-        "is computed again.",
+        "when it goes on; absent: --hicache-write-policy decides, and what leaves L1 without a "
+        "copy is computed again.",
         choices=("host_pool",),
     )
     enable_pd_role_switch: bool = flag(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
-from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import BaseKVManager
 from sglang.srt.disaggregation.base.timeouts import seconds, silence_s
 from sglang.srt.disaggregation.decode import DecodeRole
@@ -14,16 +14,12 @@ from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.disaggregation.utils import KVClassType, get_kv_class
 from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.environ import envs
+from sglang.srt.managers.scheduler.role_switch import MakeRole, RemakeRole, Routes
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.prefill import PrefillScheduler
     from sglang.srt.managers.scheduler.role import Role
     from sglang.srt.managers.scheduler.state import SchedulerState
-
-RemakeRole = Callable[[DisaggregationMode], tuple["MakeRole", list[Route]]]
-"""Makes a rank's transport for the other role. Returns how to make that role, and the routes of all
-ranks. A collective; raises ValueError as `BaseKVManager.in_role`, and then nothing has changed."""
-MakeRole = Callable[["SchedulerState", "PrefillScheduler"], "Role"]
 
 
 def role_of(
@@ -55,9 +51,10 @@ def changing_role_of(
     """How to change the role of a rank, whose present role has `kv_manager`."""
     current = kv_manager
 
-    def remake(mode: DisaggregationMode) -> tuple[MakeRole, list[Route]]:
+    def remake(mode: DisaggregationMode) -> tuple[MakeRole, Routes]:
         nonlocal current
         current = current.in_role(mode)
-        return role_of(mode, current, ranks, transfer_backend), current.register_to_bootstrap()
+        routes = [msgspec.to_builtins(route) for route in current.register_to_bootstrap()]
+        return role_of(mode, current, ranks, transfer_backend), routes
 
     return remake

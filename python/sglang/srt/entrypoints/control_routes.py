@@ -180,8 +180,12 @@ async def switch_role(request: Request) -> Response:
     body = await read_json(request, RoleBody)
     if body.new_role not in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE):
         raise bad_request(f"new_role={body.new_role[:32]!r}: must be prefill or decode", "new_role")
-    new_role = DisaggregationMode(body.new_role)
-    return json_response(await context.pd_role.switch(context, new_role))
+    role = context.pd_role
+    try:
+        answer = await role.switch(context.manager, DisaggregationMode(body.new_role))
+    finally:
+        context.args, context.ready_details["routes"] = role.args, role.routes
+    return json_response(answer)
 
 
 async def _ask(

@@ -118,6 +118,7 @@ class EngineFront:
         args, config = files.args, files.config
         logger.info("%s", files.sampling_defaults.line())
         details = _least_limits(self.processes.ready_details)
+        self._role.args = args
         self._role.register(details["routes"])
         metrics = ServerMetrics(model_label(args)) if args.enable_metrics else None
         self.manager = TokenizerManager(

@@ -23,7 +23,7 @@ from sglang.srt.messages.io_struct import PDRoleSwitchReqInput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sglang.srt.entrypoints.http.server_context import ServerContext
+    from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -37,13 +37,18 @@ _UNKNOWN: Final = (
 
 
 class PDRole:
-    """The role of a server. Event loop thread only, except for construction and `close`."""
+    """The role of a server. Event loop thread only, except for construction and `close`.
+
+    Attributes:
+        args: The server's, with the present role.
+        routes: Addresses of the ranks of a prefill server.
+    """
 
     def __init__(self, args: ServerArgs) -> None:
         """Listens for decode servers if the server is a prefill server, and answers them after
         `register`. Raises ValueError if the bootstrap port is in use."""
-        self._args = args
-        self._routes: Sequence[dict[str, Any]] = ()
+        self.args = args
+        self.routes: Sequence[dict[str, Any]] = ()
         self._bootstrap: CommonKVBootstrapServer | None = None
         self._is_switching = False
         if args.disaggregation_mode == DisaggregationMode.PREFILL:
@@ -51,7 +56,7 @@ class PDRole:
 
     def register(self, routes: Sequence[dict[str, Any]]) -> None:
         """Let decode servers find the ranks of a prefill server."""
-        self._routes = routes
+        self.routes = routes
         if self._bootstrap is not None:
             for route in routes:
                 self._bootstrap.register(Route(**route))
@@ -62,15 +67,16 @@ class PDRole:
             self._bootstrap.close()
             self._bootstrap = None
 
-    async def switch(self, context: ServerContext, new_role: DisaggregationMode) -> dict[str, Any]:
+    async def switch(
+        self, manager: TokenizerManager, new_role: DisaggregationMode
+    ) -> dict[str, Any]:
         """Change the role to prefill or decode. Returns the answer for the operator. Raises
         ApiError, and the role stays; or EngineUnavailable, and the role is not known."""
-        manager = context.manager
         if (refusal := manager.ending or manager.refusal) is not None:
             raise ApiError(503, refusal)
         if self._is_switching:
             raise ApiError(409, "busy: another change of the role is under way")
-        before = context.args.disaggregation_mode
+        before = self.args.disaggregation_mode
         if new_role == before and manager.switching is None:
             return {"success": True, "role": new_role, "before": before, "seconds": 0.0}
         if manager.num_requests:
@@ -79,25 +85,22 @@ class PDRole:
         self._is_switching = True
         manager.switching = manager.switching or _SWITCHING
         try:
-            await self._change(context, new_role)
+            await self._change(manager, new_role)
         finally:
             self._is_switching = False
         seconds = time.monotonic() - began
         logger.info("role: %s, before it %s (%.2f s)", new_role, before, seconds)
         return {"success": True, "role": new_role, "before": before, "seconds": round(seconds, 3)}
 
-    async def _change(self, context: ServerContext, new_role: DisaggregationMode) -> None:
-        manager = context.manager
-        stays = f"the role stays {context.args.disaggregation_mode}"
+    async def _change(self, manager: TokenizerManager, new_role: DisaggregationMode) -> None:
+        stays = f"the role stays {self.args.disaggregation_mode}"
         was_listening = self._bootstrap is not None
         try:
             if new_role == DisaggregationMode.PREFILL:
                 self._listen()
         except ValueError as error:
             manager.switching = None
-            raise ApiError(
-                503, f"{error}; the role stays {context.args.disaggregation_mode}"
-            ) from None
+            raise ApiError(503, f"{error}; {stays}") from None
         manager.switching = _UNKNOWN
         answer = await manager.control.ask(PDRoleSwitchReqInput(new_role=new_role))
         busy = answer.data.get("busy")
@@ -106,21 +109,19 @@ class PDRole:
             if not was_listening:
                 await asyncio.to_thread(self.close)
             raise ApiError(503 if busy is None else 409, f"{busy or answer.message}; {stays}")
-        if new_role == DisaggregationMode.PREFILL:
-            self.register(answer.data.get("routes", self._routes))
-        else:
+        self.register(answer.data.get("routes", self.routes))
+        if new_role != DisaggregationMode.PREFILL:
             await asyncio.to_thread(self.close)
-        args = context.args = context.args.in_role(new_role)
-        context.ready_details["routes"] = answer.data.get("routes", self._routes)
+        self.args = self.args.in_role(new_role)
         manager.limits = dataclasses.replace(
             manager.limits,
             disaggregation_mode=new_role,
-            prefill_hosts=prefill_hosts(args, args.host),
+            prefill_hosts=prefill_hosts(self.args, self.args.host),
         )
         manager.switching = None
 
     def _listen(self) -> None:
-        args = self._args
+        args = self.args
         if self._bootstrap is None and moves_pages(args):
             self._bootstrap = CommonKVBootstrapServer(
                 args.host,

@@ -25,12 +25,7 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.kv_events import ZmqEventPublisher
-from sglang.srt.disaggregation.roles import (
-    MakeRole,
-    RemakeRole,
-    changing_role_of,
-    role_of,
-)
+from sglang.srt.disaggregation.roles import changing_role_of, role_of
 from sglang.srt.disaggregation.utils import KVClassType, MetadataBuffers, get_kv_class
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.torch_rank_group import TorchRankGroup
@@ -40,6 +35,7 @@ from sglang.srt.hardware_backend.device_runtime import detect_device, device_run
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK
 from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
+from sglang.srt.managers.scheduler.role_switch import MakeRole, RemakeRole
 from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerResources
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.device.pool_registry import ModelPools

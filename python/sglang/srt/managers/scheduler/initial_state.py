@@ -13,13 +13,16 @@ from sglang.srt.managers.scheduler.state import SchedulerState
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler.scheduler import SchedulerResources
+    from sglang.srt.managers.scheduler.launched_step import TpModelWorker
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.observability.engine_metrics import SchedulerMetrics
     from sglang.srt.server_args import ServerArgs
 
 
-def make_state(server_args: ServerArgs, resources: SchedulerResources) -> SchedulerState:
+def make_state(
+    server_args: ServerArgs, worker: TpModelWorker, tree: RadixCache, metrics: SchedulerMetrics
+) -> SchedulerState:
     """The state before the first tick."""
-    worker = resources.worker
     allocator, width = worker.token_to_kv_pool_allocator, worker.num_draft_tokens
     chunk = server_args.chunked_prefill_size
     snaps_prompts_alone = server_args.mamba_scheduler_strategy == "no_buffer"
@@ -30,7 +33,7 @@ def make_state(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
         token_to_kv_pool=worker.token_to_kv_pool,
         device=torch.device(allocator.device),
     )
-    snapshots, tree = None, resources.tree
+    snapshots = None
     if tree.mamba_snapshot_alignment is not None:
         pool = worker.req_to_token_pool.mamba_pool
         assert pool is not None, "the tree keeps its states"
@@ -54,7 +57,7 @@ def make_state(server_args: ServerArgs, resources: SchedulerResources) -> Schedu
         decode_batch=DecodeBatch(pools, width),
         vocab_size=worker.vocab_size,
         eos_token_ids=worker.eos_token_ids,
-        metrics=resources.metrics,
+        metrics=metrics,
         snapshots=snapshots,
         backs_up_retracted=server_args.enable_hierarchical_cache
         and server_args.disaggregation_decode_retraction_backup is not None,

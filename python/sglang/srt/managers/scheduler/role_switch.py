@@ -12,17 +12,23 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.managers.scheduler.control import ControlHandler, busy_text
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.base.bootstrap_route import Route
-    from sglang.srt.disaggregation.roles import MakeRole, RemakeRole
+    from sglang.srt.managers.scheduler.prefill import PrefillScheduler
+    from sglang.srt.managers.scheduler.role import Role
+    from sglang.srt.managers.scheduler.state import SchedulerState
     from sglang.srt.messages.io_struct import PDRoleSwitchReqInput
 
 logger = logging.getLogger(__name__)
+
+MakeRole = Callable[["SchedulerState", "PrefillScheduler"], "Role"]
+Routes = list[dict[str, Any]]
+"""Addresses of all ranks of a prefill server, for its bootstrap server."""
+RemakeRole = Callable[[DisaggregationMode], tuple[MakeRole, Routes]]
+"""Makes a rank's transport for the other role. Returns how to make that role, and its routes. A
+collective. Raises ValueError, the same on all ranks, and then nothing has changed."""
 
 
 class RoleSwitch:
@@ -45,7 +51,7 @@ class RoleSwitch:
         self._control = control
         self._remake = remake
         self._take = take
-        self._routes: list[Route] | None = None
+        self._routes: Routes | None = None
         """Routes of the present role; None: those of the start."""
 
     def handle(self, message: PDRoleSwitchReqInput) -> dict[str, Any]:
@@ -68,6 +74,5 @@ class RoleSwitch:
         return self._data()
 
     def _data(self) -> dict[str, Any]:
-        routes = self._routes
-        known = {} if routes is None else {"routes": [msgspec.to_builtins(one) for one in routes]}
+        known = {} if self._routes is None else {"routes": self._routes}
         return {"role": self._mode, **known}

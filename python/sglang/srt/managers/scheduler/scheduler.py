@@ -38,7 +38,7 @@ from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.managers.scheduler.requests.stop import StopChecker
 from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcessor
 from sglang.srt.managers.scheduler.role import Role
-from sglang.srt.managers.scheduler.role_switch import RoleSwitch
+from sglang.srt.managers.scheduler.role_switch import MakeRole, RemakeRole, RoleSwitch
 from sglang.srt.managers.scheduler.state import RecentRequests
 from sglang.srt.messages.io_struct import (
     PDRoleSwitchReqInput,
@@ -54,7 +54,6 @@ from sglang.srt.utils.parts import Parts
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.xgrammar_backend import XGrammarBackend
-    from sglang.srt.disaggregation.roles import MakeRole, RemakeRole
     from sglang.srt.managers.detokenizer.detokenizer_manager import DecoderFactory
     from sglang.srt.managers.scheduler.launched_step import TpModelWorker
     from sglang.srt.managers.scheduler.requests.req import Req
@@ -130,7 +129,9 @@ class Scheduler:
     def __init__(self, server_args: ServerArgs, resources: SchedulerResources) -> None:
         """`server_args` are resolved; no other scheduler uses `resources`."""
         self._resources = resources
-        self.state = state = make_state(server_args, resources)
+        self.state = state = make_state(
+            server_args, resources.worker, resources.tree, resources.metrics
+        )
         self._outputs = outputs = OutputCollector(
             server_args.stream_interval, resources.tree.held_pages
         )

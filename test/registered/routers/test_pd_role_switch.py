@@ -61,11 +61,18 @@ class Deployment:
         assert wait_until(lambda: not self.known(), 30)
         for worker in self.workers:
             worker.switch("decode" if worker.role == "prefill" else "prefill")
-            body = {"url": worker.server.url, "worker_type": worker.role}
+            body: dict[str, Any] = {"url": worker.server.url, "worker_type": worker.role}
             if worker.role == "prefill":
                 body |= {"bootstrap_port": worker.bootstrap_port}
             httpx.post(f"{self.url}/workers", json=body, timeout=20).raise_for_status()
         assert wait_until(lambda: sum(one["is_healthy"] for one in self.known()) == 2, 60)
+
+
+def settings(worker: Worker) -> dict[str, Any]:
+    """Arguments and limits of a server."""
+    info = worker.server.request("GET", "/server_info").body
+    changing = ("internal_states", "sums", "routes", "transfer_engine")
+    return {name: value for name, value in info.items() if name not in changing}
 
 
 @pytest.fixture(params=[1, 2], ids=["TP1", "TP2"])
@@ -84,6 +91,7 @@ def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
 
 
 def test_a_pair_swaps_its_roles(deployment: Deployment) -> None:
+    before = [settings(worker) for worker in deployment.workers]
     first = deployment.generate()
     assert first["meta_info"]["cached_tokens"] == 0
     for _ in range(2):
@@ -104,6 +112,8 @@ def test_a_pair_swaps_its_roles(deployment: Deployment) -> None:
                 headers={"Accept": "application/json", "Authorization": "Bearer test-admin-key"},
             ).json()
             assert view["disaggregation_mode"] == worker.role
+    # All else is as it was: the parsers that fit the chat template, for one.
+    assert [settings(worker) for worker in deployment.workers] == before
     for worker in deployment.workers:
         log = worker.server.process.log_path.read_text()
         assert "both roles have no graphs, captured at the start" in log
