@@ -105,6 +105,45 @@ def test_words_are_one_servers(protocol: str, memory: str, expected: list[list[i
             server.flush()  # checks page ownership, too
 
 
+@pytest.mark.parametrize("protocol", ["tcp", "nvlink_intra"])
+def test_servers_that_swap_their_roles_give_the_same_words(
+    protocol: str, expected: list[list[int]]
+) -> None:
+    """Nothing is captured or compiled for the other role."""
+    if protocol not in wheel_protocols():
+        pytest.skip(f"the installed mooncake wheel was built without {protocol}")
+    env = {"MOONCAKE_PROTOCOL": protocol, "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}
+    ports = [get_free_port(), get_free_port()]
+    gpus = ["0", str(int(count_gpus() > 1))]
+    roles = ["prefill", "decode"]
+    servers = [
+        EngineServer(
+            *FLAGS, "--disaggregation-mode", role, "--disaggregation-bootstrap-port", str(port),
+            "--base-gpu-id", gpu, "--enable-pd-role-switch", "--enable-hierarchical-cache", env=env,
+        )
+        for role, port, gpu in zip(roles, ports, gpus, strict=True)
+    ]  # fmt: skip
+    compiled = "sglang:kernel_compilations_total"
+    with servers[0], servers[1]:
+        for turn in range(3):
+            (prefill, port), (decode, _) = zip(servers, ports, strict=True)
+            if turn:
+                before = [server.metrics()[compiled] for server in (prefill, decode)]
+            found = [
+                through_both(prefill, port, decode, body(seed, length, 24))
+                for seed, length in enumerate(LENGTHS)
+            ]
+            assert found == expected
+            if turn:
+                assert [server.metrics()[compiled] for server in (prefill, decode)] == before
+            for server, role in zip((prefill, decode), ("decode", "prefill"), strict=True):
+                change = {"new_role": role}
+                reply = server.request("POST", "/pd_role_switch", change, admin=True)
+                assert reply.status == 200 and reply.body["seconds"] < 2, reply.body
+            servers.reverse()
+            ports.reverse()
+
+
 def test_rows_on_a_gpu_are_read_by_other_threads() -> None:
     """One thread reads what another one wrote, in whatever order rows are used."""
     rows = MetadataBuffers(8, torch.device("cuda"))
