@@ -109,7 +109,7 @@ def test_words_are_one_servers(protocol: str, memory: str, expected: list[list[i
 def test_servers_that_swap_their_roles_give_the_same_words(
     protocol: str, expected: list[list[int]]
 ) -> None:
-    """Nothing is captured or compiled for the other role."""
+    """The other role needs no further graph and no further kernel."""
     if protocol not in wheel_protocols():
         pytest.skip(f"the installed mooncake wheel was built without {protocol}")
     env = {"MOONCAKE_PROTOCOL": protocol, "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1"}

@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerFast
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, PrefillHosts, prefill_hosts
 from sglang.srt.entrypoints.engine import EngineFront, make_tracer
 from sglang.srt.entrypoints.engine_processes import EngineProcesses
+from sglang.srt.entrypoints.http.pd_role import PDRole
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.http_server import HttpServer
-from sglang.srt.entrypoints.pd_role import PDRole
 from sglang.srt.managers.detokenizer.detokenizer_manager import (
     DecoderFactory,
     Detokenizer,
@@ -124,7 +124,7 @@ class FakeScheduler:
     """If set, every new request ends with it, and so do aborted ones."""
     control_success: bool = True
     busy: str | None = None
-    """What is under way for whoever asks for another role; None: nothing."""
+    """Refusal of a change of the role; None: the role changes."""
     is_silent: bool = False
     """True: a change of the role is made, and not answered."""
     eos_ids: frozenset[int] = frozenset({EOS_ID})

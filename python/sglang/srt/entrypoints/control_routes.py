@@ -20,9 +20,9 @@ from sglang.srt.entrypoints.http.body import (
     refuse_fields,
 )
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request, checked
+from sglang.srt.entrypoints.http.pd_role import SWITCH_FLAG
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.entrypoints.http.sse import json_response
-from sglang.srt.entrypoints.pd_role import SWITCH_FLAG
 from sglang.srt.managers.tokenizer.request_limits import check_session
 from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT
 from sglang.srt.messages.cache_key import combine_extra_key

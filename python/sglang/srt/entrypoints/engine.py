@@ -22,12 +22,12 @@ from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.configs.generation_config import SamplingDefaults, sampling_defaults
 from sglang.srt.entrypoints.engine_processes import EngineProcesses, launch_subprocesses
 from sglang.srt.entrypoints.http.errors import ApiError
+from sglang.srt.entrypoints.http.pd_role import PDRole
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
 from sglang.srt.entrypoints.native_routes import stream_answers, whole_answers
 from sglang.srt.entrypoints.openai.parser_choice import with_parsers
-from sglang.srt.entrypoints.pd_role import PDRole
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 from sglang.srt.managers.tokenizer.dp_groups import DPGroups, sums_of

@@ -20,7 +20,7 @@ from sglang.srt.utils.process import HeapTrimmer
 from sglang.srt.utils.threads import started_pool
 
 if TYPE_CHECKING:
-    from sglang.srt.entrypoints.pd_role import PDRole
+    from sglang.srt.entrypoints.http.pd_role import PDRole
     from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 
 
