@@ -31,6 +31,8 @@ ARGS: Final[dict[str, Any]] = {
     "admin_api_key": "operator",
 }
 TIERS: Final[dict[str, Any]] = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0}
+EVENTS: Final[list[object]] = []
+"""KV events of both schedulers of `pair`."""
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3": {},
     "deepseek_v32": {"index_topk": 12},
@@ -40,7 +42,8 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
 
 @pytest.fixture
 def pair(model: Path) -> Iterator[PdRig]:
-    with PdRig(model, LocalMover(), **ARGS, **TIERS) as made:
+    EVENTS.clear()
+    with PdRig(model, LocalMover(), publish_events=EVENTS.extend, **ARGS, **TIERS) as made:
         yield made
 
 
@@ -80,15 +83,19 @@ def test_drafts_go_on(tiny_model: Callable[..., Path]) -> None:
 
 
 def test_l1_and_l2_stay(pair: PdRig) -> None:
+    """Nothing leaves them, so that KV events say nothing."""
     ids = prompt(1, 200)
     pair.run(pair.request("first", ids, greedy(NEW)))
     for rig in pair.rigs:
         rig.settle()
+    told = len(EVENTS)
+    assert told
     l1 = [rig.tree.evictable_size() for rig in pair.rigs]
     l2 = [rig.tree.host_use() for rig in pair.rigs]  # type: ignore[attr-defined]
     pair.swap()
     pair.swap()
     pair.swap()
+    assert len(EVENTS) == told
     assert [rig.tree.evictable_size() for rig in reversed(pair.rigs)] == l1
     assert [rig.tree.host_use() for rig in reversed(pair.rigs)] == l2  # type: ignore[attr-defined]
     pair.run(pair.request("again", ids, greedy(NEW)))
