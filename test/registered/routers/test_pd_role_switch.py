@@ -116,5 +116,5 @@ def test_a_pair_swaps_its_roles(deployment: Deployment) -> None:
     assert [settings(worker) for worker in deployment.workers] == before
     for worker in deployment.workers:
         log = worker.server.process.log_path.read_text()
-        assert "both roles have no graphs, captured at the start" in log
+        assert "graphs of both roles: none" in log
         assert "this is a decode server now, and was a prefill server" in log

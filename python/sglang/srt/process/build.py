@@ -442,12 +442,12 @@ def _make_role(
 
 def _role_line(server_args: ServerArgs, memory: DeviceMemory) -> str:
     """A line about what both roles of a server need that may change between them."""
-    graphs = "no graphs"
+    graphs = "none"
     if memory.graph_bytes:
-        graphs = f"{memory.graph_bytes / 1e9:.2f} GB of graphs"
+        graphs = f"{memory.graph_bytes / 1e9:.2f} GB, captured at the start"
     return (
-        f"role: {server_args.disaggregation_mode}, until POST /pd_role_switch; both roles have "
-        f"{graphs}, captured at the start"
+        f"role: {server_args.disaggregation_mode}, until POST /pd_role_switch; graphs of both "
+        f"roles: {graphs}"
     )
 
 
