@@ -13,10 +13,8 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.cli import Mistake, check_choices, flag_name, lines_of, refuse_ignored
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.arg_groups.disaggregation_checks import check_disaggregation, check_machines
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, may_decode, may_prefill
-from sglang.srt.arg_groups.disaggregation_checks import check_disaggregation
+from sglang.srt.arg_groups.disaggregation_checks import check_disaggregation, check_machines
 from sglang.srt.arg_groups.extra_config import FLAG, check_extra_config_keys
 from sglang.srt.arg_groups.observability import check_observability
 from sglang.srt.arg_groups.remote_weights import check_remote_weights, offers_weights

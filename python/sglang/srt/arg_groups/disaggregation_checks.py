@@ -123,6 +123,8 @@ def check_machines(args: ServerFlags, meeting_host: str) -> Iterator[str]:
                 f"{PREFILL_HOSTS_FLAG} names {own[0]} {where}: each rank would look for it on its "
                 "own machine; give the address at which all machines reach the prefill server"
             )
+
+
 def _check_role_switch(args: ServerFlags) -> Iterator[str]:
     flag = flag_name(_SWITCH)
     if args.admin_api_key is None:
