@@ -225,6 +225,8 @@ def test_both_servers_measure_transfers_and_stages(servers: Servers) -> None:
     with router(servers.prefill[:1], servers.decode[:1]) as url:
         found = generate(url, text="Where has the time gone? " * 9, sampling_params={})["meta_info"]
     stages = found["stages"]
+    l3_wait = stages.pop("l3_wait")
+    assert l3_wait is None or 0 <= l3_wait <= stages["queue"]
     assert stages.keys() == {"queue", "prefill", "transfer", "decode"}
     assert all(seconds >= 0 for seconds in stages.values())
     assert stages["prefill"] > 0 and stages["decode"] > 0

@@ -55,6 +55,7 @@ from sglang.srt.messages.io_struct import (
     PDRoleSwitchReqInput,
     RequestOutput,
     ShutdownReq,
+    Stages,
     TokenizedGenerateReqInput,
     encode,
 )
@@ -96,6 +97,8 @@ REPORT: Final = CacheReport(
     cuts=[CacheCut(tier=Tier.STORAGE, at=3, reason="damaged")],
 )
 """The report of every request that asks for one."""
+STAGES: Final = Stages(queue=0.5, l3_wait=0.25, prefill=0.125, decode=1.0)
+"""The times of every request."""
 
 
 @dataclass(slots=True)
@@ -247,6 +250,7 @@ class FakeScheduler:
             input_top_logprobs=[[(-float(t), t)] for t in told]
             if told is not None and request.top_logprobs_num
             else None,
+            stages=STAGES if reason else None,
             cache_report=REPORT if reason and request.return_cache_report else None,
             skip_special_tokens=params.skip_special_tokens,
             shown_chars=one.finder.shown_chars(ended=reason is not None)

@@ -246,7 +246,7 @@ class DecodeRole(Role):
     def _give_slots(self) -> None:
         if not self._waiting:
             return
-        now, hicache = self._state.now, self._state.hicache
+        now = self._state.now
         failed = {req.rid for req, _ in self._update.ended}
         waiting = self._state.queues.waiting
         # Retracted requests wait for the slots that are free.
@@ -271,7 +271,7 @@ class DecodeRole(Role):
                 continue
             if has_retracted or progress.grammar_ticket is not None:
                 continue
-            if hicache is not None and not hicache.check_prefetch_progress(rid):
+            if self._state.awaits_l3(one.req):
                 continue
             share = shares[one.peer]
             # The first prompt of a server may have any share: else a long one would never come.
@@ -328,6 +328,8 @@ class DecodeRole(Role):
             last_hidden.write(req.slots.row, first.hidden)
         stages, metric = req.report.stages, receiver.get_transfer_metric()
         stages.queue = (stages.queue or 0.0) + first.queue_seconds
+        if first.l3_wait_seconds is not None:
+            stages.l3_wait = (stages.l3_wait or 0.0) + first.l3_wait_seconds
         stages.prefill, stages.transfer = first.prefill_seconds, metric.transfer_latency_s
         self._transfers.on_read(
             metric.transfer_total_bytes, metric.transfer_latency_s, metric.aux_bytes

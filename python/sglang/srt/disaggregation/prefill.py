@@ -200,6 +200,7 @@ class PrefillRole(Role):
             cached=report.cached_tokens_details,
             cache_report=cache_report,
             queue_seconds=0.0 if room.asked is None else max(0.0, first_step - room.asked),
+            l3_wait_seconds=report.stages.l3_wait,
             prefill_seconds=prefill_seconds,
             state_slot=None if rows.mamba_pool is None else rows.state_of(req.slots.row),
             hidden=None if rows.last_hidden is None else rows.last_hidden.read(req.slots.row),

@@ -106,7 +106,7 @@ class AnswerWriter:
         if state.seconds is not None:
             meta["e2e_latency"] = state.seconds
         if state.stages is not None:
-            meta["stages"] = msgspec.to_builtins(state.stages)
+            meta["stages"] = state.shown_stages()
         if state.verifications is not None:
             meta["spec_verify_ct"] = state.verifications.count
             meta["spec_accept_length"] = state.verifications.accept_length

@@ -44,6 +44,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     queue_seconds: float = 0.0
     """Seconds from the first question for the room to the request's first step, by the prefill
     server's clock."""
+    l3_wait_seconds: float | None = None
+    """The part of its time on the prefill server in which its read from L3 was awaited, or None."""
     prefill_seconds: float = 0.0
     """Seconds from that step to the token."""
 

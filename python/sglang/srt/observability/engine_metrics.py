@@ -110,9 +110,10 @@ _QUEUE_SECONDS: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 
 _STAGE_SECONDS: Final = (
     0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30,
 )  # fmt: skip
-Stage = Literal["match", "prefill", "first_decode"]
-"""Part of a request's time: looking its prompt up in the tree when it arrives; from its first step
-to its first token; from there to its second token."""
+Stage = Literal["match", "l3_wait", "prefill", "first_decode"]
+"""Part of a request's time: looking its prompt up in the tree when it arrives; the wait for its
+read from L3 after its turn has come; from its first step to its first token; from there to its
+second token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +223,7 @@ class SchedulerMetrics:
         )
         self._stages = Histogram(
             "sglang:per_stage_req_latency_seconds",
-            "Parts of a request's time, by stage: match, prefill, first_decode",
+            "Parts of a request's time, by stage: match, l3_wait, prefill, first_decode",
             ["stage"],
             buckets=_STAGE_SECONDS,
             registry=self.registry,

@@ -415,3 +415,16 @@ def test_closing_cancels_what_is_coming(rig: DecodeRig) -> None:
     rig.prompt(2).is_cancelled = False
     rig.close()
     assert [rig.prompt(room).is_cancelled for room in (1, 2)] == [True, True]
+
+
+@pytest.mark.parametrize("waited", [None, 0.25])
+def test_the_prefill_servers_wait_for_l3_is_part_of_the_times(
+    rig: DecodeRig, waited: float | None
+) -> None:
+    rig.step(rig.ask("a", IDS, 1))
+    rig.prompt(1).come(IDS, queue_seconds=0.5, l3_wait_seconds=waited)
+    rig.run()
+    last = rig.results["a"].last
+    assert last is not None and last.stages is not None
+    assert last.stages.l3_wait == waited
+    assert last.stages.queue is not None and last.stages.queue >= 0.5

@@ -37,6 +37,15 @@ def answers(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[
     return [json.loads(line) for line in lines[:-1]]
 
 
+TIMES: Final = {
+    "queue": 0.5, "l3_wait": 0.25, "prefill": 0.125, "transfer": None, "decode": 1.0,
+}  # fmt: skip
+AGENTS: Final = {
+    "/v1/responses": {"input": "hello", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+}
+
+
 def reports_of(got: list[dict[str, Any]]) -> list[Any]:
     """Reports of OpenAI's answers or chunks, without the prompt's length: templates change it."""
     found = [one["sglext"]["cache_report"] for one in got if "sglext" in one]
@@ -57,6 +66,7 @@ def test_generate_reports_when_asked(client: httpx.Client, stream: bool, n: int)
         "only the last event has it"
     )
     assert [meta["cache_report"] for meta in metas if "cache_report" in meta] == [SHOWN] * n
+    assert [meta["stages"] for meta in metas if "stages" in meta] == [TIMES] * n
 
 
 @pytest.mark.parametrize("path", OPENAI)
@@ -68,8 +78,29 @@ def test_openai_reports_when_asked(client: httpx.Client, path: str, stream: bool
     got = answers(client, path, {**body, "return_cache_report": True})
     expected = {key: SHOWN[key] for key in SHOWN if key != "prompt_tokens"}
     assert reports_of(got) == [expected] * n
+    times = [one["sglext"]["stages"] for one in got if "sglext" in one]
+    assert times in ([TIMES] * n, [[TIMES] * n])
     if n > 1 and not stream:
         assert isinstance(got[0]["sglext"]["cache_report"], list)
+
+
+@pytest.mark.parametrize("path", AGENTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_agents_get_report_and_times_when_asked(
+    client: httpx.Client, path: str, stream: bool
+) -> None:
+    body = {**AGENTS[path], "stream": stream}
+    assert "sglext" not in client.post(path, json=body).text
+    response = client.post(path, json={**body, "return_cache_report": True})
+    if stream:
+        events = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+        assert [("sglext" in event) for event in events].count(True) == 1, "the last that has text"
+        (last,) = (json.loads(event) for event in events if "sglext" in event)
+        found = last.get("response", last)["sglext"]
+    else:
+        found = response.json()["sglext"]
+    assert found["stages"] == TIMES
+    assert {**found["cache_report"], "prompt_tokens": 5} == SHOWN
 
 
 def test_both_extensions_are_answered_at_once(client: httpx.Client) -> None:

@@ -124,6 +124,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     session_id: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    return_cache_report: bool | None = None
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
@@ -178,7 +179,7 @@ _BLOCKS: Final[dict[str, dict[str, type[ContentBlock]]]] = {
 
 _SAME_NAME: Final = (
     "max_tokens", "temperature", "top_p", "top_k", "stream", "priority", "session_id", "extra_key",
-    "cache_salt", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+    "cache_salt", "return_cache_report", "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )  # fmt: skip
 """Fields that a chat request has too."""
 NAMES: Final = (

@@ -108,7 +108,8 @@ class MessageAnswers(BlockAnswers):
     async def _answer(self, state: RequestState, blocks: Sequence[Block]) -> dict[str, Any]:
         content = [_content(block) for block in blocks]
         end = _end(state, blocks)
-        return {**self._head, "content": content, **end, "usage": _usage(state), **self._edits}
+        fields = {"content": content, **end, "usage": _usage(state)}
+        return {**self._head, **fields, **self._edits, **self._extra(state)}
 
     def _first_events(self, state: RequestState) -> Iterable[dict[str, Any]]:
         end = {"stop_reason": None, "stop_sequence": None}
@@ -130,8 +131,8 @@ class MessageAnswers(BlockAnswers):
         self, state: RequestState, blocks: Sequence[Block]
     ) -> Iterable[dict[str, Any]]:
         end = _end(state, blocks)
-        delta = {"type": "message_delta", "delta": end, "usage": _usage(state), **self._edits}
-        return [delta, {"type": "message_stop"}]
+        fields = {"delta": end, "usage": _usage(state), **self._edits, **self._extra(state)}
+        return [{"type": "message_delta", **fields}, {"type": "message_stop"}]
 
     def _failure(self, error: ApiError) -> dict[str, Any]:
         return anthropic_error(error.status, error.message)

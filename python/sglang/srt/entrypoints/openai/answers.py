@@ -235,14 +235,13 @@ class Answers(ABC):
 
     def _extra_of(self, states: Sequence[RequestState]) -> dict[str, Any]:
         """The content of `sglext`: with `return_cached_tokens_details` the tiers of the first
-        choice; with `return_cache_report` its report, or a list with the report of each choice."""
+        choice; with `return_cache_report` the reports of all choices."""
         extra: dict[str, Any] = {}
         if self._with_tiers:
             tiers = msgspec.to_builtins(states[0].cached_tokens_details)
             extra["cached_tokens_details"] = tiers
         if self._with_report:
-            reports = [state.shown_cache_report() for state in states]
-            extra["cache_report"] = reports if len(reports) > 1 else reports[0]
+            extra |= shown_reports(states)
         return extra
 
     def _usage(self, states: Sequence[RequestState]) -> dict[str, Any]:
@@ -259,6 +258,16 @@ class Answers(ABC):
             cached = sum(state.cached_tokens_details.total for state in firsts)
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
         return usage
+
+
+def shown_reports(states: Sequence[RequestState]) -> dict[str, Any]:
+    """What `return_cache_report` adds to an answer: cache report and times of its output, or lists
+    with those of each output."""
+    shown = {
+        "cache_report": [state.shown_cache_report() for state in states],
+        "stages": [state.shown_stages() for state in states],
+    }
+    return {name: each if len(each) > 1 else each[0] for name, each in shown.items()}
 
 
 def finish_reason(state: RequestState) -> str | None:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, client_names
 from sglang.srt.entrypoints.http.server_context import context_of
-from sglang.srt.entrypoints.openai.answers import respond
+from sglang.srt.entrypoints.openai.answers import respond, shown_reports
 from sglang.srt.entrypoints.openai.protocol import ChatBody
 from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting, rendered
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
@@ -177,6 +177,11 @@ class BlockAnswers(ABC):
             if known is None or not has_begun:
                 raise
             yield self._failure(known)
+
+    @staticmethod
+    def _extra(state: RequestState) -> dict[str, Any]:
+        """The further fields of an answer whose output has ended."""
+        return {"sglext": shown_reports([state])} if state.request.return_cache_report else {}
 
     @abstractmethod
     async def _answer(self, state: RequestState, blocks: Sequence[Block]) -> dict[str, Any]:

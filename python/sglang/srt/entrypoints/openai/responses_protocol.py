@@ -130,6 +130,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     session_id: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    return_cache_report: bool | None = None
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
@@ -203,7 +204,7 @@ _ITEMS: Final[dict[str, type[Item]]] = {
 _SAME_NAME: Final = (
     "temperature", "top_p", "stream", "parallel_tool_calls", "top_k", "min_p", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "stop", "priority", "session_id", "extra_key",
-    "cache_salt", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+    "cache_salt", "return_cache_report", "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )  # fmt: skip
 """Fields that a chat request has too."""
 NAMES: Final = (

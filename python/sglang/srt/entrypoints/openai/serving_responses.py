@@ -75,6 +75,7 @@ class ResponsesAnswers(BlockAnswers):
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": items,
             "usage": await self._usage(state, blocks),
+            **self._extra(state),
         }
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:

@@ -195,7 +195,7 @@ class PrefillScheduler:
         return work
 
     def _add_waiting(self, adder: PrefillAdder, works: list[PrefillWork]) -> None:
-        state, queues, hicache = self._state, self._state.queues, self._state.hicache
+        state, queues = self._state, self._state.queues
         self._blocked_by = None
         added = {work.req.rid for work in works}
         for req in order_waiting(
@@ -206,7 +206,7 @@ class PrefillScheduler:
                 continue
             if first is not None and self._waits_for_prompt(first, added):
                 continue
-            if hicache is not None and not hicache.check_prefetch_progress(req.rid):
+            if state.awaits_l3(req):
                 continue
             outcome, work = self._try_add(req, adder)
             if work is not None:
@@ -425,6 +425,8 @@ class PrefillScheduler:
             details = report.cached_tokens_details
             self._state.recent.on_scheduled(req)
             self._state.metrics.on_scheduled(num_prompt, details, report.queue_time)
+            if report.stages.l3_wait is not None:
+                self._state.metrics.observe_stage("l3_wait", report.stages.l3_wait)
             found = details.device, details.host, details.storage
             self._state.tree.count_lookup(Lookup(req.match_key(), num_prompt, *found, cut))
         self._uncounted.clear()

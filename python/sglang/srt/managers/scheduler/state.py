@@ -145,6 +145,20 @@ class SchedulerState:
         }
         return Workload(computing, waiting)
 
+    def awaits_l3(self, req: Req) -> bool:
+        """True if `req`, whose turn has come, has to wait for its read from L3. Its report counts
+        the time."""
+        if self.hicache is None:
+            return False
+        report, began = req.report, req.report.l3_wait_began
+        if not self.hicache.check_prefetch_progress(req.rid):
+            report.l3_wait_began = self.now if began is None else began
+            return True
+        if began is not None:
+            report.stages.l3_wait = (report.stages.l3_wait or 0.0) + self.now - began
+            report.l3_wait_began = None
+        return False
+
     def free_tokens(self) -> int:
         """Slots that are free or can be evicted."""
         return self.pools.allocator.available_size() + self.tree.evictable_size()

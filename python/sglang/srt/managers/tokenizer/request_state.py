@@ -137,6 +137,11 @@ class RequestState:
             "cuts": msgspec.to_builtins(report.cuts),
         }
 
+    def shown_stages(self) -> dict[str, float | None] | None:
+        """The times of its stages as answers have them, in seconds; None: it has not ended."""
+        shown: dict[str, float | None] | None = msgspec.to_builtins(self.stages)
+        return shown
+
     def apply(self, update: TextOutput, stop_text: str = "") -> int:
         """Add the new output of one message, and return the number of new tokens. `stop_text` is
         the text of the token that stopped the request, if it is to be shown."""

@@ -334,6 +334,12 @@ def log_request(state: RequestState) -> None:
     cached, first_token = state.cached_tokens_details, state.first_token_seconds
     seconds = time.monotonic() - state.created_time
     reason = state.finish_reason.type if state.finish_reason else "left by its client"
+    stages = state.shown_stages() or {}
+    told = (
+        f"{name.replace('_', ' ')} {value:.3f} s"
+        for name, value in stages.items()
+        if value is not None and name != "queue"
+    )
     fields = {
         "rid": state.rid,
         "prompt_tokens": state.prompt_tokens,
@@ -344,13 +350,14 @@ def log_request(state: RequestState) -> None:
         },
         "output_tokens": len(state.output_ids),
         "queue_seconds": state.queue_time,
+        "stages": stages,
         "first_token_seconds": first_token,
         "seconds": seconds,
         "finish_reason": reason,
     }
     logger.info(
         "request %s: %d prompt tokens (%d cached: device %d, host %d, storage %d), %d output "
-        "tokens, queue %.3f s, first token %s, %.3f s, %s",
+        "tokens, queue %.3f s, first token %s, %.3f s (%s), %s",
         state.rid,
         state.prompt_tokens,
         cached.total,
@@ -361,6 +368,7 @@ def log_request(state: RequestState) -> None:
         state.queue_time,
         "never" if first_token is None else f"{first_token:.3f} s",
         seconds,
+        ", ".join(told) or "not scheduled",
         reason,
         extra={"fields": fields},
     )

@@ -48,7 +48,7 @@ def test_the_line_of_a_request_has_tiers_and_stages(caplog: pytest.LogCaptureFix
         prompt_tokens=50,
         cached_tokens_details=CachedTokensDetails(device=16, host=4, storage=12),
         queue_time=0.25,
-        stages=Stages(queue=0.25, prefill=0.5, decode=2.0),
+        stages=Stages(queue=0.25, l3_wait=0.125, prefill=0.5, decode=2.0),
     )
     state.apply(TextOutput(output=output, text="ab"))
     state.finished_time = 1003.0
@@ -58,6 +58,8 @@ def test_the_line_of_a_request_has_tiers_and_stages(caplog: pytest.LogCaptureFix
     text = record.getMessage()
     assert "request mine: 50 prompt tokens (32 cached: device 16, host 4, storage 12)" in text
     assert "2 output tokens, queue 0.250 s, first token 1.000 s" in text
+    assert "(l3 wait 0.125 s, prefill 0.500 s, decode 2.000 s), stop" in text
     fields = record.__dict__["fields"]
     assert fields["cached_tokens"] == {"device": 16, "host": 4, "storage": 12}
     assert fields["first_token_seconds"] == 1.0
+    assert fields["stages"]["l3_wait"] == 0.125

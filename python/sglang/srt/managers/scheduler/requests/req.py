@@ -179,6 +179,9 @@ class RequestReport:
     """Durations of the stages that are over."""
     stage_began: float = 0.0
     """`time.monotonic()` at which the stage that is not over began, once it was scheduled."""
+    l3_wait_began: float | None = None
+    """Rank 0's time at which its turn came while its read from L3 ran; None: it does not wait for
+    one."""
 
 
 @dataclass(slots=True, eq=False)

@@ -385,6 +385,34 @@ def test_shared_reads_are_reported_to_each_request(rig: ReportRig) -> None:
     assert cuts_of(report) == [(None, 96, "partial_page")]
 
 
+def test_the_wait_for_l3_is_a_time_of_its_own(rig: ReportRig) -> None:
+    rig.ask("cold", IDS)
+    cold = rig.results["cold"].last
+    assert cold is not None and cold.stages is not None
+    assert cold.stages.l3_wait is None, "it waited for no read"
+    rig.flush()
+    state = rig.scheduler.state
+    with HeldReads(rig.hi, calls=0) as reads:
+        rig.step(rig.request("warm", IDS))
+        req = state.queues.find("warm")
+        assert req is not None
+        assert req.report.l3_wait_began == state.now, "its turn has come"
+        for _ in range(3):
+            rig.wait_a_tick()
+        assert req.report.l3_wait_began < state.now
+        reads.open()
+        rig.settle()
+    warm = rig.results["warm"].last
+    assert warm is not None and warm.stages is not None
+    stages = warm.stages
+    assert stages.l3_wait is not None and stages.queue is not None
+    assert 0 < stages.l3_wait <= stages.queue
+    assert req.report.l3_wait_began is None
+    state.tree.read_metrics()
+    text = state.metrics.render(state.load())
+    assert 'per_stage_req_latency_seconds_count{stage="l3_wait"} 1.0' in text
+
+
 def test_a_traced_request_has_spans_of_its_reads_and_loads(rig: ReportRig) -> None:
     rig.ask("cold", IDS)
     rig.flush()
