@@ -17,6 +17,7 @@ from sglang.srt.arg_groups.cli import flag_name
 from sglang.srt.environ import envs, parse_size
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics, StateMetrics
 from sglang.srt.mem_cache.tree.session_hints import SessionMetrics
+from sglang.srt.mem_cache.tree.tenants import TenantMetrics
 from sglang.srt.observability.engine_metrics import (
     _QUEUES,
     DisaggregationMetrics,
@@ -89,6 +90,7 @@ def page() -> str:
     scheduler = SchedulerMetrics(num_drafts=1)
     HiCacheMetrics(scheduler.registry)
     SessionMetrics(scheduler.registry)
+    TenantMetrics(scheduler.registry)
     StateMetrics(scheduler.registry).set_host(total=0, free=0)
     disaggregated = CollectorRegistry()
     DisaggregationMetrics(disaggregated).watch("", dict.fromkeys(_QUEUES, int))

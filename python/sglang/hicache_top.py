@@ -1,4 +1,4 @@
-"""Shows a server's cache in a terminal: tiers, flows, hits, drafts, prefixes, decisions, store.
+"""Shows a server's cache in a terminal: tiers, flows, hits, drafts, tenants, decisions, store.
 
     python -m sglang.hicache_top http://127.0.0.1:30000
     python -m sglang.hicache_top http://127.0.0.1:30000 --once
@@ -101,6 +101,7 @@ def draw(view: Mapping[str, Any], width: int) -> RenderableType:
         *_hits(history, view["missed"], width),
         _flows(history),
         *_speculation(view["speculation"]),
+        _tenants(view["tenants"]),
         _prefixes(view["prefixes"]),
         _decisions(view["decisions"], view["words"]),
         _store(view["store"], view["words"]),
@@ -228,6 +229,38 @@ def _speculation(drafts: Mapping[str, Any] | None) -> list[RenderableType]:
     return [tiers, sizes]
 
 
+def _tenants(tenants: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table(
+        "Tenants: tokens of prompts since the start, and bytes held now",
+        "tenant", "#requests", "#hits", "#L1", "#L2", "#L3", "#computed", "#in L1", "#in L2",
+        "#evicted*", "#lost",
+    )  # fmt: skip
+    for one in tenants[:8]:
+        held, requests = one["held_bytes"], one["requests"]
+        table.add_row(
+            one["tenant"],
+            _short(requests),
+            f"{one['hits'] / requests:.0%}" if requests else "",
+            *(_short(one["tokens"][name]) for name in ("device", "host", "storage", "computed")),
+            *(f"{_short(held[tier])}B" if tier in held else "" for tier in ("device", "host")),
+            _short(one["evicted_others"]),
+            _short(one["lost"]),
+        )
+    table.caption = Text("* of other tenants", "dim")
+    table.caption_justify = "left"
+    return table
+
+
+def _why(one: Mapping[str, Any], words: Mapping[str, str]) -> str:
+    """The reason of a decision; of an eviction also for whom, and whose pages went."""
+    why: str = words.get(one["why"], one["why"])
+    if not one["of"]:
+        return why
+    who = f", for {one['request']}" if one["request"] else ""
+    tenant = f" of {one['tenant']}" if one["tenant"] else ""
+    return f"{why}{who}{tenant}; pages of {', '.join(one['of'])}"
+
+
 def _prefixes(prefixes: Sequence[Mapping[str, Any]]) -> Table:
     table = _table("Busiest prefixes", "prefix", "#tokens", "#uses", "tiers", "#waiting")
     for one in prefixes[:8]:
@@ -241,9 +274,7 @@ def _decisions(decisions: Sequence[Mapping[str, Any]], words: Mapping[str, str])
     table = _table("Last decisions", "#ago", "what", "why", "#tokens", "#times")
     for one in decisions[:10]:
         numbers = _short(one["tokens"]), _short(one["count"])
-        table.add_row(
-            f"{one['age_s']:.0f} s", one["what"], words.get(one["why"], one["why"]), *numbers
-        )
+        table.add_row(f"{one['age_s']:.0f} s", one["what"], _why(one, words), *numbers)
     return table
 
 

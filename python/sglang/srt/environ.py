@@ -288,6 +288,10 @@ class Envs:
     HICACHE_HOST_MEMORY_RESERVE_BYTES = _env_size(
         "1gb", "Host memory that the L2 pools leave to everything else."
     )
+    SGLANG_TENANT_LABEL_KEY = _env_optional_str(
+        "Secret of the labels of tenants in metrics and at /hicache. Servers with the same one "
+        "have the same labels; unset, each server draws its own at its start."
+    )
     SGLANG_HICACHE_CHECKED_SHARE = EnvField(
         0.0625,
         "Share of the loads from L2, and of the pages between servers, that are compared with "

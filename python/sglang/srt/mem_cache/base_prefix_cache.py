@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
     from sglang.srt.mem_cache.tree.replicated_state import ReplicatedState
     from sglang.srt.mem_cache.tree.session_hints import Session
+    from sglang.srt.mem_cache.tree.tenants import Evictor
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
     from sglang.srt.messages.cache_report import CacheReport
 
@@ -143,6 +144,8 @@ class EvictParams:
     swa_num_tokens: int = 0
     mamba_num: int = 0
     """Number of states on the device."""
+    by: Evictor | None = None
+    """Who needs the tokens; None: the output of running requests."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -43,6 +43,10 @@ class CacheInitParams:
     """See `StateComponent.max_per_path`."""
     pages_alone: bool = False
     """See `StateComponent.pages_alone`."""
+    tenant_key: bytes | None = None
+    """Secret of the labels of tenants, at most 64 bytes; None: a new one."""
+    bytes_per_token: int = 0
+    """Bytes of a token in the pages of all pools."""
     session_share: float = 0.0
     """Part of each tier that hints of sessions may keep."""
     session_ttl: float = 0.0

@@ -61,6 +61,7 @@ def cache_view(cache: RadixCache) -> dict[str, Any]:
         "eviction_policy": cache.tree.eviction_policy,
         "tiers": tiers,
         "missed": counts_by_label(cache.metrics.missed),
+        "tenants": cache.tree.tenants.latest(),
         "prefixes": busiest_prefixes(cache.tree, epoch, _SHOWN_PREFIXES),
         "decisions": cache.metrics.decisions.latest(),
         "store": store,

@@ -93,7 +93,6 @@ class HiRadixCache(RadixCache):
         )
         _add_host(tree, controller.mem_pool_host)
         tree.host.evicted = metrics.evicted.labels("host")
-        tree.host.decisions = metrics.decisions
         self.storage_prefetch = StoragePrefetch(tree, store, metrics)
         self.storage_backup = StorageBackup(tree, store, metrics)
         self.host_backup = HostBackup(
@@ -267,7 +266,7 @@ class HiRadixCache(RadixCache):
             tokens -= len(chain.pop().key)
             params.refusal = NoLoad.BUDGET
         loaded = self.host_load.load(
-            chain, above, params.mamba_quota, params.report, needs_state=needs_state
+            chain, above, params.mamba_quota, params.report, needs_state=needs_state, req=params.req
         )
         if isinstance(loaded, torch.Tensor):
             return loaded, chain[-1] if chain else above

@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import RadixKey as RadixKey
 from sglang.srt.mem_cache.tree.session_hints import Session, SessionHints
 from sglang.srt.mem_cache.tree.state_component import StateComponent
+from sglang.srt.mem_cache.tree.tenants import TenantUse
 from sglang.srt.mem_cache.tree.tree_node import TreeNode as TreeNode
 from sglang.srt.utils.parts import Parts, do_all
 
@@ -78,6 +79,7 @@ class RadixCache(BasePrefixCache):
             self.state_metrics = StateMetrics(params.metrics_registry)
         self._evict_from = evict_from
         self.tree.device.evicted = self.metrics.evicted.labels("device")
+        self.tree.tenants.decisions = self.metrics.decisions
 
     @property
     def root_node(self) -> TreeNode:
@@ -312,13 +314,18 @@ class RadixCache(BasePrefixCache):
         wanted = {component.device: params.mamba_num for component in self.tree.components}
         wanted[self.tree.device] = params.num_tokens
         before = {tier: tier.pool.available_size() for tier in wanted}
-        for tier, num in wanted.items():
-            # An eviction from one pool may free slots of another.
-            missing = num - (tier.pool.available_size() - before[tier])
-            if missing > 0:
-                self._evict_from(tier, missing)
+
+        def evict() -> int:
+            for tier, num in wanted.items():
+                # An eviction from one pool may free slots of another.
+                missing = num - (tier.pool.available_size() - before[tier])
+                if missing > 0:
+                    self._evict_from(tier, missing)
+            return self.tree.device.pool.available_size() - before[self.tree.device]
+
+        why = "room for running requests" if params.by is None else "room for a prompt"
+        self.tree.tenants.evict(self.tree.device, Decision.EVICTED_DEVICE, why, params.by, evict)
         freed = [tier.pool.available_size() - size for tier, size in before.items()]
-        self.metrics.decisions.note(Decision.EVICTED_DEVICE, "room for new tokens", freed[-1])
         return EvictResult(num_tokens_evicted=freed[-1], mamba_num_evicted=sum(freed[:-1]))
 
     def supports_mamba(self) -> bool:
@@ -372,7 +379,9 @@ class RadixCache(BasePrefixCache):
         """Count a looked-up prompt for the metrics, before its own pages enter the tree."""
         if self.state_metrics is not None:
             self.state_metrics.cut.inc(lookup.cut)
-        key, found = lookup.key, lookup.device + lookup.host + lookup.storage
+        key, by_tier = lookup.key, (lookup.device, lookup.host, lookup.storage)
+        self.tree.tenants.count(key.extra_key, lookup.prompt_tokens, by_tier)
+        found = sum(by_tier)
         known = found + lookup.cut
         # The last token is always computed.
         is_whole = known >= len(key) - 1 or self.disable
@@ -386,6 +395,7 @@ class RadixCache(BasePrefixCache):
 
     def read_metrics(self) -> None:
         """Update the gauges, before the metrics are read."""
+        self.tree.tenants.read_metrics()
         if self.state_metrics is not None and (slots := self.mamba_slots()):
             self.state_metrics.set_device(slots)
 
@@ -475,6 +485,7 @@ def make_tree(params: CacheInitParams) -> PrefixTree:
         if params.enable_kv_cache_events
         else None,
         SessionHints(params.session_share, params.session_ttl, params.metrics_registry),
+        TenantUse(params.metrics_registry, params.tenant_key, params.bytes_per_token),
     )
     if params.held_pages is not None:
         tree.add_listener(params.held_pages)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import math
+import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -152,9 +154,8 @@ def build_scheduler(
     held_pages = None
     if reports_held_pages(server_args) and not group.rank:
         held_pages = HeldPages(runner.config.page_size, dp_rank)
-    tree = _make_tree(
-        server_args, runner, metrics, group, None if publisher is None else events, held_pages
-    )
+    told = None if publisher is None else events
+    tree = _make_tree(server_args, runner, metrics, group, rendezvous, told, held_pages)
     tiers += tree.tiers()
     if remake_role is not None:
         tiers.append(_role_line(server_args, memory_beside(runner, server_args)))
@@ -349,6 +350,7 @@ def _make_tree(
     runner: ModelRunner,
     metrics: SchedulerMetrics,
     group: RankGroup,
+    rendezvous: Rendezvous | None,
     events: KVEventsConfig | None,
     held_pages: HeldPages | None,
 ) -> RadixCache:
@@ -361,6 +363,8 @@ def _make_tree(
         page_size=runner.config.page_size,
         eviction_policy=server_args.radix_eviction_policy,
         weights_identity=identity,
+        tenant_key=_tenant_key(rendezvous),
+        bytes_per_token=runner.kv_bytes_per_token(),
         session_share=server_args.keep_session_share,
         session_ttl=server_args.keep_session_seconds,
         enable_kv_cache_events=events is not None,
@@ -383,6 +387,15 @@ def _make_tree(
             radix_cache_backend=server_args.radix_cache_backend,
         )
     )
+
+
+def _tenant_key(rendezvous: Rendezvous | None) -> bytes:
+    """Secret of the labels of tenants, the same in all DP groups of the server. A collective."""
+    given = envs.SGLANG_TENANT_LABEL_KEY.get()
+    own = secrets.token_bytes(32) if given is None else hashlib.sha256(given.encode()).digest()
+    if rendezvous is None:
+        return own
+    return TorchRankGroup.of_world().broadcast(None if rendezvous.rank else own)
 
 
 def _seed_address(server_args: ServerArgs) -> SeedAddress | None:

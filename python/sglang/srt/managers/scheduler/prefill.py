@@ -366,7 +366,7 @@ class PrefillScheduler:
                 return None
         slots = self._padding_slot
         if begin < end:
-            state.make_room(end - begin)
+            state.make_room(end - begin, req)
             pages = pools.allocator.alloc(ceil_to_page(end, page_size) - begin)
             if pages is None:
                 return None

@@ -24,6 +24,7 @@ from sglang.srt.managers.scheduler.requests.req import NO_SLOTS
 from sglang.srt.managers.scheduler.requests.request_queues import RequestQueues
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, Workload
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.tree.tenants import Evictor
 from sglang.srt.messages.io_struct import Verifications
 from sglang.srt.observability.engine_metrics import SchedulerLoad
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -190,12 +191,14 @@ class SchedulerState:
         """Slots that are neither free nor evictable."""
         return self.load().used_tokens
 
-    def make_room(self, tokens: int) -> None:
-        """Evict until `tokens`, rounded up to pages, are free, or nothing is left to evict."""
+    def make_room(self, tokens: int, req: Req | None = None) -> None:
+        """Evict until `tokens`, rounded up to pages, are free, or nothing is left to evict. They
+        are for the prompt of `req`; None: for the output of running requests."""
         tokens = ceil_to_page(tokens, self.limits.page_size)
         short = tokens - self.pools.allocator.available_size()
         if short > 0:
-            self.tree.evict(EvictParams(num_tokens=short))
+            by = None if req is None else Evictor(req.rid, req.spec.extra_key)
+            self.tree.evict(EvictParams(num_tokens=short, by=by))
 
     def reserve_for(self, req: Req) -> int:
         """Slots that `req` is expected to need once its prompt is computed."""

@@ -17,10 +17,12 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.mem_cache.tree.hicache_metrics import Decision
+from sglang.srt.mem_cache.tree.tenants import Evictor
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import CacheableRequest
     from sglang.srt.mem_cache.l2.cache_controller import HiCacheAck, HiCacheController
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
@@ -176,7 +178,7 @@ class HostBackup:
         }
         operation = self._controller.write(pages, list(states.values()))
         if operation is None and len(pages):
-            self._tree.host.make_room(len(pages))
+            self._tree.host.make_room(len(pages), Evictor(None, node.key.extra_key))
             operation = self._controller.write(pages, list(states.values()))
         if operation is None:
             return None
@@ -272,6 +274,7 @@ class HostLoad:
         report: CacheReport | None = None,
         *,
         needs_state: bool = True,
+        req: CacheableRequest | None = None,
     ) -> torch.Tensor | NoLoad | None:
         """Queue a load of pages, of the states at their end, or both; return its device slots,
         empty if only states are loaded, or why there is no room. None: nothing is missing.
@@ -282,6 +285,7 @@ class HostLoad:
             most_states: States that may be loaded; None: any number.
             report: Gets the time of the load; None: not wanted.
             needs_state: False: no states are loaded.
+            req: The request that needs them; None: unknown.
         """
         pinned = chain or [above]
         last = pinned[-1]
@@ -298,7 +302,7 @@ class HostLoad:
             return NoLoad.NO_STATE_MEMORY
         for node in pinned:
             self._tree.host.pin(node)
-        reserved = self._reserve(sum(len(node.key) for node in chain), above, missing)
+        reserved = self._reserve(sum(len(node.key) for node in chain), above, missing, req)
         if reserved is None:
             for node in pinned:
                 self._tree.host.unpin(node)
@@ -324,7 +328,11 @@ class HostLoad:
         return slots
 
     def _reserve(
-        self, tokens: int, above: TreeNode, missing: Collection[StateComponent]
+        self,
+        tokens: int,
+        above: TreeNode,
+        missing: Collection[StateComponent],
+        req: CacheableRequest | None,
     ) -> tuple[torch.Tensor, dict[StateComponent, torch.Tensor]] | None:
         """Allocate device slots for pages, and for the states of `missing`; None: no room for all
         of them."""
@@ -336,8 +344,11 @@ class HostLoad:
                 states[component] = slot
         short = tokens - self._tree.allocator.available_size()
         if short > 0:
-            freed = self._evict_from(self._tree.device, short)
-            self._metrics.decisions.note(Decision.EVICTED_DEVICE, "room to load from L2", freed)
+            device, why = self._tree.device, "room to load from L2"
+            by = None if req is None else Evictor(req.rid, req.extra_key)
+            self._tree.tenants.evict(
+                device, Decision.EVICTED_DEVICE, why, by, lambda: self._evict_from(device, short)
+            )
         slots = self._tree.allocator.alloc(tokens) if len(states) == len(missing) else None
         self._tree.unlock(above)
         if slots is not None:

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.l3.prefetch_table import (
 )
 from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey
+from sglang.srt.mem_cache.tree.tenants import Evictor
 from sglang.srt.mem_cache.tree.tick_sync import Progress
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.messages.cache_report import Tier
@@ -158,7 +159,7 @@ class StoragePrefetch:
         elif not len(rest):
             room = NoRead.MISS
         else:
-            room = self._make_room(req_id, node, len(rest), least)
+            room = self._make_room(Evictor(req_id, new.extra_key), node, len(rest), least)
         if isinstance(room, NoRead):
             if joined >= least:
                 if report is not None and joined < len(new):
@@ -199,10 +200,11 @@ class StoragePrefetch:
         self.table.start(operation)
         return None
 
-    def _make_room(self, req_id: str, node: TreeNode, wanted: int, least: int) -> NoRead | _Room:
+    def _make_room(self, by: Evictor, node: TreeNode, wanted: int, least: int) -> NoRead | _Room:
         """Allocate host slots for a read of at most `wanted` tokens after `node`, or give the
         reason why there is no read."""
-        page, pool, asked = self.page_size, self._host.pool, wanted
+        page, pool, asked, req_id = self.page_size, self._host.pool, wanted, by.request
+        assert req_id is not None, "requests alone read from L3"
         if wanted < least:
             return NoRead.TOO_SHORT
         if not self._store.available:
@@ -217,7 +219,7 @@ class StoragePrefetch:
         limit = NoRead.QUEUE_FULL if wanted < asked else NoRead.NO_HOST_MEMORY
         # Evictions must not take the node that the read continues.
         self._host.pin(node)
-        self._host.make_room(wanted)
+        self._host.make_room(wanted, by)
         there = pool.available_size() // page * page
         if there < wanted:
             wanted, limit = there, NoRead.NO_HOST_MEMORY

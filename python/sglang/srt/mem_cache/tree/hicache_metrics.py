@@ -40,6 +40,8 @@ QUEUES: Final = ("writes", "loads", "prefetches", "backups", "checks")
 """Names of the counts in `is_busy` of the tiers."""
 
 _MAX_DECISIONS: Final = 64
+_SHOWN_ID: Final = 48
+"""Characters of a request's id that are shown."""
 _SAME_S: Final = 1.0
 """Equal decisions within this time are one entry."""
 
@@ -62,6 +64,9 @@ class _Entry:
     why: str
     began: float
     """`time.monotonic()` seconds of the first one."""
+    tenant: str | None
+    of: tuple[str, ...]
+    request: str | None = None
     tokens: int = 0
     count: int = 0
 
@@ -74,31 +79,60 @@ class DecisionLog:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: deque[_Entry] = deque(maxlen=_MAX_DECISIONS)
-        self._last: dict[tuple[Decision, str], _Entry] = {}
-        """The last entry of each kind and reason, which are few."""
 
-    def note(self, what: Decision, why: str, tokens: int) -> None:
-        """Note a decision about `tokens` tokens; does nothing for 0 tokens. `why` is one of a few
-        texts, without names or numbers."""
+    def note(
+        self,
+        what: Decision,
+        why: str,
+        tokens: int,
+        *,
+        request: str | None = None,
+        tenant: str | None = None,
+        of: tuple[str, ...] = (),
+    ) -> None:
+        """Note a decision about `tokens` tokens; does nothing for 0 tokens.
+
+        Args:
+            why: One of a few texts, without names or numbers.
+            request: Id of the request that is the cause. The last of equal decisions is shown.
+            tenant: Its tenant's label.
+            of: Labels of the tenants whose tokens they were.
+        """
         if not tokens:
             return
         now = self._clock()
         with self._lock:
-            entry = self._last.get((what, why))
-            if entry is None or now - entry.began >= _SAME_S:
-                entry = self._last[what, why] = _Entry(what, why, now)
+            entry = self._same(what, why, tenant, of, now)
+            if entry is None:
+                entry = _Entry(what, why, now, tenant, of)
                 self._entries.append(entry)
+            entry.request = None if request is None else request[:_SHOWN_ID]
             entry.tokens += tokens
             entry.count += 1
 
+    def _same(
+        self, what: Decision, why: str, tenant: str | None, of: tuple[str, ...], now: float
+    ) -> _Entry | None:
+        """The entry of equal decisions within the last second, or None."""
+        for entry in reversed(self._entries):
+            if now - entry.began >= _SAME_S:
+                break
+            if (entry.what, entry.why, entry.tenant, entry.of) == (what, why, tenant, of):
+                return entry
+        return None
+
     def latest(self) -> list[dict[str, Any]]:
-        """The entries, newest first: `what`, `why`, `tokens`, `count`, `age_s` in seconds."""
+        """The entries, newest first: `what`, `why`, `request`, `tenant`, `of`, `tokens`, `count`,
+        `age_s` in seconds."""
         now = self._clock()
         with self._lock:
             return [
                 {
                     "what": entry.what.value,
                     "why": entry.why,
+                    "request": entry.request,
+                    "tenant": entry.tenant,
+                    "of": list(entry.of),
                     "tokens": entry.tokens,
                     "count": entry.count,
                     "age_s": round(now - entry.began, 1),

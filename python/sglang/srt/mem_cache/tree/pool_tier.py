@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from sglang.srt.mem_cache.evict_policy import EvictionHeap, get_eviction_strategy
-from sglang.srt.mem_cache.tree.hicache_metrics import Decision, DecisionLog
+from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.kv_events import StorageMedium
 from sglang.srt.mem_cache.tree.ownership_audit import OwnershipAudit
 from sglang.srt.mem_cache.tree.tree_node import PoolSlots, TreeNode
+from sglang.srt.messages.cache_key import tenant_of
 from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.tree.tenants import Evictor, TenantUse
     from sglang.srt.utils.metrics import Counter
 
 
@@ -81,6 +83,7 @@ class TieredTree(Protocol):
     page_size: int
     eviction_policy: str
     keepers: list[NodeKeeper]
+    tenants: TenantUse
     tiers: list[PoolTier]
     device: DeviceTier
     host: HostTier
@@ -104,6 +107,8 @@ class PoolTier(ABC):
         heap: The nodes that may lose their slots, and no others.
         dependents: Tiers of pools whose slots leave with these.
         evicted: Counts the slots that leave; None: nothing does.
+        held: Tokens of pages that nodes have here, by tenant (`tenant_of`).
+        victims: Gets the tokens of pages that leave, by tenant; None: nobody wants them.
         medium: The tier's name for listeners.
         listeners: Get what happens to the slots.
     """
@@ -126,6 +131,8 @@ class PoolTier(ABC):
         self.free = free or pool.free
         self.dependents: list[PoolTier] = []
         self.evicted: Counter | None = None
+        self.held: dict[str | None, int] = {}
+        self.victims: dict[str | None, int] | None = None
         strategy = get_eviction_strategy(
             tree.eviction_policy,
             None if slots_of is None else lambda node: self.slots_of(node).last_access_time,
@@ -165,6 +172,8 @@ class PoolTier(ABC):
             for one in self.listeners:
                 one.removed(node, self.medium)
         self._clear(node)
+        if self._of is None:
+            self._hold(node, -len(slots))
         self.heap.discard(node)
         self.heap.offer(node.parent)
         if self.evicted is not None and not node.is_condemned:
@@ -173,9 +182,23 @@ class PoolTier(ABC):
 
     def _offer_new(self, node: TreeNode) -> None:
         """`node` has got its slots."""
-        if self._of is None and node.parent is not None:
-            self.heap.discard(node.parent)
+        if self._of is None:
+            self._hold(node, len(node.key))
+            if node.parent is not None:
+                self.heap.discard(node.parent)
         self.heap.offer(node)
+
+    def _hold(self, node: TreeNode, tokens: int) -> None:
+        """The pages here of the tenant of `node` are so many tokens more, or less."""
+        key = node.key.extra_key
+        tenant = None if key is None else tenant_of(key)
+        held = self.held.get(tenant, 0) + tokens
+        if held:
+            self.held[tenant] = held
+        else:
+            del self.held[tenant]
+        if self.victims is not None and tokens < 0 and not node.is_condemned:
+            self.victims[tenant] = self.victims.get(tenant, 0) - tokens
 
     @abstractmethod
     def _clear(self, node: TreeNode) -> None:
@@ -209,6 +232,7 @@ class PoolTier(ABC):
     def on_reset(self, nodes: Sequence[TreeNode]) -> None:
         """See `NodeKeeper`. The caller clears the pool."""
         self.heap.clear()
+        self.held.clear()
 
     def check(self, nodes: Sequence[TreeNode], owned: Iterable[tuple[str, torch.Tensor]]) -> Parts:
         """Assert that each page of the pool has one owner, and that the heap has each candidate.
@@ -224,8 +248,13 @@ class PoolTier(ABC):
         for owner, slots in owned:
             yield from audit.own(owner, slots)
         meter, candidates = Meter(), 0
+        held: dict[str | None, int] = {}
         for node in nodes:
-            yield from audit.own(node, self.get(node))
+            slots = self.get(node)
+            yield from audit.own(node, slots)
+            if self._of is None and slots is not None:
+                tenant = tenant_of(node.key.extra_key)
+                held[tenant] = held.get(tenant, 0) + len(slots)
             for tier in self.dependents:
                 assert self.get(node) is not None or tier.get(node) is None, (
                     f"{node} has slots ({tier.name}) without others ({self.name})"
@@ -235,6 +264,7 @@ class PoolTier(ABC):
             if meter.spend(NODE_ITEMS):
                 yield
         yield from audit.check()
+        assert held == self.held, f"{self.name}: the tokens of a tenant are miscounted"
         assert candidates == len(self.heap), (
             f"{self.name}: {len(self.heap) - candidates} candidates have left the tree"
         )
@@ -331,14 +361,9 @@ class DeviceTier(PoolTier):
 
 
 class HostTier(PoolTier):
-    """A pool on the host (L2). Pins of a node keep its slots there, of all pools.
-
-    Attributes:
-        decisions: Gets evictions of pages; None: nobody wants them.
-    """
+    """A pool on the host (L2). Pins of a node keep its slots there, of all pools."""
 
     medium = StorageMedium.CPU
-    decisions: DecisionLog | None = None
 
     def get(self, node: TreeNode) -> torch.Tensor | None:
         return self.slots_of(node).host_value
@@ -378,17 +403,20 @@ class HostTier(PoolTier):
     def _clear(self, node: TreeNode) -> None:
         self.slots_of(node).set_host_value(None)
 
-    def make_room(self, num: int) -> None:
-        """Evict until `num` slots are free, or all others are pinned."""
+    def make_room(self, num: int, by: Evictor) -> None:
+        """Evict pages until `num` slots are free, or all others are pinned."""
         missing = num - self.pool.available_size()
         if missing > 0:
-            freed = self.evict(missing)
-            if self.decisions is not None:
-                self.decisions.note(Decision.EVICTED_HOST, "room for other pages", freed)
+            why = "room for copies of L1" if by.request is None else "room to read from L3"
+            self._tree.tenants.evict(
+                self, Decision.EVICTED_HOST, why, by, lambda: self.evict(missing)
+            )
 
     def alloc(self, num: int) -> torch.Tensor | None:
         """Take `num` slots, int64; evicts for them if needed. None: too many are pinned."""
-        self.make_room(num)
+        missing = num - self.pool.available_size()
+        if missing > 0:
+            self.evict(missing)
         return self.pool.alloc(num)
 
     def pin(self, node: TreeNode) -> None:

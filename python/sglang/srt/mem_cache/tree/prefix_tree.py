@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, NodeKeeper
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.replicated_state import check_digest
 from sglang.srt.mem_cache.tree.session_hints import SessionHints
+from sglang.srt.mem_cache.tree.tenants import TenantUse
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, TreeNode
 from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
@@ -43,6 +44,7 @@ class PrefixTree:
         components: Kinds of state that nodes have beside pages.
         events: Gets what happens to pages on the device and the host; None: nobody wants that.
         sessions: Hints of sessions, without tiers yet; None: there are none.
+        tenants: Counts the use by tenants, without tiers yet; None: nobody reads it.
 
     Attributes:
         keepers: Told about each node that leaves.
@@ -66,6 +68,7 @@ class PrefixTree:
         components: Sequence[StateComponent] = (),
         events: KVEventLog | None = None,
         sessions: SessionHints | None = None,
+        tenants: TenantUse | None = None,
     ) -> None:
         self.page_size = page_size
         self.allocator = allocator
@@ -80,10 +83,12 @@ class PrefixTree:
         self._listeners: list[TierListener] = []
         self.keepers: list[NodeKeeper] = []
         self.tiers: list[PoolTier] = []
+        self.tenants = TenantUse() if tenants is None else tenants
         self.device = DeviceTier(
             self, "pages on the device", allocator, free=allocator.free_in_order
         )
         self.device.listeners = self._listeners
+        self.tenants.add_tier("device", self.device)
         self.components = tuple(components)
         self.components_from_storage = tuple(one for one in components if not one.pages_alone)
         """Those whose states reads from L3 bring."""
@@ -108,6 +113,7 @@ class PrefixTree:
         """
         self.host = HostTier(self, "pages on the host", pool)
         self.host.listeners = self._listeners
+        self.tenants.add_tier("host", self.host)
         for component in self.components:
             component.add_host(pools[component.pool.spec.name])
         states = [component.host.pool.size for component in self.components]

@@ -64,7 +64,10 @@ def test_equal_decisions_of_a_second_are_one_entry() -> None:
     now = 101.5
     log.note(Decision.NO_READ, "miss", 1)
     assert log.latest() == [
-        {"what": "no read from L3", "why": why, "tokens": tokens, "count": count, "age_s": age}
+        {
+            "what": "no read from L3", "why": why, "request": None, "tenant": None, "of": [],
+            "tokens": tokens, "count": count, "age_s": age,
+        }
         for why, tokens, count, age in (
             ("miss", 1, 1, 0.0), ("too_short", 8, 1, 0.6), ("miss", 96, 2, 1.5),
         )
