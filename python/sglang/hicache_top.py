@@ -288,6 +288,8 @@ def _store(store: Mapping[str, Any] | None, words: Mapping[str, str]) -> Text:
     line.append(f"\npages of {pages}", "dim")
     if others := (store["usage"] or {}).get("num_other_namespaces"):
         line.append(f"\n{others} other namespaces, whose pages this server cannot read", "dim")
+    if gone := [name for name, serves in store["nodes"].items() if not serves]:
+        line.append(f"\nstore nodes that are gone: {', '.join(gone)}", "bold red")
     for kind in ("reads", "writes"):
         counts = ", ".join(
             f"{words.get(why, why)} {_short(count)}" for why, count in store[kind].items()

@@ -240,6 +240,9 @@ class BasePrefixCache:
         their checksums; pages that differ are condemned. Call it before results of a step that read
         these pages are used. A collective."""
 
+    def watch_store(self) -> None:
+        """Note now and then whether the nodes of L3 serve. Does not block."""
+
     def check_hicache_events(self) -> None:
         """Run one scheduler tick: act on finished copies and transfers, as the ranks agree on them.
 

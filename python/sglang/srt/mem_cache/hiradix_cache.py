@@ -168,6 +168,9 @@ class HiRadixCache(RadixCache):
     def watch_queues(self, queues: ReplicatedState) -> None:
         self._replicated.queues = queues
 
+    def watch_store(self) -> None:
+        self.store.usage()
+
     def check_hicache_events(self) -> None:
         self.storage_prefetch.begin_tick()
         controller = self.cache_controller

@@ -169,3 +169,34 @@ def test_a_dead_master_raises_its_alert(cluster: MooncakeCluster, server: Engine
     assert "StoreLeftAlone" in firing(now, now)
     # A view is a second old at most.
     assert wait_until(lambda: hicache_top.ask(server.url, ADMIN_KEY)["store"]["is_left_alone"], 30)
+
+
+def test_a_dead_node_is_named_by_log_alert_and_views() -> None:
+    with (
+        MooncakeCluster(2, segment_size="32mb", master_flags={"client_ttl": 2}) as cluster,
+        server_on(cluster) as server,
+    ):
+        listed = 'sglang:hicache_store_node_up{node="'
+
+        def nodes(up: float) -> list[str]:
+            found = server.metrics().items()
+            return [name for name, value in found if name.startswith(listed) and value == up]
+
+        assert wait_until(lambda: len(nodes(1.0)) == 2, 30)
+        before = scrape(server)
+        assert "StoreNodeGone" not in firing(before, before)
+        cluster.nodes[0].kill()
+        assert wait_until(lambda: len(nodes(0.0)) == 1, 60)
+        (gone,) = (name.removeprefix(listed).partition('"')[0] for name in nodes(0.0))
+        now = scrape(server)
+        assert [one["node"] for one in firing(now, now)["StoreNodeGone"]] == [gone]
+        assert server.process.log_tail(500).count(f"store node {gone} is gone") == 1
+        view: dict[str, bool] = {}
+
+        def is_seen() -> bool:
+            view.update(hicache_top.ask(server.url, ADMIN_KEY)["store"]["nodes"])
+            return not view[gone]
+
+        # A view is a second old at most.
+        assert wait_until(is_seen, 30)
+        assert sum(view.values()) == 1

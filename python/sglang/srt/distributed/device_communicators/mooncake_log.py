@@ -40,6 +40,13 @@ _MEANINGLESS: Final = (
     "Local segment descriptor not found",
     "Logging before InitGoogleLogging() is written to STDERR",
 )
+_CONSEQUENCES: Final = re.compile(
+    r"completed with task failures|transfer_read_failed|Transfer failed for key"
+    r"|failed for key.*TRANSFER_FAIL|failed to read READ status"
+)
+"""Lines about each read of a peer that is gone. The engine counts such reads; a line of another
+kind names the peer."""
+_NO_PEER: Final = re.compile(r"connection to (\S+) failed: ([^(]+?) \(")
 _PIPE_BYTES: Final = 1 << 20
 _F_SETPIPE_SZ: Final = 1031
 _UNBUFFERED: Final = 2
@@ -122,6 +129,14 @@ class MooncakeLog:
             if level < logging.WARNING:
                 logger.log(level, "Mooncake, %s: %s", place, text)
                 continue
+            if _CONSEQUENCES.search(text):
+                logger.debug("Mooncake, %s: %s", place, text)
+                continue
+            if peer := _NO_PEER.search(text):
+                text = (
+                    f"no connection to {peer[1]} ({peer[2]}): a store node or a server there is "
+                    "gone, and what is read from it is missing"
+                )
             numbers[place] += 1
             firsts.setdefault(place, (level, text))
         for place, (level, text) in firsts.items():

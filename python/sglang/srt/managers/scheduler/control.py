@@ -102,7 +102,7 @@ class ControlHandler:
         self._drain_deadline: float | None = None
         self.is_paused = False
         self._profiler = StepProfiler(state, rank)
-        self._history = FlowHistory(state.token_counts)
+        self._history = FlowHistory(self._sample)
         self._handlers: dict[type, Callable[[Any], dict[str, Any] | None]] = {
             FlushCacheReqInput: self._flush,
             GetInternalStateReq: self._internal_state,
@@ -198,6 +198,11 @@ class ControlHandler:
             else:
                 still.append(flush)
         self._flushes = still
+
+    def _sample(self) -> dict[str, int]:
+        """The counts of the history. An unattended server looks after its store then, too."""
+        self._state.tree.watch_store()
+        return self._state.token_counts()
 
     def close(self) -> None:
         """End a profile under way."""

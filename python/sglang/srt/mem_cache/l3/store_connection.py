@@ -365,7 +365,9 @@ class StoreConnection:
         """Update the gauges, before the metrics are read."""
         store = self.attached
         named = None if store is None else (store.backend, self.namespace())
-        self._metrics.set_storage(named, self.usage())
+        usage = self.usage()
+        nodes = {} if store is None else store.usage.nodes.serving()
+        self._metrics.set_storage(named, usage, nodes)
 
     def describe(self) -> str:
         """One line for the log."""

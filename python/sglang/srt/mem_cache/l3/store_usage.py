@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from sglang.srt.mem_cache.l3.store_nodes import StoreNodes
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.types import StorageUnavailable, StorageUsage
 from sglang.srt.utils.background_call import BackgroundCall
-from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +21,19 @@ class StoreUsage:
     """The last known usage of a store. Scheduler thread only; no call blocks.
 
     The store is asked when somebody wants to know it and ten seconds have passed; that answer comes
-    with a later call. While a question hangs there is no second one.
+    with a later call. While a question hangs there is no second one. Failures in a row are logged
+    once.
+
+    Attributes:
+        nodes: What the answers say about the store's nodes.
     """
 
     def __init__(self) -> None:
         self._known: StorageUsage | None = None
         self._question: BackgroundCall[StorageUsage | None] | None = None
         self._asked = -_FRESH_S
-        self._log = RateLimitedLogger(logger)
+        self._has_failed = False
+        self.nodes = StoreNodes()
 
     def latest(
         self, client: HiCacheStorage | None, clock: Callable[[], float] = time.monotonic
@@ -38,8 +43,11 @@ class StoreUsage:
         if question is not None and question.ended:
             self._question = None
             self._known = None if question.error is not None else question.result
-            if question.error is not None:
-                self._log.warning("usage", "L3 does not tell how full it is: %s", question.error)
+            if question.error is not None and not self._has_failed:
+                logger.warning("L3 does not tell how full it is: %s", question.error)
+            self._has_failed = question.error is not None
+            if self._known is not None and self._known.nodes is not None:
+                self.nodes.update(self._known.nodes, now)
         if self._question is None and client is not None and now - self._asked >= _FRESH_S:
             self._asked = now
             self._question = BackgroundCall(

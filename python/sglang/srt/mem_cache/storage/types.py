@@ -97,6 +97,8 @@ class StorageUsage(NamedTuple):
     """Objects that the store evicted since its start."""
     num_other_namespaces: int | None = None
     """Namespaces with objects, except the one of the engine that asks."""
+    nodes: tuple[str, ...] | None = None
+    """Addresses of the nodes that lend memory."""
 
 
 FORMAT_VERSION: Final = 1

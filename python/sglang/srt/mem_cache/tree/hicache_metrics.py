@@ -283,11 +283,25 @@ class HiCacheMetrics(CacheMetrics):
             "unknown",
         )
 
+        self._node_up = gauge(
+            "hicache_store_node_up",
+            "1 for each node that lends memory to a Mooncake store; 0 for an hour if it is gone",
+            "node",
+        )
+
     def set_storage(
-        self, attached: tuple[str, CacheNamespace] | None, usage: StorageUsage | None
+        self,
+        attached: tuple[str, CacheNamespace] | None,
+        usage: StorageUsage | None,
+        nodes: Mapping[str, bool],
     ) -> None:
-        """Set the gauges of L3, before the metrics are read: backend and namespace of the attached
-        store, and the last known usage."""
+        """Set the gauges of L3, before the metrics are read.
+
+        Args:
+            attached: Backend and namespace of the attached store.
+            usage: The last known usage.
+            nodes: Whether each of its nodes serves.
+        """
         self._storage_info.clear()
         if attached is not None:
             backend, own = attached
@@ -297,9 +311,12 @@ class HiCacheMetrics(CacheMetrics):
             self._storage_used, self._storage_total, self._storage_objects, self._storage_evicted,
             self._storage_others,
         )  # fmt: skip
-        known = (None,) * len(gauges) if usage is None else usage
+        known = (None,) * len(gauges) if usage is None else usage[: len(gauges)]
         for gauge, value in zip(gauges, known, strict=True):
             gauge.set(math.nan if value is None else value)
+        self._node_up.clear()
+        for node, serves in nodes.items():
+            self._node_up.labels(node).set(serves)
 
     def flows(self) -> dict[str, int]:
         return super().flows() | {

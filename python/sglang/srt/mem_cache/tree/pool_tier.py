@@ -248,13 +248,8 @@ class PoolTier(ABC):
         for owner, slots in owned:
             yield from audit.own(owner, slots)
         meter, candidates = Meter(), 0
-        held: dict[str | None, int] = {}
         for node in nodes:
-            slots = self.get(node)
-            yield from audit.own(node, slots)
-            if self._of is None and slots is not None:
-                tenant = tenant_of(node.key.extra_key)
-                held[tenant] = held.get(tenant, 0) + len(slots)
+            yield from audit.own(node, self.get(node))
             for tier in self.dependents:
                 assert self.get(node) is not None or tier.get(node) is None, (
                     f"{node} has slots ({tier.name}) without others ({self.name})"
@@ -264,10 +259,23 @@ class PoolTier(ABC):
             if meter.spend(NODE_ITEMS):
                 yield
         yield from audit.check()
-        assert held == self.held, f"{self.name}: the tokens of a tenant are miscounted"
         assert candidates == len(self.heap), (
             f"{self.name}: {len(self.heap) - candidates} candidates have left the tree"
         )
+        if self._of is None:
+            yield from self._check_held(nodes)
+
+    def _check_held(self, nodes: Iterable[TreeNode]) -> Parts:
+        """Assert that `held` has what `nodes` have."""
+        meter, held = Meter(), dict.fromkeys(self.held, 0)
+        for node in nodes:
+            if self.get(node) is not None:
+                key = node.key.extra_key
+                tenant = None if key is None else tenant_of(key)
+                held[tenant] = held.get(tenant, 0) + len(node.key)
+            if meter.spend(NODE_ITEMS // 2):
+                yield
+        assert held == self.held, f"{self.name}: the tokens of a tenant are miscounted"
 
 
 class DeviceTier(PoolTier):

@@ -46,14 +46,14 @@ def test_the_answer_comes_with_a_later_call_and_is_kept_for_ten_seconds() -> Non
     client, usage, now = Client(StorageUsage(5, 10)), StoreUsage(), 100.0
     assert usage.latest(client, lambda: now) is None
     assert wait_until(lambda: usage.latest(client, lambda: now) is not None, 30)
-    assert usage.latest(client, lambda: now) == (5, 10, None, None, None)
+    assert usage.latest(client, lambda: now) == StorageUsage(5, 10)
     client.answer = StorageUsage(6, 10)
     now = 109.9
     usage.latest(client, lambda: now)
     assert client.num_asked == 1
     now = 110.0
-    assert usage.latest(client, lambda: now) == (5, 10, None, None, None)
-    assert wait_until(lambda: usage.latest(client, lambda: now) == (6, 10, None, None, None), 30)
+    assert usage.latest(client, lambda: now) == StorageUsage(5, 10)
+    assert wait_until(lambda: usage.latest(client, lambda: now) == StorageUsage(6, 10), 30)
     assert client.num_asked == 2
 
 
@@ -79,6 +79,26 @@ def test_failures_are_logged_and_the_usage_is_unknown(
         return "L3 does not tell how full it is" in caplog.text
 
     assert wait_until(is_logged, 30)
+    for now in (110.0, 120.0, 130.0):
+        usage.latest(client, lambda now=now: now)  # type: ignore[misc]
+        question = usage._question
+        assert question is not None and wait_until(lambda one=question: one.ended, 30)  # type: ignore[misc]
+    told = [one for one in caplog.records if "how full" in one.getMessage()]
+    assert len(told) == 1, "failures in a row are one line"
+
+
+def test_nodes_of_answers_are_noted() -> None:
+    client, usage, now = Client(StorageUsage(nodes=("a:1", "b:1"))), StoreUsage(), 100.0
+    for answer in (("a:1", "b:1"), ("b:1",), ("b:1",), ("b:1",)):
+        client.answer = StorageUsage(nodes=answer)
+        asked = client.num_asked
+        usage.latest(client, lambda now=now: now)  # type: ignore[misc]
+        assert wait_until(lambda asked=asked: client.num_asked == asked + 1, 30)  # type: ignore[misc]
+        question = usage._question
+        assert question is not None and wait_until(lambda one=question: one.ended, 30)  # type: ignore[misc]
+        now += 10.0
+    usage.latest(client, lambda: now)
+    assert usage.nodes.serving() == {"a:1": False, "b:1": True}
 
 
 def test_without_a_client_nobody_is_asked() -> None:

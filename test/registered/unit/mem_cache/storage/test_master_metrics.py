@@ -26,6 +26,9 @@ master_key_count 12
 master_evicted_key_count 3
 # TYPE segment_allocated_bytes gauge
 segment_allocated_bytes{segment="master_key_count"} 7
+# TYPE segment_total_capacity_bytes gauge
+segment_total_capacity_bytes{segment="10.0.0.2:5"} 100
+segment_total_capacity_bytes{segment="10.0.0.1:5"} 100
 """
 
 
@@ -55,7 +58,11 @@ def port() -> Iterator[int]:
 
 def test_usage_is_read_from_the_masters_metrics(port: int) -> None:
     assert read_usage("127.0.0.1", port) == StorageUsage(
-        1_500_000_000, 4_000_000_000, num_objects=12, num_evicted=3
+        1_500_000_000,
+        4_000_000_000,
+        num_objects=12,
+        num_evicted=3,
+        nodes=("10.0.0.1:5", "10.0.0.2:5"),
     )
 
 

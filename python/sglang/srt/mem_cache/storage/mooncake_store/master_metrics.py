@@ -16,6 +16,7 @@ _USED: Final = "master_allocated_bytes"
 _TOTAL: Final = "master_total_capacity_bytes"
 _OBJECTS: Final = "master_key_count"
 _EVICTED: Final = "master_evicted_key_count"
+_SEGMENT: Final = "segment_total_capacity_bytes"
 
 
 def read_usage(host: str, port: int) -> StorageUsage:
@@ -29,12 +30,10 @@ def read_usage(host: str, port: int) -> StorageUsage:
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             text = answer.read(_MAX_BYTES).decode()
-        values = {
-            sample.name: int(sample.value)
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if not sample.labels
-        }
+        families = list(text_string_to_metric_families(text))
+        samples = [sample for family in families for sample in family.samples]
+        values = {sample.name: int(sample.value) for sample in samples if not sample.labels}
+        nodes = {one.labels.get("segment", "") for one in samples if one.name == _SEGMENT}
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise StorageUnavailable(
             f"no metrics of mooncake_master at {url} ({error}): check --metrics_host and "
@@ -44,4 +43,6 @@ def read_usage(host: str, port: int) -> StorageUsage:
         raise StorageUnavailable(f"{url} has no metrics of mooncake_master")
     # A counter's name may get `_total` from the parser.
     evicted = values.get(_EVICTED, values.get(f"{_EVICTED}_total"))
-    return StorageUsage(values[_USED], values[_TOTAL], values.get(_OBJECTS), evicted)
+    return StorageUsage(
+        values[_USED], values[_TOTAL], values.get(_OBJECTS), evicted, nodes=tuple(sorted(nodes))
+    )
