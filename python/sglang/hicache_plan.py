@@ -69,6 +69,7 @@ from sglang.srt.utils.logging_utils import configure_logger
 _NUMBERS: Final = (
     "device_memory", "host_memory", "l2_gb_s", "l3_gb_s", "l3_size", "prefill_tokens_s",
 )  # fmt: skip
+_L2_FACTORS: Final = (1, 2, 4)
 _FRACTIONS: Final = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
 
@@ -125,7 +126,7 @@ def _own_parser() -> argparse.ArgumentParser:
     add("--l3-gb-s", **number, help="GB/s of each rank's reads from the store")
     add("--l3-size", **number, help="GB of the store; absent: no limit")
     add("--prefill-tokens-s", **number, help="measured tokens/s that the server computes")
-    add("--trace", metavar="FILE", help="requests, JSON lines in Mooncake's format")
+    add("--trace", metavar="FILE", help="requests: what --record-trace wrote, or Mooncake's format")
     add("--plot", metavar="FILE", help="write the trace's hit rates here: .png or .svg")
     add("--weights-only", action="store_true", help="print only what the weights take")
     add("--json", action="store_true", help="print one JSON object")
@@ -291,36 +292,62 @@ def _trace(
     trace = read_trace(own.trace)
     if not trace:
         raise ValueError(f"--trace {own.trace}: there are no requests")
+    if len({request.share for request in trace}) > 1:
+        raise ValueError(f"--trace {own.trace}: its lines are samples of different shares")
     page_size = args.page_size
     assert page_size is not None, "resolved"
     settings = StorageSettings.from_extra_config(args.extra_config())
     distances = stack_distances(trace, page_size)
-    found = unread = 0.0
-    by_tier = []
-    marks = []
+    # A sample of the prompts needs that share of each tier.
+    sampled = trace[0].share
+    arrivals_s = [request.timestamp_ms / 1e3 for request in trace]
     # With write_back a page is in L1 or in L2; otherwise L2 has L1's pages too, and L3 those of L2.
     adds = args.hicache_write_policy == "write_back"
-    size = 0.0
-    for tier in tiers:
-        is_sum = adds and tier.name == "L2"
-        above, size = size, size + tier.tokens if is_sum else max(size, tier.tokens)
-        rate = distances.hit_rate(size)
-        share = rate - found
-        if tier.name == "L3" and share:
-            read = tokens_read(
-                distances,
-                [request.timestamp_ms / 1e3 for request in trace],
-                l2_tokens=above,
-                l3_tokens=size,
-                reads=reads,
-                threshold=settings.threshold_pages(page_size) * page_size,
-                always=args.hicache_storage_prefetch_policy == PrefetchPolicy.WAIT_COMPLETE,
-            )
-            unread = share - read / distances.prompt_tokens
-        by_tier.append({"tier": tier.name, "tokens": size, "hit_rate": share - unread})
-        found = rate
-        if math.isfinite(size):
-            marks.append((tier.name, size * server_bytes / GB))
+
+    def by_tier(l2_factor: int) -> tuple[list[dict[str, Any]], float]:
+        """What each tier brings with so much L2, and the share that is stored but computed."""
+        found = unread = size = 0.0
+        rows = []
+        for tier in tiers:
+            own = sampled * tier.tokens * (l2_factor if tier.name == "L2" else 1)
+            is_sum = adds and tier.name == "L2"
+            above, size = size, size + own if is_sum else max(size, own)
+            rate = distances.hit_rate(size)
+            share = rate - found
+            if tier.name == "L3" and share:
+                read = tokens_read(
+                    distances,
+                    arrivals_s,
+                    l2_tokens=above,
+                    l3_tokens=size,
+                    reads=reads,
+                    threshold=settings.threshold_pages(page_size) * page_size,
+                    always=args.hicache_storage_prefetch_policy == PrefetchPolicy.WAIT_COMPLETE,
+                )
+                unread = share - read / distances.prompt_tokens
+            rows.append({"tier": tier.name, "tokens": size / sampled, "hit_rate": share - unread})
+            found = rate
+        return rows, unread
+
+    rows, unread = by_tier(1)
+    marks = [
+        (row["tier"], row["tokens"] * server_bytes / GB)
+        for row in rows
+        if math.isfinite(row["tokens"])
+    ]
+    (l2,) = (tier for tier in tiers if tier.name == "L2")
+    by_l2 = []
+    for factor in _L2_FACTORS:
+        more, _ = by_tier(factor)
+        shares = {row["tier"]: row["hit_rate"] for row in more}
+        by_l2.append(
+            {
+                "factor": factor,
+                "rank_gb": factor * l2.rank_bytes / GB,
+                "by_tier": shares,
+                "hit_rate": sum(shares.values()),
+            }
+        )
     sizes = [distances.distinct_tokens * fraction for fraction in _FRACTIONS]
     rates = [distances.hit_rate(size) for size in sizes]
     limit = distances.hit_rate(math.inf)
@@ -328,7 +355,7 @@ def _trace(
         curve = Curve(
             title=f"{own.trace.rsplit('/', 1)[-1]}: {len(trace)} requests, "
             f"{distances.distinct_tokens:,} different tokens",
-            sizes_gb=[size * server_bytes / GB for size in sizes],
+            sizes_gb=[size / sampled * server_bytes / GB for size in sizes],
             hit_rates=rates,
             limit=limit,
             marks=marks,
@@ -339,10 +366,16 @@ def _trace(
         "prompt_tokens": distances.prompt_tokens,
         "distinct_tokens": distances.distinct_tokens,
         "unlimited_hit_rate": limit,
-        "by_tier": by_tier,
+        "share": sampled,
+        "by_tier": rows,
+        "by_l2": by_l2,
         "stored_but_computed": unread,
         "by_size": [
-            {"tokens": int(size), "gb": size * server_bytes / GB, "hit_rate": rate}
+            {
+                "tokens": int(size / sampled),
+                "gb": size / sampled * server_bytes / GB,
+                "hit_rate": rate,
+            }
             for size, rate in zip(sizes, rates, strict=True)
         ],
     }

@@ -6,7 +6,8 @@ ids; for chat endpoints they are converted to text.
 A trace has the format of Mooncake's release. Each line is a JSON object: `timestamp` (ms),
 `input_length`, `output_length` (tokens), `hash_ids` (one for each block of 512 prompt tokens; the
 last block may be partial). Equal ids mean equal tokens up to the end of the block. There is no
-text: tokens are derived from the ids, so that equal ids give equal prefixes.
+text: tokens are derived from the ids, so that equal ids give equal prefixes. `--record-trace` of a
+server adds `share` to a sample.
 
 Source of format and data: Qin et al., "Mooncake: Trading More Storage for Less Computation",
 FAST'25.
@@ -24,7 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-BLOCK_TOKENS = 512
+from sglang.srt.constants import TRACE_BLOCK_TOKENS
+
+BLOCK_TOKENS = TRACE_BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class TraceRequest:
     output_length: int
     hash_ids: tuple[int, ...]
     priority: int = 0
+    share: float = 1.0
+    """Share of the prompts that the trace has, by their first blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +87,18 @@ class TraceScale:
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a trace; None reads all. A ValueError names the line that is
-    wrong."""
+    """The first `limit` lines of a trace, in the order of arrival; None reads all. A ValueError
+    names the line that is wrong."""
     try:
         with Path(path).open("rb") as lines:
-            return [
+            requests = [
                 _parsed(line, f"{path}, line {number}")
                 for number, line in enumerate(itertools.islice(lines, limit), 1)
                 if line.strip()
             ]
     except OSError as error:
         raise ValueError(f"--dataset-path {path}: {error.strerror}") from error
+    return sorted(requests, key=lambda one: one.timestamp_ms)
 
 
 def _parsed(line: bytes, where: str) -> TraceRequest:
@@ -104,6 +110,7 @@ def _parsed(line: bytes, where: str) -> TraceRequest:
             output_length=int(raw["output_length"]),
             hash_ids=tuple(int(one) for one in raw["hash_ids"]),
             priority=int(raw.get("priority", 0)),
+            share=float(raw.get("share", 1.0)),
         )
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
@@ -111,6 +118,8 @@ def _parsed(line: bytes, where: str) -> TraceRequest:
             "input_length, output_length and hash_ids"
         ) from error
     blocks = -(-request.input_length // BLOCK_TOKENS)
+    if not 0 < request.share <= 1:
+        raise ValueError(f"{where}: share {request.share} must be above 0, and at most 1")
     if request.input_length < 1 or blocks != len(request.hash_ids):
         raise ValueError(
             f"{where}: input_length {request.input_length} needs {blocks} hash_ids, "

@@ -161,8 +161,21 @@ def _trace_text(trace: dict[str, Any]) -> str:
         ["one LRU cache, GB", "tokens", "share"],
         [[f"{r['gb']:,.2f}", f"{r['tokens']:,}", f"{r['hit_rate']:.1%}"] for r in trace["by_size"]],
     )
+    by_l2 = _table(
+        ["with L2", "GB a rank", *trace["by_l2"][0]["by_tier"], "in all"],
+        [
+            [
+                f"x {row['factor']}",
+                f"{row['rank_gb']:,.2f}",
+                *(f"{share:.1%}" for share in row["by_tier"].values()),
+                f"{row['hit_rate']:.1%}",
+            ]
+            for row in trace["by_l2"]
+        ],
+    )
+    sample = "" if trace["share"] == 1 else f" (a sample of {trace['share']:.1%} of the prompts)"
     told = _wrapped(
-        f"trace: {trace['requests']:,} requests, {trace['prompt_tokens']:,} prompt tokens, "
+        f"trace: {trace['requests']:,} requests{sample}, {trace['prompt_tokens']:,} prompt tokens, "
         f"{trace['distinct_tokens']:,} different; a cache without a limit has "
         f"{trace['unlimited_hit_rate']:.1%}"
     )
@@ -170,4 +183,4 @@ def _trace_text(trace: dict[str, Any]) -> str:
         f"the store has {trace['stored_but_computed']:.1%} more, which the engine computes: that "
         "is faster, or the hits are below prefetch_threshold"
     )
-    return f"{told}\n{by_tier}\n{more}\n{by_size}"
+    return f"{told}\n{by_tier}\n{more}\n{by_l2}\n{by_size}"

@@ -44,3 +44,5 @@ LOAD_BALANCE_METHODS: Final = (
     "auto", "round_robin", "total_requests", "total_tokens", "follow_bootstrap_room"
 )  # fmt: skip
 """Values of `--load-balance-method`."""
+TRACE_BLOCK_TOKENS: Final = 512
+"""Tokens of a block in traces of requests, as in Mooncake's."""

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, PrefillHosts, prefill_hosts
-from sglang.srt.entrypoints.engine import EngineFront, make_tracer
+from sglang.srt.entrypoints.engine import EngineFront, make_recorder, make_tracer
 from sglang.srt.entrypoints.engine_processes import EngineProcesses
 from sglang.srt.entrypoints.http.pd_role import PDRole
 from sglang.srt.entrypoints.http.server_context import ServerContext
@@ -65,6 +65,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import base_url, get_free_port, wait_until
 
 if TYPE_CHECKING:
+    from sglang.srt.observability.trace_recorder import TraceRecorder
     from sglang.srt.observability.tracing import Tracer
 
 EOS_ID: Final = 256
@@ -291,6 +292,7 @@ class FakeEngine:
         hosts: PrefillHosts | None = None,
         tracer: Tracer | None = None,
         load_balance_method: str = "auto",
+        recorder: TraceRecorder | None = None,
     ) -> TokenizerManager:
         """A manager that uses this engine. At most one at a time."""
         limits = RequestLimits(
@@ -309,6 +311,7 @@ class FakeEngine:
             metrics=metrics,
             tracer=tracer,
             groups=self.groups(load_balance_method),
+            recorder=recorder,
         )
 
 
@@ -413,6 +416,7 @@ def front_server(
                 server_args.max_queued_requests,
                 prefill_hosts(server_args, server_args.host),
                 make_tracer(server_args, None if metrics is None else metrics.registry),
+                recorder=make_recorder(server_args),
             ),
             chat_template=ChatTemplate(engine.tokenizer, server_args.chat_template),
             ready_details={"max_req_input_len": CONTEXT_LEN - 1},

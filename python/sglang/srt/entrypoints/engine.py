@@ -38,6 +38,7 @@ from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT, internal
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.io_struct import FlushCacheReqInput
 from sglang.srt.observability.engine_metrics import ServerMetrics, model_label
+from sglang.srt.observability.trace_recorder import TraceRecorder
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
 from sglang.srt.utils.logging_utils import configure_logger
@@ -138,6 +139,7 @@ class EngineFront:
             log_requests=args.log_requests,
             tracer=make_tracer(args, None if metrics is None else metrics.registry),
             groups=_dp_groups(args),
+            recorder=make_recorder(args),
         )
         self.context = ServerContext(
             args=args,
@@ -196,6 +198,13 @@ def make_tracer(args: ServerArgs, registry: CollectorRegistry | None) -> Tracer 
     is_fixed = mode != DisaggregationMode.NULL and not args.enable_pd_role_switch
     service = f"sglang-{mode}" if is_fixed else "sglang"
     return tracing.Tracer(exporter, service, f"{args.host}:{args.port}", registry)
+
+
+def make_recorder(args: ServerArgs) -> TraceRecorder | None:
+    """The recorder of a server with `--record-trace`. Raises ValueError if the file is wrong."""
+    if args.record_trace is None:
+        return None
+    return TraceRecorder(args.record_trace, args.record_trace_share, args.record_trace_mb)
 
 
 def _model_info(args: ServerArgs, config: ModelConfig, details: dict[str, Any]) -> dict[str, Any]:

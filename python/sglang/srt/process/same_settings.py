@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MACHINE_FIELDS: Final = frozenset(
     {"model_path", "tokenizer_path", "download_dir", "chat_template", "host", "port", "api_key",
      "api_key_file", "admin_api_key", "admin_api_key_file", "log_level", "log_format",
-     "log_requests", "enable_metrics", "node_rank", "dist_init_addr", "base_gpu_id",
+     "log_requests", "record_trace", "enable_metrics", "node_rank", "dist_init_addr", "base_gpu_id",
      "mem_fraction_static", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password",
      "disaggregation_secret", "disaggregation_secret_file", "disaggregation_ib_device"}
 )  # fmt: skip

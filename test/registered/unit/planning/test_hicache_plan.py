@@ -122,6 +122,46 @@ def test_a_trace_gives_shares_by_tier_and_both_kinds_of_plot(
     assert plot.read_text().count("<circle") == len(rates)
 
 
+def test_a_recorded_trace_says_what_more_l2_brings(
+    qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of 512 tokens in turn: L2 has all of them or, as the list is LRU, none."""
+    rounds, prompts = 10, 150
+    lines = [
+        {"timestamp": number, "input_length": 513, "output_length": 1,
+         "hash_ids": [number % prompts, 1000 + number]}
+        for number in range(rounds * prompts)
+    ]  # fmt: skip
+    file = tmp_path / "trace.jsonl"
+    flags = ["--model-path", qwen, "--max-total-tokens", "16384", "--hicache-ratio", "2"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in reversed(lines)))
+    trace = plan(capsys, *flags, "--trace", str(file))["trace"]
+    rates = [row["hit_rate"] for row in trace["by_l2"]]
+    assert [row["factor"] for row in trace["by_l2"]] == [1, 2, 4]
+    assert trace["by_l2"][0]["by_tier"] == {
+        row["tier"]: row["hit_rate"] for row in trace["by_tier"]
+    }
+    # Each prompt takes 512 tokens: 77,000 are more than 32,768 and 65,536, and less than 131,072.
+    in_l2 = [row["by_tier"]["L2"] for row in trace["by_l2"]]
+    assert in_l2[:2] == [0, 0]
+    assert in_l2[2] == pytest.approx((rounds - 1) / rounds, abs=0.01)
+    assert rates == sorted(rates)
+    # A tenth of the prompts, in a tenth of the room.
+    file.write_text("".join(json.dumps({**line, "share": 0.1}) + "\n" for line in lines))
+    tenth = plan(capsys, *flags, "--trace", str(file))["trace"]
+    assert tenth["by_l2"][2]["by_tier"]["L2"] == 0, "all prompts take 770,000 tokens"
+    assert main([*flags, "--machine", "h200", "--trace", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "a sample of 10.0% of the prompts" in text
+    assert [line.split()[:2] for line in text.splitlines() if line.startswith("  x ")] == [
+        ["x", "1"], ["x", "2"], ["x", "4"],
+    ]  # fmt: skip
+    file.write_text(json.dumps({**lines[0], "share": 0.1}) + "\n" + json.dumps(lines[1]) + "\n")
+    assert "samples of different shares" in refusal(
+        capsys, *flags, "--machine", "h200", "--trace", str(file)
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "is_read"),
     [

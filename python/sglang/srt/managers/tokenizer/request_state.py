@@ -64,6 +64,8 @@ class RequestState:
     cache_report: CacheReport | None = None
     trace_context: Context | None = None
     """Parent of its spans; None: it is not traced."""
+    trace_blocks: list[int] | None = None
+    """Ids of its prompt's blocks; None: it is not recorded."""
     last_token_time: float | None = None
     finished_time: float | None = None
     failure: Exception | None = None

@@ -50,7 +50,9 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from sglang.srt.mem_cache.tree.radix_key import TokenArray
     from sglang.srt.messages.ipc import IpcAddresses
+    from sglang.srt.observability.trace_recorder import TraceRecorder
     from sglang.srt.observability.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class TokenizerManager:
         log_requests: bool = False,
         tracer: Tracer | None = None,
         groups: DPGroups | None = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         """`groups` are the server's DP groups, of which `limits` has the number; None: one."""
         self.tokenizer = tokenizer
@@ -80,6 +83,7 @@ class TokenizerManager:
         self.control = ControlClient(self._channel.send, num_groups)
         self._log_requests = log_requests
         self.tracer = tracer
+        self._recorder = recorder
         self.encoder = PromptEncoder(tokenizer)
         self._states: dict[str, RequestState] = {}
         self._leaving: set[str] = set()
@@ -102,6 +106,8 @@ class TokenizerManager:
         """Fail pending requests and close the sockets. Idempotent."""
         self.fail_all("the engine has been shut down")
         self.encoder.close()
+        if self._recorder is not None:
+            self._recorder.close()
         await self._channel.close()
 
     def fail_all(self, reason: str) -> None:
@@ -227,6 +233,9 @@ class TokenizerManager:
         state.place = self._groups.enter(request, tokens, of_body)
         self._channel.send(message, state.dp_rank)
         state.note_sent(tokens, message.logprob_start_len)
+        # Samples of one prompt compute it once.
+        if self._recorder is not None and request.sample_of is None:
+            state.trace_blocks = self._recorder.blocks(tokens, message.extra_key)
 
     def _encode_later(
         self, request: GenerateRequest, state: RequestState, of_body: dict[str, int]
@@ -278,6 +287,10 @@ class TokenizerManager:
                 self._channel.send(AbortReq(rid=state.rid), state.dp_rank)
         if state.rid.startswith(HEALTH_CHECK_RID_PREFIX):
             return
+        if self._recorder is not None and state.trace_blocks is not None:
+            self._recorder.record(
+                state.created_time, state.prompt_tokens, len(state.output_ids), state.trace_blocks
+            )
         if self.metrics is not None:
             self.metrics.observe_end(state.outcome, state.seconds)
         if self._log_requests:
