@@ -28,7 +28,6 @@ from sglang.benchmark.workload import read_trace
 from sglang.planning.hit_rates import stack_distances
 from sglang.planning.machine import (
     ASSUMED,
-    COMPUTE_SHARE,
     HERE,
     MACHINES,
     Machine,
@@ -42,6 +41,7 @@ from sglang.planning.model_costs import (
     parameters_of,
 )
 from sglang.planning.plan_text import RANKS, Plan, to_text, weights_text
+from sglang.planning.prefill_cost import PrefillCost
 from sglang.planning.store_reads import tokens_read
 from sglang.planning.tiers import (
     ReadOrCompute,
@@ -152,13 +152,13 @@ def make_plan(own: argparse.Namespace, args: ServerArgs) -> Plan:
         args, machine, device, ratio=own.hicache_ratio, ranks_here=ranks_per_node(args)
     )
     store = store_tier(math.inf if own.l3_size is None else own.l3_size * GB, costs, args.page_size)
-    reads = read_or_compute(
-        machine,
-        costs,
-        active_parameters=parameters.active,
-        num_ranks=args.tp_size,
-        prefill_tokens_per_s=own.prefill_tokens_s,
-    )
+    given, cost = own.prefill_tokens_s, PrefillCost(config)
+    flop_per_s = args.tp_size * machine.flop_per_s.value
+
+    def prefill_s(tokens: int) -> float:
+        return cost.operations(tokens) / flop_per_s if given is None else tokens / float(given)
+
+    reads = read_or_compute(machine, costs, prefill_s=prefill_s)
     tiers = [device, host, store]
     server_bytes = store_bytes_per_token(costs, args.page_size)
     return Plan(
@@ -274,9 +274,9 @@ def _notes(
         )
     if own.prefill_tokens_s is None:
         notes.append(
-            f"the prefill rate is estimated ({COMPUTE_SHARE:g} of the products' rate, attention "
-            "not counted, so long prompts take longer): sglang.bench_one_batch measures it, "
-            "--prefill-tokens-s takes it"
+            "prefills are estimated from shapes, with an H200's rates in bf16, and ranks that "
+            "divide all work (fp8 is up to 1.4 times as fast; sums of ranks take time): "
+            "sglang.bench_one_batch measures them, --prefill-tokens-s takes a rate"
         )
     return notes
 

@@ -18,9 +18,6 @@ from sglang.srt.hardware_backend.device_runtime import detect_device, device_run
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.utils.process import host_memory
 
-COMPUTE_SHARE: Final = 0.53
-"""Share of the rate of a large product that a long prefill reaches: Qwen3-8B on an H200, see
-benchmark/results/2026-11-22-gpu-hicache.md."""
 HOST_BYTES_PER_GPU: Final = 128 * GB
 """Host memory of a machine that is only named, for each GPU."""
 MOONCAKE_TCP: Final = 2 * GB

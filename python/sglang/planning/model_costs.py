@@ -105,6 +105,16 @@ def parameters_of(config: ModelConfig) -> ModelParameters:
     return ModelParameters(total=total, active=active)
 
 
+def used_experts(config: ModelConfig) -> tuple[int, int]:
+    """Routed experts that a token uses, and all of a layer; (0, 0): the model has none."""
+    experts = getattr(config.hf_config, _EXPERTS_PER_TOKEN, None)
+    for module in build_on_meta(config).modules():
+        if isinstance(module, RoutedExperts):
+            assert experts is not None, "the model was built with it"
+            return int(experts), module.num_experts
+    return 0, 0
+
+
 def config_of_files(config: ModelConfig) -> ModelConfig:
     """The config of the model that the weight files have, if there are any: a head of their own may
     contradict config.json, see `with_own_head`."""

@@ -17,7 +17,6 @@ WIDTH: Final = 100
 """Most characters of a line, except for that of the flags, which is to be copied."""
 RANKS: Final = (1, 2, 4, 8, 16, 32)
 """Values of `--tp-size` in the table of weights."""
-_PREFIXES: Final = (1024, 8192, 32768, 131072)
 _MACHINE_ROWS: Final = {
     # Field of `Machine`: its title, and the unit in which it is shown.
     "device_bytes": ("device memory, GB", GB),
@@ -137,8 +136,8 @@ def to_text(plan: Plan) -> str:
         _table(
             ["prefix, tokens", "compute, s", "from L2, s", "from L3, s"],
             [
-                [f"{n:,}", *(f"{n / rate:.3f}" for rate in (reads.prefill, reads.load, reads.read))]
-                for n in _PREFIXES
+                [f"{n:,}", *(f"{s:.3f}" for s in (compute_s, n / reads.load, n / reads.read))]
+                for n, compute_s in reads.compute_s.items()
             ],
         ),
     ]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from sglang.planning.machine import COMPUTE_SHARE, Machine
+from sglang.planning.machine import Machine
 from sglang.planning.model_costs import ModelCosts
 from sglang.srt.arg_groups.checks import ranks_per_node
 from sglang.srt.arg_groups.speculative import num_draft_tokens
@@ -37,6 +37,9 @@ from sglang.srt.speculative.eagle_worker import verification_bytes
 
 HOST_SHARE: Final = 0.9
 """Share of the free host memory, less the engine's reserve, that the planner gives to L2."""
+TYPICAL_PROMPT: Final = 8192
+PREFIXES: Final = (1024, 8192, 32768, 131072)
+"""Tokens of the prompts whose times are shown."""
 _LONGEST_TOKENS: Final = 1 << 24
 
 
@@ -208,6 +211,9 @@ class ReadOrCompute:
     """Rates of one rank, in tokens per second, and what the engine's cost model makes of them."""
 
     prefill: float
+    """A prompt of 8,192 tokens, without a cached prefix."""
+    compute_s: dict[int, float]
+    """Seconds to compute a prompt, by its tokens."""
     load: float
     """Copies from L2 to L1."""
     read: float
@@ -224,25 +230,20 @@ def read_or_compute(
     machine: Machine,
     costs: ModelCosts,
     *,
-    active_parameters: int,
-    num_ranks: int,
-    prefill_tokens_per_s: float | None,
+    prefill_s: Callable[[int], float],
 ) -> ReadOrCompute:
     """Compare reading with computing.
 
     Args:
-        active_parameters: See `ModelParameters`.
-        num_ranks: Ranks that divide a prefill.
-        prefill_tokens_per_s: Measured rate of the server; None: estimated from the products'.
+        prefill_s: Seconds in which the server computes a prompt of so many tokens.
     """
-    prefill = prefill_tokens_per_s
-    if prefill is None:
-        prefill = num_ranks * COMPUTE_SHARE * machine.flop_per_s.value / (2 * active_parameters)
+    prefill = TYPICAL_PROMPT / prefill_s(TYPICAL_PROMPT)
     token_bytes = bytes_per_token(costs.specs)
     read = machine.l3_bytes_per_s.value / token_bytes
     rates = Rates(reads=int(read), prefills=int(prefill))
     return ReadOrCompute(
         prefill=prefill,
+        compute_s={tokens: prefill_s(tokens) for tokens in PREFIXES},
         load=machine.l2_bytes_per_s.value / token_bytes,
         read=read,
         longest_begun=_longest(lambda n: not is_rejected(n, rates, ahead=0, waiting=0)),

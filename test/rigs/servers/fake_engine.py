@@ -99,7 +99,7 @@ REPORT: Final = CacheReport(
 )
 """The report of every request that asks for one."""
 STAGES: Final = Stages(queue=0.5, l3_wait=0.25, prefill=0.125, decode=1.0)
-"""The times of every request."""
+"""The times of every request that asks for a report."""
 
 
 @dataclass(slots=True)
@@ -251,7 +251,7 @@ class FakeScheduler:
             input_top_logprobs=[[(-float(t), t)] for t in told]
             if told is not None and request.top_logprobs_num
             else None,
-            stages=STAGES if reason else None,
+            stages=STAGES if reason and request.return_cache_report else None,
             cache_report=REPORT if reason and request.return_cache_report else None,
             skip_special_tokens=params.skip_special_tokens,
             shown_chars=one.finder.shown_chars(ended=reason is not None)

@@ -14,7 +14,8 @@ from rigs.models.published_configs import PUBLISHED
 from sglang.benchmark.workload import TraceRequest, read_trace
 from sglang.planning.hit_rates import stack_distances
 from sglang.planning.machine import find_machine
-from sglang.planning.model_costs import costs_of_rank, parameters_of
+from sglang.planning.model_costs import costs_of_rank
+from sglang.planning.prefill_cost import PrefillCost
 from sglang.planning.store_reads import tokens_read
 from sglang.planning.tiers import ReadOrCompute, read_or_compute
 from sglang.srt.configs.model_config import ModelConfig
@@ -40,6 +41,7 @@ def read(
     """Tokens from L3, if L1 and L2 have nothing, at `rate` tokens per second."""
     reads = ReadOrCompute(
         prefill=computed,
+        compute_s={},
         load=math.inf,
         read=rate,
         longest_begun=None,
@@ -117,9 +119,7 @@ def test_the_forecast_of_a_measured_run(tmp_path: Path) -> None:
     reads = read_or_compute(
         find_machine("h200", torch.bfloat16, device="auto", num_ranks=1),
         costs_of_rank(config, torch.bfloat16, tp_size=1, formats=None),
-        active_parameters=parameters_of(config).active,
-        num_ranks=1,
-        prefill_tokens_per_s=None,
+        prefill_s=lambda tokens: PrefillCost(config).operations(tokens) / 989e12,
     )
     trace = read_trace(EXCERPT)
     distances = stack_distances(trace, 4 * 64)
