@@ -55,14 +55,19 @@ class Scrape(NamedTuple):
 
 def scrape(*servers: EngineServer, job: str = "sglang") -> Scrape:
     """Scrape servers as Prometheus does, with its labels `job` and `instance`."""
+    texts = {server.url: str(server.request("GET", "/metrics").body) for server in servers}
+    return scrape_of(texts, time.monotonic(), job=job)
+
+
+def scrape_of(texts: Mapping[str, str], at: float, job: str = "sglang") -> Scrape:
+    """The same from texts that servers exported at `at`, by instance."""
     series: dict[str, Vector] = defaultdict(dict)
-    for server in servers:
-        text = str(server.request("GET", "/metrics").body)
+    for instance, text in texts.items():
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                labels = {**sample.labels, "job": job, "instance": server.url}
+                labels = {**sample.labels, "job": job, "instance": instance}
                 series[sample.name][frozenset(labels.items())] = sample.value
-    return Scrape(time.monotonic(), series)
+    return Scrape(at, series)
 
 
 def differing_labels(scraped: Scrape, name: str) -> set[str]:
