@@ -34,8 +34,8 @@ def _facts(own: random.Random, count: int) -> str:
 @contextlib.contextmanager
 def server_under_load(num_requests: int) -> Iterator[EngineServer]:
     """A server of the built-in hybrid that drafts, with three tiers that all are in use, while
-    clients go on asking. Their prompts share a few beginnings, some of them often. `num_requests`
-    have ended at the begin."""
+    clients go on asking, two as tenants. Their prompts share a few beginnings, some often.
+    `num_requests` have ended at the begin."""
     begins = [_facts(random.Random(seed), 60) for seed in range(_SYSTEM_PROMPTS)]
     stop, done = threading.Event(), threading.Semaphore(0)
     with (
@@ -58,7 +58,7 @@ def server_under_load(num_requests: int) -> Iterator[EngineServer]:
                 content = f"{facts}The code of {ask_for} is 7391. What is the code of {ask_for}?"
                 server.request("POST", "/v1/chat/completions", {
                     "messages": [{"role": "user", "content": content}], "max_tokens": 8,
-                    "temperature": 0,
+                    "temperature": 0, "cache_salt": f"client {seed}" if seed else None,
                 })  # fmt: skip
                 done.release()
                 stop.wait(0.5 * own.random())

@@ -92,7 +92,7 @@ def test_a_slow_disk_loses_lines_and_a_failing_one_ends_the_record(
     def fail(*_: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trace_recorder.os, "write", fail)
+    monkeypatch.setattr("sglang.srt.observability.trace_recorder.os.write", fail)
     recorder = TraceRecorder(str(tmp_path / "trace"), 1.0, 1)
     recorder.record(time.monotonic(), 5, 1, [1])
     assert wait_until(lambda: recorder._has_ended, 30)
@@ -117,7 +117,7 @@ def test_files_and_flags_are_refused_by_name(tmp_path: Path) -> None:
         ({"record_trace_mb": 5}, "--record-trace-mb 5 has no effect without --record-trace"),
     ):
         with pytest.raises(ValueError, match=words):
-            ServerArgs(model_path="dummy", **fields).resolve()  # type: ignore[arg-type]
+            ServerArgs(model_path="dummy", **fields).resolve()
 
 
 def test_a_server_records_all_endpoints_and_no_text(tmp_path: Path) -> None:

@@ -311,7 +311,12 @@ class HiCacheMetrics(CacheMetrics):
             self._storage_used, self._storage_total, self._storage_objects, self._storage_evicted,
             self._storage_others,
         )  # fmt: skip
-        known = (None,) * len(gauges) if usage is None else usage[: len(gauges)]
+        known: tuple[int | None, ...] = (None,) * len(gauges)
+        if usage is not None:
+            known = (
+                usage.used_bytes, usage.total_bytes, usage.num_objects, usage.num_evicted,
+                usage.num_other_namespaces,
+            )  # fmt: skip
         for gauge, value in zip(gauges, known, strict=True):
             gauge.set(math.nan if value is None else value)
         self._node_up.clear()

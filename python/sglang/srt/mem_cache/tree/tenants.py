@@ -15,6 +15,7 @@ Threads: the scheduler's only.
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import time
 from collections import OrderedDict
@@ -66,7 +67,7 @@ class _Recent:
     at: float = 0.0
 
     def weight_at(self, now: float) -> float:
-        return self.weight * 2.0 ** ((self.at - now) / _HALF_LIFE_S)
+        return self.weight * math.exp2((self.at - now) / _HALF_LIFE_S)
 
     def add(self, now: float) -> float:
         self.weight, self.at = self.weight_at(now) + 1.0, now
