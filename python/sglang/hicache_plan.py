@@ -305,7 +305,7 @@ def _trace(
     adds = args.hicache_write_policy == "write_back"
 
     def by_tier(l2_factor: int) -> tuple[list[dict[str, Any]], float]:
-        """What each tier brings with so much L2, and the share that is stored but computed."""
+        """Hit rates of the tiers, and the share that is computed though L3 has it."""
         found = unread = size = 0.0
         rows = []
         for tier in tiers:

@@ -1,4 +1,4 @@
-"""Nothing of a prompt's text or of a key is in the log, the metrics, the views or a trace."""
+"""Log, metrics, views and traces have no text of a prompt and no key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator's figures cost a server that nobody looks at: calls, as a share of all."""
+"""Calls that an operator's figures add to a server that nobody looks at, as a share of all."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class _Node:
 
 
 class StoreNodes:
-    """What a store's answers say about its nodes. Each node that is gone is logged once."""
+    """The nodes that a store has named. Each node that is gone is logged once."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}

@@ -2,9 +2,9 @@
 
 A tenant is the part of a request's key that `cache_salt` gave, or else `extra_key`. Its label is a
 keyed hash: without the key nobody can test guesses, and labels of servers with other keys cannot be
-compared. At most 32 labels exist at a time. Of tenants without one only the 1,024 that came last
-are remembered, and at most every ten seconds one of them takes the label of a tenant with far fewer
-requests of late. So random salts neither grow anything nor keep labels from real tenants.
+compared. At most 32 labels exist at a time. The table remembers the last 1,024 tenants without a
+label. Once in ten seconds, at most, one of them takes the label of a tenant with far fewer recent
+requests. Random salts therefore grow nothing, and real tenants get labels beside them.
 
 Source of the decayed counts: forward decay, Cormode et al., ICDE 2009, here in its simple
 exponential form.
@@ -44,7 +44,7 @@ SOURCES: Final = ("device", "host", "storage", "computed")
 
 
 class Evictor(NamedTuple):
-    """Who needs the room that an eviction makes."""
+    """The cause of an eviction: a request or a copy that needs room."""
 
     request: str | None
     """Id of the request; None: pages that are copied in the background."""
