@@ -33,25 +33,25 @@ _PRODUCTS: Final = 692e12 / _FLOP_S
 """Products of layers: Qwen3-8B's prefills, less attention; 2026-11-24-gpu-dense.jsonl."""
 _EXPERTS: Final = 617e12 / _FLOP_S
 """Experts with whole tiles: 510 to 650 TFLOP/s with 1,024 tokens of an expert, of which 6% are
-padding; 2026-11-26-gpu-hybrid-compute.md."""
+padding; benchmark/results/2026-11-26-gpu-hybrid-compute.md."""
 _TILE: Final = 128
 """Tokens of an expert's tile; on average half of one is padding."""
 _ATTENTION: Final = 593e12 / _FLOP_S
 """Full attention: 576 and 608 TFLOP/s; 2026-11-21-gpu-attention-backends.jsonl."""
 _LATENT: Final = 350e12 / _FLOP_S
-"""Latent attention with keys and values projected up; 2026-11-27-eight-forecast.md."""
+"""Latent attention, keys and values projected up; benchmark/results/2026-11-27-eight-forecast.md."""
 _CHOSEN: Final = 632e12 / _FLOP_S
-"""Latent attention to chosen rows, by FlashMLA; 2026-11-27-gpu-flashmla.md."""
+"""Latent attention to chosen rows, by FlashMLA; benchmark/results/2026-11-27-gpu-flashmla.md."""
 _SCORES: Final = 562e12 / _FLOP_S
-"""Scores of the indexer; 2026-11-27-eight-forecast.md."""
+"""Scores of the indexer; benchmark/results/2026-11-27-eight-forecast.md."""
 _CHOICE: Final = 6000.0
 """Operations in the time in which the choice reads a score: 102 us for 1,024 tokens x 16,384;
-2026-11-26-gpu-hybrid-compute.md."""
+benchmark/results/2026-11-26-gpu-hybrid-compute.md."""
 _MOVED: Final = 471.0
 """Operations in the time in which an element of 2 bytes is read or written, at 4.2 TB/s."""
 _STATE: Final = {GatedDeltaNet: 343.0, KimiDeltaAttention: 640.0, Mamba2: 155.0}
 """Operations for each token and element of a layer's state. Delta net: 1,490 us for 8,192 tokens
-(2026-11-26-gpu-hybrid-compute.md). The others: what whole prefills take beyond the rest
+(benchmark/results/2026-11-26-gpu-hybrid-compute.md). The others: the rest of whole prefills
 (2026-11-29-gpu-scans.jsonl)."""
 _OF_ALL_TOKENS: Final = re.compile(
     r"\.(k_proj|v_proj|qkv_proj|kv_a_proj_with_mqa|kv_b_proj|wk|in_proj\w*|[bf](_[ab])?_proj)\."

@@ -19,7 +19,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
-RESULTS: Final = Path(__file__).parents[4] / "benchmark" / "results"
+REPO: Final = Path(__file__).parents[4]
 TOLERANCE: Final = 0.15
 FLOP_S: Final = MACHINES["h200"].flop_per_s
 
@@ -37,12 +37,12 @@ def make_cost(
 
 
 def lines(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+    return [json.loads(line) for line in (REPO / name).read_text().splitlines()]
 
 
 def row(name: str, begin: str) -> list[float]:
     """Numbers of the row of a table that begins so, in seconds, by column."""
-    (found,) = (one for one in (RESULTS / name).read_text().splitlines() if one.startswith(begin))
+    (found,) = (one for one in (REPO / name).read_text().splitlines() if one.startswith(begin))
     cells = found.removeprefix(begin).split("|")[1:]
     return [float(numbers[-1]) / 1e3 for one in cells if (numbers := re.findall(r"[\d.]+", one))]
 
@@ -56,7 +56,7 @@ def check(cost: PrefillCost, measured: float, tokens: int, before: int = 0) -> N
 def test_dense(cost: PrefillCost) -> None:
     """Short prefills are left out: their time is that of the launches."""
     found = 0
-    for one in lines("2026-11-24-gpu-dense.jsonl"):
+    for one in lines("benchmark/results/2026-11-24-gpu-dense.jsonl"):
         case = re.fullmatch(r"prefill (8192|32768) after (\d+)", one["what"])
         if case is not None:
             found += 1
@@ -66,7 +66,7 @@ def test_dense(cost: PrefillCost) -> None:
 
 @pytest.mark.parametrize("cost", ["deepseek_v32"], indirect=True)
 def test_dsa(cost: PrefillCost) -> None:
-    name = "2026-11-27-gpu-flashmla.md"
+    name = "benchmark/results/2026-11-27-gpu-flashmla.md"
     check(cost, row(name, "| prefill of 8,192, ms")[1], 8192)
     check(cost, row(name, "| prefill of 32,768, bf16, ms")[1], 32768)
 
@@ -74,7 +74,7 @@ def test_dsa(cost: PrefillCost) -> None:
 @pytest.mark.parametrize("cost", ["qwen3_next"], indirect=True)
 def test_delta_nets(cost: PrefillCost) -> None:
     begin = "| prefill of 8,192, Qwen3-Next: bf16, fp8"
-    text = (RESULTS / "2026-11-28-gpu-experts.md").read_text()
+    text = (REPO / "benchmark/results/2026-11-28-gpu-experts.md").read_text()
     (bf16,) = re.findall(re.escape(begin) + r" \| ([\d.]+),", text)
     check(cost, float(bf16) / 1e3, 8192)
 
@@ -84,7 +84,7 @@ def test_scans(cost: PrefillCost, request: pytest.FixtureRequest) -> None:
     family = request.node.callspec.params["cost"]
     found = [
         one["value"]
-        for one in lines("2026-11-29-gpu-scans.jsonl")
+        for one in lines("benchmark/results/2026-11-29-gpu-scans.jsonl")
         if one["metric"] == "prefill_8192" and one["case"]["family"] == family
     ]
     assert found
