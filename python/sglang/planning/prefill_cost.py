@@ -39,7 +39,8 @@ _TILE: Final = 128
 _ATTENTION: Final = 593e12 / _FLOP_S
 """Full attention: 576 and 608 TFLOP/s; 2026-11-21-gpu-attention-backends.jsonl."""
 _LATENT: Final = 350e12 / _FLOP_S
-"""Latent attention, keys and values projected up; benchmark/results/2026-11-27-eight-forecast.md."""
+"""Latent attention, keys and values projected up;
+benchmark/results/2026-11-27-eight-forecast.md."""
 _CHOSEN: Final = 632e12 / _FLOP_S
 """Latent attention to chosen rows, by FlashMLA; benchmark/results/2026-11-27-gpu-flashmla.md."""
 _SCORES: Final = 562e12 / _FLOP_S
