@@ -14,6 +14,7 @@ from sglang.srt.distributed.rank_group import RankGroup
 from sglang.srt.managers.scheduler.role_switch import MakeRole, Routes
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.messages.io_struct import (
+    BatchTokenIDOutput,
     ControlReqOutput,
     TokenizedGenerateReqInput,
     ToScheduler,
@@ -33,9 +34,9 @@ class _Rank(SchedulerRig):
         for output in self.scheduler.step(decode_tick(payload)):
             if isinstance(output, ControlReqOutput):
                 self.answers.append(output)
-                continue
-            for one in output.outputs:
-                self._collect(one)
+            elif isinstance(output, BatchTokenIDOutput):
+                for one in output.outputs:
+                    self._collect(one)
 
     def replicated_state(self) -> tuple[int, ...]:
         """Numbers that must be equal on all ranks."""

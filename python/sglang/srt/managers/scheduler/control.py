@@ -103,6 +103,7 @@ class ControlHandler:
         self.is_paused = False
         self._profiler = StepProfiler(state, rank)
         self._history = FlowHistory(self._sample)
+        detach, clear = StorageAdministration.begin_detaching, StorageAdministration.begin_clearing
         self._handlers: dict[type, Callable[[Any], dict[str, Any] | None]] = {
             FlushCacheReqInput: self._flush,
             GetInternalStateReq: self._internal_state,
@@ -115,12 +116,8 @@ class ControlHandler:
             StartProfileReqInput: self._profiler.start,
             StopProfileReqInput: self._profiler.stop,
             AttachHiCacheStorageReqInput: self._attach,
-            DetachHiCacheStorageReqInput: lambda message: self._begin_change(
-                message.req_id, StorageAdministration.begin_detaching
-            ),
-            ClearHiCacheReqInput: lambda message: self._begin_change(
-                message.req_id, StorageAdministration.begin_clearing
-            ),
+            DetachHiCacheStorageReqInput: lambda one: self._begin_change(one.req_id, detach),
+            ClearHiCacheReqInput: lambda one: self._begin_change(one.req_id, clear),
             GetHiCacheStorageReqInput: self._get_storage,
         }
         """Each returns the data of its answer; None: the answer comes later. They raise ValueError
