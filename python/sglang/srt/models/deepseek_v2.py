@@ -184,7 +184,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         hf = config.hf_config
         router = cls._router(config)
         size = positive_int(hf, "moe_intermediate_size")
-        num_shared = hf.n_shared_experts or 0
+        num_shared = positive_int(hf, "n_shared_experts") if hf.n_shared_experts else 0
         return SparseMoeOptions(
             hidden_size=config.hidden_size,
             intermediate_size=size,
