@@ -133,6 +133,7 @@ def _routed(
     *,
     activation: ExpertActivation = "silu",
     biases: ExpertBiases | None = None,
+    num_experts: int | None = None,
 ) -> torch.Tensor | None:
     if isinstance(gate_up, torch.Tensor):
         return None

@@ -109,6 +109,7 @@ class ReferenceKernels:
         *,
         activation: ExpertActivation = "silu",
         biases: ExpertBiases | None = None,
+        num_experts: int | None = None,
     ) -> torch.Tensor:
         assert activation != "squared_relu", "those experts are dequantized"
         out = torch.zeros(x.shape, device=x.device)

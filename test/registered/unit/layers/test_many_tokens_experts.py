@@ -244,3 +244,40 @@ def test_every_run_and_every_order_of_tokens_gives_the_same_bits() -> None:
     turned = torch.arange(79, -1, -1, device=DEVICE)
     other = run(layer, x[turned].contiguous(), (weights[turned], ids[turned].contiguous()))
     assert torch.equal(other[turned], first)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_uses_of_other_ranks_are_in_no_tile(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_order, "_FEW_USES", 10_000 if few else 0)
+    _, ids = choice(200, 12, 3)
+    tiles = order_by_expert(ids, 5, 16, has_others=True)
+    found = tile_rows_of(tiles)
+    expert_of: list[int] = ids.flatten().tolist()
+    own = [use for use, expert in enumerate(expert_of) if expert < 5]
+    assert sorted(use for _, uses in found for use in uses) == own
+    assert all(expert_of[use] == expert for expert, uses in found for use in uses)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 64, 700])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_ranks_with_whole_experts_add_up(num_tokens: int, has_bias: bool) -> None:
+    """The first rank has 5 of 12 experts."""
+    layer = experts(HALF, 12, 64, 48, activation=GATE if has_bias else "silu", has_bias=has_bias)
+    x, (weights, ids) = rows(num_tokens, 64, HALF), choice(num_tokens, 12, 3)
+    parts = []
+    for begin, end in ((0, 5), (5, 12)):
+        own = slice(begin, end)
+        biases = layer.biases
+        if biases is not None:
+            assert biases.down is not None
+            biases = type(biases)(biases.gate_up[own], biases.down[own])
+        gate_up, down = (one[own] for one in layer.plain())
+        is_own = (ids >= begin) & (ids < end)
+        got = KERNELS.run_routed_experts(
+            x, weights, (ids - begin).where(is_own, end - begin), gate_up, down,
+            activation=layer.activation, biases=biases, num_experts=12,
+        )  # fmt: skip
+        assert got.isfinite().all()
+        parts.append(got)
+    if num_tokens:
+        assert_near(parts[0] + parts[1], layer, x, (weights, ids))

@@ -326,3 +326,27 @@ def test_the_shape_of_gpt_oss_gives_the_same_bits_in_each_run(features: int, tok
         few = KERNELS.run_experts(x, weights, ids, given)
         assert relative_error(few, want) < 2e-2
         assert torch.equal(KERNELS.run_experts(x, weights, ids, given), few)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_with_whole_experts_add_up(kind: str, tokens: int) -> None:
+    experts = pair(kind, EXPERTS)
+    x = randn(tokens, experts[0].shape[-1], seed=tokens, dtype=HALF)
+    weights, ids = choice(tokens)
+    total = torch.zeros_like(x)
+    for begin, end in ((0, 2), (2, EXPERTS)):
+        gate_up, down = (matrices(one, begin, end) for one in experts)
+        local = (ids - begin).where((ids >= begin) & (ids < end), end - begin)
+        got = KERNELS.run_routed_experts(x, weights, local, gate_up, down, num_experts=EXPERTS)
+        assert got.isfinite().all()
+        total += got
+    if tokens:
+        assert relative_error(total, reference(x, weights, ids, experts)) < bound_of(experts)
+
+
+def matrices(weight: ScaledWeight, begin: int, end: int) -> ScaledWeight:
+    zeros = None if weight.zeros is None else weight.zeros[begin:end]
+    return ScaledWeight(
+        elements=weight.elements[begin:end], scales=weight.scales[begin:end], zeros=zeros
+    )

@@ -49,12 +49,17 @@ def _rank(
     ranks_ptr: tl.tensor,
     begin: tl.tensor,
     total: tl.tensor,
+    EXPERTS: tl.constexpr,
+    OTHERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Give BLOCK uses their numbers among the uses of the same expert, and count them."""
+    """Give BLOCK uses their numbers among the uses of the same expert, and count them. OTHERS: uses
+    of experts from EXPERTS on are left out."""
     uses = begin + tl.arange(0, BLOCK)
     is_use = uses < total
     experts = tl.load(ids_ptr + uses, mask=is_use, other=0)
+    if OTHERS:
+        is_use &= experts < EXPERTS
     ones = tl.full([BLOCK], 1, tl.int32)
     ranks = tl.atomic_add(counts_ptr + experts, ones, mask=is_use)
     tl.store(ranks_ptr + uses, ranks, mask=is_use)
@@ -93,6 +98,8 @@ def _put(
     table_ptr: tl.tensor,
     begin: tl.tensor,
     total: tl.tensor,
+    EXPERTS: tl.constexpr,
+    OTHERS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -100,6 +107,8 @@ def _put(
     uses = begin + tl.arange(0, BLOCK)
     is_use = uses < total
     experts = tl.load(ids_ptr + uses, mask=is_use, other=0)
+    if OTHERS:
+        is_use &= experts < EXPERTS
     ranks = tl.load(ranks_ptr + uses, mask=is_use, other=1)
     count = tl.load(counts_ptr + experts, mask=is_use, other=0, cache_modifier=".cg")
     at = tl.load(begins_ptr + experts, mask=is_use, other=0) + ranks
@@ -123,6 +132,7 @@ def _order_few_kernel(
     count_ptr: tl.tensor,
     total: tl.tensor,
     EXPERTS: tl.constexpr,
+    OTHERS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -132,14 +142,14 @@ def _order_few_kernel(
     tl.store(counts_ptr + experts, tl.zeros([BLOCK_E], tl.int32), mask=experts < EXPERTS)
     tl.debug_barrier()
     for begin in range(0, total, BLOCK):
-        _rank(ids_ptr, counts_ptr, ranks_ptr, begin, total, BLOCK)
+        _rank(ids_ptr, counts_ptr, ranks_ptr, begin, total, EXPERTS, OTHERS, BLOCK)
     tl.debug_barrier()
     _lay_out(counts_ptr, begins_ptr, tiles_ptr, count_ptr, EXPERTS, TILE_ROWS, BLOCK_E)
     tl.debug_barrier()
     for begin in range(0, total, BLOCK):
         _put(
             ids_ptr, counts_ptr, ranks_ptr, begins_ptr, tiles_ptr, order_ptr, table_ptr, begin,
-            total, TILE_ROWS, BLOCK,
+            total, EXPERTS, OTHERS, TILE_ROWS, BLOCK,
         )  # fmt: skip
 
 
@@ -149,10 +159,13 @@ def _rank_kernel(
     counts_ptr: tl.tensor,
     ranks_ptr: tl.tensor,
     total: tl.tensor,
+    EXPERTS: tl.constexpr,
+    OTHERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Grid `(uses / BLOCK)`; see `_rank`."""
-    _rank(ids_ptr, counts_ptr, ranks_ptr, tl.program_id(0) * BLOCK, total, BLOCK)
+    begin = tl.program_id(0) * BLOCK
+    _rank(ids_ptr, counts_ptr, ranks_ptr, begin, total, EXPERTS, OTHERS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -165,6 +178,8 @@ def _put_kernel(
     order_ptr: tl.tensor,
     table_ptr: tl.tensor,
     total: tl.tensor,
+    EXPERTS: tl.constexpr,
+    OTHERS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -172,16 +187,20 @@ def _put_kernel(
     begin = tl.program_id(0) * BLOCK
     _put(
         ids_ptr, counts_ptr, ranks_ptr, begins_ptr, tiles_ptr, order_ptr, table_ptr, begin, total,
-        TILE_ROWS, BLOCK,
+        EXPERTS, OTHERS, TILE_ROWS, BLOCK,
     )  # fmt: skip
 
 
-def order_by_expert(ids: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertTiles:
+def order_by_expert(
+    ids: torch.Tensor, num_experts: int, tile_rows: int, *, has_others: bool = False
+) -> ExpertTiles:
     """Order the uses of experts, and cut them into tiles, without reading back to the CPU.
 
     Args:
-        ids: Contiguous `[num_tokens, top_k]`, any integer dtype, below `num_experts`.
+        ids: Contiguous `[num_tokens, top_k]`, any integer dtype, from 0.
+        num_experts: Experts of this rank.
         tile_rows: Most uses of a tile.
+        has_others: True if some ids are `num_experts` or more: their uses are in no tile.
     """
     assert ids.is_contiguous()
     total = ids.numel()
@@ -197,18 +216,23 @@ def order_by_expert(ids: torch.Tensor, num_experts: int, tile_rows: int) -> Expe
     if total <= _FEW_USES:
         _order_few_kernel[(1,)](
             ids, counts, ranks, begins, tiles, order, table, count, total,
-            EXPERTS=num_experts, TILE_ROWS=tile_rows, BLOCK_E=block_e, BLOCK=_BLOCK, num_warps=8,
+            EXPERTS=num_experts, OTHERS=has_others, TILE_ROWS=tile_rows, BLOCK_E=block_e,
+            BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
     else:
         counts.zero_()
         grid = (triton.cdiv(total, _BLOCK),)
-        _rank_kernel[grid](ids, counts, ranks, total, BLOCK=_BLOCK, num_warps=4)
+        _rank_kernel[grid](
+            ids, counts, ranks, total,
+            EXPERTS=num_experts, OTHERS=has_others, BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
         _lay_out[(1,)](
             counts, begins, tiles, count,
             EXPERTS=num_experts, TILE_ROWS=tile_rows, BLOCK_E=block_e, num_warps=4,
         )  # fmt: skip
         _put_kernel[grid](
             ids, counts, ranks, begins, tiles, order, table, total,
-            TILE_ROWS=tile_rows, BLOCK=_BLOCK, num_warps=4,
+            EXPERTS=num_experts, OTHERS=has_others, TILE_ROWS=tile_rows, BLOCK=_BLOCK,
+            num_warps=4,
         )  # fmt: skip
     return ExpertTiles(order=order, table=table, count=count, top_k=ids.shape[1], rows=tile_rows)

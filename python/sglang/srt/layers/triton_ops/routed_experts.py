@@ -262,18 +262,26 @@ def _down_kernel(
 def _sum_kernel(
     parts_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    OTHERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid `(num_tokens, hidden_size / BLOCK)`: sum the outputs of a token's experts in fp32."""
+    """Grid `(num_tokens, hidden_size / BLOCK)`: sum the outputs of a token's experts in fp32.
+    OTHERS: there are no outputs of experts from EXPERTS on."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < HIDDEN
+    used = inside
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(TOP_K):
         at = parts_ptr + (token * TOP_K + place) * HIDDEN + cols
-        total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if OTHERS:
+            expert = tl.load(ids_ptr + token * TOP_K + place)
+            used = cols < tl.where(expert < EXPERTS, HIDDEN, 0)
+        total += tl.load(at, mask=used, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * HIDDEN + cols, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -381,14 +389,19 @@ def multiply_down(
     return parts
 
 
-def sum_of_uses(parts: torch.Tensor, top_k: int) -> torch.Tensor:
-    """`[num_tokens * top_k, hidden_size]` to `[num_tokens, hidden_size]`, summed in fp32."""
-    num_tokens, hidden = len(parts) // top_k, parts.shape[1]
+def sum_of_uses(
+    parts: torch.Tensor, ids: torch.Tensor, num_experts: int, *, has_others: bool = False
+) -> torch.Tensor:
+    """`[num_tokens * top_k, hidden_size]` to `[num_tokens, hidden_size]`, summed in fp32; other
+    arguments as for `order_by_expert`."""
+    (num_tokens, top_k), hidden = ids.shape, parts.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=parts.dtype, device=parts.device)
     block = min(_SUM_BLOCK, triton.next_power_of_2(hidden))
     _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
-        parts, out, HIDDEN=hidden, TOP_K=top_k, BLOCK=block, num_warps=4
-    )
+        parts, out, ids,
+        HIDDEN=hidden, TOP_K=top_k, EXPERTS=num_experts, OTHERS=has_others, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -417,22 +430,25 @@ def run_routed_experts(
     *,
     activation: ExpertActivation = "silu",
     biases: ExpertBiases | None = None,
+    num_experts: int | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, summed in fp32; bits are the same in each run.
 
     Args:
         x: Contiguous `[num_tokens, hidden_size]`.
         weights: fp32 `[num_tokens, top_k]`, of any stride between tokens.
-        ids: `[num_tokens, top_k]`, any integer dtype.
+        ids: Contiguous `[num_tokens, top_k]`, any integer dtype.
         gate_up: See `ExpertWeights`; `down` likewise.
+        num_experts: Experts of all ranks; ids from `len(gate_up)` on are other ranks', and add
+            nothing. None: this rank has all.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
     """
-    num_experts, top_k = len(gate_up), ids.shape[1]
-    plan = plan_of(ids.numel() / num_experts, x.dtype)
-    tiles = order_by_expert(ids, num_experts, plan.tile_rows)
+    own, total = len(gate_up), num_experts or len(gate_up)
+    plan = plan_of(ids.numel() / total, x.dtype)
+    tiles = order_by_expert(ids, own, plan.tile_rows, has_others=own < total)
     first, last = (None, None) if biases is None else biases
     inner = multiply_gate_up(x, gate_up, tiles, plan.gate_up, activation=activation, bias=first)
     parts = multiply_down(inner, down, weights, tiles, plan.down, last)
-    return sum_of_uses(parts, top_k)
+    return sum_of_uses(parts, ids, own, has_others=own < total)

@@ -66,6 +66,7 @@ def run_routed_experts(
     *,
     activation: ExpertActivation = "silu",
     biases: ExpertBiases | None = None,
+    num_experts: int | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, summed in fp32; bits are the same in each run.
 
@@ -75,6 +76,7 @@ def run_routed_experts(
         ids: Contiguous `[num_tokens, top_k]`, any integer dtype.
         gate_up: See `ExpertWeights`; `down` is of the same kind.
         activation: Of weights with scales one with a gate.
+        num_experts: See `routed_experts.run_routed_experts`.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
@@ -82,12 +84,14 @@ def run_routed_experts(
     if isinstance(gate_up, ScaledWeight):
         assert isinstance(down, ScaledWeight) and activation != "squared_relu"
         return run_scaled_routed_experts(
-            x, weights, ids, gate_up, down, activation=activation, biases=biases
-        )
+            x, weights, ids, gate_up, down,
+            activation=activation, biases=biases, num_experts=num_experts,
+        )  # fmt: skip
     assert isinstance(down, torch.Tensor)
     return routed_experts.run_routed_experts(
-        x, weights, ids, gate_up, down, activation=activation, biases=biases
-    )
+        x, weights, ids, gate_up, down,
+        activation=activation, biases=biases, num_experts=num_experts,
+    )  # fmt: skip
 
 
 def _are_alike(first: Weight, second: Weight) -> bool:

@@ -248,6 +248,7 @@ def run_scaled_routed_experts(
     *,
     activation: ExpertActivation = "silu",
     biases: ExpertBiases | None = None,
+    num_experts: int | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, summed in fp32; bits are the same in each run.
 
@@ -258,14 +259,15 @@ def run_scaled_routed_experts(
         gate_up: See `ExpertWeights`; `down` likewise.
         plan: Sizes; None: those for the average uses of an expert.
         activation: With a gate.
+        num_experts: See `routed_experts.run_routed_experts`.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
     """
     assert weights.stride(1) == 1
-    num_experts, top_k = gate_up.shape[0], ids.shape[1]
-    plan = plan or plan_of(ids.numel() / num_experts, gate_up)
-    tiles = order_by_expert(ids, num_experts, plan.tile_rows)
+    own, total = gate_up.shape[0], num_experts or gate_up.shape[0]
+    plan = plan or plan_of(ids.numel() / total, gate_up)
+    tiles = order_by_expert(ids, own, plan.tile_rows, has_others=own < total)
     first, last = (None, None) if biases is None else biases
     given, scales = quantize_activations(x, gate_up.group) if gate_up.is_fp8 else (x, None)
     both = _multiply(given, scales, gate_up, first, None, tiles, plan, x.dtype)
@@ -275,4 +277,5 @@ def run_scaled_routed_experts(
         inner = silu_and_mul(both, activation)
         if down.is_fp8:
             inner, scales = quantize_activations(inner, down.group)
-    return sum_of_uses(_multiply(inner, scales, down, last, weights, tiles, plan, x.dtype), top_k)
+    parts = _multiply(inner, scales, down, last, weights, tiles, plan, x.dtype)
+    return sum_of_uses(parts, ids, own, has_others=own < total)
