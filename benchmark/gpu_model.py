@@ -15,7 +15,8 @@ from sglang.srt.layers.forward_batch_info import (
     ForwardMode,
     compute_extend_positions,
 )
-from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig
 
 POOL_TOKENS = 163_840
 

@@ -195,6 +195,9 @@ class PlaceInGroup(TensorGroup):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("the other ranks are not there")
 
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self.rank]
+
 
 class MemoryTensorGroup(PlaceInGroup):
     """One rank of a `MemoryExchange` that splits a model's layers with the others. One thread uses
@@ -207,10 +210,13 @@ class MemoryTensorGroup(PlaceInGroup):
         """Collectives that this rank has made."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return self._all(x, "a sum").sum(dim=0)
+        return self._all(x, "a sum").sum(dim=0, dtype=x.dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._all(x, "a gathering")
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all(x, "a scattered sum").sum(dim=0)[self.rank]
 
     def _all(self, x: torch.Tensor, what: str) -> torch.Tensor:
         self.num_calls += 1

@@ -65,7 +65,8 @@ from sglang.srt.layers.forward_batch_info import (
 )
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.state_pool import state_pool
-from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig
 
 _CLASSES: dict[str, tuple[Any, Any]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),

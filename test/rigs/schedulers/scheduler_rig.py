@@ -42,7 +42,8 @@ from sglang.srt.messages.io_struct import (
     TopLogprobs,
     ToScheduler,
 )
-from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig
 from sglang.srt.observability.engine_metrics import SchedulerMetrics
 from sglang.srt.process.build import init_pools
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -181,7 +182,7 @@ class SchedulerRig:
             publish_events=publish_events,
             overlap=self.overlap if overlap is None else overlap,
         )
-        self.scheduler = Scheduler(self.server_args, resources)
+        self.scheduler = self.make_scheduler(resources)
         self.now = 1000.0
         self.results: dict[str, Collected] = {}
         self.answers: list[ControlReqOutput] = []
@@ -194,7 +195,7 @@ class SchedulerRig:
         with _WRITING:
             if not (model_path / "config.json").exists():
                 save_tiny_checkpoint(model_path, "qwen3", eos_token_id=None)
-        runner = ModelRunner(
+        runner = self.make_runner(
             ModelRunnerConfig(
                 model_config=ModelConfig.from_path(
                     str(model_path),
@@ -219,6 +220,14 @@ class SchedulerRig:
         layers = runner.model_config.num_layers
         self.model_pools = ModelPools.of(runner.pools.values(), layers)
         return TpModelWorker(runner)
+
+    def make_runner(self, config: ModelRunnerConfig) -> ModelRunner:
+        """Create the model."""
+        return ModelRunner(config)
+
+    def make_scheduler(self, resources: SchedulerResources) -> Scheduler:
+        """Create the scheduler, after all else."""
+        return Scheduler(self.server_args, resources)
 
     @property
     def pools(self) -> list[BaseDevicePool]:

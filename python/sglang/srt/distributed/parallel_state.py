@@ -3,7 +3,8 @@
 The world has all `tp_size` ranks of a server, in `attn_dp_size` DP groups of consecutive ranks. A
 DP group has ticks and a tree of its own, and consists of `attn_cp_size` sets. The ranks of a set
 are consecutive and split the heads of attention (attention TP). Ranks at the same index of
-different sets have the same heads, and split the tokens of a prefill (attention CP). Each group has
+different sets have the same heads, and split the tokens of a prefill (attention CP). Ranks
+at the same index of different DP groups exchange tokens for their experts. Each group has
 a second group over gloo for messages between CPUs. One thread of each rank uses the groups.
 """
 
@@ -38,6 +39,10 @@ _all_gather: Final[Callable[..., object]] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
 """`all_gather_single`, which was called `all_gather_into_tensor` before torch 2.13."""
+_reduce_scatter: Final[Callable[..., object]] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+"""Likewise."""
 JOIN_TIMEOUT: Final = timedelta(minutes=10)
 """Timeout for all ranks to reach the rendezvous; the first start of a process can be slow."""
 _TRANSPORT_ERRORS: Final = (dist.DistBackendError, dist.DistNetworkError)
@@ -148,6 +153,14 @@ class GroupCoordinator(TensorGroup):
             _all_gather(gathered.flatten(0, 1), x, group=self.device_group)
         return gathered
 
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        if self.device_group is None:
+            return x[0]
+        own = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
+        with _naming_lost_ranks():
+            _reduce_scatter(own, x.flatten(0, 1), group=self.device_group)
+        return own
+
     def broadcast_on_cpu(self, values: torch.Tensor) -> None:
         """Overwrite a CPU tensor with the one of the group's first rank."""
         if self.cpu_group is not None:
@@ -196,6 +209,7 @@ class _Groups:
     dp_group: GroupCoordinator
     attention_tp: GroupCoordinator
     attention_cp: GroupCoordinator
+    across_dp: GroupCoordinator
 
 
 _groups: _Groups | None = None
@@ -272,6 +286,7 @@ def initialize_model_parallel(
     dp_groups = [list(range(first, first + each)) for first in range(0, world, each)]
     sets = [list(range(first, first + attn_tp_size)) for first in range(0, world, attn_tp_size)]
     across = [ranks[first::attn_tp_size] for ranks in dp_groups for first in range(attn_tp_size)]
+    across_dp = [list(range(first, world, each)) for first in range(each)]
     with _gloo_listening_towards(_rendezvous_host):
         whole = _make_group([list(range(world))])
         own = whole if attn_dp_size == 1 else _make_group(dp_groups)
@@ -280,6 +295,7 @@ def initialize_model_parallel(
             own,
             own if attn_cp_size == 1 else _make_group(sets),
             own if attn_tp_size == 1 else _make_group(across),
+            whole if each == 1 else _make_group(across_dp),
         )
 
 
@@ -342,6 +358,11 @@ def get_attention_tp_group() -> GroupCoordinator:
 def get_attention_cp_group() -> GroupCoordinator:
     """The ranks that have the same heads as this one."""
     return _known().attention_cp
+
+
+def get_across_dp_group() -> GroupCoordinator:
+    """The ranks at this one's place in each of the DP groups."""
+    return _known().across_dp
 
 
 def _known() -> _Groups:

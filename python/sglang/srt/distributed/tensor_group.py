@@ -119,6 +119,15 @@ class TensorGroup(ABC):
             x: A tensor of the same shape and dtype on all ranks.
         """
 
+    @abstractmethod
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of this rank's part, `[...]`.
+
+        Args:
+            x: Contiguous `[size, ...]`, of the same shape and dtype on all ranks: a part for each
+                rank, in their order.
+        """
+
 
 class SingleTensorGroup(TensorGroup):
     rank = 0
@@ -129,3 +138,6 @@ class SingleTensorGroup(TensorGroup):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(0)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return x[0]

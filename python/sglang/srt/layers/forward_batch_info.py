@@ -226,6 +226,19 @@ class ContextShare:
         return self.group.all_reduce(wanted)  # Each row is zero on all ranks but one.
 
 
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """A step that all DP groups run together. Fields have a number for each group, in order."""
+
+    tokens: tuple[int, ...]
+    """Tokens that it computes; 0: it has no work."""
+    rows: tuple[int, ...]
+    """Tokens that it computes in the model's last layer; see `ForwardBatch.rows_for_logits`."""
+    graph_rows: int | None = None
+    """Requests of the largest group, for which all groups replay a captured decode step; None: no
+    group replays any."""
+
+
 @dataclass(kw_only=True)
 class ForwardBatch:
     """One step's input. Tensors are on the model's device, `*_cpu` fields are Python lists.
@@ -293,6 +306,9 @@ class ForwardBatch:
     """The pools of all state, including `token_to_kv_pool`. Set by the runner."""
     stores_only: bool = False
     """True if attention stores what it caches of the tokens, and computes nothing for them."""
+    groups: GroupStep | None = None
+    """The step of all DP groups, of which this batch is one group's part; None: no other group
+    takes part, or all have as many tokens."""
     mostly_done: Event | None = None
     """Recorded when about three quarters of the layers are done; None: nothing waits for that."""
 
@@ -355,10 +371,13 @@ class ForwardBatch:
             int64 `[bs]` on the model's device: the last token of each request. None: all tokens,
             as in a decode step or a verification, or if logprobs of prompt tokens are wanted.
         """
+        return None if self.needs_all_rows else self.last_rows()
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """True if the logits of all tokens are needed; see `rows_for_logits`."""
         is_prefill = self.forward_mode is ForwardMode.EXTEND
-        if not is_prefill or self.extend_logprob_start_lens_cpu is not None:
-            return None
-        return self.last_rows()
+        return not is_prefill or self.extend_logprob_start_lens_cpu is not None
 
     def last_rows(self) -> torch.Tensor:
         """Extend only: index in the step of each request's last token, int64 `[bs]`."""

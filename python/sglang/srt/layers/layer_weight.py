@@ -116,6 +116,13 @@ def _tensors(weight: ScaledWeight) -> Iterator[tuple[str, torch.Tensor, tuple[in
         yield ZEROS, weight.zeros, (1, weight.group)
 
 
+def _suffixed(weight: Weight) -> list[tuple[str, torch.Tensor]]:
+    """Suffix of the name of each of a weight's tensors, and the tensor."""
+    if isinstance(weight, torch.Tensor):
+        return [("", weight)]
+    return [(suffix, tensor) for suffix, tensor, _ in _tensors(weight)]
+
+
 def rows_of(weight: Weight, begin: int, end: int) -> Weight:
     """Outputs `[begin, end)` of a weight, as views. Whole blocks, if scales have blocks."""
     if isinstance(weight, torch.Tensor):
@@ -174,8 +181,30 @@ def slots_of(
         )
 
 
+def stacked_slots_of(name: str, stack: Weight, own: Share, parts: tuple[str, ...]) -> NamedSlots:
+    """`slots_of` a checkpoint's stack of which this rank has some matrices whole.
+
+    Args:
+        own: The matrices that this rank has.
+    """
+    for suffix, tensor in _suffixed(stack):
+        own_parts = tuple(f"{part}{suffix}" for part in parts)
+        yield f"{name}{suffix}", WeightSlot.of_runs(tensor, (own,), 0, own_parts)
+
+
+def empty_slots_of(name: str, like: Weight) -> NamedSlots:
+    """`slots_of` a checkpoint's weight of which this rank takes nothing; `like` has its shape."""
+    for suffix, tensor in _suffixed(like):
+        nothing = Share(0, 0, len(tensor))
+        yield f"{name}{suffix}", WeightSlot.of(tensor[:0], nothing)
+
+
 def alternating_slots_of(
-    name: str, weight: Weight, outputs: Share, parts: tuple[str, ...]
+    name: str,
+    weight: Weight,
+    outputs: Share,
+    parts: tuple[str, ...],
+    lead: Share | None = None,
 ) -> NamedSlots:
     """`slots_of` a checkpoint's weight in which the outputs of several weights alternate, which lie
     one after the other in memory.
@@ -183,19 +212,15 @@ def alternating_slots_of(
     Args:
         weight: This rank's part, `[..., count * outputs, inputs]`; scales of single outputs.
         outputs: This rank's outputs of one of them.
+        lead: This rank's part of the first dimension; None: all.
     """
-    tensors = (
-        [("", weight)]
-        if isinstance(weight, torch.Tensor)
-        else [(suffix, tensor) for suffix, tensor, _ in _tensors(weight)]
-    )
     dim = len(weight.shape) - 2
-    for suffix, tensor in tensors:
+    for suffix, tensor in _suffixed(weight):
         assert tensor.shape[dim] == weight.shape[dim], "a scale belongs to one output"
-        *lead, _, columns = tensor.shape
-        by_output = tensor.view(*lead, -1, outputs.size, columns).transpose(dim, dim + 1)
+        *before, _, columns = tensor.shape
+        by_output = tensor.view(*before, -1, outputs.size, columns).transpose(dim, dim + 1)
         own = tuple(f"{part}{suffix}" for part in parts)
-        yield f"{name}{suffix}", WeightSlot.of_alternating(by_output, outputs, dim, own)
+        yield f"{name}{suffix}", WeightSlot.of_alternating(by_output, outputs, dim, own, lead)
 
 
 def weight_shape(slot: WeightSlot) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
+from sglang.srt.layers.token_exchange import TokenExchange
 from sglang.srt.layers.weight_format import WeightFormats
 from sglang.srt.mem_cache.device.state_spec import RankShare, RankSplit
 
@@ -44,6 +45,19 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRanks:
+    """The ranks that share the routed experts, where these are not split like other layers."""
+
+    group: TensorGroup
+    """All ranks of the server."""
+    is_whole: bool
+    """True if each rank has some experts whole (expert parallelism); else each has some features of
+    every expert."""
+    exchange: TokenExchange | None
+    """How tokens of other ranks come; None: all ranks have the same tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlacement:
     """Dtype, device, ranks and name of a layer's weights."""
 
@@ -55,6 +69,8 @@ class TensorPlacement:
     """Prefix of the layer's tensor names in a checkpoint, without the last dot."""
     formats: WeightFormats | None = None
     """Formats of the checkpoint's quantized weights; None: every weight in memory has `dtype`."""
+    experts: ExpertRanks | None = None
+    """None: the routed experts' features are split over `tp_group`."""
 
     @property
     def tp_rank(self) -> int:
@@ -167,6 +183,8 @@ class WeightSlot:
     alternating: int = 1
     """Number of tensors whose elements alternate along `dim`. If there are several, `dest` has one
     more dimension of that size, after `dim`."""
+    lead: Share | None = None
+    """This rank's part of the first dimension, before `dim`; None: all."""
 
     @classmethod
     def of(cls, dest: torch.Tensor, share: Share | None = None, dim: int = 0) -> WeightSlot:
@@ -190,23 +208,32 @@ class WeightSlot:
 
     @classmethod
     def of_alternating(
-        cls, dest: torch.Tensor, share: Share, dim: int, parts: tuple[str, ...] = ()
+        cls,
+        dest: torch.Tensor,
+        share: Share,
+        dim: int,
+        parts: tuple[str, ...] = (),
+        lead: Share | None = None,
     ) -> WeightSlot:
         """A slot for several tensors whose elements alternate along `dim` of the checkpoint's.
 
         Args:
             dest: `[..., own, count, ...]`: this rank's elements of dimension `dim`, of each tensor.
             share: This rank's part of that dimension of one tensor.
+            lead: See `lead` above; `dim` is not 0.
         """
         own, count = dest.shape[dim : dim + 2]
         assert own == share.size, (dest.shape, dim, share)
-        shape = (*dest.shape[:dim], share.total * count, *dest.shape[dim + 2 :])
-        return cls(dest, shape, dim, (share.times(count),), parts, count)
+        shape = [*dest.shape[:dim], share.total * count, *dest.shape[dim + 2 :]]
+        if lead is not None:
+            shape[0] = lead.total
+        return cls(dest, tuple(shape), dim, (share.times(count),), parts, count, lead)
 
     @property
     def is_split(self) -> bool:
         """True if this rank takes less than the whole tensor."""
-        return any(share.size < share.total for share in self.shares)
+        leads = () if self.lead is None else (self.lead,)
+        return any(share.size < share.total for share in (*self.shares, *leads))
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -238,6 +265,8 @@ class WeightSlot:
         """Copy this rank's part of a checkpoint tensor of `shape`, any dtype, any device. Nothing
         else of it is read."""
         index = [slice(None)] * len(self.shape)
+        if self.lead is not None:
+            index[0] = slice(self.lead.begin, self.lead.end)
         if not self.shares:
             self.dest.copy_(whole[tuple(index)].expand(self.dest.shape))
             return

@@ -125,14 +125,17 @@ class CudaGraphRunner:
         is_long = self._least_context == 1 or min(forward_batch.seq_lens_cpu) >= self._least_context
         return forward_batch.forward_mode.is_decode() and is_small and is_long
 
-    def replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+    def replay(self, forward_batch: ForwardBatch, at_least: int = 0) -> LogitsProcessorOutput:
         """Run a decode step.
+
+        Args:
+            at_least: Run the graph for so many requests, if the batch has fewer.
 
         Returns:
             Logits that the next replay overwrites.
         """
         count = forward_batch.batch_size
-        size = self._batch_sizes[bisect.bisect_left(self._batch_sizes, count)]
+        size = self._batch_sizes[bisect.bisect_left(self._batch_sizes, max(count, at_least))]
         # Layers are loaded in order, so the last layer's load ends last.
         self._loaded_last.wait_for_layer(self._loaded_last.end_layer)
         if count < size:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
     init_mooncake_custom_mem_pool,
 )
@@ -26,7 +24,6 @@ from sglang.srt.distributed.parallel_state import (
     init_distributed_environment,
     initialize_model_parallel,
 )
-from sglang.srt.distributed.rendezvous import Rendezvous
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.attention_registry import create_attention_backends
@@ -56,64 +53,18 @@ from sglang.srt.model_executor.cuda_graph_runner import (
     estimate_graph_bytes,
     graph_batch_sizes,
 )
+from sglang.srt.model_executor.expert_ranks import expert_ranks
 from sglang.srt.model_executor.extend_graph_runner import TOKEN_COUNTS, ExtendGraphRunner
 from sglang.srt.model_executor.graph_capture import uncaptured
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig
 from sglang.srt.model_executor.warm_up import run_step, warm_up_batches, warm_up_masks
 from sglang.srt.model_loader.loader import build_model, load_weights
 from sglang.srt.model_loader.weight_seed import register_weights
-from sglang.srt.model_loader.weight_source import LoadConfig, SeedAddress
+from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.srt.models.causal_lm import attention_layers
 from sglang.srt.utils.progress import progress_bar
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedTransferEngine:
-    """Arguments for this process's Transfer Engine; see `MooncakeTransferEngine`."""
-
-    hostname: str
-    gpu_id: int | None = None
-    ib_device: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRunnerConfig:
-    """Settings of a runner, as plain values."""
-
-    model_config: ModelConfig
-    device: str = "cpu"
-    kv_cache_dtype: str = "auto"
-    """One of the device's `DeviceKind.kv_cache_dtypes`; "auto" is the model's own."""
-    page_size: int = 1
-    attention_backend: str | None = None
-    """Name of the backend; None: the default for the device."""
-    load_format: str = "auto"
-    random_seed: int = 0
-    """Seed of `dummy` weights."""
-    seed_instance: SeedAddress | None = None
-    """The seed of `remote_instance` weights."""
-    offers_weights: bool = False
-    """If true, peers may read the weights; needs a `transfer_engine`."""
-    rendezvous: Rendezvous | None = None
-    """Rendezvous of the server's ranks; None: this is the only rank."""
-    attn_cp_size: int = 1
-    attn_dp_size: int = 1
-    """Sizes of the groups of ranks; see `parallel_state`."""
-    gpu_id: int | None = None
-    """Index of the device; None: the current device."""
-    tp_group: TensorGroup | None = None
-    """The ranks that split the model's layers; None: the world's attention TP group."""
-    cp_group: TensorGroup | None = None
-    """The ranks that split the tokens of prefills; None: the world's attention CP group."""
-    show_progress: bool = True
-    disable_cuda_graph: bool = False
-    cuda_graph_max_bs: int | None = None
-    """Largest batch whose decoding is captured; None: `max_running_requests`, 256 at most."""
-    num_draft_tokens: int = 1
-    """Tokens of a decode step for each request; above 1 the model has its draft layer."""
-    transfer_engine: SharedTransferEngine | None = None
-    """Engine of features that transfer this process's memory; None: no such feature is on."""
 
 
 class ModelRunner:
@@ -129,6 +80,7 @@ class ModelRunner:
         model_config: The model's configuration.
         tp_group: The ranks that split the model's layers.
         cp_group: The ranks with the same share of the layers, which split the tokens of prefills.
+        experts: The ranks that share the routed experts; None: the `tp_group` splits them.
         state_specs: Specs of the state that the model caches per token and per prefix.
         attn_backends: The attention backend of each kind of the model's layers.
         req_to_token_pool: Slots of each running request; after `init_memory_pool`.
@@ -172,6 +124,7 @@ class ModelRunner:
             seed_instance=config.seed_instance,
             device=config.device,
             tp_group=self.tp_group,
+            experts=self.experts,
             show_progress=self.shows_progress,
         )
         self.model = build_model(config.model_config, load_config)
@@ -228,6 +181,7 @@ class ModelRunner:
                 get_attention_tp_group().open_symmetric_memory(own)
             self.tp_group = config.tp_group or get_attention_tp_group()
             self.cp_group = config.cp_group or get_attention_cp_group()
+        self.experts = config.experts or expert_ranks(config)
         self.shows_progress = config.show_progress and (rendezvous is None or not rendezvous.rank)
 
     def init_shared_mooncake_transfer_engine(self) -> None:

@@ -71,6 +71,7 @@ def build_model(model_config: ModelConfig, load_config: LoadConfig) -> CausalLM:
         device=load_config.device,
         tp_group=load_config.tp_group,
         formats=formats,
+        experts=load_config.experts,
     )
     with torch.inference_mode():
         model = MODEL_CLASSES[model_config.architecture](model_config, placement)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.layers.layer_weight import SCALES, ZEROS, weight_shape
-from sglang.srt.layers.placement import WeightSlot, slots_in
+from sglang.srt.layers.placement import ExpertRanks, WeightSlot, slots_in
 from sglang.srt.layers.quantization.quantized_tensor import QuantizedTensor
 from sglang.srt.layers.weight_format import FormatOf
 from sglang.srt.models.causal_lm import CausalLM
@@ -44,6 +44,8 @@ class LoadConfig:
     device: str = "cpu"
     tp_group: TensorGroup = field(default_factory=SingleTensorGroup)
     """The ranks that split the model's layers."""
+    experts: ExpertRanks | None = None
+    """See `TensorPlacement.experts`."""
     show_progress: bool = True
 
 
@@ -123,16 +125,17 @@ class WeightSlots:
         return dict(self._empty)
 
     def take_all(self) -> Iterator[tuple[str, WeightSlot]]:
-        """Take each empty slot. The caller fills a slot, perhaps with `fill_quantized`, before it
-        takes the next."""
+        """Take each empty slot, and yield it unless other ranks have all of its tensor. The caller
+        fills a slot, perhaps with `fill_quantized`, before it takes the next."""
         for name, slot in list(self._empty.items()):
             if name in self._empty:
                 self._take((name,))
-                yield name, slot
+                if slot.dest.numel():
+                    yield name, slot
 
     def take(self, name: str, shape: tuple[int, ...] | None, file: Path | str) -> WeightSlot | None:
         """Take the slot of a checkpoint tensor, to be filled now or filled just before. None: the
-        model does not need the tensor.
+        model does not need the tensor, or other ranks take all of it.
 
         Args:
             shape: Shape of the whole tensor, or of the weight that it encodes; None: not checked.
@@ -168,7 +171,11 @@ class WeightSlots:
                 f"{list(wanted)}: the weights and config.json are not of the same model"
             )
         self._take(names)
-        return slot
+        if slot.dest.numel():
+            return slot
+        for suffix in (SCALES, ZEROS):
+            self._take_beside(name + suffix)
+        return None
 
     def fill_quantized(self, name: str, slot: WeightSlot, weight: QuantizedTensor) -> None:
         """Fill a slot with a quantized weight: as it is stored, together with the slots of its

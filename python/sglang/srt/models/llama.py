@@ -20,6 +20,7 @@ from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import QKNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, compute_logits
+from sglang.srt.layers.moe.distributed_experts import DistributedExperts
 from sglang.srt.layers.moe.sparse_moe import SparseMoeBlock, SparseMoeOptions
 from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import LayerStep, RadixAttention
@@ -289,6 +290,9 @@ class LlamaModel(torch.nn.Module):
             for i in range(config.num_hidden_layers)
         ]
         self.layers = torch.nn.ModuleList(self.decoder_layers)
+        for part in self.decoder_layers[-1].modules():
+            if isinstance(part, DistributedExperts):
+                part.is_last = True
         self.norm = options.norm(
             config.hidden_size, config.rms_norm_eps, placement=placement.at(options.norm_name)
         )

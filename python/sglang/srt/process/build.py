@@ -44,11 +44,7 @@ from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.held_pages import HeldPages
-from sglang.srt.model_executor.model_runner import (
-    ModelRunner,
-    ModelRunnerConfig,
-    SharedTransferEngine,
-)
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_sizing import (
     DeviceMemory,
     memory_parts,
@@ -56,6 +52,7 @@ from sglang.srt.model_executor.pool_sizing import (
     size_pools,
     size_running_requests,
 )
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig, SharedTransferEngine
 from sglang.srt.model_loader.weight_files import config_values
 from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.model_loader.weight_source import SeedAddress

@@ -21,11 +21,8 @@ from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
 from sglang.srt.distributed.device_context import require_device_set
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.model_executor import model_runner
-from sglang.srt.model_executor.model_runner import (
-    ModelRunner,
-    ModelRunnerConfig,
-    SharedTransferEngine,
-)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig, SharedTransferEngine
 from sglang.test.ci.ci_register import register_cpu_ci, register_npu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")

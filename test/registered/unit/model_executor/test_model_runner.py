@@ -15,7 +15,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.layers.forward_batch_info import compute_extend_positions
 from sglang.srt.model_executor import model_runner
-from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")

@@ -11,7 +11,8 @@ import torch
 from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig
 from sglang.srt.model_executor.warm_up import (
     run_step,
     warm_up_batches,

@@ -22,7 +22,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
-from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")

@@ -17,8 +17,9 @@ from sglang.planning.model_costs import costs_of_rank, kept_formats, parameters_
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR, GB
 from sglang.srt.mem_cache.device.state_spec import bytes_per_token
-from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_sizing import memory_parts
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")

@@ -17,7 +17,8 @@ from sglang.srt.distributed.rank_group import SingleRank
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
-from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerConfig
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig
 from sglang.srt.process.build import (
     build_scheduler,
     check_model_flags,

@@ -12,12 +12,14 @@ from sglang.srt.layers.activation import activate_by
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layer_weight import (
     alternating_slots_of,
+    empty_slots_of,
     kept_format,
     matrices_of,
     new_weight,
     rows_of,
     share_for,
     slots_of,
+    stacked_slots_of,
 )
 from sglang.srt.layers.linear import apply_linear
 from sglang.srt.layers.placement import (
@@ -48,7 +50,11 @@ class RoutedExperts(WeightedLayer):
     no gate.
 
     Each rank has some intermediate features of every expert, and computes a partial sum of the
-    output, as in `RowParallelLinear`.
+    output, as in `RowParallelLinear`; or it has some experts whole, if the placement says so.
+
+    Attributes:
+        own: The experts of which this rank has some features.
+        features: The features that it has of them.
     """
 
     def __init__(
@@ -73,9 +79,13 @@ class RoutedExperts(WeightedLayer):
             a checkpoint, and plain ones have the inputs before the outputs.
 
         Raises:
-            ValueError: The ranks do not divide the intermediate size.
+            ValueError: The ranks do not divide the intermediate size, or the experts.
         """
         super().__init__(placement)
+        ranks = placement.experts
+        is_whole = ranks is not None and ranks.is_whole
+        if ranks is not None:
+            placement = replace(placement, tp_group=ranks.group)
         assert num_experts <= torch.iinfo(torch.int16).max
         self.num_experts, self.activation = num_experts, activation
         self.has_bias, self._has_alternating_stacks = has_bias, has_alternating_stacks
@@ -85,23 +95,29 @@ class RoutedExperts(WeightedLayer):
         if not self.is_gated:
             # No kernel takes their weights with scales.
             placement = replace(placement, formats=None)
-        self.features = placement.share(intermediate_size, "features of an expert")
-        hidden, lead = Share(0, hidden_size, hidden_size), (num_experts,)
+        hidden = Share(0, hidden_size, hidden_size)
         # Kernels take both weights in the same format.
         quantized = self._quantized_names(placement)
-        self.features = share_for(placement, quantized, self.features)
+        if is_whole:
+            self.own = placement.share(num_experts, "experts")
+            self.features = Share(0, intermediate_size, intermediate_size)
+        else:
+            self.own = Share(0, num_experts, num_experts)
+            self.features = placement.share(intermediate_size, "features of an expert")
+            self.features = share_for(placement, quantized, self.features)
+        count, lead = self.own.size, (self.own.size,)
         format_ = kept_format(placement, quantized, hidden, self.features)
         inner = [self.features for _ in self._firsts]
         self.gate_up = new_weight(self, "gate_up", placement, format_, inner, hidden, lead=lead)
         self.down = new_weight(self, "down", placement, format_, [hidden], self.features, lead=lead)
         self.gate_up_bias: torch.nn.Parameter | None = None
         self.down_bias: torch.nn.Parameter | None = None
-        """`[num_experts, hidden_size]` on the first rank, which alone adds it; else without
-        columns."""
+        """`[own.size, hidden_size]` on the rank that adds it: the first one, if ranks split
+        features; else without columns."""
         if has_bias:
-            self.gate_up_bias = placement.empty(num_experts, len(inner) * self.features.size)
-            columns = hidden_size if placement.tp_rank == 0 else 0
-            self.down_bias = placement.empty(num_experts, columns)
+            self.gate_up_bias = placement.empty(count, len(inner) * self.features.size)
+            columns = hidden_size if is_whole or placement.tp_rank == 0 else 0
+            self.down_bias = placement.empty(count, columns)
         self._hidden = hidden
         self._kernels = fused_kernels(placement.device)
 
@@ -131,7 +147,8 @@ class RoutedExperts(WeightedLayer):
         Args:
             x: `[num_tokens, hidden_size]`.
             weights: fp32 `[num_tokens, top_k]`.
-            ids: `[num_tokens, top_k]`, any integer dtype; no token has an expert twice.
+            ids: `[num_tokens, top_k]`, any integer dtype; no token has an expert twice. They count
+                from this rank's first expert; from `own.size` on they are other ranks'.
 
         Returns:
             `[num_tokens, hidden_size]` of the dtype of `x`.
@@ -146,6 +163,7 @@ class RoutedExperts(WeightedLayer):
                 self.down,
                 activation=self.activation,
                 biases=self.biases,
+                num_experts=self.num_experts,
             )
         run = self._one_by_one if x.is_cpu else self._dense
         return run(x, weights, ids)
@@ -163,10 +181,10 @@ class RoutedExperts(WeightedLayer):
         order = flat_ids.argsort(stable=True)
         tokens = order.div(ids.shape[1], rounding_mode="floor")
         scales = weights.flatten()[order].unsqueeze(1)
-        counts: list[int] = flat_ids.bincount(minlength=self.num_experts).tolist()
+        counts: list[int] = flat_ids.bincount(minlength=self.own.size).tolist()
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         begin = 0
-        for expert, count in enumerate(counts):
+        for expert, count in enumerate(counts[: self.own.size]):
             if not count:
                 continue
             end = begin + count
@@ -178,7 +196,7 @@ class RoutedExperts(WeightedLayer):
     def _dense(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """All experts for all tokens, for accelerators without fused kernels."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in range(self.num_experts):
+        for expert in range(self.own.size):
             scales = weights.where(ids == expert, 0.0).sum(dim=1, keepdim=True)
             result = self._run(expert, x)
             # An expert may overflow for a token that does not use it, and 0 times infinity is NaN.
@@ -198,17 +216,36 @@ class RoutedExperts(WeightedLayer):
     def weight_slots(self) -> NamedSlots:
         size, own = self.features.size, (self.features,)
         pairs = zip(matrices_of(self.gate_up), matrices_of(self.down), strict=True)
-        for expert, (gate_up, down) in enumerate(pairs):
+        for expert, (gate_up, down) in enumerate(pairs, self.own.begin):
             *firsts, last = self._names(expert)
             for nth, name in enumerate(firsts):
                 yield from slots_of(name, rows_of(gate_up, nth * size, (nth + 1) * size), own)
             yield from slots_of(last, down, inputs=self.features)
             if self.gate_up_bias is not None and self.down_bias is not None:
                 *firsts, last = self._names(expert, "bias")
-                runs = self.gate_up_bias[expert].chunk(len(firsts))
+                place = expert - self.own.begin
+                runs = self.gate_up_bias[place].chunk(len(firsts))
                 for name, bias in zip(firsts, runs, strict=True):
                     yield name, WeightSlot.of_runs(bias, own)
-                yield last, self._slot_of_down_bias(self.down_bias[expert])
+                yield last, self._slot_of_down_bias(self.down_bias[place])
+        yield from self._empty_slots()
+
+    def _empty_slots(self) -> NamedSlots:
+        """Slots of the experts that other ranks have whole, which take nothing."""
+        if self.own.size == self.num_experts:
+            return
+        first, down = next(matrices_of(self.gate_up)), next(matrices_of(self.down))
+        first = rows_of(first, 0, self.features.size)
+        for expert in (*range(self.own.begin), *range(self.own.end, self.num_experts)):
+            *firsts, last = self._names(expert)
+            for name in firsts:
+                yield from empty_slots_of(name, first)
+            yield from empty_slots_of(last, down)
+            if self.gate_up_bias is not None and self.down_bias is not None:
+                *firsts, last = self._names(expert, "bias")
+                for name in firsts:
+                    yield from empty_slots_of(name, self.gate_up_bias[0, : self.features.size])
+                yield from empty_slots_of(last, self.down_bias[0])
 
     def stacked_slots(self) -> NamedSlots:
         if self._has_alternating_stacks:
@@ -216,6 +253,10 @@ class RoutedExperts(WeightedLayer):
             return
         first, last = self._stacks()
         firsts, lasts = self._parts("weight")
+        if self.own.size < self.num_experts:
+            yield from stacked_slots_of(first, self.gate_up, self.own, firsts)
+            yield from stacked_slots_of(last, self.down, self.own, lasts)
+            return
         shares = tuple(self.features for _ in self._firsts)
         yield from slots_of(first, self.gate_up, shares, parts=firsts)
         yield from slots_of(last, self.down, inputs=self.features, parts=lasts)
@@ -225,26 +266,33 @@ class RoutedExperts(WeightedLayer):
         `[num_experts, features, hidden_size]`, or blocks with the outputs before the inputs; biases
         without the inputs."""
         count = len(self._firsts)
+        own = None if self.own.size == self.num_experts else self.own
         first, last = self._stacks()
         firsts, lasts = self._parts("weight")
         yield from alternating_slots_of(
-            f"{first}{BLOCKS}", self.gate_up, self.features, parts=firsts
+            f"{first}{BLOCKS}", self.gate_up, self.features, firsts, own
         )
-        yield from slots_of(f"{last}{BLOCKS}", self.down, inputs=self.features, parts=lasts)
+        blocks = f"{last}{BLOCKS}"
+        if own is None:
+            yield from slots_of(blocks, self.down, inputs=self.features, parts=lasts)
+        else:
+            yield from stacked_slots_of(blocks, self.down, own, lasts)
         if isinstance(self.gate_up, torch.Tensor) and isinstance(self.down, torch.Tensor):
-            # `[num_experts, hidden_size, features, count]`
+            # `[own.size, hidden_size, features, count]`
             by_feature = torch.unflatten(self.gate_up, 1, (count, -1)).permute(0, 3, 2, 1)
-            yield first, WeightSlot.of_alternating(by_feature, self.features, 2, firsts)
+            yield first, WeightSlot.of_alternating(by_feature, self.features, 2, firsts, own)
             down = self.down.transpose(1, 2)
-            yield last, WeightSlot.of_runs(down, (self.features,), 1, lasts)
+            share, dim = (self.features, 1) if own is None else (own, 0)
+            yield last, WeightSlot.of_runs(down, (share,), dim, lasts)
         if self.gate_up_bias is not None and self.down_bias is not None:
             firsts, lasts = self._parts("bias")
             by_feature = torch.unflatten(self.gate_up_bias, 1, (count, -1)).transpose(1, 2)
-            yield (
-                f"{first}_bias",
-                WeightSlot.of_alternating(by_feature, self.features, 1, firsts),
-            )
-            yield f"{last}_bias", self._slot_of_down_bias(self.down_bias, lasts)
+            slot = WeightSlot.of_alternating(by_feature, self.features, 1, firsts, own)
+            yield f"{first}_bias", slot
+            slot = self._slot_of_down_bias(self.down_bias, lasts)
+            if own is not None:
+                slot = WeightSlot.of_runs(self.down_bias, (own,), 0, lasts)
+            yield f"{last}_bias", slot
 
     def _slot_of_down_bias(self, bias: torch.Tensor, parts: tuple[str, ...] = ()) -> WeightSlot:
         """The slot of a part of `down_bias`. Only the first rank has columns of it."""

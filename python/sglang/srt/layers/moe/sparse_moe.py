@@ -12,6 +12,7 @@ from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.activation import GatedMLP, SquaredReluMLP
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import MergedColumnParallelLinear, apply_linear
+from sglang.srt.layers.moe.distributed_experts import DistributedExperts
 from sglang.srt.layers.moe.experts import EXPERT_NAMES, ExpertNames, RoutedExperts
 from sglang.srt.layers.placement import (
     NamedSlots,
@@ -226,7 +227,8 @@ class SparseMoeBlock(torch.nn.Module):
         hidden_size, shared = options.hidden_size, options.shared
         self._group = placement.tp_group
         self.gate = Router(options, placement)
-        self.experts = RoutedExperts(
+        make_experts = RoutedExperts if placement.experts is None else DistributedExperts
+        self.experts = make_experts(
             options.router.num_experts,
             options.latent_size or hidden_size,
             options.intermediate_size,
@@ -299,6 +301,8 @@ class SparseMoeBlock(torch.nn.Module):
         both: tuple[Weight, Weight] | None = None
         if not experts.is_gated or self.to_latent is not None:
             return None
+        if isinstance(experts, DistributedExperts):
+            return None  # Others' tokens come, or some experts are elsewhere.
         if shared is not None:
             assert isinstance(shared, GatedMLP), "of the same kind as the others"
             both = shared.gate_up_proj.weight, shared.down_proj.weight
@@ -311,6 +315,11 @@ class SparseMoeBlock(torch.nn.Module):
             activation=experts.activation,
             biases=experts.biases,
         )
+
+    def run_idle(self) -> None:
+        """Take part in a step in which this rank's DP group has no tokens."""
+        assert isinstance(self.experts, DistributedExperts), "else the group runs by itself"
+        self.experts.run_idle(self.gate.options.top_k)
 
     def forward(
         self, x: torch.Tensor | RoundedRows, residual: torch.Tensor
