@@ -20,7 +20,7 @@ COMMANDS: Final[dict[str, tuple[str, ...]]] = {
     "storage": ("backends", "keys", "full"),
     "multiturn": (),
     "words-by-tier": ("same", "recall"),
-    "ranks": ("collectives", "context-parallel"),
+    "ranks": ("collectives", "context-parallel", "dp-steps"),
     "remote-weights": ("tcp", "nvlink"),
     "transfer": ("engine", "heads", "limits", "tickets"),
     "gpu-forward": ("steps", "attention", "kernels"),

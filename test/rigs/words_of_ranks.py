@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from rigs.drafts.guesses import guess_in_rank
 from rigs.models.tiny_models import save_tiny_checkpoint
@@ -31,8 +31,13 @@ FAMILIES: Final = {
     "nemotron_h": {**HEADS, "n_groups": 2, "chunk_size": 64},
     "gpt_oss": HEADS,
 }
+WITH_SAME_LAYERS: Final = {"glm4_moe": HEADS, "deepseek_v3": LATENT, "qwen3_5_moe": DELTA}
+"""Further families with experts, whose ranks split layers as one of FAMILIES does."""
 DRAFTING: Final = ("deepseek_v32",)
 IDS: Final = prompt(1, 200)
+_WITH_STATES: Final = (
+    "kimi_linear", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "gpt_oss"
+)  # fmt: skip
 PAGE: Final = 16
 WHOLE: Final = 192
 """Tokens of the whole pages of IDS."""
@@ -57,7 +62,7 @@ def flags(
         "hicache-storage-backend-extra-config": json.dumps({"prefetch_threshold": PAGE}),
         "hicache-ratio": 4,
     }
-    if family in ("kimi_linear", "qwen3_next", "qwen3_5", "nemotron_h", "gpt_oss"):
+    if family in _WITH_STATES:
         words["max-mamba-cache-size"] = 24
     return [
         "--enable-hierarchical-cache",
@@ -128,6 +133,51 @@ def assert_same_words(
             check(found[1])
         assert found[0] == expected[0], told
         assert differences(found[1], expected[1], TOLERANCE) == [], told
+
+
+class Layout(NamedTuple):
+    """Ranks of a server: DP groups, and ranks with whole experts."""
+
+    size: int
+    dp: int = 1
+    ep: int = 1
+
+
+def assert_layouts_say_the_same(
+    directory: Path, family: str, layouts: Sequence[Layout], *more: str
+) -> None:
+    """Assert that servers of all layouts say what one rank says.
+
+    Args:
+        directory: An empty folder, for the model and the stores.
+        family: One of FAMILIES or WITH_SAME_LAYERS.
+        more: Further flags of all layouts but the single rank.
+    """
+    model = directory / "model"
+    sizes = FAMILIES.get(family) or WITH_SAME_LAYERS[family]
+    save_tiny_checkpoint(model, family, mtp=family in DRAFTING, **sizes)
+    expected: tuple[list[int], Results] | None = None
+    for layout in (Layout(1), *layouts):
+        env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(directory / f"store {layout}")}
+        words = flags(family, layout.size)
+        words += ["--attn-dp-size", str(layout.dp), "--ep-size", str(layout.ep)]
+        if layout.size > 1:
+            words += more
+        with ForkedServer(*words, env=env, model=str(model)) as server:
+            cold, found = ask(server)
+            assert found == (0, 0, 0)
+            for dp_rank in range(layout.dp):
+                again = server.generate(IDS, sampling=GREEDY, routed_dp_rank=dp_rank)
+                assert again.output_ids == cold, (layout, dp_rank)
+            results = battery(server)
+            server.flush()
+            assert ask(server) == (cold, SOURCES["L3"])
+            assert server.stop() == 0
+        if expected is None:
+            expected = cold, results
+            check(results)
+        assert cold == expected[0], layout
+        assert differences(results, expected[1], TOLERANCE) == [], layout
 
 
 def check(results: Results) -> None:

@@ -22,14 +22,15 @@ from sglang.srt.utils.network import wait_until
 from sglang.srt.utils.process import is_alive
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=60, suite="base-b-test-cpu")
 
 END_S: Final = 40.0
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("qwen3", **FAMILIES["qwen3"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def model(tiny_model: Callable[..., Path], request: pytest.FixtureRequest) -> Path:
+    """Groups of the second one step together."""
+    return tiny_model(request.param, **FAMILIES[request.param])
 
 
 def server_of(

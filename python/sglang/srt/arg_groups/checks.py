@@ -87,6 +87,7 @@ def _ranges(args: ServerFlags) -> Iterator[tuple[str, bool, str]]:
         "attn_cp_size",
         "attn_dp_size",
         "dp_size",
+        "ep_size",
         "nnodes",
     ):
         value = getattr(args, field)
@@ -182,6 +183,7 @@ def check_parallelism(args: ServerFlags) -> Iterator[str]:
             "ranks of one server"
         )
     yield from _check_dp(args)
+    yield from _check_ep(args)
     if num_dp_groups(args) == 1 and args.tp_size % args.attn_cp_size:
         yield (
             f"--attn-cp-size {args.attn_cp_size} does not divide --tp-size {args.tp_size}: the "
@@ -266,6 +268,24 @@ def _check_dp(args: ServerFlags) -> Iterator[str]:
             "--load-balance-method follow_bootstrap_room: it is for prefill servers, which have "
             f"no {given} yet: use another method"
         )
+
+
+def _check_ep(args: ServerFlags) -> Iterator[str]:
+    """Refuse sizes of expert parallelism other than all ranks, and what does not work with it."""
+    size = args.ep_size
+    if size == 1:
+        return
+    if size != args.tp_size:
+        yield (
+            f"--ep-size {size}: experts are whole on all ranks or on none: give 1, or as many as "
+            f"--tp-size, {args.tp_size}"
+        )
+    for is_used, feature in (
+        (args.attn_cp_size > 1, f"--attn-cp-size {args.attn_cp_size}"),
+        (offers_weights(args), "weights that one server reads from another"),
+    ):
+        if is_used:
+            yield f"--ep-size {size} does not work with {feature} yet: leave one of them out"
 
 
 def _sizes_that_work(args: ServerFlags, size: int, given: str) -> str:

@@ -94,7 +94,7 @@ SGLANG_FLAGS: Final = (
         enable_shared_experts_attn_tp enable_dense_mlp_attn_tp enable_cp_decode_attn_tp
         enable_layernorm_sp enable_megamoe_for_layernorm_sp enable_tp_lm_head_all_to_all
         enable_dsa_cache_layer_split enable_kv_cache_sharding"""),
-    _row(_NEVER, "expert parallelism", """ep_size=1 ep=1 expert_parallel_size=1 enable_ep_moe
+    _row(_NEVER, "expert parallelism in other ways than --ep-size", """enable_ep_moe
         moe_a2a_backend=none elastic_ep_backend=none max_ep_size=1 fuseep_mode=2 enable_waterfill
         init_expert_location=trivial ep_num_redundant_experts=0 ep_* moe_* enable_eplb eplb_*
         enable_expert_* expert_* deepep_* enable_deepep_* elastic_ep_* enable_elastic_*

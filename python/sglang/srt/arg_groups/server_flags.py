@@ -257,6 +257,11 @@ class ServerFlags(
         aliases=("--attention-data-parallel-size",),
     )
     enable_dp_attention: bool = flag(False, "Implied by --attn-dp-size above 1.")
+    ep_size: int = flag(
+        1,
+        "Ranks that have some experts whole: all of --tp-size; 1: each has a part of every expert.",
+        aliases=("--ep", "--expert-parallel-size"),
+    )
     load_balance_method: str = flag(
         "auto",
         "How a group is chosen for a request; auto: by the longest prefix.",

@@ -197,6 +197,13 @@ class ShutdownReq(Message):
 # ---- scheduler -> server -------------------------------------------------------------------
 
 
+class StepCall(Message):
+    """One DP group to the others: take part in a step."""
+
+    number: int
+    """Which one it is: the groups count them together."""
+
+
 class ControlReqOutput(Message):
     """The answer to a `ControlReq`."""
 
@@ -378,6 +385,7 @@ ToScheduler: TypeAlias = (
     | GetWeightSeedReq
     | PDRoleSwitchReqInput
     | ShutdownReq
+    | StepCall
 )
 SchedulerOutput: TypeAlias = BatchTokenIDOutput | ControlReqOutput | HeldPagesReport
 """Messages of the first: to the detokenizer; of the others: to the server."""

@@ -44,6 +44,7 @@ from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.host.host_layout import check_layout_and_io
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.held_pages import HeldPages
+from sglang.srt.model_executor.grouped_runner import GroupedModelRunner
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_sizing import (
     DeviceMemory,
@@ -57,6 +58,7 @@ from sglang.srt.model_loader.weight_files import config_values
 from sglang.srt.model_loader.weight_seed import WeightSeed
 from sglang.srt.model_loader.weight_source import SeedAddress
 from sglang.srt.observability.engine_metrics import SchedulerMetrics, model_label
+from sglang.srt.process.dp_groups import check_experts, make_scheduler
 from sglang.srt.process.same_settings import check_same_settings
 from sglang.srt.speculative.eagle_worker import verification_bytes
 from sglang.srt.utils.hf_tokenizer import get_tokenizer
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.distributed.rendezvous import Rendezvous
     from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.messages.ipc import IpcAddresses
     from sglang.srt.process.tick_watchdog import TickWatchdog
     from sglang.srt.server_args import ServerArgs
 
@@ -98,12 +101,13 @@ def build_scheduler(
     server_args: ServerArgs,
     rendezvous: Rendezvous | None = None,
     watchdog: TickWatchdog | None = None,
+    ipc: IpcAddresses | None = None,
     on_joined: Callable[[], None] = lambda: None,
 ) -> BuiltScheduler:
     """Load the model, size and allocate the tiers, and make a scheduler for them.
 
     `server_args` must be resolved. If `rendezvous` is None, this rank is alone. `on_joined` is
-    called when the ranks have met, before loading begins.
+    called when the ranks have met, before loading begins. DP groups call each other at `ipc`.
 
     Raises:
         ValueError: One line that names the setting and the remedy.
@@ -121,7 +125,10 @@ def build_scheduler(
         if rendezvous is not None:
             check_same_settings(TorchRankGroup.of_world(), server_args)
 
-    runner = ModelRunner(
+    # Only experts are shared with other groups.
+    together = server_args.attn_dp_size > 1 and model_config.has_experts
+    make_runner = GroupedModelRunner if together else ModelRunner
+    runner = make_runner(
         runner_config(
             server_args,
             model_config,
@@ -131,13 +138,15 @@ def build_scheduler(
             rendezvous=rendezvous,
             attn_cp_size=server_args.attn_cp_size,
             attn_dp_size=server_args.attn_dp_size,
+            ep_size=server_args.ep_size,
             gpu_id=_gpu_of(server_args, rendezvous),
         ),
         joined,
     )
     group = SingleRank() if rendezvous is None else TorchRankGroup.of_dp_group()
     dp_rank = 0 if rendezvous is None else rendezvous.rank // group.size
-    tiers = init_pools(runner, server_args, group)
+    # Captured steps of all groups are of the same sizes.
+    tiers = init_pools(runner, server_args, TorchRankGroup.of_world() if together else group)
     # Before the tree: a captured step waits for no load, so L2 may not have joined the pools yet.
     worker = TpModelWorker(runner)
     role, remake_role, routes = _make_role(server_args, runner, group)
@@ -177,7 +186,7 @@ def build_scheduler(
         and not server_args.disable_overlap_schedule,
         tick_guard=nullcontext if watchdog is None else watchdog.guard,
     )
-    scheduler = Scheduler(server_args, resources)
+    scheduler = make_scheduler(server_args, resources, runner, dp_rank, ipc)
     limits = scheduler.state.limits
     details = {
         "max_total_num_tokens": limits.pool_tokens,
@@ -249,14 +258,9 @@ def on_this_machine(server_args: ServerArgs, detected: str) -> ServerArgs:
 
 def check_model_flags(server_args: ServerArgs, model_config: ModelConfig) -> None:
     """Warn of flags of recurrent states with a model that keeps none. Windows are such states,
-    except for their dtype. Raises ValueError if the model has experts, which DP groups would have
-    to share."""
-    if server_args.attn_dp_size > 1 and model_config.has_experts:
-        raise ValueError(
-            f"--attn-dp-size {server_args.attn_dp_size} does not work with experts yet, which "
-            f"{model_config.architecture} has: leave it at 1, and split heads and experts "
-            "(--tp-size)"
-        )
+    except for their dtype. Raises ValueError for flags of groups and experts that do not work with
+    this model."""
+    check_experts(server_args, model_config)
     if model_config.linear_attention_layers:
         return
     has_windows = bool(model_config.sliding_window_layers)

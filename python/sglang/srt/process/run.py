@@ -175,7 +175,7 @@ def run_scheduler_process(
     watchdog = TickWatchdog(server_args.watchdog_timeout)
     others = OtherRanks(rendezvous)
     try:
-        built = build_scheduler(server_args, rendezvous, watchdog, others.watch)
+        built = build_scheduler(server_args, rendezvous, watchdog, ipc, others.watch)
     except (ValueError, StorageUnavailable) as error:
         send_error(ready_pipe, f"{others.prefix()}{error}")
         raise SystemExit(1) from None

@@ -124,18 +124,13 @@ def test_a_command_line_that_is_changed_as_the_answer_says_is_accepted(name: str
     [
         ("DeepSeek, pure TP", []),
         ("HiCache on Mooncake", []),
-        (
-            "DeepSeek, DP attention",
-            [
-                "--ep: SGLang has it, this engine does not: expert parallelism; remove the flag",
-            ],
-        ),
+        ("DeepSeek, DP attention", []),
         ("Qwen3-Next", []),
         (
             "PD, DeepSeek on two nodes",
             [
-                "--moe-a2a-backend: SGLang has it, this engine does not: expert parallelism; "
-                "remove the flag",
+                "--moe-a2a-backend: SGLang has it, this engine does not: expert parallelism in "
+                "other ways than --ep-size; remove the flag",
                 "--enable-dp-attention --dp-size 8 does not work with --nnodes 2 yet: leave one of "
                 "them out",
                 "--enable-dp-attention --dp-size 8 does not work with --disaggregation-mode "
@@ -224,9 +219,9 @@ def test_an_engine_gets_the_same_judgement(caplog: pytest.LogCaptureFixture) -> 
     assert args == ServerArgs(model_path="dummy")
     assert "--decode-log-interval, --cuda-graph-bs" in caplog.text
     with pytest.raises(FlagErrors) as caught:
-        ServerArgs.from_kwargs(ep_size=2, pagesize=3, **ignored)
+        ServerArgs.from_kwargs(pp_size=2, pagesize=3, **ignored)
     assert [line.split(":")[0] for line in caught.value.lines] == [
-        "--ep-size", "unknown flag --pagesize; did you mean --page-size?",
+        "--pp-size", "unknown flag --pagesize; did you mean --page-size?",
     ]  # fmt: skip
 
 

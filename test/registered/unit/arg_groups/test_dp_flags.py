@@ -126,6 +126,39 @@ def test_the_events_of_a_group_have_the_ports_after_the_first() -> None:
     assert config.describe(16, dp_size=3)["dp_size"] == 3
 
 
+@pytest.mark.parametrize("flag", ["--ep-size", "--ep", "--expert-parallel-size"])
+def test_experts_are_whole_on_all_ranks_or_on_none(flag: str) -> None:
+    assert prepare_server_args(f"--tp 8 --attn-dp-size 4 {flag} 8".split()).ep_size == 8
+    assert prepare_server_args(f"--tp 8 {flag} 1".split()).ep_size == 1
+    assert refusals(f"--tp 8 {flag} 4") == [
+        "--ep-size 4: experts are whole on all ranks or on none: give 1, or as many as --tp-size, 8"
+    ]
+    assert refusals(f"--tp 2 {flag} 0") == ["--ep-size 0: must be at least 1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "feature"),
+    [
+        ("--attn-cp-size 2", "--attn-cp-size 2"),
+        (
+            "--remote-instance-weight-loader-start-seed-via-transfer-engine",
+            "weights that one server reads from another",
+        ),
+    ],
+)
+def test_whole_experts_are_refused_with_some_features(flags: str, feature: str) -> None:
+    assert refusals(f"--tp 4 --ep 4 {flags}") == [
+        f"--ep-size 4 does not work with {feature} yet: leave one of them out"
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--moe-a2a-backend deepep", "--ep-num-redundant-experts 4"])
+def test_other_ways_of_expert_parallelism_are_refused(flag: str) -> None:
+    (line,) = refusals(f"--tp 4 --ep 4 {flag}")
+    assert flag.split()[0] in line
+    assert "expert parallelism in other ways than --ep-size" in line
+
+
 def test_a_method_that_nobody_knows_is_refused() -> None:
     (line,) = refusals("--tp 2 --attn-dp-size 2 --load-balance-method best")
     assert line.startswith("--load-balance-method") and "round_robin" in line
