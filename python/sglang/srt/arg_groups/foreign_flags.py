@@ -96,8 +96,9 @@ SGLANG_FLAGS: Final = (
         enable_dsa_cache_layer_split enable_kv_cache_sharding"""),
     _row(_NEVER, "expert parallelism in other ways than --ep-size", """enable_ep_moe
         moe_a2a_backend=none elastic_ep_backend=none max_ep_size=1 fuseep_mode=2 enable_waterfill
-        init_expert_location=trivial ep_num_redundant_experts=0 ep_* moe_* enable_eplb eplb_*
-        enable_expert_* expert_* deepep_* enable_deepep_* elastic_ep_* enable_elastic_*
+        init_expert_location=trivial ep_num_redundant_experts=0 ep_dispatch_* moe_*
+        enable_eplb eplb_* enable_expert_* expert_* deepep_* enable_deepep_* elastic_ep_*
+        enable_elastic_*
         enable_fused_grouped_gemm_combine mooncake_ib_device"""),
     _row(_NEVER, "quantization at load", """quantization_* torchao_config modelopt_*
         quantize_and_serve rl_quant_profile enable_quant_communications

@@ -39,6 +39,7 @@ BODIES: Final[Mapping[Callable[..., Any], type[msgspec.Struct]]] = {
     control_routes.continue_generation: control_routes.ContinueBody,
     control_routes.start_profile: control_routes.ProfileBody,
     control_routes.stop_profile: control_routes.ContinueBody,
+    control_routes.switch_role: control_routes.RoleBody,
     serving_chat.chat_completions: ChatBody,
     serving_completions.completions: CompletionBody,
     responses: ResponsesBody,

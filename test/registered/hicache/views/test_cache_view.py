@@ -22,7 +22,9 @@ from rich.console import Console
 from rigs.servers.engine_server import ADMIN_KEY, EngineServer
 from rigs.servers.forked_servers import ForkedServer
 from sglang import hicache_top
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.environ import child_environment, envs
+from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.observability.engine_metrics import SchedulerLoad, SchedulerMetrics
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -219,9 +221,13 @@ def test_every_query_finds_its_metric_with_its_labels(server: EngineServer) -> N
     idle = SchedulerLoad(
         num_running=0, num_queued=0, pool_tokens=1, free_tokens=1, evictable_tokens=0
     )
-    # A server that drafts exports extra series.
-    drafts = SchedulerMetrics({"model_name": "drafts"}, num_drafts=3)
-    text = str(server.request("GET", "/metrics").body) + drafts.render(idle)
+    # A decode server that drafts, with a store of several nodes, exports extra series.
+    other = SchedulerMetrics({"model_name": "other"}, num_drafts=3)
+    names = "num_decode_transfer_queue_reqs", "num_decode_lingering_reqs"
+    other.of_role(DisaggregationMode.DECODE, dict.fromkeys(names, int))
+    other.of_reads(("transport",))
+    HiCacheMetrics(other.registry).set_storage(None, None, {"node": True})
+    text = str(server.request("GET", "/metrics").body) + other.render(idle)
     labels: dict[str, set[str]] = {"up": set()}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -25,11 +25,11 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
 
-@pytest.mark.parametrize("seed", [1, 2, 6])
+@pytest.mark.parametrize("seed", [1, 12, 6])
 def test_a_random_run_keeps_every_invariant(seed: int) -> None:
     outcome = RandomPd(seed).run(200, least_right=6)
     assert outcome.counts["decode: right"] >= 6
-    assert (outcome.counts["decode: accepted drafts"] > 0) == (seed == 2)
+    assert (outcome.counts["decode: accepted drafts"] > 0) == (seed == 12)
 
 
 def forget_the_reads(role: DecodeRole, req: Any, reason: Any) -> bool:
