@@ -40,7 +40,7 @@ UNIT_SUITES: Final = frozenset({"base-a-test-cpu"})
 """Suites whose files start no processes: one pytest runs many of them and imports torch once."""
 PROCESSES: Final = min(2, os.cpu_count() or 1)
 """Processes of a unit suite at the same time. More would cost more imports than they save."""
-PARTS: Final = 3 * PROCESSES
+PARTS: Final = 5 * PROCESSES
 """Parts of a unit suite, each in a process and within its time. Short ones leave a short end, in
 which one process runs by itself."""
 _PYTEST: Final = (sys.executable, "-m", "pytest", "-q")
