@@ -164,7 +164,8 @@ def test_captured_steps_run_for_the_largest_group(model: Path) -> None:
         assert [second.results[f"r{n}"].output_ids for n in range(3)] == expected[:3]
         steps = [step for step in first.agreement.steps if step is not None]
         sizes = {step.graph_rows for step in steps if max(step.tokens) < 20}
-        assert {1, 3} <= sizes <= {1, 2, 3}
+        # How many steps the first request has alone is up to the threads.
+        assert {3} <= sizes <= {1, 2, 3}
         assert any(0 in step.tokens for step in steps if step.graph_rows == 3), "an idle replay"
         assert all(step.graph_rows is None for step in steps if max(step.tokens) >= 20)
 
