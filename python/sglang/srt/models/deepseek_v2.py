@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+from transformers import PretrainedConfig
 
 from sglang.srt.configs.mla_config import IndexerConfig, MLAConfig
 from sglang.srt.configs.model_config import ModelConfig, positive_int
@@ -227,16 +228,22 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         hf = config.hf_config
         _check(getattr(hf, "topk_method", None), "topk_method", ("noaux_tc",))
         _check(getattr(hf, "scoring_func", None), "scoring_func", ("sigmoid",))
-        return RouterOptions(
-            num_experts=positive_int(hf, "n_routed_experts"),
-            top_k=positive_int(hf, "num_experts_per_tok"),
-            scoring="sigmoid",
-            renormalize=bool(hf.norm_topk_prob),
-            num_groups=positive_int(hf, "n_group"),
-            topk_groups=positive_int(hf, "topk_group"),
-            group_score="top2_sum",
-            routed_scaling_factor=float(hf.routed_scaling_factor),
-        )
+        return grouped_router(hf, "n_routed_experts")
+
+
+def grouped_router(hf: PretrainedConfig, num_experts: str) -> RouterOptions:
+    """A router by sigmoids, which chooses groups of experts first. `num_experts` is the name of
+    the field with the number of experts. Raises ValueError: a field is no positive integer."""
+    return RouterOptions(
+        num_experts=positive_int(hf, num_experts),
+        top_k=positive_int(hf, "num_experts_per_tok"),
+        scoring="sigmoid",
+        renormalize=bool(hf.norm_topk_prob),
+        num_groups=positive_int(hf, "n_group"),
+        topk_groups=positive_int(hf, "topk_group"),
+        group_score="top2_sum",
+        routed_scaling_factor=float(hf.routed_scaling_factor),
+    )
 
 
 class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):

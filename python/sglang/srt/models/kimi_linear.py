@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.device.state_spec import StateSpec
 from sglang.srt.models.deepseek_v2 import (
     DeepseekV2AttentionMLA,
     DeepseekV3ForCausalLM,
+    grouped_router,
     layers_with_experts,
 )
 from sglang.srt.models.llama import DecoderOptions, LayerSpec
@@ -56,17 +57,7 @@ class KimiLinearForCausalLM(DeepseekV3ForCausalLM):
 
     @classmethod
     def _router(cls, config: ModelConfig) -> RouterOptions:
-        hf = config.hf_config
-        return RouterOptions(
-            num_experts=positive_int(hf, "num_experts"),
-            top_k=positive_int(hf, "num_experts_per_tok"),
-            scoring="sigmoid",
-            renormalize=bool(hf.norm_topk_prob),
-            num_groups=positive_int(hf, "n_group"),
-            topk_groups=positive_int(hf, "topk_group"),
-            group_score="top2_sum",
-            routed_scaling_factor=float(hf.routed_scaling_factor),
-        )
+        return grouped_router(config.hf_config, "num_experts")
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """Specs of latent rows of the full-attention layers, and of states of the others."""

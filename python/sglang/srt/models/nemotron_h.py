@@ -12,7 +12,6 @@ from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.activation import SquaredReluMLP
 from sglang.srt.layers.linear_attention.mamba2 import Mamba2, Mamba2Heads, Mamba2Options
 from sglang.srt.layers.moe.sparse_moe import (
-    RouterOptions,
     SharedExpertOptions,
     SparseMoeBlock,
     SparseMoeOptions,
@@ -21,6 +20,7 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.mem_cache.device.state_pool import MambaSpec
 from sglang.srt.mem_cache.device.state_spec import RankSplit, StateSpec
+from sglang.srt.models.deepseek_v2 import grouped_router
 from sglang.srt.models.llama import (
     DecoderOptions,
     LayerSpec,
@@ -143,16 +143,7 @@ def _mamba_options(config: ModelConfig) -> Mamba2Options:
 def _sparse_options(config: ModelConfig) -> SparseMoeOptions:
     hf = config.hf_config
     has_latent = hf.moe_latent_size is not None
-    router = RouterOptions(
-        num_experts=positive_int(hf, "n_routed_experts"),
-        top_k=positive_int(hf, "num_experts_per_tok"),
-        scoring="sigmoid",
-        renormalize=bool(hf.norm_topk_prob),
-        num_groups=positive_int(hf, "n_group"),
-        topk_groups=positive_int(hf, "topk_group"),
-        group_score="top2_sum",
-        routed_scaling_factor=float(hf.routed_scaling_factor),
-    )
+    router = grouped_router(hf, "n_routed_experts")
     return SparseMoeOptions(
         hidden_size=config.hidden_size,
         intermediate_size=positive_int(hf, "moe_intermediate_size"),
