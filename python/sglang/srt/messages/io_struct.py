@@ -293,8 +293,8 @@ class Stages(msgspec.Struct, kw_only=True):
     """Time from its arrival to the first step for it. On a decode server: the wait for slots, plus
     the time on the prefill server from the first question for it to that step."""
     l3_wait: float | None = None
-    """The part of `queue` in which it had its turn, and waited for its read from L3. With a prefill
-    and a decode server, the sum of both waits."""
+    """The part of `queue` in which it had its turn, and waited for its read from L3. On a
+    decode server: this wait plus that of the prefill server."""
     prefill: float | None = None
     """Time from the first step for it to its first token, on the server that computed them."""
     transfer: float | None = None

@@ -83,7 +83,7 @@ def test_drafts_go_on(tiny_model: Callable[..., Path]) -> None:
 
 
 def test_l1_and_l2_stay(pair: PdRig) -> None:
-    """Nothing leaves them, so that KV events say nothing."""
+    """No page leaves L1 or L2, so there are no KV events."""
     ids = prompt(1, 200)
     pair.run(pair.request("first", ids, greedy(NEW)))
     for rig in pair.rigs:
