@@ -327,6 +327,13 @@ def test_a_load_takes_as_few_layers_at_once_as_make_long_runs() -> None:
     assert at_once("page_first", 1) == LAYERS
 
 
+def test_a_load_takes_several_layers_of_a_state_at_once() -> None:
+    mebibyte = 1 << 20
+    rows = HostRows(2 * mebibyte, 1, 46 * mebibyte, 46 * mebibyte, 2 * mebibyte, 16)
+    part = PartRows(rows, 0, tuple(range(0, 46 * mebibyte, 2 * mebibyte)), 2 * mebibyte)
+    assert StagedLoadTuning().layers_at_once(part, 1) == 8
+
+
 @pytest.mark.parametrize(
     ("layout", "page_size", "io_backend", "use"),
     [
