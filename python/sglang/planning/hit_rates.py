@@ -5,9 +5,10 @@ tokens up to its end. Least recently used (LRU) eviction keeps exactly the pages
 at most the size of the cache, so one pass gives the hit rate for all sizes. Source: Mattson et al.,
 "Evaluation techniques for storage hierarchies" (1970).
 
-The engine evicts leaves of its tree, the least recently used first. A request uses its whole prefix
-at the same time, so parents are never older than children, and the same pages are left as with a
-list in which a request's pages stand in the order of the prompt.
+The engine evicts leaves of its tree, the least recently used first, and of a long leaf only its
+end. A request uses its whole prefix at the same time, so parents are never older than children, and
+the same pages are left as with a list in which a request's pages stand in the order of the prompt,
+but for the parts in which leaves are divided (`pool_tier.LEAST_LEAVING`).
 
 Answers are cached behind their prompts. A trace does not say which prompts repeat them, so they
 take room and are never found.

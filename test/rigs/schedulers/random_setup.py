@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.l3 import (
     store_calls,
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.tree import pool_tier
 from sglang.srt.speculative import verify_graphs
 
 _EVICTION: Final = ("lru", "lfu", "fifo", "priority", "slru")
@@ -274,6 +275,7 @@ def impatient() -> Iterator[None]:
             (circuit_breaker, "PERIOD_S", 0.05),
             (storage_backup, "_CHECK_EVERY", 5),
             (prefetch_cost, "_PROBE_EVERY", 4),
+            (pool_tier, "LEAST_LEAVING", 8),
         ):
             stack.enter_context(patch.object(module, name, value))
         # The pools have kilobytes, and other tests may use the machine's memory.

@@ -78,7 +78,7 @@ class EvictionToHost:
         leaving = _Leaving()
         kept: list[TreeNode] = []
         freed = 0
-        while freed < num and (node := tier.next_to_leave()) is not None:
+        while freed < num and (node := tier.next_to_leave(num - freed)) is not None:
             if not self._leave(tier, node, leaving):
                 kept.append(node)
             freed = tier.pool.available_size() - before + leaving.count(tier)

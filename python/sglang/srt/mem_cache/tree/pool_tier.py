@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from sglang.srt.utils.metrics import Counter
 
 
+LEAST_LEAVING = 1024
+"""Tokens: an eviction divides a node into parts that are at least so long. Whole nodes would leave
+more than is needed: a cache of four prompts lost a hundredth of its hits. Shorter parts would leave
+a node with another copy in as many parts as there were evictions."""
+
+
 class SlotPool(Protocol):
     """A pool, or its allocator, that hands out slots in pages."""
 
@@ -89,6 +95,8 @@ class TieredTree(Protocol):
     host: HostTier
 
     def prune(self, node: TreeNode) -> None: ...
+
+    def split(self, node: TreeNode, length: int) -> TreeNode: ...
 
     def note_uses(self) -> None: ...
 
@@ -213,17 +221,27 @@ class PoolTier(ABC):
         if self.get(node) is not None:
             self.free(self.take_off(node))
 
-    def next_to_leave(self) -> TreeNode | None:
-        """Take the node that loses its slots next from the heap; None: no node may lose any."""
+    def next_to_leave(self, num: int) -> TreeNode | None:
+        """Take the node that loses its slots next from the heap; None: no node may lose any.
+
+        If it has many more pages than `num` slots, only its last pages are the node, and the first
+        ones a new parent, which stays.
+        """
         self._tree.note_uses()
-        return self.heap.pop()
+        node = self.heap.pop()
+        if node is not None and self._of is None:
+            page_size = self._tree.page_size
+            leaving = -(-max(num, LEAST_LEAVING) // page_size) * page_size
+            if len(node.key) >= leaving + LEAST_LEAVING:
+                self._tree.split(node, len(node.key) - leaving)
+        return node
 
     def evict(self, num: int) -> int:
         """Free at least `num` slots if there are enough candidates; return the freed slots. Nodes
         that become useless leave the tree."""
         before = self.pool.available_size()
         freed = 0
-        while freed < num and (node := self.next_to_leave()) is not None:
+        while freed < num and (node := self.next_to_leave(num - freed)) is not None:
             self.drop(node)
             self._tree.prune(node)
             freed = self.pool.available_size() - before

@@ -166,12 +166,17 @@ class PrefixTree:
                 break
             common = child.key.match(key, page_size, done)
             if common < len(child.key.ids):
-                self._walks.clear()
-                child = child.split_off_front(common, next(self._ids), page_size)
+                child = self.split(child, common)
             path.append(child)
             done += common
             node = child
         return path
+
+    def split(self, node: TreeNode, length: int) -> TreeNode:
+        """Move the first `length` tokens of `node` into a new parent, which is returned; see
+        `TreeNode.split_off_front`."""
+        self._walks.clear()
+        return node.split_off_front(length, next(self._ids), self.page_size)
 
     def usable(self, path: list[TreeNode], key_len: int) -> list[TreeNode]:
         """The front of `path` that a request with a key of `key_len` tokens can use, if no other
@@ -272,8 +277,7 @@ class PrefixTree:
         locked must not insert.
         """
         if begin:
-            node.split_off_front(begin, next(self._ids), self.page_size)
-            self._walks.clear()
+            self.split(node, begin)
         above = node.parent
         assert above is not None, "the root has no pages"
         nodes = [node]

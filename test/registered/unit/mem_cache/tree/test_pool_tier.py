@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rigs.caches.cache_rig import HiCacheSettings
+from rigs.caches.cache_rig import CacheRig, HiCacheSettings
 from rigs.caches.state_rig import StateRig
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.tree import pool_tier
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.utils.parts import do_all
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -63,6 +65,28 @@ def test_a_pin_on_the_host_keeps_no_condemned_page_on_the_device() -> None:
     rig.tree.check_integrity()
     tree.host.unpin(node)
     assert node.host_value is None
+    rig.tree.check_integrity()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize(("wanted", "leaving"), [(4, 8), (10, 12), (24, 24), (25, 32)])
+def test_an_eviction_takes_the_last_pages_of_a_long_node(
+    policy: str, wanted: int, leaving: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least 8 tokens leave, and at least 8 stay, unless all must leave."""
+    monkeypatch.setattr(pool_tier, "LEAST_LEAVING", 8)
+    settings = HiCacheSettings(hicache_ratio=2.0, hicache_write_policy=policy)
+    rig = CacheRig(page_size=4, settings=settings)
+    for _ in range(2):
+        rig.run(range(33))
+        rig.settle()
+    free = rig.allocator.available_size()
+    assert rig.tree.evict(EvictParams(num_tokens=wanted)).num_tokens_evicted == leaving
+    assert rig.allocator.available_size() == free + leaving
+    rig.tree.check_integrity()
+    reused = rig.run(range(33))
+    assert (reused.device, reused.host) == (32 - leaving, leaving)
+    rig.settle()
     rig.tree.check_integrity()
 
 
