@@ -129,6 +129,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 _QUICK: Final = {
     "sessions": 6, "servers": 2, "turns": 3, "shared": 2_000, "first": 1_000, "new": 256,
-    "answer": 90, "l1": 8_000, "l2_ratios": [0, 2],
+    "answer": 90, "l1": 5_000, "l2_ratios": [0, 2],
 }  # fmt: skip
 COMMAND: Final = Command(run=run, add_options=add_options, quick=_QUICK)

@@ -103,6 +103,14 @@ def test_simulate_groups_finds_most_by_prefix() -> None:
     assert max(known) - min(known) < 0.02, "L3 has what any group had"
 
 
+def test_simulate_agents_finds_most_with_a_store() -> None:
+    runs = run("simulate", "agents", "--quick")
+    assert {one["with_l3_hit_rate"] for one in runs} == {runs[0]["with_l3_hit_rate"]}
+    for one in runs:
+        assert one["list_hit_rate"] == pytest.approx(one["device_hit_rate"], abs=0.03)
+        assert one["device_hit_rate"] + one["host_hit_rate"] < one["with_l3_hit_rate"]
+
+
 def test_simulate_trace_stops_in_time(tmp_path: Path) -> None:
     """Run as a typed command; the other benchmarks are forked."""
     output = tmp_path / "hits.jsonl"
