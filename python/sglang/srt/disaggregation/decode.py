@@ -27,7 +27,6 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.messages.first_token import fake_metadata, mismatch_of
 from sglang.srt.messages.io_struct import FinishReason
 from sglang.srt.utils.fair_share import is_within_share
-from sglang.srt.utils.network import canonical_host
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.prefill import PrefillScheduler
@@ -49,7 +48,7 @@ class DecodeRequest:
 
     req: Req
     peer: BootstrapAddr
-    """The request's prefill server, by canonical host."""
+    """The request's prefill server."""
     arrived: float
     """Time of the arrival, in seconds of the scheduler's ticks."""
     vocab_size: int
@@ -157,9 +156,8 @@ class DecodeRole(Role):
         if bootstrap.room in self._owners:
             return room_taken(bootstrap.room)
         self._owners[bootstrap.room] = req.rid
-        room, port, state = bootstrap.room, bootstrap.port, self._state
-        receiver = self._receiver_class(self._kv_manager, (bootstrap.host, port), room)
-        peer = canonical_host(bootstrap.host), port
+        room, peer, state = bootstrap.room, (bootstrap.host, bootstrap.port), self._state
+        receiver = self._receiver_class(self._kv_manager, peer, room)
         self._waiting[req.rid] = DecodeRequest(
             req, peer, state.now, state.vocab_size, self._hidden_bytes, receiver, room
         )

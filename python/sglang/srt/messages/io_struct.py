@@ -45,7 +45,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     """The room of a request that a prefill and a decode server share, and the bootstrap server."""
 
     host: str
-    """Address of the prefill server's bootstrap server."""
+    """Host of the prefill server's bootstrap server, in the form of `canonical_host`."""
     port: int
     room: int
     """Number from 0 to `MAX_ROOM`. The sender of the request, usually a router, draws it."""

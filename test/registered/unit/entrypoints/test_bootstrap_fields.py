@@ -112,6 +112,16 @@ def test_a_batch_has_a_room_for_each_prompt(
     assert rooms(decode, path, {**prompts, **lists}) == [room(0, 8998, "p"), room(1, 5, "q")]
 
 
+def test_spellings_of_a_host_name_one_prefill_server(prefill: FrontServer) -> None:
+    lists = {
+        "bootstrap_host": ["P.", "[::FFFF:10.0.0.1]", "fe80:0::1"],
+        "bootstrap_port": 5,
+        "bootstrap_room": [0, 1, 2],
+    }
+    told = rooms(prefill, GENERATE, {"input_ids": [[1], [2], [3]], **SHORT, **lists})
+    assert told == [room(0, 5, "p"), room(1, 5, "10.0.0.1"), room(2, 5, "fe80::1")]
+
+
 def test_a_list_of_one_prompt_has_a_list_of_one_room(decode: FrontServer) -> None:
     one = {"bootstrap_host": ["p"], "bootstrap_port": [5], "bootstrap_room": [3]}
     assert rooms(decode, GENERATE, {"input_ids": [[1]], **one}) == [room(3, 5, "p")]

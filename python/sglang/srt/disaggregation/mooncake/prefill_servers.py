@@ -28,7 +28,7 @@ from sglang.srt.disaggregation.mooncake.shard_read import (
 )
 from sglang.srt.messages.first_token import FirstToken
 from sglang.srt.utils.background_call import CallThreads
-from sglang.srt.utils.network import canonical_host, wait_until
+from sglang.srt.utils.network import wait_until
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class PrefillServers:
         self._asking = CallThreads("disagg-peer")
         self._reading = CallThreads("disagg-prompt")
         self._servers: dict[BootstrapAddr, PrefillServer] = {}
-        """Keys are canonical host and port; the last used comes last."""
+        """The last used comes last."""
 
     def new_reader(self) -> tuple[str, str | None]:
         """Id of the next prompt's reader, and the step that fails by injection, or None. All ranks
@@ -70,17 +70,15 @@ class PrefillServers:
     def find(self, address: BootstrapAddr) -> PrefillServer | None:
         """The prefill server with this bootstrap server; None: there are too many to ask another
         one."""
-        host, port = address
-        key = canonical_host(host), port
-        server = self._servers.pop(key, None)
+        server = self._servers.pop(address, None)
         if server is None:
             if len(self._servers) >= MAX_SERVERS:
                 idle = next((one for one, server in self._servers.items() if server.is_idle), None)
                 if idle is None:
                     return None
                 self._servers.pop(idle).close()
-            server = PrefillServer(*key, self.rank, self._asking)
-        self._servers[key] = server
+            server = PrefillServer(*address, self.rank, self._asking)
+        self._servers[address] = server
         return server
 
     def ask(self, address: BootstrapAddr, room: AskedRoom) -> PrefillServer | None:

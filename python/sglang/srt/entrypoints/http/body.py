@@ -24,6 +24,7 @@ from sglang.srt.entrypoints.http.errors import ApiError, bad_request
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.managers.tokenizer.request_limits import MAX_RID_CHARS
 from sglang.srt.messages.io_struct import MAX_ROOM, Bootstrap
+from sglang.srt.utils.network import canonical_host
 from sglang.srt.utils.spelling import did_you_mean
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -415,6 +416,6 @@ def rooms_of(body: SharedFields, count: int, *, is_batch: bool) -> list[Bootstra
             "bootstrap_room",
         )
     return [
-        Bootstrap(host=host, port=DEFAULT_BOOTSTRAP_PORT if port is None else port, room=room)
+        Bootstrap(canonical_host(host), DEFAULT_BOOTSTRAP_PORT if port is None else port, room)
         for host, port, room in zip(hosts, ports, rooms, strict=True)
     ]
