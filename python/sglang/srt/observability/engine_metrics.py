@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 from prometheus_client import CollectorRegistry
 
 from sglang.srt.messages.io_struct import Tier, Verifications
-from sglang.srt.utils.metrics import Counter, Gauge, Histogram, render
+from sglang.srt.utils.metrics import Counter, Gauge, MetricFactory, render
 
 if TYPE_CHECKING:
     from sglang.srt.messages.io_struct import CachedTokensDetails
@@ -52,28 +52,22 @@ class ServerMetrics:
     def __init__(self, labels: Mapping[str, str] = NO_LABELS) -> None:
         self.registry = CollectorRegistry()
         self._labels = labels
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"sglang:{name}", text, registry=self.registry, buckets=buckets)
-
-        self._first_token = histogram(
+        make = MetricFactory(self.registry)
+        self._first_token = make.histogram(
             "time_to_first_token_seconds",
             "From a streaming request's arrival to its first token.",
             _FIRST_TOKEN_BUCKETS,
         )
-        self._next_token = histogram(
+        self._next_token = make.histogram(
             "inter_token_latency_seconds",
             "Between two tokens of a streaming request.",
             _NEXT_TOKEN_BUCKETS,
         )
-        self._request = histogram(
+        self._request = make.histogram(
             "e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_BUCKETS
         )
-        self._requests = Counter(
-            "sglang:num_requests",
-            "Requests that ended, by how.",
-            ("finish_reason",),
-            registry=self.registry,
+        self._requests = make.counter(
+            "num_requests", "Requests that ended, by how.", "finish_reason"
         )
 
     def observe_first_token(self, seconds: float) -> None:
@@ -99,10 +93,8 @@ class ServerMetrics:
 def count_dropped_spans(registry: CollectorRegistry | None) -> Counter:
     """The counter of lost spans of a server with `--enable-trace`, in `registry`. It is here, since
     the modules of tracing need packages that other servers do without."""
-    return Counter(
-        "sglang:trace_spans_dropped",
-        "Spans that did not reach the collector of --otlp-traces-endpoint",
-        registry=registry,
+    return MetricFactory(registry).counter(
+        "trace_spans_dropped", "Spans that did not reach the collector of --otlp-traces-endpoint"
     )
 
 
@@ -162,8 +154,9 @@ class SchedulerMetrics:
         self._num_exported: dict[Counter, int] = {}
         self._of_role: DisaggregationMetrics | None = None
         self._of_reads: TransferMetrics | None = None
+        make = MetricFactory(self.registry)
         self._gauges = {
-            name: Gauge(f"sglang:{name}", text, registry=self.registry)
+            name: make.gauge(name, text)
             for name, text in (
                 ("num_running_reqs", "Requests that hold token slots"),
                 ("num_queue_reqs", "Requests that wait to be scheduled"),
@@ -176,57 +169,49 @@ class SchedulerMetrics:
                 ("cache_hit_rate", "Share of the prompt tokens that were reused"),
             )
         }
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of scheduled requests")
-        self._generation_tokens = self._counter("generation_tokens", "Generated tokens")
-        self.retractions = self._counter(
+        self._prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of scheduled requests")
+        self._generation_tokens = make.counter("generation_tokens", "Generated tokens")
+        self.retractions = make.counter(
             "num_retracted_reqs", "Requests that gave way when token slots ran out"
         )
-        self.backed_up = Counter(
-            "sglang:retraction_backup_tokens",
+        self.backed_up = make.counter(
+            "retraction_backup_tokens",
             "Tokens of retracted requests, by what became of their pages: kept in L2, or no room "
             "there (l2_full)",
-            ["outcome"],
-            registry=self.registry,
+            "outcome",
         )
-        self._kernels = self._counter(
+        self._kernels = make.counter(
             "kernel_compilations", "Kernels that were compiled, or read from the disk, in service"
         )
-        self._cached_tokens = Counter(
-            "sglang:cached_tokens",
-            "Prompt tokens that were reused, by where they were",
-            ["source"],
-            registry=self.registry,
+        self._cached_tokens = make.counter(
+            "cached_tokens", "Prompt tokens that were reused, by where they were", "source"
         )
         self._spec_gauges: list[Gauge] = []
         self._spec_counters: list[Counter] = []
         if num_drafts:
             self._spec_gauges = [
-                Gauge(f"sglang:{name}", text, registry=self.registry)
+                make.gauge(name, text)
                 for name, text in (
                     ("spec_accept_length", "Output tokens of a verification of drafts on average"),
                     ("spec_accept_rate", "Share of the drafts that became output"),
                 )
             ]
             self._spec_counters = [
-                Counter(f"sglang:{name}", text, ["tier"], registry=self.registry)
+                make.counter(name, text, "tier")
                 for name, text in (
                     ("spec_verifications", "Verifications of drafts"),
                     ("spec_accepted_drafts", "Drafts that became output"),
                     ("spec_drafts", "Drafts"),
                 )
             ]
-        self._queue_time = Histogram(
-            "sglang:queue_time_seconds",
-            "From arrival to being scheduled",
-            buckets=_QUEUE_SECONDS,
-            registry=self.registry,
+        self._queue_time = make.histogram(
+            "queue_time_seconds", "From arrival to being scheduled", _QUEUE_SECONDS
         )
-        self._stages = Histogram(
-            "sglang:per_stage_req_latency_seconds",
+        self._stages = make.histogram(
+            "per_stage_req_latency_seconds",
             "Parts of a request's time, by stage: match, l3_wait, prefill, first_decode",
-            ["stage"],
-            buckets=_STAGE_SECONDS,
-            registry=self.registry,
+            _STAGE_SECONDS,
+            "stage",
         )
 
     def observe_stage(self, stage: Stage, seconds: float) -> None:
@@ -317,9 +302,6 @@ class SchedulerMetrics:
         self._window = (now, self.num_generated)
         return (self.num_generated - tokens) / (now - begin) if now > begin else 0.0
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"sglang:{name}", text, registry=self.registry)
-
 
 _QUEUES: Final = {
     "num_prefill_bootstrap_queue_reqs": "Requests that no decode server has asked for yet",
@@ -338,24 +320,21 @@ class DisaggregationMetrics:
     """Role, queues and failures of a prefill or decode server. Scheduler thread only."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+        self._make = make = MetricFactory(registry)
         self._queues: dict[str, Gauge] = {}
-        self._role = Gauge(
-            "sglang:pd_role",
+        self._role = make.gauge(
+            "pd_role",
             "1 for the present role of the server (prefill or decode), 0 for an earlier one",
-            ["role"],
-            registry=registry,
+            "role",
         )
         self._roles: set[str] = set()
-        self._bootstrap_failed = Counter(
-            "sglang:num_bootstrap_failed_reqs",
+        self._bootstrap_failed = make.counter(
+            "num_bootstrap_failed_reqs",
             "Requests that failed before the decode server knew that the prefill server has them",
-            registry=registry,
         )
-        self._transfer_failed = Counter(
-            "sglang:num_transfer_failed_reqs",
+        self._transfer_failed = make.counter(
+            "num_transfer_failed_reqs",
             "Requests that failed, or that the other server gave up, after that",
-            registry=registry,
         )
 
     def watch(self, role: str, queues: Mapping[str, Callable[[], int]]) -> None:
@@ -366,8 +345,7 @@ class DisaggregationMetrics:
             self._role.labels(one).set(one == role)
         for name in (*self._queues, *queues):
             if name not in self._queues:
-                text = _QUEUES[name]
-                self._queues[name] = Gauge(f"sglang:{name}", text, registry=self._registry)
+                self._queues[name] = self._make.gauge(name, _QUEUES[name])
             self._queues[name].set_function(queues.get(name, int))
 
     def on_failure(self, *, had_bootstrapped: bool) -> None:
@@ -381,29 +359,27 @@ class TransferMetrics:
     one of `ways`."""
 
     def __init__(self, registry: CollectorRegistry, ways: Sequence[str]) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"sglang:{name}", text, registry=registry, buckets=buckets)
-
-        self._latency = histogram(
+        make = MetricFactory(registry)
+        self._latency = make.histogram(
             "kv_transfer_latency_ms", "Time in which a prompt's pages were read, in ms", _MS
         )
-        self._speed = histogram(
+        self._speed = make.histogram(
             "kv_transfer_speed_gb_s", "Speed of reading a prompt's pages, in GB/s", _GB_PER_S
         )
-        self._total = histogram("kv_transfer_total_mb", "What was read of a prompt, in MB", _MB)
-        self._metadata = Counter(
-            "sglang:kv_transfer_metadata_bytes",
+        self._total = make.histogram(
+            "kv_transfer_total_mb", "What was read of a prompt, in MB", _MB
+        )
+        self._metadata = make.counter(
+            "kv_transfer_metadata_bytes",
             "Bytes of metadata of prompts: sent over the control connection, or read as pages are",
-            ["way"],
-            registry=registry,
+            "way",
         )
         for way in ways:
             self._metadata.labels(way)
-        self._checked = Counter(
-            "sglang:kv_transfer_checked_pages",
+        self._checked = make.counter(
+            "kv_transfer_checked_pages",
             "Pages and states that were read, by what their checksum said; one for each pool",
-            ["outcome"],
-            registry=registry,
+            "outcome",
         )
 
     def on_read(self, num_bytes: int, seconds: float, metadata_bytes: Mapping[str, int]) -> None:

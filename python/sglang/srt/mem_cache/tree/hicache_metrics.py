@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry
 
-from sglang.srt.utils.metrics import Counter, Gauge, Histogram
+from sglang.srt.utils.metrics import Gauge, MetricFactory
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.storage.types import CacheNamespace, StorageUsage
@@ -152,16 +152,14 @@ class CacheMetrics:
             them), `logprobs` (the client wants their logprobs), `new` (all others).
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry | None) -> None:
         self.decisions = DecisionLog()
-        self.evicted = Counter(
-            "sglang:evicted_tokens_total", "Tokens evicted, by tier", ["tier"], registry=registry
-        )
-        self.missed = Counter(
-            "sglang:cache_miss_tokens_total",
+        self._make = make = MetricFactory(registry)
+        self.evicted = make.counter("evicted_tokens_total", "Tokens evicted, by tier", "tier")
+        self.missed = make.counter(
+            "cache_miss_tokens_total",
             "Prompt tokens that were computed, by the reason why they were not reused",
-            ["reason"],
-            registry=registry,
+            "reason",
         )
 
     def count_missed(self, **tokens: int) -> None:
@@ -180,18 +178,8 @@ class HiCacheMetrics(CacheMetrics):
     """Counters of the lower tiers too."""
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
-        registry = registry or CollectorRegistry()
         super().__init__(registry)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"sglang:{name}", text, labels, registry=registry)
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"sglang:{name}", text, labels, registry=registry)
-
-        def seconds(name: str, text: str, *labels: str) -> Histogram:
-            return Histogram(f"sglang:{name}", text, labels, registry=registry, buckets=_SECONDS)
-
+        counter, gauge = self._make.counter, self._make.gauge
         self.host_used = gauge("hicache_host_used_tokens", "Host (L2) tokens in use")
         self.host_total = gauge("hicache_host_total_tokens", "Host (L2) capacity in tokens")
         self.host_evictable = gauge(
@@ -214,7 +202,9 @@ class HiCacheMetrics(CacheMetrics):
             "outcome",
         )
         self.load_back = counter("load_back_tokens_total", "Tokens loaded from L2 to L1")
-        self.load_back_seconds = seconds("load_back_duration_seconds", "L2 to L1 copies")
+        self.load_back_seconds = self._make.histogram(
+            "load_back_duration_seconds", "L2 to L1 copies", _SECONDS
+        )
         self.prefetched = counter("prefetched_tokens_total", "Tokens read from L3")
         self.backuped = counter("backuped_tokens_total", "Tokens written to L3")
         self.prefetch_bandwidth = gauge("prefetch_bandwidth", "Bandwidth of the last L3 read, GB/s")
@@ -239,9 +229,10 @@ class HiCacheMetrics(CacheMetrics):
         self.queue_length = gauge(
             "hicache_queue_length", "Operations that wait or are under way, by queue", "queue"
         )
-        self.transfer_seconds = seconds(
+        self.transfer_seconds = self._make.histogram(
             "hicache_transfer_seconds",
             "Transfers, by kind: write (L1 to L2), backup (L2 to L3), prefetch (L3 to L2)",
+            _SECONDS,
             "kind",
         )
         self.rank_lag = counter(
@@ -346,35 +337,26 @@ class StateMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
-        registry = registry or CollectorRegistry()
-        self._registry = registry
-        self._usage = Gauge(
-            "sglang:mamba_usage", "Share of the device slots of states in use", registry=registry
-        )
+        self._make = make = MetricFactory(registry)
+        self._usage = make.gauge("mamba_usage", "Share of the device slots of states in use")
         self._slots = {
-            place: Gauge(
-                f"sglang:num_{place}_mamba_slots",
-                f"Device slots of recurrent states {text}",
-                registry=registry,
+            place: make.gauge(
+                f"num_{place}_mamba_slots", f"Device slots of recurrent states {text}"
             )
             for place, text in _PLACES.items()
         }
-        self.evicted = Counter(
-            "sglang:evicted_mamba_slots",
-            "Recurrent states that left a tier, by tier",
-            ["tier"],
-            registry=registry,
+        self.evicted = make.counter(
+            "evicted_mamba_slots", "Recurrent states that left a tier, by tier", "tier"
         )
-        self.cut = Counter(
-            "sglang:mamba_cut_tokens",
+        self.cut = make.counter(
+            "mamba_cut_tokens",
             "Prompt tokens whose pages a tier had, computed since no state follows them",
-            registry=registry,
         )
-        self.snapshots = Counter(
-            "sglang:mamba_snapshots",
+        self.snapshots = make.counter(
+            "mamba_snapshots",
             "Snapshots of recurrent states that steps left, or for which no slot could be freed",
-            ["step", "outcome"],
-            registry=registry,
+            "step",
+            "outcome",
         )
         self._host: tuple[Gauge, Gauge] | None = None
 
@@ -389,15 +371,11 @@ class StateMetrics:
         """The same for L2."""
         if self._host is None:
             self._host = (
-                Gauge(
-                    "sglang:hicache_host_used_mamba_slots",
-                    "Host (L2) slots of recurrent states in use",
-                    registry=self._registry,
+                self._make.gauge(
+                    "hicache_host_used_mamba_slots", "Host (L2) slots of recurrent states in use"
                 ),
-                Gauge(
-                    "sglang:hicache_host_total_mamba_slots",
-                    "Host (L2) capacity in recurrent states",
-                    registry=self._registry,
+                self._make.gauge(
+                    "hicache_host_total_mamba_slots", "Host (L2) capacity in recurrent states"
                 ),
             )
         host_used, host_total = self._host

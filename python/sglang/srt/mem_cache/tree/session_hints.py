@@ -21,8 +21,8 @@ from prometheus_client import CollectorRegistry
 
 from sglang.srt.mem_cache.tree.tree_node import ROOT_ID, PoolSlots, TreeNode
 from sglang.srt.messages.cache_key import tenant_of
-from sglang.srt.utils import metrics
 from sglang.srt.utils.fair_share import is_within_share
+from sglang.srt.utils.metrics import MetricFactory
 from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
 
@@ -57,21 +57,16 @@ class SessionMetrics:
     """Metrics of the hints, by tier."""
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
-        registry = registry or CollectorRegistry()
-        self.sessions = metrics.Gauge(
-            "sglang:session_hints", "Sessions whose prefix is kept", ["tier"], registry=registry
+        make = MetricFactory(registry)
+        self.sessions = make.gauge("session_hints", "Sessions whose prefix is kept", "tier")
+        self.tokens = make.gauge(
+            "session_kept_tokens", "Tokens of prefixes that sessions keep", "tier"
         )
-        self.tokens = metrics.Gauge(
-            "sglang:session_kept_tokens",
-            "Tokens of prefixes that sessions keep",
-            ["tier"],
-            registry=registry,
-        )
-        self.ended = metrics.Counter(
-            "sglang:session_hints_ended_total",
+        self.ended = make.counter(
+            "session_hints_ended_total",
             "Hints of sessions that ended, by tier and cause: expired, budget, too_long, closed",
-            ["tier", "cause"],
-            registry=registry,
+            "tier",
+            "cause",
         )
 
 

@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 
 from sglang.srt.mem_cache.tree.hicache_metrics import Decision, DecisionLog
 from sglang.srt.messages.cache_key import tenant_of
-from sglang.srt.utils.metrics import Counter, Gauge
+from sglang.srt.utils.metrics import MetricFactory
 
 NO_KEY: Final = "none"
 """Label of the requests without `cache_salt` and `extra_key`."""
@@ -103,33 +103,25 @@ class TenantMetrics:
     """Metrics of tenants, by label."""
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
-        registry = registry or CollectorRegistry()
-        self.requests = Counter(
-            "sglang:tenant_requests", "Requests, by tenant", ["tenant"], registry=registry
+        make = MetricFactory(registry)
+        self.requests = make.counter("tenant_requests", "Requests, by tenant", "tenant")
+        self.hits = make.counter(
+            "tenant_hits", "Requests that reused cached tokens, by tenant", "tenant"
         )
-        self.hits = Counter(
-            "sglang:tenant_hits",
-            "Requests that reused cached tokens, by tenant",
-            ["tenant"],
-            registry=registry,
-        )
-        self.tokens = Counter(
-            "sglang:tenant_prompt_tokens",
+        self.tokens = make.counter(
+            "tenant_prompt_tokens",
             "Prompt tokens by tenant and where they came from",
-            ["tenant", "source"],
-            registry=registry,
+            "tenant",
+            "source",
         )
-        self.held = Gauge(
-            "sglang:tenant_held_bytes",
-            "Bytes of a tenant's pages, by tier",
-            ["tenant", "tier"],
-            registry=registry,
+        self.held = make.gauge(
+            "tenant_held_bytes", "Bytes of a tenant's pages, by tier", "tenant", "tier"
         )
-        self.evicted = Counter(
-            "sglang:tenant_evicted_tokens",
+        self.evicted = make.counter(
+            "tenant_evicted_tokens",
             "Tokens that a tenant's requests evicted, by whose they were: own or others",
-            ["tenant", "of"],
-            registry=registry,
+            "tenant",
+            "of",
         )
 
     def clear(self) -> None:
