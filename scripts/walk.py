@@ -6,8 +6,8 @@
 For each way two lines: functions, the files that they are in, and returns to a file that was left
 before. `--list` prints the functions of the shortest walk too. Only the first entry into each
 function of `sglang.srt` counts, on all threads, in the order in which they happen; module bodies,
-comprehensions and lambdas do not. Threads interleave: each way is walked five times, after one walk
-that warms up. The lines are the least and the median of these five, by returns.
+comprehensions and lambdas do not. Threads interleave: each way is walked nine times, after one walk
+that warms up. The lines are the least and the median of these nine, by returns.
 
 `in all` is everything that the engine enters meanwhile, with the ticks, the model and the answers
 of the request. The main count leaves out what an engine alone, without L2 and L3, enters for the
@@ -68,7 +68,7 @@ _ROOT: Final = f"{Path(sglang.srt.__file__).parent}{os.sep}"
 _PD: Final = f"{_ROOT}disaggregation{os.sep}"
 _OF_PREFILL: Final = ("disagg-rooms", "disagg-pack")
 """Threads of the prefill server, which is in the same process."""
-_WALKS: Final = 5
+_WALKS: Final = 9
 _PAGE: Final = 16
 _LENGTH: Final = 4 * _PAGE + 1
 
@@ -195,7 +195,7 @@ class Walker:
         """The functions that a plain engine (without L2 and L3) enters, by family; see `_learn`."""
 
     def walk(self, way: str) -> list[Walk]:
-        """Five walks, the one with the fewest returns first. One before them warms up."""
+        """Nine walks, the one with the fewest returns first. One before them warms up."""
         walks = []
         known = self._learn(_FAMILIES[way]) if way in _FAMILIES else set[CodeType]()
         for _ in range(_WALKS + 1):

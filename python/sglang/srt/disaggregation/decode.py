@@ -206,19 +206,16 @@ class DecodeRole(Role):
         polls = poll_and_all_reduce(requests, self._group)
         if KVPoll.Failed in polls:
             self._fail_polled(requests, polls)
+        hicache = self._state.hicache
         for one, poll in zip(requests, polls, strict=True):
             if one.num_tokens is None:
                 one.is_known = poll >= KVPoll.WaitingForInput
             elif poll == KVPoll.Success and one.ended is None:
-                if self._is_prefix_there(one):
+                if hicache is None or hicache.has_settled(one.newest_load):
                     self._receive(one)
             elif poll == KVPoll.Success:
                 self._lingering.remove(one)
                 self._update.released.append(one.req)
-
-    def _is_prefix_there(self, one: DecodeRequest) -> bool:
-        hicache = self._state.hicache
-        return hicache is None or hicache.has_settled(one.newest_load)
 
     def _fail_polled(self, requests: Sequence[DecodeRequest], polls: Sequence[KVPoll]) -> None:
         """Fail the requests whose status is `Failed`. A collective."""

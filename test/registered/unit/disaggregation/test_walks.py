@@ -17,12 +17,16 @@ WALK: Final = Path(__file__).resolve().parents[4] / "scripts" / "walk.py"
 
 
 @pytest.fixture(scope="module")
-def pair() -> Any:
-    """The shortest of five walks to the first token, over both servers."""
+def walks() -> Any:
+    """Walks to the first token, over both servers. Threads interleave differently in each."""
     names = runpy.run_path(str(WALK))
     trail = names["Trail"]()
     with trail.installed(), contextlib.ExitStack() as stack:
-        return names["Walker"](trail, stack).walk("pair")[0]
+        return names["Walker"](trail, stack).walk("pair")
+
+
+def shortest(walks: Any) -> Any:
+    return min(walks, key=lambda counts: (counts.returns, counts.functions))
 
 
 def assert_at_most(counts: Any, functions: int, files: int, returns: int) -> None:
@@ -31,9 +35,9 @@ def assert_at_most(counts: Any, functions: int, files: int, returns: int) -> Non
     assert all(a <= b for a, b in zip(found, most, strict=True)), f"{found} is above {most}"
 
 
-def test_a_request_enters_few_functions_until_its_first_token(pair: Any) -> None:
-    assert_at_most(pair.in_all, 436, 75, 208)
+def test_a_request_enters_few_functions_until_its_first_token(walks: Any) -> None:
+    assert_at_most(shortest([walk.in_all for walk in walks]), 430, 72, 200)
 
 
-def test_prefill_and_decode_enter_few_functions_of_their_own(pair: Any) -> None:
-    assert_at_most(pair.in_pd, 120, 15, 50)
+def test_prefill_and_decode_enter_few_functions_of_their_own(walks: Any) -> None:
+    assert_at_most(shortest([walk.in_pd for walk in walks]), 115, 15, 42)

@@ -404,10 +404,8 @@ class InputHandler:
 
     def end_aborted(self) -> None:
         """End the marked requests, in any state. No step may be in flight."""
-        state = self._state
-        for req in list(state.queues.aborted):
+        for req in list(self._state.queues.aborted):
             assert req.progress.to_abort is not None
-            state.tree.release_aborted_request(req.rid)
             self._results.end(req, req.progress.to_abort)
 
     def _arrive(self, message: TokenizedGenerateReqInput) -> None:

@@ -157,14 +157,14 @@ class ResultProcessor:
                 req.report.cache.add_span("prefill", step.launched, now, work.extend_len)
             self.role.on_computed(work)
             if work.is_last_chunk:
-                self._end_prefill(req)
                 self._append(req, row, result)
+                self._end_prefill(req)
                 (kept if req.decodes_elsewhere else complete).append(req)
+        for req in self._end_or_output(complete):
+            state.queues.join(req)
         for req, reason in zip(kept, self._stop_checker.check(kept), strict=True):
             self.role.hand_over(req, reason)
             state.queues.hold(req)
-        for req in self._end_or_output(complete):
-            state.queues.join(req)
         state.counters.prefill_batches += 1
 
     def _on_decode(self, step: LaunchedStep) -> None:
@@ -252,7 +252,6 @@ class ResultProcessor:
             self._state.release(req)
             self._state.queues.let_go(req)
         for req, reason in update.ended:
-            self._state.tree.release_aborted_request(req.rid)
             self.end(req, reason)
         for req, first in update.received:
             self._receive(req, first)
@@ -290,6 +289,11 @@ class ResultProcessor:
     def end(self, req: Req, reason: FinishReason) -> None:
         """End `req`, in any state. Slots that a transfer still uses come back later."""
         state, report = self._state, req.report
+        if reason.type == "abort":
+            state.tree.release_aborted_request(req.rid)
+            state.counters.aborted += 1
+        else:
+            state.counters.finished += 1
         if report.stages.prefill is not None:
             seconds = time.monotonic() - report.stage_began
             if req.decodes_elsewhere:
@@ -301,10 +305,6 @@ class ResultProcessor:
         if is_untouched and req.slots.req_pool_idx is not None:
             state.release(req)
         self._outputs.on_tokens(req)
-        if reason.type == "abort":
-            state.counters.aborted += 1
-        else:
-            state.counters.finished += 1
 
     def _append(self, req: Req, row: int, result: StepResult) -> None:
         spec, progress = req.spec, req.progress

@@ -186,8 +186,8 @@ class Scheduler:
                 self._input.handle(message)
             if state.hicache is not None:
                 state.hicache.check_hicache_events()
-            if self._damaged():
-                self._settle()
+                if self._damaged():
+                    self._settle()
             if self._control.is_drained():
                 self._input.abort(None, _SHUT_DOWN)
                 self.is_stopped = True
@@ -371,6 +371,7 @@ class Scheduler:
         if scheduled is None:
             return None
         works, load = scheduled
+        self._batch_policy.on_prefill(state.now)
         info = state.sampling_info(
             [work.req for work in works], [work.is_last_chunk for work in works]
         )
@@ -379,7 +380,6 @@ class Scheduler:
             batch.forward.mostly_done = device_runtime(state.pools.device).make_event()
         started = time.monotonic()
         result, _, _ = self._forward(batch)
-        self._batch_policy.on_prefill(state.now)
         self._prefill.on_launched(works)
         return LaunchedStep(
             result=result,
@@ -393,12 +393,12 @@ class Scheduler:
         decoding = self.state.decode_batch
         if not self._prepare_decode():
             return None
+        self._batch_policy.on_decode()
         info = self._decode.sampling_info
         assert info is not None, "the step is prepared"
         batch = decoding.worker_batch(info, self.state.snapshots)
         started = time.monotonic()
         result, token_ids, accepted = self._forward(batch)
-        self._batch_policy.on_decode()
         if info.penalties is not None:
             info.accumulate(token_ids)
         has_joined = decoding.has_joined

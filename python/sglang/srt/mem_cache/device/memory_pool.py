@@ -328,9 +328,10 @@ class MHATokenToKVPool(KVCache):
             cache_k: `[n, head_num, head_dim]`, any float dtype.
             cache_v: `[n, head_num, v_head_dim]`.
         """
+        keys, values = self._as_stored(cache_k), self._as_stored(cache_v)
         index = self.place_to_write(layer)
-        self.k_buffer[index].index_copy_(0, loc, self._as_stored(cache_k))
-        self.v_buffer[index].index_copy_(0, loc, self._as_stored(cache_v))
+        self.k_buffer[index].index_copy_(0, loc, keys)
+        self.v_buffer[index].index_copy_(0, loc, values)
 
     def _as_dtype(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer if self.store_dtype is self.dtype else buffer.view(self.dtype)

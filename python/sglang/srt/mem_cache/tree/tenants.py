@@ -170,7 +170,7 @@ class TenantUse:
             key: The key of `combine_extra_key`.
             found: Reused tokens from L1, L2 and L3.
         """
-        use = self._use_of(tenant_of(key))
+        use = self._use_of(None if key is None else tenant_of(key))
         use.requests += 1
         use.hits += any(found)
         by_source = zip(SOURCES, (*found, prompt_tokens - sum(found)), strict=True)
