@@ -71,3 +71,14 @@ def test_an_abort_in_any_state_frees_everything(model: Path, ticks: int) -> None
         assert reason.type in ("abort", "length")
     assert rig.results["r3"].finish_reason is not None
     assert rig.results["r3"].finish_reason.type == "abort"
+
+
+def test_an_aborted_request_wants_its_prefix_no_more(model: Path) -> None:
+    rig = SchedulerRig(model, page_size=4, max_requests=1)
+    rig.run(rig.request("before", prompt(1, 9)))
+    rig.step(rig.request("runs", prompt(2, 9), greedy(30)))
+    rig.step(rig.request("waits", prompt(1, 9)))
+    assert any(node.wanted_by for node in rig.tree.nodes()), "its pages are evicted last"
+    rig.step(AbortReq(rid="waits"))
+    assert not any(node.wanted_by for node in rig.tree.nodes())
+    rig.run()
