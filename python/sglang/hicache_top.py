@@ -286,8 +286,16 @@ def _store(store: Mapping[str, Any] | None, words: Mapping[str, str]) -> Text:
     line.append(f", namespace {store['namespace']}, prefetch {store['prefetch_policy']}")
     pages = ", ".join(f"{name} {value}" for name, value in store["pages_of"].items() if value)
     line.append(f"\npages of {pages}", "dim")
+    if servers := store["servers"]:
+        line.append(
+            f"\nshared by {servers} servers, with this one"
+            if servers > 1
+            else "\nshared by no other server"
+        )
     if others := (store["usage"] or {}).get("num_other_namespaces"):
         line.append(f"\n{others} other namespaces, whose pages this server cannot read", "dim")
+    if unlike := (store["usage"] or {}).get("unlike_nodes"):
+        line.append(f"\nstore nodes with another protocol: {', '.join(unlike)}", "bold red")
     if gone := [name for name, serves in store["nodes"].items() if not serves]:
         line.append(f"\nstore nodes that are gone: {', '.join(gone)}", "bold red")
     for kind in ("reads", "writes"):

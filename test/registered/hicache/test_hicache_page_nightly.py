@@ -5,15 +5,24 @@ Nightly, because a browser may have to be installed.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rigs.servers.cache_pictures import SCHEMES, SIZES, server_under_load, show, take_pictures
+from rigs.servers.cache_pictures import (
+    SCHEMES,
+    SIZES,
+    give_key,
+    server_under_load,
+    show,
+    take_pictures,
+)
 from rigs.servers.chromium import Chromium, find_chromium
 from rigs.servers.engine_server import EngineServer
+from rigs.servers.forked_servers import ForkedServer
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=90, suite="nightly-test-cpu", nightly=True)
@@ -104,3 +113,25 @@ def test_verdicts_and_answers_of_others_are_told(server: EngineServer, browser: 
     browser.evaluate("fetch = async () => new Response('<h1>', {status: 401}), refresh(), 0")
     state = "document.getElementById('state').textContent"
     browser.wait_for(f"{state}.startsWith('no answer: HTTP 401, not from this server')")
+
+
+def test_groups_are_shown_in_one_tab_with_one_key(browser: Chromium) -> None:
+    with ForkedServer(
+        "--hicache-storage-backend", "file", "--page-size", "64", "--max-total-tokens", "4096",
+        "--tp-size", "2", "--attn-dp-size", "2", "--device", "cpu",
+    ) as groups:  # fmt: skip
+        for scheme, width in itertools.product(SCHEMES, SIZES.values()):
+            browser.prefer(scheme)
+            browser.open(f"{groups.url}/hicache", width=width)
+            give_key(browser)
+            browser.wait_for("!document.getElementById('view').hidden")
+            for group in (1, 0, 1):
+                browser.evaluate(f"document.querySelectorAll('#groups > *')[{group}].click()")
+                shown = "document.querySelector('#groups b').textContent"
+                browser.wait_for(f"{shown} == 'group {group}'")
+                assert browser.evaluate("document.getElementById('ask').hidden"), "it has the key"
+                assert browser.evaluate("location.search") == f"?dp_rank={group}"
+            assert browser.evaluate("document.documentElement.scrollWidth") == width
+            assert browser.evaluate("document.getElementById('groups').innerText").split() == [
+                "group", "0", "group", "1",
+            ]  # fmt: skip

@@ -43,6 +43,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
+from sglang.srt.mem_cache.l3.store_presence import StorePresence
 from sglang.srt.mem_cache.memory_pool_host import (
     MambaPoolHost,
     MLATokenToKVPoolHost,
@@ -84,6 +85,14 @@ def shared(client: StandaloneClient) -> Iterator[MooncakeStore]:
 def store(shared: MooncakeStore) -> MooncakeStore:
     shared.clear()
     return shared
+
+
+def test_servers_count_each_other_by_notes(shared: MooncakeStore) -> None:
+    stores, servers = [shared, shared], [StorePresence(), StorePresence()]
+    for _ in range(5):
+        for store, server in zip(stores, servers, strict=True):
+            assert server.look(store)
+    assert [server.servers for server in servers] == [2, 2]
 
 
 @pytest.mark.parametrize("layout", list(HostLayout))

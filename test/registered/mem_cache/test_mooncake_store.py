@@ -30,9 +30,11 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from sglang.srt.mem_cache.host.host_layout import HostLayout
+from sglang.srt.mem_cache.l3.store_presence import StorePresence
 from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
+from sglang.srt.mem_cache.storage.types import NOTE_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=7, suite="base-b-test-cpu")
@@ -330,6 +332,27 @@ def test_clear_removes_this_namespace_only(
     mine.clear()
     assert not mine.exists(f"{namespace}/x")
     assert neighbour.batch_exists(["nXs/x", f"x{namespace}/x"]) == 2
+
+
+def test_servers_of_a_namespace_count_each_other_by_notes(
+    clients: Clients, neighbour: MooncakeStore
+) -> None:
+    stores = [clients("shared by two"), clients("shared by two"), neighbour]
+    servers = [StorePresence() for _ in stores]
+
+    def look(times: int) -> list[int | None]:
+        for _ in range(times):
+            for store, server in zip(stores, servers, strict=True):
+                assert server.look(store)
+        return [server.servers for server in servers]
+
+    assert look(5) == [2, 2, 1]
+    stores[0].clear()
+    assert look(1) == [2, 2, 1]
+    note = bytes(NOTE_BYTES)
+    neighbour.set_note("of its own", note)
+    assert neighbour.get_notes(["of its own", "absent"]) == [note, None]
+    assert stores[0].get_notes(["of its own"]) == [None]
 
 
 def test_clear_without_a_namespace_is_refused(clients: Clients) -> None:

@@ -25,7 +25,9 @@ BUFFER_OF_A_COPY: Final = "buffer of a copy"
 BUFFER_OF_L3: Final = "buffer of L3"
 CLIENT: Final = "client of L3"
 THREAD: Final = "thread of L3"
-_THREADS_OF_L3: Final = ("hicache-administration", "hicache-prefetch", "hicache-backup")
+_THREADS_OF_L3: Final = (
+    "hicache-administration", "hicache-prefetch", "hicache-backup", "hicache-presence",
+)  # fmt: skip
 
 
 class ShortMemory:

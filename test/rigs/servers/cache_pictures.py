@@ -76,15 +76,20 @@ def server_under_load(num_requests: int) -> Iterator[EngineServer]:
                 client.join()
 
 
-def show(browser: Chromium, server: EngineServer, scheme: Scheme, width: int) -> None:
-    """Open the page, give it the key, and wait until it shows all tiers."""
-    browser.prefer(scheme)
-    browser.open(f"{server.url}/hicache", width=width)
+def give_key(browser: Chromium) -> None:
+    """Wait until the page asks for the key, and give it."""
     browser.wait_for("document.readyState == 'complete' && !document.getElementById('ask').hidden")
     browser.evaluate(
         f"document.getElementById('key').value = '{ADMIN_KEY}';"
         "document.querySelector('#login button').click()"
     )
+
+
+def show(browser: Chromium, server: EngineServer, scheme: Scheme, width: int) -> None:
+    """Open the page, give it the key, and wait until it shows all tiers."""
+    browser.prefer(scheme)
+    browser.open(f"{server.url}/hicache", width=width)
+    give_key(browser)
     browser.wait_for(
         "!document.getElementById('view').hidden"
         " && [...document.querySelectorAll('#tiers .row')].length == 5"

@@ -91,6 +91,20 @@ class FakeMooncake:
         raw: bytes = self._answer("get", lambda key: self.objects.get(key, b""), key)
         return raw
 
+    def upsert(self, key: str, value: bytes) -> int:
+        def keep(key: str, value: bytes) -> int:
+            self.objects[key] = bytes(value)
+            return 0
+
+        code: int = self._answer("upsert", keep, key, value)
+        return code
+
+    def get_batch(self, keys: list[str]) -> list[bytes]:
+        raw: list[bytes] = self._answer(
+            "get_batch", lambda keys: [self.objects.get(key, b"") for key in keys], keys
+        )
+        return raw
+
     def batch_put_from_multi_buffers(
         self,
         keys: list[str],

@@ -17,7 +17,7 @@ import sglang
 from sglang.srt import constants
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.l3 import store_connection, store_usage
+from sglang.srt.mem_cache.l3 import store_connection, store_presence, store_usage
 from sglang.srt.mem_cache.storage.types import CacheNamespace
 
 SLOW_READS: Final = "slow reads"
@@ -61,6 +61,12 @@ def asks_often(rank: int) -> None:
     """The server asks its store for its usage at every scrape."""
     del rank
     mock.patch.object(store_usage, "_FRESH_S", 0.0).start()
+
+
+def looks_often(rank: int) -> None:
+    """The server looks for others on its store all the time."""
+    mock.patch.object(store_presence, "_PAUSE_S", 0.05).start()
+    asks_often(rank)
 
 
 def has_format(version: int, rank: int) -> None:

@@ -173,6 +173,7 @@ def _store(cache: HiRadixCache) -> dict[str, Any] | None:
         "prefill_tokens_per_s": store.rates.prefills,
         "stuck_tokens": cache.storage_prefetch.table.stuck_tokens(),
         "usage": None if usage is None else usage._asdict(),
+        "servers": store.sharers(),
         "nodes": attached.usage.nodes.serving(),
         "reads": counts_by_label(cache.metrics.prefetch_outcomes),
         "writes": counts_by_label(cache.metrics.backup_outcomes),

@@ -226,7 +226,7 @@ def test_every_query_finds_its_metric_with_its_labels(server: EngineServer) -> N
     names = "num_decode_transfer_queue_reqs", "num_decode_lingering_reqs"
     other.of_role(DisaggregationMode.DECODE, dict.fromkeys(names, int))
     other.of_reads(("transport",))
-    HiCacheMetrics(other.registry).set_storage(None, None, {"node": True})
+    HiCacheMetrics(other.registry).set_storage(None, None, {"node": True}, None)
     text = str(server.request("GET", "/metrics").body) + other.render(idle)
     labels: dict[str, set[str]] = {"up": set()}
     for family in text_string_to_metric_families(text):

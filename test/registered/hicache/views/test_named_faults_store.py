@@ -3,6 +3,8 @@ shared by servers that differ."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -169,6 +171,38 @@ def test_a_dead_master_raises_its_alert(cluster: MooncakeCluster, server: Engine
     assert "StoreLeftAlone" in firing(now, now)
     # A view is a second old at most.
     assert wait_until(lambda: hicache_top.ask(server.url, ADMIN_KEY)["store"]["is_left_alone"], 30)
+
+
+UNLIKE: Final = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+store.setup("127.0.0.1", "P2PHANDSHAKE", 32 << 20, 16 << 20, "rdma", "", sys.argv[1])
+sys.stdin.read()
+"""
+"""A store node over another protocol. On a host without RDMA devices Mooncake takes TCP in place of
+it, and the master tells what was asked for."""
+
+
+def test_a_nodes_other_protocol_is_named_by_log_and_views() -> None:
+    def seen() -> list[str]:
+        usage = hicache_top.ask(server.url, ADMIN_KEY)["store"]["usage"]
+        return [] if usage is None else list(usage["unlike_nodes"])
+
+    with MooncakeCluster(segment_size="32mb") as both, server_on(both) as server:
+        assert both.capacity_bytes() and not seen()
+        command = [sys.executable, "-c", UNLIKE, both.master.address]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as node:
+            assert wait_until(lambda: len(seen()) == 1, 30)
+            (name,) = seen()
+            assert name.endswith(" (rdma)")
+            view = hicache_top.ask(server.url, ADMIN_KEY)
+            shown = hicache_top._store(view["store"], view["words"]).plain
+            assert f"store nodes with another protocol: {name}" in shown
+            line = f"store node {name} has another protocol than this server"
+            assert server.process.log_tail(500).count(line) == 1
+            assert node.stdin is not None
+            node.stdin.close()
 
 
 def test_a_dead_node_is_named_by_log_alert_and_views() -> None:

@@ -68,6 +68,8 @@ def test_the_cases_notice_other_rules(promtool: str, tmp_path: Path) -> None:
         ("DraftsStayOff", "< 0.05", "< 1.5"),
         ("StoreLeftAlone", "for: 5m", "for: 3m"),
         ("DamagedObjects", "[15m]", "[40m]"),
+        ("NamespaceAlone", "> 1", "> 3"),
+        ("NamespaceAlone", "for: 15m", "for: 13m"),
         ("NamespacesDiffer", "count by (job, model_name) (count", "count by (job) (count"),
     ):
         begin = rules.index(old, rules.index(f"alert: {alert}\n"))

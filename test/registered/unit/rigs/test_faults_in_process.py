@@ -101,16 +101,21 @@ def test_a_full_disk(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_namespace_that_nobody_shares(model: Path) -> None:
     rig, cache = tiered(model, hicache_storage_backend="file")
     with contextlib.closing(rig):
-        text = text_of(rig)
-        own = cache.store.namespace().digest()
-    alone = text.replace(own, "another")
-    same = scrape_of({"a": text, "b": text}, 0.0)
-    assert "NamespaceAlone" not in firing(same, same)
-    one = scrape_of({"a": text}, 0.0)
-    assert "NamespaceAlone" not in firing(one, one), "a single server has nobody to share with"
-    three = scrape_of({"a": text, "b": text, "c": alone}, 0.0)
+        attached = cache.store.attached
+        assert attached is not None and attached.presence is not None
+
+        def text_of_one_of(servers: int | None) -> str:
+            attached.presence.servers = servers
+            return text_of(rig)
+
+        two, alone = text_of_one_of(2), text_of_one_of(1)
+        unknown = text_of_one_of(None)
+    for quiet in ({"a": two, "b": two}, {"a": alone}, {"a": two, "b": unknown}):
+        now = scrape_of(quiet, 0.0)
+        assert "NamespaceAlone" not in firing(now, now)
+    three = scrape_of({"a": two, "b": two, "c": alone}, 0.0)
     (found,) = firing(three, three)["NamespaceAlone"]
-    assert found["namespace"] == "another"
+    assert found["instance"] == "c"
 
 
 def test_a_stuck_prefill_server(model: Path) -> None:

@@ -2,6 +2,7 @@
 
     prefetch thread   asks how far the store reaches into a prompt, and reads those pages
     backup thread     writes the pages of nodes
+    presence thread   looks which servers share the namespace; rank 0 has it
 
 The scheduler thread puts operations into the queues of `reads` and `writes`, and looks at their
 fields; it never calls the store while requests run. Every operation ends, whatever the store does.
@@ -13,11 +14,14 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from sglang.srt.mem_cache.l3.storage_reads import NO_RETRIES, LookUpRetries, StorageReads
 from sglang.srt.mem_cache.l3.storage_writes import StorageWrites
 from sglang.srt.mem_cache.l3.store_calls import StoreCalls
+from sglang.srt.mem_cache.l3.store_presence import StorePresence
+from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.utils.background_call import BackgroundCall
 
@@ -32,7 +36,9 @@ class AttachedStore(StoreCalls):
     """A store with the two threads that call it.
 
     Args:
-        retries: Repetitions of look-ups that missed. The others: see `StoreCalls`.
+        retries: Repetitions of look-ups that missed.
+        presence: Counts the servers that share the namespace; None: another rank does. The others:
+            see `StoreCalls`.
 
     Attributes:
         reads: Queue and work of the prefetch thread.
@@ -44,6 +50,7 @@ class AttachedStore(StoreCalls):
     """
 
     retries: LookUpRetries = NO_RETRIES
+    presence: StorePresence | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +59,12 @@ class AttachedStore(StoreCalls):
             threading.Thread(target=self.reads.run, name="hicache-prefetch", daemon=True),
             threading.Thread(target=self.writes.run, name="hicache-backup", daemon=True),
         ]
+        self._closing = threading.Event()
+        if self.presence is not None:
+            looks = partial(self.presence.run, self._client_at_rest, self._closing)
+            self._threads.append(
+                threading.Thread(target=looks, name="hicache-presence", daemon=True)
+            )
         try:
             for thread in self._threads:
                 thread.start()
@@ -59,11 +72,16 @@ class AttachedStore(StoreCalls):
             self.close()
             raise StorageUnavailable(f"no thread for L3: {error}") from None
 
+    def _client_at_rest(self) -> HiCacheStorage | None:
+        """The client; None while the store fails."""
+        return self.client if self.available and not self.breaker.is_open else None
+
     def close(self) -> bool:
         """End the threads and the client, within seconds.
 
         False if a call to the client hangs, so that it stays open, or if it failed to close.
         """
+        self._closing.set()
         self.reads.queue.put(None)
         self.writes.queue.put(None)
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S

@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
 from sglang.srt.mem_cache.l3.storage_reads import NO_RETRIES, LookUpRetries, pages_per_read
 from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
+from sglang.srt.mem_cache.l3.store_presence import StorePresence
 from sglang.srt.mem_cache.l3.stored_pools import PoolShards, StoredPools
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
@@ -263,6 +264,8 @@ class StoreConnection:
                 self.namespace().digest(), self._queries, group.auxiliary_pools, shards
             ),
             retries=self._retries,
+            # One rank of the server speaks for all, also of several DP groups.
+            presence=None if self._ranks.rank or self._ranks.first_rank else StorePresence(),
         )
 
     def namespace(self) -> CacheNamespace:
@@ -361,13 +364,18 @@ class StoreConnection:
             return None
         return store.usage.latest(store.client)
 
+    def sharers(self) -> int | None:
+        """Servers that share the namespace, with this one; None: unknown, or another rank knows."""
+        presence = None if self.attached is None else self.attached.presence
+        return None if presence is None else presence.servers
+
     def read_metrics(self) -> None:
         """Update the gauges, before the metrics are read."""
         store = self.attached
         named = None if store is None else (store.backend, self.namespace())
         usage = self.usage()
         nodes = {} if store is None else store.usage.nodes.serving()
-        self._metrics.set_storage(named, usage, nodes)
+        self._metrics.set_storage(named, usage, nodes, self.sharers())
 
     def describe(self) -> str:
         """One line for the log."""

@@ -29,10 +29,12 @@ class _Node:
 
 
 class StoreNodes:
-    """The nodes that a store has named. Each node that is gone is logged once."""
+    """The nodes that a store has named. Each node that is gone is logged once, and so is each that
+    has another transport."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
+        self._unlike: tuple[str, ...] = ()
 
     def update(self, named: Sequence[str], now: float) -> None:
         """Note an answer at `now`, in seconds, which names the nodes that serve."""
@@ -56,6 +58,16 @@ class StoreNodes:
         for place, (seen, name) in enumerate(gone):
             if place < excess or now - seen > _FORGET_S:
                 del self._nodes[name]
+
+    def update_unlike(self, named: tuple[str, ...]) -> None:
+        """Note an answer with the nodes that have another transport than this server."""
+        for name in sorted(set(named[:_MAX_NODES]) - set(self._unlike)):
+            logger.warning(
+                "store node %s has another protocol than this server, so their transfers may fail: "
+                "start both with the same MOONCAKE_PROTOCOL",
+                name,
+            )
+        self._unlike = named[:_MAX_NODES]
 
     def serving(self) -> dict[str, bool]:
         """For each node, by name: False if it is gone."""

@@ -48,6 +48,7 @@ class StoreUsage:
             self._has_failed = question.error is not None
             if self._known is not None and self._known.nodes is not None:
                 self.nodes.update(self._known.nodes, now)
+                self.nodes.update_unlike(self._known.unlike_nodes)
         if self._question is None and client is not None and now - self._asked >= _FRESH_S:
             self._asked = now
             self._question = BackgroundCall(

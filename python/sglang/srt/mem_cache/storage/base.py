@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.storage.types import (
     PoolResults,
     PoolTransferResult,
     StoragePool,
+    StorageUnavailable,
     StorageUsage,
 )
 
@@ -259,6 +260,24 @@ class HiCacheStorage(ABC):
         """How full the store is; None: the backend cannot tell. Called every ten seconds at most,
         in a thread of its own, also while other calls run. Raises StorageUnavailable."""
         return None
+
+    def get_notes(self, names: Sequence[str]) -> Sequence[bytes | None] | None:
+        """The notes of this namespace: values of `NOTE_BYTES` that servers leave for each other,
+        and replace. They are no pages.
+
+        Called twice a minute at most, in a thread of its own, also while other calls run.
+
+        Returns:
+            A value for each name, None where there is none; or None: the backend has no notes.
+
+        Raises:
+            StorageUnavailable: The store failed.
+        """
+        return None
+
+    def set_note(self, name: str, value: bytes) -> None:
+        """Write or replace a note. The rest as for `get_notes`, which does not return None."""
+        raise StorageUnavailable(f"{type(self).__name__} has no notes")
 
     def describe_transport(self) -> dict[str, Any] | None:
         """How bytes move to the store, for the server info; None: there is nothing to say. Called

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.storage.file_room import SETTINGS, FileLimits, FileRoo
 from sglang.srt.mem_cache.storage.object_files import MalformedObject, ObjectFiles
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, checksum_of, is_intact, seal
 from sglang.srt.mem_cache.storage.types import (
+    NOTE_BYTES,
     CacheOutcome,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
@@ -225,6 +226,26 @@ class HiCacheFile(HiCacheStorage):
         free = found.f_bavail * found.f_frsize
         used = (found.f_blocks - found.f_bfree) * found.f_frsize
         return StorageUsage(used, used + free, num_other_namespaces=others)
+
+    def get_notes(self, names: Sequence[str]) -> list[bytes | None]:
+        return [self._get_note(name) for name in names]
+
+    def _get_note(self, name: str) -> bytes | None:
+        value = bytearray(NOTE_BYTES)
+        try:
+            self._files.read(self._note_path(name), [memoryview(value)])
+        except (OSError, MalformedObject):
+            return None
+        return bytes(value)
+
+    def set_note(self, name: str, value: bytes) -> None:
+        try:
+            self._files.write(self._note_path(name), [memoryview(value)])
+        except OSError as error:
+            raise StorageUnavailable(f"{self._files.root}: {error.strerror}") from None
+
+    def _note_path(self, name: str) -> Path:
+        return self._files.note(self.storage_config.namespace if self.storage_config else "", name)
 
     # -- files -------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ _MAX_NAME: Final = 200
 """Bytes of a file name; file systems take 255."""
 _STALE_SECONDS: Final = 3600.0
 _TEMPORARY: Final = ".tmp"
+_NOTES: Final = ".notes"
 _NAMESPACE: Final = re.compile("[0-9a-f]{32}")
 """`CacheNamespace.digest`."""
 _SPREAD: Final = re.compile("[0-9a-f]{2}")
@@ -68,6 +69,10 @@ class ObjectFiles:
         """The file of an object. Objects are spread over 256 folders."""
         spread = hashlib.sha256(rest.encode("utf-8", "surrogatepass")).hexdigest()[:2]
         return self.root / escape(namespace) / spread / escape(rest)
+
+    def note(self, namespace: str, name: str) -> Path:
+        """The file of a note, which is no object."""
+        return self.root / _NOTES / escape(f"{namespace}-{name}")
 
     def read(self, path: Path, buffers: Sequence[memoryview]) -> int:
         """Fill `buffers`, in order, with the whole file. Returns its time of modification in ns.
@@ -200,10 +205,10 @@ class ObjectFiles:
         return {entry.name for entry in _scan(self.root) if _NAMESPACE.fullmatch(entry.name)}
 
     def remove_stale_temporaries(self) -> int:
-        """Remove temporary files that dead writers left at least an hour ago."""
+        """Remove temporary files and notes that dead writers left at least an hour ago."""
         oldest = time.time() - _STALE_SECONDS  # noqa: TID251 (the clock of file times)
         removed = 0
-        for entry in list(_scan(self._temporary)):
+        for entry in [*_scan(self._temporary), *_scan(self.root / _NOTES)]:
             try:
                 is_stale = entry.stat(follow_symlinks=False).st_mtime < oldest
             except OSError:

@@ -99,8 +99,12 @@ class StorageUsage(NamedTuple):
     """Namespaces with objects, except the one of the engine that asks."""
     nodes: tuple[str, ...] | None = None
     """Addresses of the nodes that lend memory."""
+    unlike_nodes: tuple[str, ...] = ()
+    """Nodes with another transport than this client's: `address (protocol)`."""
 
 
+NOTE_BYTES: Final = 24
+"""Length of a note (`HiCacheStorage.get_notes`)."""
 FORMAT_VERSION: Final = 1
 """Increased when the bytes or the keys of objects change their meaning."""
 

@@ -273,7 +273,11 @@ class HiCacheMetrics(CacheMetrics):
             "L3 (the whole store): namespaces with objects that this server cannot read; NaN if "
             "unknown",
         )
-
+        self._storage_servers = gauge(
+            "hicache_storage_servers",
+            "Servers whose notes in L3 tell that they share this namespace now, with this one, at "
+            "most 128; NaN if unknown, as in the first two minutes",
+        )
         self._node_up = gauge(
             "hicache_store_node_up",
             "1 for each node that lends memory to a Mooncake store; 0 for an hour if it is gone",
@@ -285,6 +289,7 @@ class HiCacheMetrics(CacheMetrics):
         attached: tuple[str, CacheNamespace] | None,
         usage: StorageUsage | None,
         nodes: Mapping[str, bool],
+        servers: int | None,
     ) -> None:
         """Set the gauges of L3, before the metrics are read.
 
@@ -292,6 +297,7 @@ class HiCacheMetrics(CacheMetrics):
             attached: Backend and namespace of the attached store.
             usage: The last known usage.
             nodes: Whether each of its nodes serves.
+            servers: Servers that share the namespace.
         """
         self._storage_info.clear()
         if attached is not None:
@@ -300,14 +306,15 @@ class HiCacheMetrics(CacheMetrics):
             self._storage_info.labels(**labels).set(1)
         gauges = (
             self._storage_used, self._storage_total, self._storage_objects, self._storage_evicted,
-            self._storage_others,
+            self._storage_others, self._storage_servers,
         )  # fmt: skip
-        known: tuple[int | None, ...] = (None,) * len(gauges)
+        known: tuple[int | None, ...] = (None,) * (len(gauges) - 1)
         if usage is not None:
             known = (
                 usage.used_bytes, usage.total_bytes, usage.num_objects, usage.num_evicted,
                 usage.num_other_namespaces,
             )  # fmt: skip
+        known = (*known, servers)
         for gauge, value in zip(gauges, known, strict=True):
             gauge.set(math.nan if value is None else value)
         self._node_up.clear()

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.storage_reads import CheckOperation
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
+from sglang.srt.mem_cache.l3.store_presence import StorePresence
 from sglang.srt.mem_cache.l3.stored_pools import StoredPools
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash
@@ -194,7 +195,7 @@ class ClosingStore(HangingStore):
         self.closed += 1
 
 
-@pytest.mark.parametrize("missing", ["hicache-prefetch", "hicache-backup"])
+@pytest.mark.parametrize("missing", ["hicache-prefetch", "hicache-backup", "hicache-presence"])
 def test_without_a_thread_for_l3_its_client_is_closed(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
@@ -217,6 +218,7 @@ def test_without_a_thread_for_l3_its_client_is_closed(
             page_bytes=8,
             pages_per_read=4,
             metrics=HiCacheMetrics(None),
+            presence=StorePresence(),
         )
     assert store.closed == 1
     wait_for(lambda: set(threading.enumerate()) <= before)

@@ -44,6 +44,27 @@ def test_a_restarted_master_that_names_no_node_yet_is_no_alarm(
     assert not caplog.records
 
 
+def test_another_protocol_is_logged_once_and_again_after_it_was_mended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    nodes = StoreNodes()
+    for named in (("a:1 (rdma)",), ("a:1 (rdma)",), ("a:1 (rdma)", "b:1 (rdma)")):
+        nodes.update_unlike(named)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(" has ")[0] for line in lines] == [
+        "store node a:1 (rdma)", "store node b:1 (rdma)",
+    ]  # fmt: skip
+    assert all("the same MOONCAKE_PROTOCOL" in line for line in lines)
+    nodes.update_unlike(())
+    nodes.update_unlike(("a:1 (rdma)",))
+    assert len(caplog.records) == 3
+    caplog.clear()
+    many = tuple(f"{number}:1 (rdma)" for number in range(2000))
+    for _ in range(2):
+        nodes.update_unlike(many)
+    assert len(caplog.records) == store_nodes._MAX_NODES
+
+
 def test_what_is_gone_is_forgotten_after_an_hour_and_among_very_many() -> None:
     nodes = StoreNodes()
     nodes.update(["a:1", "b:1"], 0.0)
@@ -61,8 +82,8 @@ def test_what_is_gone_is_forgotten_after_an_hour_and_among_very_many() -> None:
 def test_the_gauge_names_each_node() -> None:
     registry = CollectorRegistry()
     metrics = HiCacheMetrics(registry)
-    metrics.set_storage(None, None, {"a:1": True, "b:1": False})
-    metrics.set_storage(None, None, {"b:1": False})
+    metrics.set_storage(None, None, {"a:1": True, "b:1": False}, None)
+    metrics.set_storage(None, None, {"b:1": False}, None)
     lines = [
         line
         for line in generate_latest(registry).decode().splitlines()

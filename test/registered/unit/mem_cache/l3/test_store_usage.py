@@ -87,10 +87,10 @@ def test_failures_are_logged_and_the_usage_is_unknown(
     assert len(told) == 1, "failures in a row are one line"
 
 
-def test_nodes_of_answers_are_noted() -> None:
+def test_nodes_of_answers_are_noted(caplog: pytest.LogCaptureFixture) -> None:
     client, usage, now = Client(StorageUsage(nodes=("a:1", "b:1"))), StoreUsage(), 100.0
     for answer in (("a:1", "b:1"), ("b:1",), ("b:1",), ("b:1",)):
-        client.answer = StorageUsage(nodes=answer)
+        client.answer = StorageUsage(nodes=answer, unlike_nodes=("b:1 (rdma)",))
         asked = client.num_asked
         usage.latest(client, lambda now=now: now)  # type: ignore[misc]
         assert wait_until(lambda asked=asked: client.num_asked == asked + 1, 30)  # type: ignore[misc]
@@ -99,6 +99,7 @@ def test_nodes_of_answers_are_noted() -> None:
         now += 10.0
     usage.latest(client, lambda: now)
     assert usage.nodes.serving() == {"a:1": False, "b:1": True}
+    assert caplog.text.count("store node b:1 (rdma) has another protocol") == 1
 
 
 def test_without_a_client_nobody_is_asked() -> None:

@@ -32,15 +32,23 @@ segment_total_capacity_bytes{segment="10.0.0.1:5"} 100
 """
 
 
+DETAIL = b"""{"total_segments": 3, "segments": [
+    {"segment_name": "10.0.0.1:5", "protocol": "tcp", "size_bytes": 1},
+    {"segment_name": "10.0.0.2:5", "protocol": "rdma"},
+    {"segment_name": "10.0.0.3:5"}]}"""
+
+
 class Master(http.server.BaseHTTPRequestHandler):
-    """Answers with `text`."""
+    """Answers with `text`, and with `detail` on its segments."""
 
     text = TEXT
+    detail = DETAIL
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/metrics" else 404)
+        texts = {"/metrics": self.text, "/get_segments_detail": self.detail}
+        self.send_response(200 if self.path in texts else 404)
         self.end_headers()
-        self.wfile.write(self.text)
+        self.wfile.write(texts.get(self.path, b""))
 
     def log_message(self, *args: object) -> None:
         """Stay silent."""
@@ -64,6 +72,21 @@ def test_usage_is_read_from_the_masters_metrics(port: int) -> None:
         num_evicted=3,
         nodes=("10.0.0.1:5", "10.0.0.2:5"),
     )
+
+
+def test_nodes_with_another_protocol_are_named(port: int) -> None:
+    for own, unlike in (("tcp", ("10.0.0.2:5 (rdma)",)), ("rdma", ("10.0.0.1:5 (tcp)",))):
+        assert read_usage("127.0.0.1", port, own).unlike_nodes == unlike
+
+
+@pytest.mark.parametrize("detail", [b"", b"<html>", b"{}", b'{"segments": [1]}', b"\xff"])
+def test_a_master_that_does_not_tell_its_segments_costs_nothing(
+    port: int, detail: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Master, "detail", detail)
+    found = read_usage("127.0.0.1", port, "tcp")
+    assert found == read_usage("127.0.0.1", port)
+    assert found.nodes == ("10.0.0.1:5", "10.0.0.2:5")
 
 
 @pytest.mark.parametrize("text", [b"", b"<html>", b"\xff\xfe", b"master_key_count 1\n"])

@@ -340,3 +340,12 @@ def test_a_probe_ends_after_a_failed_put(bench: Bench) -> None:
     bench.answer(put=lambda *_: NO_MASTER)
     assert not bench.store._moves_bytes()
     assert bench.fakes[0].calls == ["put"]
+
+
+def test_notes_that_mooncake_does_not_keep_or_tell_are_failures(bench: Bench) -> None:
+    bench.answer(upsert=lambda key, value: NO_MASTER)
+    with pytest.raises(StorageUnavailable, match="did not store a note: -900"):
+        bench.store.set_note("0", bytes(24))
+    bench.answer(get_batch=lambda keys: [])
+    with pytest.raises(StorageUnavailable, match="0 notes to 2"):
+        bench.store.get_notes(["0", "1"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -26,6 +26,9 @@ from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, 
 from sglang.srt.mem_cache.storage.types import HiCacheStorageExtraInfo, StorageUnavailable
 
 logger = logging.getLogger(__name__)
+
+_NOTES: Final = "notes"
+"""Part of a note's key where the hash of a page would be."""
 
 
 class MooncakeBaseStore(HiCacheStorage):
@@ -174,6 +177,27 @@ class MooncakeBaseStore(HiCacheStorage):
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
         return leading_run(self._exist(keys))
+
+    # -- notes -------------------------------------------------------------------------------------
+
+    def get_notes(self, names: Sequence[str]) -> list[bytes | None]:
+        with self._client.transferring() as store:
+            values: list[bytes] = store.get_batch([self._note_key(name) for name in names])
+        if len(values) != len(names):
+            raise StorageUnavailable(f"Mooncake answered {len(values)} notes to {len(names)}")
+        return [value or None for value in values]
+
+    def set_note(self, name: str, value: bytes) -> None:
+        with self._client.transferring() as store:
+            code: int = store.upsert(self._note_key(name), value)
+        if code:
+            raise StorageUnavailable(f"Mooncake did not store a note: {code}")
+
+    def _note_key(self, name: str) -> str:
+        namespace = self.storage_config.namespace if self.storage_config else ""
+        return f"{self._key_prefix}{namespace}/{_NOTES}/{name}"
+
+    # -- many objects ------------------------------------------------------------------------------
 
     def _exist(self, object_keys: list[str]) -> list[bool]:
         """For each object, True if it exists. Raises StorageUnavailable without a master."""

@@ -487,8 +487,9 @@ class MooncakeStore(MooncakeBaseStore):
 
     def get_usage(self) -> StorageUsage | None:
         """Usage of the memory of all clients together; None behind a discovery service."""
-        master = self.config.master_host_port()
-        return None if master is None else read_usage(master[0], self.config.master_metrics_port)
+        master, port = self.config.master_host_port(), self.config.master_metrics_port
+        own = None if self.config.standalone_storage else self.protocol
+        return None if master is None else read_usage(master[0], port, own)
 
     def get_stats(self) -> dict[str, Any]:
         budget = self._client.budget
