@@ -9,6 +9,7 @@ from typing import Final
 from rigs.servers.engine_server import ADMIN_KEY
 from rigs.servers.forked_servers import ForkedServer
 from sglang import hicache_top
+from sglang.srt.environ import envs
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="base-b-test-cpu")
@@ -24,7 +25,11 @@ def test_no_view_has_a_text_or_a_key(tmp_path: Path) -> None:
     with ForkedServer(
         "--enable-metrics", "--log-requests", "--log-level", "debug", "--record-trace", str(trace),
         "--enable-hierarchical-cache", "--max-total-tokens", "1024", "--page-size", "16",
-        env={"SGLANG_TENANT_LABEL_KEY": LABEL_KEY},
+        "--hicache-storage-backend", "file",
+        env={
+            "SGLANG_TENANT_LABEL_KEY": LABEL_KEY,
+            envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.name: str(tmp_path / "l3"),
+        },
     ) as server:  # fmt: skip
         for number in range(6):
             for path, body in (
@@ -42,6 +47,9 @@ def test_no_view_has_a_text_or_a_key(tmp_path: Path) -> None:
             "log": server.process.log_tail(100_000),
         }
     shown["trace"] = trace.read_text()
+    notes = list((tmp_path / "l3" / ".notes").iterdir())
+    shown["notes"] = repr([(note.name, note.read_bytes()) for note in notes])
+    assert notes, "it tells others that it is there"
     assert "sglang:tenant_requests_total" in shown["metrics"]
     assert len(view["tenants"]) >= 3 and view["decisions"]
     assert "prompt tokens" in shown["log"] and shown["trace"].count("\n") == 18

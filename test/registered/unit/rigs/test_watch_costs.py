@@ -13,7 +13,9 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
-FILES: Final = ("tenants.py", "store_nodes.py", "store_usage.py", "trace_recorder.py")
+FILES: Final = (
+    "tenants.py", "store_nodes.py", "store_presence.py", "store_usage.py", "trace_recorder.py",
+)  # fmt: skip
 FUNCTIONS: Final = ("_hold", "awaits_l3", "watch_store", "_sample")
 MOST: Final = 0.005
 

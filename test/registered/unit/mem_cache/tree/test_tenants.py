@@ -78,6 +78,9 @@ def test_a_tenant_is_a_salt_or_else_an_extra_key(use: TenantUse) -> None:
     assert (acme["requests"], acme["hits"]) == (2, 2), "two extra keys, one salt"
     assert acme["tokens"] == {"device": 8, "host": 4, "storage": 2, "computed": 6}
     assert row_of(use, NO_KEY)["requests"] == 1
+    ask(use, "acme")
+    acme = row_of(use, label_of("acme"))
+    assert (acme["requests"], acme["hits"]) == (3, 2), "it reused nothing"
 
 
 def test_labels_of_other_servers_differ_unless_they_have_the_secret() -> None:

@@ -22,8 +22,13 @@ from sglang.srt.mem_cache.storage.mooncake_store.config import (
     check_health,
     settle_protocol,
 )
+from sglang.srt.mem_cache.storage.mooncake_store.master_metrics import read_usage
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES, is_intact, seal
-from sglang.srt.mem_cache.storage.types import HiCacheStorageExtraInfo, StorageUnavailable
+from sglang.srt.mem_cache.storage.types import (
+    HiCacheStorageExtraInfo,
+    StorageUnavailable,
+    StorageUsage,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +88,12 @@ class MooncakeBaseStore(HiCacheStorage):
             "is_fallback": self.protocol != self.config.protocol,
             "ib_device": self.ib_device,
         }
+
+    def get_usage(self) -> StorageUsage | None:
+        """Usage of the memory of all clients together; None behind a discovery service."""
+        master, port = self.config.master_host_port(), self.config.master_metrics_port
+        own = None if self.config.standalone_storage else self.protocol
+        return None if master is None else read_usage(master[0], port, own)
 
     def check_server(self) -> None:
         """Ask the master for its health. Raises StorageUnreachable."""

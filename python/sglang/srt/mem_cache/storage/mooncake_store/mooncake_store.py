@@ -35,7 +35,6 @@ from sglang.srt.mem_cache.storage.mooncake_store.client import (
     set_outcome,
 )
 from sglang.srt.mem_cache.storage.mooncake_store.config import MooncakeStoreConfig, is_reachable
-from sglang.srt.mem_cache.storage.mooncake_store.master_metrics import read_usage
 from sglang.srt.mem_cache.storage.mooncake_store.page_batches import PageBatch, PoolRows
 from sglang.srt.mem_cache.storage.plain_pool import as_storage_pool
 from sglang.srt.mem_cache.storage.types import (
@@ -46,7 +45,6 @@ from sglang.srt.mem_cache.storage.types import (
     PoolTransferResult,
     StoragePool,
     StorageUnavailable,
-    StorageUsage,
 )
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.threads import leave_cores_to_model, started_pool
@@ -484,12 +482,6 @@ class MooncakeStore(MooncakeBaseStore):
             if helpers is not None:
                 helpers.shutdown(wait=True)
         super().close()
-
-    def get_usage(self) -> StorageUsage | None:
-        """Usage of the memory of all clients together; None behind a discovery service."""
-        master, port = self.config.master_host_port(), self.config.master_metrics_port
-        own = None if self.config.standalone_storage else self.protocol
-        return None if master is None else read_usage(master[0], port, own)
 
     def get_stats(self) -> dict[str, Any]:
         budget = self._client.budget
