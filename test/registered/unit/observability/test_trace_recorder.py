@@ -86,6 +86,19 @@ def test_the_file_has_its_bound_and_belongs_to_its_owner_alone(
     recorder.close()
 
 
+@pytest.mark.parametrize(("share", "more"), [(1.0, {}), (0.25, {"share": 0.25})])
+def test_a_line_has_milliseconds_and_the_share(
+    tmp_path: Path, share: float, more: dict[str, float]
+) -> None:
+    path = tmp_path / "trace"
+    recorder = TraceRecorder(str(path), share, 1)
+    recorder.record(recorder._begin + 1.25, 700, 9, [5, 6])
+    recorder.close()
+    assert json.loads(path.read_text()) == {
+        "timestamp": 1250, "input_length": 700, "output_length": 9, "hash_ids": [5, 6], **more,
+    }  # fmt: skip
+
+
 def test_a_slow_disk_loses_lines_and_a_failing_one_ends_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

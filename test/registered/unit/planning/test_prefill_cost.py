@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,3 +99,29 @@ def test_a_prompt_takes_as_long_in_parts(cost: PrefillCost) -> None:
     parts = sum(cost.operations(8192, before) for before in range(0, 32768, 8192))
     assert parts == pytest.approx(whole, rel=0.05)
     assert cost.operations(8192, 24576) > 1.2 * cost.operations(8192), "attention counts"
+
+
+def cost_of(folder: Path, name: str, **changed: Any) -> PrefillCost:
+    """Cost of a published model with other fields."""
+    folder.mkdir()
+    published = PUBLISHED[name]
+    changed_one = replace(published, config=published.config | changed)
+    return PrefillCost(ModelConfig.from_path(str(changed_one.write(folder))))
+
+
+def test_the_last_layer_computes_the_outputs_of_one_token(tmp_path: Path) -> None:
+    one, two, three = (
+        cost_of(tmp_path / str(count), "Qwen3-8B", num_hidden_layers=count) for count in (1, 2, 3)
+    )
+    layer = three.operations(64) - two.operations(64)
+    assert two.operations(64) - one.operations(64) == pytest.approx(layer)
+    assert 0 < one.operations(64) < 0.1 * layer, "keys and values alone"
+
+
+def test_a_window_bounds_the_keys(tmp_path: Path) -> None:
+    small, large = (
+        cost_of(tmp_path / str(window), "gpt-oss-20b", sliding_window=window)
+        for window in (128, 4096)
+    )
+    assert small.operations(64, 64) == large.operations(64, 64)
+    assert small.operations(64, 8192) < large.operations(64, 8192)

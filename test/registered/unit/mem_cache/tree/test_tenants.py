@@ -168,6 +168,15 @@ def test_held_tokens_follow_copies_evictions_splits_and_resets() -> None:
     assert tree.host.held == {}
 
 
+def test_a_newcomer_is_remembered_longer_than_those_before_it(use: TenantUse) -> None:
+    for number in range(MAX_LABELS):
+        ask(use, f"old {number}")
+    for number in range(tenants._MAX_REMEMBERED):
+        ask(use, f"came once {number}")
+    ask(use, "new", 3)
+    assert label_of("new") in labels(use)
+
+
 def test_an_eviction_names_the_request_and_whose_pages_went() -> None:
     rig = rig_of_tenants(hicache_ratio=4.0)
     use = rig.tree.tree.tenants
@@ -184,6 +193,7 @@ def test_an_eviction_names_the_request_and_whose_pages_went() -> None:
     assert row_of(use, names["b"])["evicted_others"] == 4 * PAGE
     assert row_of(use, names["a"])["lost"] == 4 * PAGE
     assert row_of(use, names["b"])["lost"] == 0, "its own pages are no loss to others"
+    assert all(tier.victims is None for tier in use._tiers.values()), "nobody wants more of them"
     rig.run(prompt(2, 2), "a")
     rig.settle()
     rig.tree.evict(EvictParams(num_tokens=2 * PAGE))
