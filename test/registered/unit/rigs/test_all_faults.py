@@ -12,7 +12,7 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 
 def test_each_fault_is_named_by_something_and_has_tests() -> None:
-    guide = (ROOT / "docs" / "guides" / "operation.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs/guides/operation.md").read_text(encoding="utf-8")
     assert len({fault.what for fault in FAULTS}) == len(FAULTS) == 12
     for fault in FAULTS:
         assert fault.alerts or fault.view, fault.what
