@@ -74,11 +74,11 @@ def test_groups_say_what_one_rank_says(
         assert ask(server, 0) == (words, COLD)
         assert ask(server, 0) == (words, SOURCES["L1"])
         server.flush()
-        written = sorted(tmp_path.rglob("*"))
+        written = sorted(tmp_path.glob("*/??/*"))
         last = dp_size - 1
         assert ask(server, last) == (words, SOURCES["L3"]), "what another group wrote"
         assert ask(server, last) == (words, SOURCES["L1"])
-        assert sorted(tmp_path.rglob("*")) == written, "it is there already"
+        assert sorted(tmp_path.glob("*/??/*")) == written, "it is there already"
         assert differences(battery(server), results, TOLERANCE) == []
         assert server.stop() == 0
 
@@ -257,7 +257,7 @@ def test_what_two_groups_compute_is_written_once(model: Path, tmp_path: Path) ->
             words, tiers = ask(server, dp_rank)
             assert tiers == COLD, "it reads nothing that is so short"
             server.flush()
-            stats = {str(path): path.stat() for path in tmp_path.rglob("*") if path.is_file()}
+            stats = {str(path): path.stat() for path in tmp_path.glob("*/??/*")}
             pages = {name: (one.st_ino, one.st_mtime_ns) for name, one in stats.items()}
             found.append((words, pages))
         assert found[0] == found[1]
@@ -280,7 +280,7 @@ def test_what_two_groups_compute_is_put_once_into_mooncake(model: Path) -> None:
                 found.append((said, [master.metric(f"master_{name}") for name in names]))
             assert found[0] == found[1], "the second group asked before it put"
             num_keys, *puts = found[0][1]
-            assert num_keys == sum(puts) >= WHOLE // PAGE
+            assert num_keys - 1 == sum(puts) >= WHOLE // PAGE, "one key is the server's note"
             assert server.stop() == 0
 
 

@@ -127,7 +127,7 @@ def cached(server: EngineServer) -> tuple[list[int], tuple[int, int, int]]:
 
 
 def objects_in(store: Path) -> list[Path]:
-    return [path for path in store.rglob("*") if path.is_file()]
+    return list(store.glob("*/??/*"))
 
 
 @contextmanager

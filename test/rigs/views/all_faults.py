@@ -99,7 +99,7 @@ FAULTS: Final = (
     Fault("a full disk", ("WritesFail",), "writes", (f"{_IN_PROCESS}::test_a_full_disk",)),
     Fault(
         "a thrashing state pool",
-        ("StatesMissing",),
+        ("StatesThrash",),
         "decisions",
         (f"{_IN_PROCESS}::test_a_thrashing_state_pool",),
     ),

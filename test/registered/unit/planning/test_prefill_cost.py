@@ -121,7 +121,7 @@ def test_the_last_layer_computes_the_outputs_of_one_token(tmp_path: Path) -> Non
 def test_a_window_bounds_the_keys(tmp_path: Path) -> None:
     small, large = (
         cost_of(tmp_path / str(window), "gpt-oss-20b", sliding_window=window)
-        for window in (128, 4096)
+        for window in (64, 256)
     )
-    assert small.operations(64, 64) == large.operations(64, 64)
+    assert small.operations(64) == large.operations(64)
     assert small.operations(64, 8192) < large.operations(64, 8192)

@@ -118,6 +118,20 @@ def test_a_namespace_that_nobody_shares(model: Path) -> None:
     assert found["instance"] == "c"
 
 
+def test_a_thrashing_state_pool(tiny_model: Callable[..., Path]) -> None:
+    path, seeds = tiny_model("qwen3_next", eos_token_id=None), range(6)
+    for num_states, is_named in ((40, False), (6, True)):
+        rig = SchedulerRig(path, page_size=PAGE, pool_tokens=4096, num_states=num_states)
+
+        def turn(rig: SchedulerRig = rig) -> None:
+            for seed in seeds:
+                ask(rig, f"{seed}-{rig.scheduler.state.counters.ticks}", prompt(seed, 200))
+
+        turn()
+        found = alerts(rig, turn)
+        assert ("StatesThrash" in found) is is_named, (num_states, sorted(found))
+
+
 def test_a_stuck_prefill_server(model: Path) -> None:
     ids = prompt(1, 20)
     rig = DecodeRig(model)

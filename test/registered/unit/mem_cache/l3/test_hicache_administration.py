@@ -224,7 +224,7 @@ def test_a_clear_that_raises_anything_may_have_removed_pages(
     assert attach(rig, ERRATIC)[0]
     rig.run(range(16))
     rig.settle()
-    stored = [path for path in storage_dir.rglob("*") if path.is_file()]
+    stored = list(storage_dir.glob("*/??/*"))
     stored[0].unlink()
     Erratic.raises["clear"] = raised
     done, why = rig.hi.clear_storage_backend()
@@ -245,11 +245,11 @@ def test_nothing_is_asked_of_a_store_while_it_is_cleared(rig: CacheRig, storage_
     rig.until(lambda: rig.tree.is_busy() == {"administration": 1})
     outcomes = rig.hi.metrics.prefetch_outcomes.labels("unavailable")
     assert outcomes._value.get() == 1
-    assert len([path for path in storage_dir.rglob("*") if path.is_file()]) == 4
+    assert len(list(storage_dir.glob("*/??/*"))) == 4
     gate.set()
     rig.until(lambda: not rig.tree.is_busy())
     assert rig.hi.administration.take_result() == (True, "cleared dynamic")
-    assert not [path for path in storage_dir.rglob("*") if path.is_file()]
+    assert not list(storage_dir.glob("*/??/*"))
     assert serves_from_storage(rig)
 
 
