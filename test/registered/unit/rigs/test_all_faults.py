@@ -1,4 +1,4 @@
-"""Each of the twelve faults has an alert or a view, a place in the guide, and its tests."""
+"""Alerts or views name the twelve faults; the guide lists them, and tests plant them."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_files_have_notes_beside_the_objects(
     assert stores[0].get_usage().num_other_namespaces == 0, "notes are no objects"
     stores[0].clear()
     assert look(stores[0], servers[0]) == [2]
-    # Those of the dead go after an hour, with other leftovers.
+    # A start removes notes of dead servers after an hour.
     notes = list((tmp_path / ".notes").iterdir())
     assert len(notes) == 3
     monkeypatch.setattr(object_files, "_STALE_SECONDS", -10.0)
