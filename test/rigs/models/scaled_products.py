@@ -40,13 +40,28 @@ def dequantized(weight: ScaledWeight) -> torch.Tensor:
 
 def floats_of(weight: ScaledWeight) -> torch.Tensor:
     """fp64 `[..., outputs, inputs]`: the values of 4-bit floats."""
-    integers = integers_of(weight).int()
+    integers = fp4_of(weight)
     exponent, fraction = integers >> 1 & 3, integers & 1
     # Numbers below 1 have no leading bit.
     mantissas = torch.where(exponent == 0, fraction, 2 + fraction).double()
     values = mantissas * 2.0 ** (exponent.clamp(min=1) - 2) * (1 - 2 * (integers >> 3))
     scales = 2.0 ** (weight.scales.double() - 127)
     return values * scales.repeat_interleave(weight.group, -1)
+
+
+def fp4_of(weight: ScaledWeight) -> torch.Tensor:
+    """int32 `[..., outputs, inputs]`: the bits of 4-bit floats, by input."""
+    halves = weight.elements.view(torch.int16).int()
+    found = torch.stack(
+        [
+            halves >> magnitude & 7 | (halves >> sign & 1) << 3
+            for magnitude, sign in ((6, 15), (3, 12), (0, 14), (9, 13))
+        ],
+        -1,
+    )
+    # Dimensions: block, lane, half of its word, place in the half.
+    blocks = found.view(*found.shape[:-2], -1, 4, 2, 4)
+    return blocks.movedim(-1, -3).flatten(-4)
 
 
 def integers_of(weight: ScaledWeight) -> torch.Tensor:

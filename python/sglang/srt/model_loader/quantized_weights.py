@@ -31,6 +31,7 @@ from sglang.srt.layers.quantization.quantized_tensor import (
     ScaledTensor,
     unpack_words,
 )
+from sglang.srt.layers.triton_ops.arguments import MOST_FP4_SCALE
 from sglang.srt.layers.weight_format import EXPONENTS, WeightFormat
 from sglang.srt.model_loader.weight_files import REMEDY
 
@@ -233,11 +234,16 @@ class QuantizedWeight:
             raise ValueError(
                 f"tensor {self.scales!r} has scales of {scales.dtype}, which must be torch.uint8"
             )
-        count = int((scales == NO_SCALE).sum())
+        count, wide = (int((scales > most).sum()) for most in (NO_SCALE - 1, MOST_FP4_SCALE))
         if count:
             raise ValueError(
                 f"tensor {self.scales!r} has {NO_SCALE}, which is NaN, for {count} of "
                 f"{scales.numel()} scales: {REMEDY}"
+            )
+        if wide:
+            raise ValueError(
+                f"tensor {self.scales!r} has more than {MOST_FP4_SCALE}, which is 2^33, for {wide} "
+                f"of {scales.numel()} scales; no weight is so large: {REMEDY}"
             )
 
     def _zeros(self, packed: torch.Tensor, config: QuantizationConfig) -> torch.Tensor:

@@ -18,13 +18,13 @@ from sglang.srt.configs.quantization_config import Packing, QuantizationConfig
 from sglang.srt.layers.quantization.quantized_tensor import (
     E2M1,
     E8M0,
-    NO_SCALE,
     WORD_BITS,
     BlockFloatTensor,
     PackedTensor,
     QuantizedTensor,
     ScaledTensor,
 )
+from sglang.srt.layers.triton_ops.arguments import MOST_FP4_SCALE
 from sglang.srt.layers.weight_format import EXPONENTS, WeightFormat
 
 FP8_MAX: Final = 448.0
@@ -134,7 +134,7 @@ def _to_mxfp4(values: torch.Tensor, group: int, dtype: torch.dtype) -> BlockFloa
     most = groups.abs().amax(-1)
     # frexp's fractions are in 0.5 to 1.
     exponents = torch.frexp(most).exponent - 3
-    bits = torch.where(most == 0, 0, exponents + 127).clamp_(0, NO_SCALE - 1)
+    bits = torch.where(most == 0, 0, exponents + 127).clamp_(0, MOST_FP4_SCALE)
     scales = torch.tensor(E8M0, device=values.device)[bits.long()]
     table = torch.tensor(E2M1[: len(E2M1) // 2], device=values.device)
     # The boundaries between neighbours; a number on one goes to the even bits, as ties do.

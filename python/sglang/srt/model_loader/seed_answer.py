@@ -23,8 +23,8 @@ from sglang.srt.layers.placement import WeightSlot
 from sglang.srt.layers.weight_format import SCALE_DTYPES, WeightFormat
 
 _MAX_VALUE_CHARS = 80
-PACKING: Final = "halves of blocks"
-"""This release's order of 4-bit integers in bytes; see `inputs_of_bytes`."""
+PACKING: Final = "halves of blocks, words of floats"
+"""This release's order of 4-bit elements in bytes; see `inputs_of_bytes` and `fp4_words`."""
 
 Range: TypeAlias = tuple[int, int]
 """First index, and the index after the last."""
@@ -289,7 +289,7 @@ def check_seed(weights: SeedWeights, *, config: Mapping[str, str], protocol: str
     has_bytes = any(part.dtype == "uint8" for part in weights.tensors.values())
     if has_bytes and weights.packing != PACKING:
         raise ValueError(
-            f"its 4-bit integers are packed by {weights.packing}, those of this server by "
+            f"its 4-bit elements are packed by {weights.packing}, those of this server by "
             f"{PACKING}: start both with the same release"
         )
     for field in sorted({*weights.config, *config}):

@@ -65,6 +65,16 @@ def ptx_of(kernel: Any, constants: dict[str, Any], types: dict[str, str], stages
     return text
 
 
+def test_a_step_of_4_bit_floats_ends_its_product_before_the_next_step() -> None:
+    constants = CONSTANTS["routed_experts"] | {"HEIGHT": 1}
+    kernel = routed_experts._product_kernel
+    step, _ = ptx_of(kernel, constants, {"scales_ptr": "*u8"}, 3).split(LOOP)[1].split(" bra ", 1)
+    assert step.count("cp.async.cg") > 1, "weights and rows are copied ahead"
+    before, after = step.split("wgmma.commit_group")
+    assert "wgmma.wait_group.sync.aligned 0" in after
+    assert before.count("mul.rn.bf16x2") == 128 * 128 // 2 // 128, "one for two weights"
+
+
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_a_step_ends_its_product_before_the_next_step(name: str) -> None:
     """The left operand is in registers, which the next step writes to."""

@@ -33,7 +33,7 @@ Pair = tuple[ScaledWeight, ScaledWeight]
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one after the other."""
     if DEVICE == "cpu":
-        for name in ("_FEATURES", "_FEATURES_OF_INT4", "_FEATURES_OF_DOWN"):
+        for name in ("_FEATURES", "_FEATURES_OF_INT4", "_FEATURES_OF_FP4", "_FEATURES_OF_DOWN"):
             monkeypatch.setattr(few_experts, name, 32)
 
 
@@ -169,6 +169,7 @@ def test_the_second_product_may_have_many_tiles(kind: str, monkeypatch: pytest.M
     """The product reads a row in several steps, and some tiles before others are used. The shared
     expert's tiles come last."""
     monkeypatch.setattr(few_experts, "_INPUTS", 256)
+    monkeypatch.setattr(few_experts, "_PLACES_OF_FP4", 2)
     experts = pair(kind, EXPERTS, is_wide=True)
     plan = few_experts.plan_down(experts[1], TOP_K + 1)
     assert plan["BLOCK_F"] < experts[1].shape[-1] and plan["BLOCK_P"] < TOP_K

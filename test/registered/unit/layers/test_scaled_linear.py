@@ -20,7 +20,13 @@ from rigs.models.scaled_weights import (
     rounded,
 )
 from sglang.srt.layers.cuda_kernels import KERNELS
-from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
+from sglang.srt.layers.quantization.quantized_tensor import E2M1, E8M0
+from sglang.srt.layers.triton_ops.arguments import (
+    MOST_FP4_SCALE,
+    RoundedRows,
+    ScaledWeight,
+    fp4_words,
+)
 from sglang.srt.layers.triton_ops.norm import rounded_norm_
 from sglang.srt.layers.triton_ops.rounding import (
     empty_rounded,
@@ -61,6 +67,47 @@ WEIGHTS = {
 
 def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def all_floats(scales: tuple[int, ...]) -> tuple[ScaledWeight, torch.Tensor]:
+    """Each 4-bit float at each place of a block, `[16, inputs]`, and the weight in fp64."""
+    floats = (torch.arange(16).unsqueeze(1) + torch.arange(32 * len(scales))) % 16
+    weight = ScaledWeight(
+        elements=fp4_words(floats.to(torch.uint8)).to(DEVICE),
+        scales=torch.tensor(scales, dtype=torch.uint8).expand(16, -1).contiguous().to(DEVICE),
+    )
+    factors = torch.tensor(E8M0, dtype=torch.float64)[torch.tensor(scales)].repeat_interleave(32)
+    return weight, torch.tensor(E2M1).double()[floats] * factors
+
+
+def test_4_bit_floats_are_dequantized_exactly() -> None:
+    """0.5 is a subnormal number before it is multiplied."""
+    weight, want = all_floats((40, 120, 127, MOST_FP4_SCALE))
+    got = dequantize_int4(weight, torch.bfloat16)
+    assert same_bits(got, want.to(got))
+    weight, want = all_floats((110, 120, 127))
+    got = dequantize_int4(weight, torch.float16)
+    assert same_bits(got, want.to(got))
+
+
+def test_scales_of_groups_of_zeros_give_zeros() -> None:
+    weight, _ = all_floats((0, 1, 20))
+    assert not dequantize_int4(weight, torch.bfloat16).isnan().any()
+    weight.elements.zero_()
+    x = randn(3, 96, seed=1, dtype=HALF)
+    for tokens in (1, 3):
+        assert not KERNELS.multiply_scaled(x[:tokens], weight).any()
+
+
+@pytest.mark.parametrize("x", [1.0, -3e-9, 3e9])
+def test_one_token_times_4_bit_floats_is_exact(x: float) -> None:
+    weight, want = all_floats((120, 130))
+    one = torch.tensor(x, dtype=torch.bfloat16, device=DEVICE)
+    for place in (*range(32), 47):
+        token = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
+        token[0, place] = one
+        got = KERNELS.multiply_scaled(token, weight, out_dtype=torch.float32)[0]
+        assert torch.equal(got.double(), want[:, place].to(DEVICE) * one.double())
 
 
 def values(rows: RoundedRows) -> torch.Tensor:

@@ -116,6 +116,10 @@ def bytes_of(*shape: int) -> torch.Tensor:
             {"scales": bytes_of(8, 96, 4) * 2 + 1},
             r"_scales' has 255, which is NaN, for 3072 of 3072",
         ),
+        (
+            {"scales": bytes_of(8, 96, 4) + 34},
+            r"_scales' has more than 160, which is 2\^33, for 3072 of 3072 scales",
+        ),
     ],
 )
 def test_4_bit_floats_that_do_not_fit_are_named(

@@ -245,7 +245,7 @@ def test_a_tensor_that_the_model_here_lacks_is_refused() -> None:
         ),
         (
             {"tensors": {"w": TensorPart(dtype="uint8", shape=(2, 2))}},
-            "packed by pairs, those of this server by halves of blocks: start both with the same",
+            "packed by pairs, those of this server by halves of blocks, words of floats: start",
         ),
         ({"hash": "md5"}, "checksums are md5, those of this .*: start both with the same release"),
         ({"config": {"rope.theta": "1e4"}}, "hidden_size in its config.json is missing, in .* 4;"),

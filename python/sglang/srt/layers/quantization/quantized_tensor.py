@@ -20,7 +20,12 @@ import torch
 
 from sglang.srt.configs.quantization_config import Packing
 from sglang.srt.layers.placement import Sliceable
-from sglang.srt.layers.triton_ops.arguments import inputs_of_bytes, packed_block
+from sglang.srt.layers.triton_ops.arguments import (
+    LEAST_PACKED,
+    fp4_words,
+    inputs_of_bytes,
+    packed_block,
+)
 
 _TILE_ELEMENTS: Final = 1 << 22
 """About this many elements are dequantized at a time: 16 MiB in fp32."""
@@ -260,9 +265,9 @@ class BlockFloatTensor(QuantizedTensor):
         self._scales = scales.to(device)
 
     def stored(self, height: int, group: int) -> StoredParts:
-        assert height == 1 and self._group % group == 0
+        assert height == 1 and self._group % group == 0 and group % LEAST_PACKED == 0
         scales = self._scales.repeat_interleave(self._group // group, -1)
-        return StoredParts(_PairsInBytes(self, packed_block(group)), scales, None)
+        return StoredParts(_WordsOfFloats(self), scales, None)
 
     def integers(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
         """See `_FourBits`: the bits of the floats."""
@@ -312,6 +317,20 @@ class _PairsInBytes(TiledTensor):
         halves = integers.reshape(len(integers), -1, 2, self._block // 2)[..., self._order]
         pairs: torch.Tensor = halves[:, :, 0] | halves[:, :, 1] << 4
         return pairs.flatten(1)
+
+
+class _WordsOfFloats(TiledTensor):
+    """The elements of a weight in the order of `fp4_words`: uint8 `[..., outputs, inputs / 2]`.
+    Tiles are whole blocks."""
+
+    def __init__(self, weight: _FourBits) -> None:
+        *lead, inputs = weight.shape
+        super().__init__((*lead, inputs // 2), torch.uint8, weight.device)
+        self._weight = weight
+
+    def tile(self, place: tuple[int, ...], rows: slice, columns: slice) -> torch.Tensor:
+        inputs = slice(2 * columns.start, 2 * columns.stop)
+        return fp4_words(self._weight.integers(place, rows, inputs))
 
 
 def unpack_words(

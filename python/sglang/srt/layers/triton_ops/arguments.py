@@ -11,8 +11,16 @@ import torch
 LEAST_PACKED: Final = 32
 _MOST_PACKED: Final = 128
 """Bounds of a block of 4-bit elements, in inputs."""
+FP4_BIAS: Final = 32
+"""Kernels compute with 4-bit floats times 2^-FP4_BIAS, so that factors of them are in bf16's range:
+products of theirs with scales from 2^-93 to `MOST_FP4_SCALE` are exact."""
+MOST_FP4_SCALE: Final = 160
+"""The greatest scale of 4-bit floats that kernels take: 2^33 as e8m0."""
 MOST_TAPS: Final = 4
 """The widest convolution that `attend_linearly` takes, in tokens."""
+_MAGNITUDE_BITS: Final = (6, 3, 0, 9)
+_SIGN_BITS: Final = (15, 12, 14, 13)
+"""Lowest bit of the magnitude, and the bit of the sign, of each of four floats in half a word."""
 TILE_DIMS: Final = frozenset({64, 128})
 """Values of `key_dim` and `value_dim` that `attend_in_chunks` takes: its tiles are whole heads."""
 
@@ -194,7 +202,8 @@ class ScaledWeight:
 
     elements: torch.Tensor
     """float8_e4m3fn `[..., outputs, inputs]`; or uint8 `[..., outputs, inputs / 2]`: two elements
-    of 4 bits a byte, in the order of `inputs_of_bytes`. Contiguous."""
+    of 4 bits a byte, integers in the order of `inputs_of_bytes`, floats in that of `fp4_words`.
+    Contiguous."""
     scales: torch.Tensor
     """`[..., outputs / height, inputs / group]`, contiguous: fp32 for fp8; bf16 or fp16 for 4-bit
     integers; uint8 for 4-bit floats (e2m1), of which a scale s stands for 2^(s - 127) (e8m0)."""
@@ -274,6 +283,34 @@ def inputs_of_bytes(block: int) -> torch.Tensor:
     """
     inputs = torch.arange(block // 2).view(-1, 2, 4, 2)
     return inputs.permute(2, 0, 1, 3).flatten()
+
+
+def fp4_words(floats: torch.Tensor) -> torch.Tensor:
+    """Pack eight 4-bit floats in a word, in the order of bits that kernels unpack; see
+    `triton_ops.scaled.fp4`.
+
+    A block of 32 inputs has four words. Each of four lanes of a warp reads one word: its part of
+    the left operand of a tensor core's product. The k-th input in the low half of a lane's word is
+    number `8 * k + 2 * lane` of the block. The high half has the inputs after these.
+
+    Args:
+        floats: Bits of e2m1, uint8 `[..., inputs]`; inputs are a multiple of `LEAST_PACKED`.
+
+    Returns:
+        uint8 `[..., inputs / 2]`.
+
+    Source: PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16".
+    """
+    parts = floats.reshape(*floats.shape[:-1], -1, 4, 4, 2).int()
+    halves = torch.tensor((0, 16), dtype=torch.int32, device=floats.device)
+    magnitudes, signs = (
+        torch.tensor(bits, dtype=torch.int32, device=floats.device).view(4, 1, 1) + halves
+        for bits in (_MAGNITUDE_BITS, _SIGN_BITS)
+    )
+    bits = (parts & 7) << magnitudes | (parts >> 3) << signs
+    # No bit is in two of them, so the sum has them all.
+    words = bits.sum((-3, -1), dtype=torch.int32)
+    return words.view(torch.uint8).flatten(-2)
 
 
 Weight: TypeAlias = torch.Tensor | ScaledWeight

@@ -24,6 +24,7 @@ from sglang.srt.layers.triton_ops.scaled.tiles import (
     add_tile_,
     fewest_steps,
     inputs_at_once,
+    is_aligned,
     kind_of,
     load_tile,
     multiply_row,
@@ -36,9 +37,12 @@ from sglang.srt.layers.triton_ops.scaled.tiles import (
 
 _FEATURES: Final = 4
 _FEATURES_OF_INT4: Final = 8
+_FEATURES_OF_FP4: Final = 4
 _FEATURES_OF_DOWN: Final = 8
-"""Features that a program computes: of the first product for fp8 weights and for others, and of the
-second."""
+"""Features that a program computes: of the first product for fp8 weights, for 4-bit integers and
+for 4-bit floats, and of the second."""
+_PLACES_OF_FP4: Final = 4
+"""Most experts of a tile of the second product of 4-bit floats."""
 _INPUTS: Final = 2048
 """Inputs, of several experts of a token, of a tile of the second product."""
 
@@ -258,8 +262,8 @@ def plan_gate_up(weight: ScaledWeight, tokens: int) -> GateUpPlan:
     """Sizes for a stack of weights `[experts, 2 * features, hidden_size]`."""
     if weight.is_fp4:
         block_h = fewest_steps(weight.shape[-1], 1024)
-    else:
-        block_h = inputs_at_once(weight.shape[-1], kind_of(weight), 1024)
+        return {"ROWS": _FEATURES_OF_FP4, "BLOCK_H": block_h, "num_warps": 1}
+    block_h = inputs_at_once(weight.shape[-1], kind_of(weight), 1024)
     warps = max(1, block_h // 256)
     if not weight.is_fp8:
         return {"ROWS": _FEATURES_OF_INT4, "BLOCK_H": block_h, "num_warps": warps}
@@ -272,23 +276,33 @@ def plan_gate_up(weight: ScaledWeight, tokens: int) -> GateUpPlan:
 def plan_down(weight: ScaledWeight, places: int) -> DownPlan:
     """Sizes for a stack of weights `[experts, hidden_size, features]`."""
     features = weight.shape[-1]
-    most = 512 if weight.is_fp4 else _INPUTS if weight.is_fp8 else 1024
     if weight.is_fp4:
-        block_f = fewest_steps(features, most)
-    else:
-        block_f = inputs_at_once(features, kind_of(weight), most)
-    # More inputs of 4-bit floats would take the registers of a whole multiprocessor.
-    at_once = _INPUTS // 2 if weight.is_fp4 else _INPUTS
-    block_p = max(1, min(at_once // block_f, triton.next_power_of_2(places)))
+        return _plan_down_fp4(features, places)
+    block_f = inputs_at_once(features, kind_of(weight), _INPUTS if weight.is_fp8 else 1024)
+    block_p = max(1, min(_INPUTS // block_f, triton.next_power_of_2(places)))
     tiles = triton.cdiv(places, block_p) * triton.cdiv(features, block_f)
     # More tiles of 4-bit integers, or fewer warps, would need more registers than there are.
-    ahead, of_warp = (2, 256 // block_p) if weight.is_fp8 or weight.is_fp4 else (1, 128)
+    ahead, of_warp = (2, 256 // block_p) if weight.is_fp8 else (1, 128)
     return {
         "ROWS": _FEATURES_OF_DOWN,
         "BLOCK_P": block_p,
         "BLOCK_F": block_f,
         "AHEAD": min(tiles, ahead),
         "num_warps": max(1, block_f // of_warp),
+    }
+
+
+def _plan_down_fp4(features: int, places: int) -> DownPlan:
+    """Sizes with which each thread has a word's place in a row for itself; see `add_tile_`."""
+    block_f = fewest_steps(features, 1024)
+    block_p = min(_PLACES_OF_FP4, triton.next_power_of_2(places))
+    tiles = triton.cdiv(places, block_p) * triton.cdiv(features, block_f)
+    return {
+        "ROWS": _FEATURES_OF_DOWN,
+        "BLOCK_P": block_p,
+        "BLOCK_F": block_f,
+        "AHEAD": min(tiles, 2),
+        "num_warps": max(1, block_p * block_f // 1024),
     }
 
 
@@ -322,8 +336,9 @@ def run_scaled_experts(
     assert x.is_contiguous() and weights.stride(1) == 1 and ids.is_contiguous()
     of_shared = shared or (gate_up, down)
     assert all(kind_of(a) == kind_of(b) for a, b in zip(of_shared, (gate_up, down), strict=True))
-    # The second product reads so many bytes at a time, whatever the compiler sees.
-    assert all(weight.elements.data_ptr() % 16 == 0 for weight in (down, of_shared[1]))
+    # The second product reads several matrices so, of any kind.
+    assert is_aligned(down.elements, of_shared[1].elements)
+    assert not gate_up.is_fp4 or is_aligned(x, gate_up.elements, of_shared[0].elements)
     rule = rule_of(activation)
     assert shared is None or (biases is None and not rule["LIMIT"])
     first, second = (None, None) if biases is None else biases

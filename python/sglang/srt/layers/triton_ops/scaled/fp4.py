@@ -1,9 +1,9 @@
 """4-bit floats (e2m1) with exponents (e8m0) as scales, as parts of kernels.
 
-Twice a float is an integer from -12 to 12. A GPU finds it, plus 16, in two tables of eight bytes,
-one for each sign; then it is an integer with zero point 16 and half of the scale. Four bytes of a
-weight have eight floats: bytes 0 and 2 of a result of the tables are of low bits, the others of
-high bits.
+A word has eight floats, in the order of bits that `fp4_words` makes: an integer's operation on the
+word moves the sign and the magnitude of two floats to their places in two bf16 numbers, the floats
+times 2^-126. A float of 0.5 is a subnormal number there, so no case is apart. Products with powers
+of two are exact, and GPUs multiply subnormal numbers as they do others.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3 and 5.4.1.
 """
@@ -15,83 +15,148 @@ from typing import Final
 import triton
 import triton.language as tl
 
-ZERO: Final = tl.constexpr(16)
-"""Zero point of the integers in the tables."""
-_LOOK_UP: Final = """
-.reg .b32 m, n, p, q, s, t, u;
-and.b32 m, PACKED, 0x77777777;
-shr.u32 n, m, 16;
-prmt.b32 p, 0x13121110, 0x1C181614, m;
-prmt.b32 q, 0x0D0E0F10, 0x04080A0C, m;
-shl.b32 u, PACKED, 4;
-prmt.b32 s, u, PACKED, 0xD9C8;
-lop3.b32 t, p, q, s, 0xD8;
-prmt.b32 p, 0x13121110, 0x1C181614, n;
-prmt.b32 q, 0x0D0E0F10, 0x04080A0C, n;
-prmt.b32 s, u, PACKED, 0xFBEA;
-lop3.b32 u, p, q, s, 0xD8;
-"""
-"""Bytes 0 and 1 of the weight to t, bytes 2 and 3 to u; s has ones where floats are negative."""
-FP4_TO_FLOATS: Final = tl.constexpr(
-    "{"
-    + _LOOK_UP.replace("PACKED", "$8")
-    + """
-prmt.b32 $0, t, 0x43000000, 0x7044;
-prmt.b32 $1, t, 0x43000000, 0x7244;
-prmt.b32 $2, u, 0x43000000, 0x7044;
-prmt.b32 $3, u, 0x43000000, 0x7244;
-prmt.b32 $4, t, 0x43000000, 0x7144;
-prmt.b32 $5, t, 0x43000000, 0x7344;
-prmt.b32 $6, u, 0x43000000, 0x7144;
-prmt.b32 $7, u, 0x43000000, 0x7344;
-}
-"""
-)
-"""Four bytes to four low and four high integers, each plus 128 in fp32; see `tiles`."""
-FP4_TO_BF16: Final = tl.constexpr(
-    "{"
-    + _LOOK_UP.replace("PACKED", "$4")
-    + """
-.reg .b32 half, zero, a, b, c, d;
-mov.b32 half, 0x3F003F00;
-mov.b32 zero, 0xC290C290;
-prmt.b32 a, t, 0x43434343, 0x4240;
-prmt.b32 b, u, 0x43434343, 0x4240;
-prmt.b32 c, t, 0x43434343, 0x4341;
-prmt.b32 d, u, 0x43434343, 0x4341;
-fma.rn.bf16x2 a, a, half, zero;
-fma.rn.bf16x2 b, b, half, zero;
-fma.rn.bf16x2 c, c, half, zero;
-fma.rn.bf16x2 d, d, half, zero;
-mul.rn.bf16x2 $0, a, $5;
-mul.rn.bf16x2 $1, b, $6;
-mul.rn.bf16x2 $2, c, $5;
-mul.rn.bf16x2 $3, d, $6;
-}
-"""
-)
-"""Four bytes, times bf16 scales, to four low and four high numbers. (128 + 16 + twice) / 2 - 72 is
-the float, and all but the last product are exact."""
+from sglang.srt.layers.triton_ops.arguments import FP4_BIAS
+
+_HALVES: Final = tl.constexpr(-0x7E3F7E40)
+"""Sign and magnitude of both halves of a word: 0x81C081C0 as an int32."""
+_MAGNITUDES: Final = tl.constexpr(0x01C001C0)
+_SIGNS: Final = tl.constexpr(-0x7FFF8000)
+_THIRD: Final = tl.constexpr(0x40074007)
+_BIAS: Final = tl.constexpr(FP4_BIAS)
+_UNBIAS: Final = tl.constexpr(2.0**FP4_BIAS)
+_LIFT: Final = tl.constexpr(2.0**64)
+_LIFT_OF_SCALES: Final = tl.constexpr((126 - 64) << 23)
+_MULTIPLY: Final = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
 
 
 @triton.jit
-def twice_fp4(bits: tl.tensor) -> tl.tensor:
-    """Twice the floats whose bits these are, fp32."""
-    magnitude = bits & 7
-    # The lowest bit is the fraction. Floats below 1 have no leading bit.
-    wide = (2 + (magnitude & 1)) << (tl.maximum(magnitude >> 1, 1) - 1)
-    twice = tl.where(magnitude < 2, magnitude, wide).to(tl.float32)
-    return tl.where(bits >= 8, -twice, twice)
+def pairs_of_word(words: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The floats of int32 words, times 2^-126: four words of two bf16 numbers each."""
+    third = (words & _THIRD) * 66
+    fourth = ((words >> 3) & _MAGNITUDES) | ((words << 2) & _SIGNS)
+    return words & _HALVES, (words << 3) & _HALVES, third & _HALVES, fourth
 
 
 @triton.jit
-def power_of_two(bits: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """The values of e8m0 scales, in fp32 or bf16: both have eight bits of exponent. 2^-127 is
-    subnormal there, and has one bit of the fraction."""
+def floats_of_pair(pair: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The bf16 numbers in the low and high halves of int32 words, in fp32."""
+    low = (pair << 16).to(tl.float32, bitcast=True)
+    return low, (pair & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def numbers_of_pair(pair: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The numbers of DTYPE, of 16 bits, in the low and high halves of int32 words, in fp32."""
     if DTYPE is tl.bfloat16:
-        # Triton 3.6 widens the maximum of an int16 and a number to 32 bits.
-        scales = tl.maximum(bits.to(tl.int16) << 7, 1 << 6).to(tl.int16)
-        scales = scales.to(tl.bfloat16, bitcast=True)
+        low, high = floats_of_pair(pair)
     else:
-        scales = tl.maximum(bits.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
-    return scales
+        low = pair.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        high = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def lifted(x: tl.tensor) -> tl.tensor:
+    """Numbers, of less than 2^64, whose products with 4-bit floats times 2^-126 have all bits."""
+    return x * _LIFT
+
+
+@triton.jit
+def lifted_scale(bits: tl.tensor) -> tl.tensor:
+    """e8m0 scales, fp32, times the factor that sums of such products lack."""
+    return ((bits.to(tl.int32) << 23) + _LIFT_OF_SCALES).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bf16_of_pair(pair: tl.tensor) -> tl.tensor:
+    """The bf16 numbers in int32 words, with a last dimension of 2."""
+    low = pair.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+
+
+@triton.jit
+def pairs_of_scale(bits: tl.tensor) -> tl.tensor:
+    """e8m0 scales times 2^(126 - FP4_BIAS), as two bf16 numbers in an int32."""
+    return bits.to(tl.int32) * 0x00800080 + (126 - _BIAS) * 0x00800080
+
+
+@triton.jit
+def multiply_pairs(pairs: tl.tensor, scales: tl.tensor, CUDA: tl.constexpr) -> tl.tensor:
+    """Products of words of two bf16 numbers, each rounded."""
+    if CUDA:
+        product = tl.inline_asm_elementwise(
+            _MULTIPLY, "=r,r,r", [pairs, scales], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        low, high = floats_of_pair(pairs)
+        low_scale, high_scale = floats_of_pair(scales)
+        low = (low * low_scale).to(tl.bfloat16).to(tl.int16, bitcast=True)
+        high = (high * high_scale).to(tl.bfloat16).to(tl.int16, bitcast=True)
+        product = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    return product
+
+
+@triton.jit
+def load_fp4_scales(
+    scales_ptr: tl.tensor,
+    rows: tl.tensor,
+    begin: tl.tensor,
+    K: tl.constexpr,
+    COLS: tl.constexpr,
+) -> tl.tensor:
+    """The scales of COLS inputs from `begin` on, a multiple of COLS: uint8 `[rows, COLS / 32]`.
+
+    Asynchronous copies have more bytes, so a loop loads the scales of its next step. Triton 3.6
+    pipelines no loop that carries values over two steps.
+    """
+    blocks = tl.arange(0, COLS // 32)[None, :]
+    at = scales_ptr + (rows * (K // 32))[:, None] + begin // 32 + blocks
+    return tl.load(at, mask=blocks * 32 < K - begin, other=0)
+
+
+@triton.jit
+def load_fp4(
+    weight_ptr: tl.tensor,
+    scales: tl.tensor,
+    rows: tl.tensor,
+    begin: tl.tensor,
+    K: tl.constexpr,
+    COLS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CUDA: tl.constexpr,
+) -> tl.tensor:
+    """Load COLS inputs from `begin` on, a multiple of COLS, of some rows of K: `[rows, COLS]` of
+    DTYPE, in bf16 times 2^-FP4_BIAS; see `unbiased`. Inputs beyond K are zeros.
+
+    Args:
+        scales: From `load_fp4_scales`.
+        rows: int64; indices into the weight, all experts' rows in one.
+    """
+    ROWS: tl.constexpr = rows.shape[0]
+    BLOCKS: tl.constexpr = COLS // 32
+    words = tl.arange(0, COLS // 8)[None, :]
+    at = weight_ptr.to(tl.pointer_type(tl.int32)) + (rows * (K // 8))[:, None] + words
+    if K % COLS == 0:
+        packed = tl.load(at + begin // 8)
+    else:
+        packed = tl.load(at + begin // 8, mask=words < (K - begin) // 8, other=0)
+    factors = tl.broadcast_to(pairs_of_scale(scales)[:, :, None], [ROWS, BLOCKS, 4])
+    factors = tl.reshape(factors, [ROWS, COLS // 8])
+    a, b, c, d = pairs_of_word(packed)
+    a = bf16_of_pair(multiply_pairs(a, factors, CUDA))
+    b = bf16_of_pair(multiply_pairs(b, factors, CUDA))
+    c = bf16_of_pair(multiply_pairs(c, factors, CUDA))
+    d = bf16_of_pair(multiply_pairs(d, factors, CUDA))
+    # Dimensions: row, block, word, half of the word, and the two bits of the place in the half.
+    both = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), [ROWS, BLOCKS, 4, 2, 2, 2])
+    ordered = tl.reshape(tl.permute(both, [0, 1, 5, 4, 2, 3]), [ROWS, COLS])
+    if DTYPE is not tl.bfloat16:
+        # fp16 has fewer exponents than the scales.
+        ordered = (ordered.to(tl.float32) * _UNBIAS).to(DTYPE)
+    return ordered
+
+
+@triton.jit
+def unbiased(sums: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """fp32 sums of products of numbers from `load_fp4`, times the factor that these lack."""
+    return sums * _UNBIAS if DTYPE is tl.bfloat16 else sums

@@ -16,6 +16,7 @@ from sglang.srt.layers.triton_ops.scaled.tiles import (
     MULTIPROCESSORS,
     WeightKind,
     inputs_at_once,
+    is_aligned,
     kind_of,
     multiply_row,
     rows_left,
@@ -143,6 +144,7 @@ def scaled_gemv(
     """
     outputs, inputs = weight.shape
     assert x.stride(-1) == 1 and out.stride(-1) == 1
+    assert not weight.is_fp4 or is_aligned(x, weight.elements)
     config = config or plan(weight)
     _scaled_gemv_kernel[(triton.cdiv(outputs, config["BLOCK_N"]),)](
         x, weight.elements, weight.scales, zeros_of(weight),
@@ -164,6 +166,7 @@ def scaled_gated_gemv(
     """
     outputs, inputs = weight.shape
     assert x.stride(-1) == 1 and out.stride(-1) == 1
+    assert not weight.is_fp4 or is_aligned(x, weight.elements)
     config = config or plan(weight)
     features, half = outputs // 2, config["BLOCK_N"] // 2
     _scaled_gated_gemv_kernel[(triton.cdiv(features, half),)](

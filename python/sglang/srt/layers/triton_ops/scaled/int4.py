@@ -1,9 +1,8 @@
 """4-bit weights, dequantized.
 
-An integer minus its zero point is exact, and so is a float. The product with the scale is rounded
-once, to the dtype of activations. A tile of bytes becomes two tiles: elements in the low bits are
-the first half of the inputs of each block, those in the high bits the second half. See
-`inputs_of_bytes`.
+An integer minus its zero point is exact. The product with the scale is rounded once, to the dtype
+of activations. A tile of bytes becomes two tiles: elements in the low bits are the first half of
+the inputs of each block, those in the high bits the second half. See `inputs_of_bytes`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
-from sglang.srt.layers.triton_ops.scaled.fp4 import FP4_TO_BF16, power_of_two, twice_fp4
+from sglang.srt.layers.triton_ops.scaled.fp4 import load_fp4, load_fp4_scales, unbiased
 from sglang.srt.layers.triton_ops.scaled.tiles import zeros_of
 
 _ROWS: Final = 8
@@ -50,7 +49,6 @@ _DEQUANTIZE_FP16: Final = tl.constexpr(
 
 
 _REGISTERS: Final = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r")
-_REGISTERS_OF_FP4: Final = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
 
 
 @triton.jit
@@ -79,17 +77,16 @@ def load_int4(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Load COLS inputs from `begin` on, a multiple of COLS, of some rows of K: `[rows, COLS / 2]`
     of DTYPE twice, for the inputs of `first_halves` and those after them. Inputs beyond K are
-    zeros. Scales that are bytes belong to 4-bit floats.
+    zeros.
 
     Args:
         rows: int64; indices into the weight, all experts' rows in one.
-        CUDA: If true, use packed instructions of a GPU, for scales of DTYPE and for floats in bf16.
+        CUDA: If true, use packed instructions of a GPU, for scales of DTYPE.
     """
     ROWS: tl.constexpr = rows.shape[0]
     BLOCKS: tl.constexpr = COLS // BLOCK
     IS_BF16: tl.constexpr = DTYPE is tl.bfloat16
     PACKED: tl.constexpr = CUDA and scales_ptr.dtype.element_ty == DTYPE
-    FP4: tl.constexpr = scales_ptr.dtype.element_ty == tl.uint8
     BASE: tl.constexpr = 128.0 if IS_BF16 else 1024.0
     bytes = tl.arange(0, COLS // 2)[None, :]
     at = weight_ptr + (rows * (K // 2))[:, None] + bytes
@@ -110,18 +107,7 @@ def load_int4(
             zeros = tl.load(zeros_ptr + groups).to(tl.float32) + BASE
         else:
             zeros = tl.load(zeros_ptr + groups, mask=inside, other=0).to(tl.float32) + BASE
-    if FP4 and CUDA and IS_BF16:
-        scales = _over_bytes(power_of_two(scales, DTYPE), COLS // 2)
-        low, high = tl.inline_asm_elementwise(
-            FP4_TO_BF16, _REGISTERS_OF_FP4, [packed, scales],
-            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-        )  # fmt: skip
-    elif FP4:
-        # fp16 has fewer exponents than the scales.
-        scales = _over_bytes(power_of_two(scales, tl.float32) * 0.5, COLS // 2)
-        low = (twice_fp4(packed & 0xF) * scales).to(DTYPE)
-        high = (twice_fp4(packed >> 4) * scales).to(DTYPE)
-    elif PACKED:
+    if PACKED:
         scales = _over_bytes(scales, COLS // 2)
         zeros = _over_bytes(zeros.to(DTYPE), COLS // 2)
         if IS_BF16:
@@ -192,19 +178,28 @@ def _dequantize_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     read = tl.minimum(rows, N - 1).to(tl.int64)
     begin = tl.program_id(1) * COLS
-    low, high = load_int4(
-        weight_ptr, scales_ptr, zeros_ptr, read, begin, K, ZEROS, GROUP, BLOCK, COLS,
-        out_ptr.dtype.element_ty, CUDA,
-    )  # fmt: skip
-    cols = begin + first_halves(BLOCK, COLS)
-    to = out_ptr + (read * K)[:, None] + cols[None, :]
-    inside = (rows < N)[:, None] & (cols < K)[None, :]
-    tl.store(to, low, mask=inside)
-    tl.store(to + BLOCK // 2, high, mask=inside)
+    if scales_ptr.dtype.element_ty == tl.uint8:
+        DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+        scales = load_fp4_scales(scales_ptr, read, begin, K, COLS)
+        values = load_fp4(weight_ptr, scales, read, begin, K, COLS, DTYPE, CUDA)
+        values = unbiased(values.to(tl.float32), DTYPE).to(DTYPE)
+        cols = begin + tl.arange(0, COLS)
+        inside = (rows < N)[:, None] & (cols < K)[None, :]
+        tl.store(out_ptr + (read * K)[:, None] + cols[None, :], values, mask=inside)
+    else:
+        low, high = load_int4(
+            weight_ptr, scales_ptr, zeros_ptr, read, begin, K, ZEROS, GROUP, BLOCK, COLS,
+            out_ptr.dtype.element_ty, CUDA,
+        )  # fmt: skip
+        cols = begin + first_halves(BLOCK, COLS)
+        to = out_ptr + (read * K)[:, None] + cols[None, :]
+        inside = (rows < N)[:, None] & (cols < K)[None, :]
+        tl.store(to, low, mask=inside)
+        tl.store(to + BLOCK // 2, high, mask=inside)
 
 
 def dequantize_int4(weight: ScaledWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight `[outputs, inputs]` in `dtype`."""
+    """The weight `[outputs, inputs]`, of 4-bit integers or floats, in `dtype`."""
     outputs, inputs = weight.shape
     out = torch.empty((outputs, inputs), dtype=dtype, device=weight.elements.device)
     _dequantize_kernel[(triton.cdiv(outputs, _ROWS), triton.cdiv(inputs, _COLS))](

@@ -25,6 +25,7 @@ from sglang.srt.layers.triton_ops.early_start import (
     await_kernels_before,
     early_start,
 )
+from sglang.srt.layers.triton_ops.scaled.fp4 import load_fp4, load_fp4_scales, unbiased
 from sglang.srt.layers.triton_ops.scaled.groups import (
     ROWS_OF_LEFT,
     add_products_,
@@ -101,7 +102,8 @@ def _product_kernel(
     token = (group * TILES + within % size) * BLOCK_T
     output = within // size * BLOCK_N
     rows, own = token + tl.arange(0, BLOCK_T), output + tl.arange(0, BLOCK_N)
-    cols = tl.arange(0, BLOCK_K) if FP8 else first_halves(BLOCK, BLOCK_K)
+    FP4: tl.constexpr = scales_ptr.dtype.element_ty == tl.uint8
+    cols = tl.arange(0, BLOCK_K) if FP8 or FP4 else first_halves(BLOCK, BLOCK_K)
     read = tl.minimum(own, N - 1)
     used = rows < tokens
     x_at = x_ptr
@@ -144,14 +146,25 @@ def _product_kernel(
             is_read = used[:, None]
             if K % BLOCK_K != 0:
                 is_read = is_read & (cols < K - k)[None, :]
-            w, high = load_int4(
-                weight_ptr, scales_ptr, zeros_ptr, read.to(tl.int64), k, K, ZEROS, GROUP, BLOCK,
-                BLOCK_K, x_ptr.dtype.element_ty, CUDA,
-            )  # fmt: skip
-            x = tl.load(x_at + k, mask=is_read, other=0.0)
-            acc = tl.dot(w, x.T, acc)
-            x = tl.load(x_at + (k + BLOCK // 2), mask=is_read, other=0.0)
-            acc = awaited(tl.dot(high, x.T, acc), CUDA)
+            if FP4:
+                scales = load_fp4_scales(scales_ptr, read.to(tl.int64), k, K, BLOCK_K)
+                w = load_fp4(
+                    weight_ptr, scales, read.to(tl.int64), k, K, BLOCK_K, x_ptr.dtype.element_ty,
+                    CUDA,
+                )  # fmt: skip
+                x = tl.load(x_at + k, mask=is_read, other=0.0)
+                acc = awaited(tl.dot(w, x.T, acc), CUDA)
+            else:
+                w, high = load_int4(
+                    weight_ptr, scales_ptr, zeros_ptr, read.to(tl.int64), k, K, ZEROS, GROUP,
+                    BLOCK, BLOCK_K, x_ptr.dtype.element_ty, CUDA,
+                )  # fmt: skip
+                x = tl.load(x_at + k, mask=is_read, other=0.0)
+                acc = tl.dot(w, x.T, acc)
+                x = tl.load(x_at + (k + BLOCK // 2), mask=is_read, other=0.0)
+                acc = awaited(tl.dot(high, x.T, acc), CUDA)
+    if FP4:
+        acc = unbiased(acc, x_ptr.dtype.element_ty)
     if FP8 and GROUPS == 1:
         x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
         acc *= by_output(tl.load(scales_ptr + read // HEIGHT), LEFT) * by_token(x_scales, LEFT)

@@ -29,6 +29,7 @@ from sglang.srt.layers.triton_ops.routed_experts import (
     tile_of_program,
     uses_of_tile,
 )
+from sglang.srt.layers.triton_ops.scaled.fp4 import load_fp4, load_fp4_scales, unbiased
 from sglang.srt.layers.triton_ops.scaled.groups import (
     ROWS_OF_LEFT,
     add_products_,
@@ -146,7 +147,8 @@ def _product_kernel(
         return
     used, uses = uses_of_tile(order_ptr, begin, count, TILE_ROWS)
     rows = uses // USES
-    cols = tl.arange(0, BLOCK_K) if FP8 else first_halves(BLOCK, BLOCK_K)
+    FP4: tl.constexpr = scales_ptr.dtype.element_ty == tl.uint8
+    cols = tl.arange(0, BLOCK_K) if FP8 or FP4 else first_halves(BLOCK, BLOCK_K)
     x_at = x_ptr + (rows * K)[None, :] + cols[:, None]
     first = expert * N + block * BLOCK_N
     end = (expert + 1) * N
@@ -160,6 +162,8 @@ def _product_kernel(
         scales = load_scales(
             x_scales_ptr, scales_ptr, 0, num_rows, rows, used, of_outputs, GROUPS, DEPTH
         )
+    if FP4:
+        scales = load_fp4_scales(scales_ptr, own, 0, K, BLOCK_K)
     for start in range(0, K, DEPTH * BLOCK_K):
         # Weights first: their place is known before that of the rows.
         if FP8:
@@ -175,6 +179,12 @@ def _product_kernel(
             )  # fmt: skip
             acc = add_products_(acc, parts, scales, GROUPS, ONE, LEFT, DEPTH)
             scales = next_scales
+        elif FP4:
+            next_scales = load_fp4_scales(scales_ptr, own, start + BLOCK_K, K, BLOCK_K)
+            w = load_fp4(weight_ptr, scales, own, start, K, BLOCK_K, x_ptr.dtype.element_ty, CUDA)
+            x = load_rows(x_at, used, cols, start, K, BLOCK_K)
+            acc = awaited(tl.dot(w, x, acc), CUDA)
+            scales = next_scales
         else:
             w, high = load_int4(
                 weight_ptr, scales_ptr, zeros_ptr, own, start, K, ZEROS, GROUP, BLOCK, BLOCK_K,
@@ -186,6 +196,8 @@ def _product_kernel(
     if FP8 and GROUPS == 1:
         x_scales = tl.load(x_scales_ptr + rows, mask=used, other=0.0)
         acc *= by_output(tl.load(scales_ptr + own // HEIGHT), LEFT) * by_token(x_scales, LEFT)
+    if FP4:
+        acc = unbiased(acc, x_ptr.dtype.element_ty)
     if BIAS:
         acc += by_output(tl.load(bias_ptr + own).to(tl.float32), LEFT)
     if FACTORS:

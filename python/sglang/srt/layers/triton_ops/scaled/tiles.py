@@ -16,10 +16,11 @@ from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before
 from sglang.srt.layers.triton_ops.rounding import most_of_rows, round_with, scale_of
 from sglang.srt.layers.triton_ops.scaled.fp4 import (
-    FP4_TO_FLOATS,
-    ZERO,
-    power_of_two,
-    twice_fp4,
+    floats_of_pair,
+    lifted,
+    lifted_scale,
+    numbers_of_pair,
+    pairs_of_word,
 )
 
 _PIECE: Final = tl.constexpr(8)
@@ -46,6 +47,9 @@ prmt.b32 $7, b, 0x43000000, 0x7344;
 """Four bytes to four low and four high integers, each plus 128. An integer in these bits of a
 float's mantissa makes this sum, without a conversion."""
 _FLOATS: Final = tl.constexpr("=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r")
+_WORDS: Final = tl.constexpr(4)
+"""Words of 4-bit floats that a thread reads at once, those of a span."""
+_WORDS_OF_WARP: Final = tl.constexpr(32 * 4)
 _SPAN: Final = 128
 """Most inputs of a span: neighbours with the same scales."""
 MULTIPROCESSORS: Final = 132
@@ -108,11 +112,9 @@ def _add_int4_(
     scales: tl.tensor,
     zeros: tl.tensor,
     x: tl.tensor,
-    FP4: tl.constexpr,
     PACKED: tl.constexpr,
 ) -> tl.tensor:
-    """Add the products of some columns to `acc` `[rows, vectors, spans, pieces]`. FP4: the integers
-    are those of `fp4`, from a table where they have zero points."""
+    """Add the products of some columns to `acc` `[rows, vectors, spans, pieces]`."""
     COUNT: tl.constexpr = acc.shape[1]
     SPANS: tl.constexpr = acc.shape[2]
     PARTS: tl.constexpr = x.shape[1] // SPANS // 32
@@ -123,7 +125,7 @@ def _add_int4_(
     totals = tl.sum(x0 + x1, axis=3)
     if PACKED:
         low, high = tl.inline_asm_elementwise(
-            FP4_TO_FLOATS if FP4 else _TO_FLOATS,
+            _TO_FLOATS,
             _FLOATS,
             [elements],
             dtype=(tl.float32, tl.float32),
@@ -131,9 +133,6 @@ def _add_int4_(
             pack=4,
         )
         zeros += 128.0
-    elif FP4:
-        low, high = twice_fp4(elements & 0xF), twice_fp4(elements >> 4)
-        zeros -= ZERO
     else:
         low, high = (elements & 0xF).to(tl.float32), (elements >> 4).to(tl.float32)
     # Separate sums, which are chains of multiply-adds.
@@ -141,6 +140,48 @@ def _add_int4_(
     part += tl.sum(high * x1[None, :, :, :, :], axis=4)
     part -= zeros[:, :, :, None] * totals[None, :, :, :]
     return acc + part * scales[:, :, :, None]
+
+
+@triton.jit
+def _add_fp4_(
+    acc: tl.tensor,
+    words: tl.tensor,
+    scales: tl.tensor,
+    x: tl.tensor,
+    factors: tl.tensor,
+    used: tl.tensor,
+    step: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """`add_tile_` for 4-bit floats. In a program of one warp, a thread reads those numbers of `x`
+    that its words belong to: where a row has fewer words than a warp, several threads read the
+    same numbers."""
+    ROWS: tl.constexpr = acc.shape[0]
+    COUNT: tl.constexpr = acc.shape[1]
+    SPANS: tl.constexpr = acc.shape[2]
+    WIDTH: tl.constexpr = BLOCK_K // 8
+    COPIES: tl.constexpr = max(1, min(ROWS, _WORDS_OF_WARP // (COUNT * WIDTH)))
+    numbers = tl.arange(0, WIDTH)[None, :]
+    at = tl.broadcast_to(x.to(tl.pointer_type(tl.int32))[None, :], [COPIES, COUNT])
+    at = tl.reshape(at, [COPIES * COUNT, 1])
+    is_used = tl.reshape(tl.broadcast_to(used[None, :], [COPIES, COUNT]), [COPIES * COUNT, 1])
+    inside = is_used & (numbers // _WORDS < K // 32 - step * SPANS)
+    # The first two inputs of each word; see `fp4_words`.
+    at = at + step * (BLOCK_K // 2) + (numbers // _WORDS * 16 + numbers % _WORDS)
+    parts = tl.reshape(words, [ROWS // COPIES, COPIES, COUNT, WIDTH])
+    pairs = pairs_of_word(parts)
+    sums = tl.zeros([ROWS // COPIES, COPIES, COUNT, WIDTH], tl.float32)
+    for n in tl.static_range(4):
+        two_at = tl.max_contiguous(tl.multiple_of(at + 4 * n, [1, 16]), [1, 4])
+        two = tl.reshape(tl.load(two_at, mask=inside, other=0), [1, COPIES, COUNT, WIDTH])
+        x_low, x_high = numbers_of_pair(two, x.dtype.element_ty)
+        low, high = floats_of_pair(pairs[n])
+        sums += low * lifted(x_low)
+        sums += high * lifted(x_high)
+    sums = tl.sum(tl.reshape(sums, [ROWS, COUNT, SPANS, 4]), axis=3)
+    own = tl.reshape(lifted_scale(scales), [ROWS, COUNT, SPANS]) * factors[None, :, None]
+    return acc + (sums * own)[:, :, :, None]
 
 
 @triton.jit
@@ -199,17 +240,20 @@ def load_tile(
     SPAN: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """BLOCK_K columns of some rows as they are stored: elements `[rows * matrices, bytes]`, scales
-    and zero points `[rows * matrices, spans]`. Scales are converted later, because a conversion
-    waits for its load.
+    """BLOCK_K columns of some rows as they are stored: elements `[rows * matrices, bytes]`, or
+    int32 words of 4-bit floats, scales and zero points `[rows * matrices, spans]`. Scales are
+    converted later, because a conversion waits for its load.
 
     Args:
         at: From `rows_at`. Several matrices begin at multiples of 16 bytes.
         own: `[matrices]`: whether a matrix is read; the others' elements are zeros.
     """
     weights, scale_rows, zero_rows = at
-    SHARE: tl.constexpr = 1 if FP8 else 2
-    AT_ONCE: tl.constexpr = _PIECE if FP8 else min(_BYTES, SPAN // 2)
+    FP4: tl.constexpr = scale_rows.dtype.element_ty == tl.uint8
+    SHARE: tl.constexpr = 1 if FP8 else 8 if FP4 else 2
+    AT_ONCE: tl.constexpr = _PIECE if FP8 else _WORDS if FP4 else min(_BYTES, SPAN // 2)
+    if FP4:
+        weights = weights.to(tl.pointer_type(tl.int32))
     STEP: tl.constexpr = BLOCK_K // SHARE
     SPANS: tl.constexpr = BLOCK_K // SPAN
     # Loads have two dimensions, so that neighbours in a row belong to neighbouring threads.
@@ -217,16 +261,22 @@ def load_tile(
     is_own = _flat(tl.broadcast_to(own[None, :], weights.shape))
     is_read = is_own & (cols < K // SHARE - step * STEP)
     elements_at = _flat(weights) + step * STEP + cols
-    if own.shape[0] > 1 and K // SHARE // AT_ONCE * AT_ONCE == K // SHARE:
+    if FP4:
+        elements_at = tl.max_contiguous(tl.multiple_of(elements_at, [1, 16]), [1, AT_ONCE])
+    elif own.shape[0] > 1 and K // SHARE // AT_ONCE * AT_ONCE == K // SHARE:
         # The compiler does not see it behind the change of shape.
         elements_at = tl.max_contiguous(tl.multiple_of(elements_at, [1, AT_ONCE]), [1, AT_ONCE])
-    elements = tl.load(elements_at, mask=is_read, other=0.0)
+    elements = tl.load(elements_at, mask=is_read, other=0)
     group = step * SPANS + tl.arange(0, SPANS)[None, :]
     is_inside = group < (K + SPAN - 1) // SPAN
     if GROUP != SPAN:
         group = group * SPAN // GROUP
     has_scale = _flat(tl.broadcast_to(own[None, :], scale_rows.shape)) & is_inside
-    scales = tl.load(_flat(scale_rows) + group, mask=has_scale, other=0.0)
+    scales_at = _flat(scale_rows) + group
+    if FP4:
+        # A thread reads the scales of its own words, one at a time: those beside them are others'.
+        scales_at = tl.multiple_of(scales_at, [1, 1])
+    scales = tl.load(scales_at, mask=has_scale, other=0)
     zeros = scales
     if ZEROS:
         zeros = tl.load(_flat(zero_rows) + group, mask=is_own & is_inside, other=0)
@@ -272,25 +322,25 @@ def add_tile_(
     ROWS: tl.constexpr = acc.shape[0]
     COUNT: tl.constexpr = acc.shape[1]
     SPANS: tl.constexpr = acc.shape[2]
-    cols = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    inside = used[:, None] & (cols < K)
-    part = tl.load(x[:, None] + cols, mask=inside, other=0.0).to(tl.float32)
-    SCALED: tl.constexpr = scales.shape[0] // COUNT
-    FP4: tl.constexpr = scales.dtype == tl.uint8
-    if FP4:
-        scales = power_of_two(scales, tl.float32) * 0.5
-    scales = tl.reshape(scales.to(tl.float32), [1, SCALED, COUNT, SPANS])
-    scales = tl.broadcast_to(scales, [ROWS // SCALED, SCALED, COUNT, SPANS])
-    scales = tl.reshape(scales, [ROWS, COUNT, SPANS]) * factors[None, :, None]
-    PIECE: tl.constexpr = elements.shape[1] // SPANS // acc.shape[3]
-    bytes_ = tl.reshape(elements, [ROWS, COUNT, SPANS, acc.shape[3], PIECE])
-    if FP8:
-        acc = _add_fp8_(acc, bytes_, scales, part, x_scales, GROUP == K)
+    if scales.dtype == tl.uint8:
+        acc = _add_fp4_(acc, elements, scales, x, factors, used, step, K, BLOCK_K)
     else:
-        points = tl.full([1, 1, 1], ZERO if FP4 else 8.0, tl.float32)
-        if ZEROS:
-            points = tl.reshape(zeros.to(tl.float32), [ROWS, COUNT, SPANS])
-        acc = _add_int4_(acc, bytes_, scales, points, part, FP4, PACKED)
+        cols = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        inside = used[:, None] & (cols < K)
+        part = tl.load(x[:, None] + cols, mask=inside, other=0.0).to(tl.float32)
+        SCALED: tl.constexpr = scales.shape[0] // COUNT
+        scales = tl.reshape(scales.to(tl.float32), [1, SCALED, COUNT, SPANS])
+        scales = tl.broadcast_to(scales, [ROWS // SCALED, SCALED, COUNT, SPANS])
+        scales = tl.reshape(scales, [ROWS, COUNT, SPANS]) * factors[None, :, None]
+        PIECE: tl.constexpr = elements.shape[1] // SPANS // acc.shape[3]
+        bytes_ = tl.reshape(elements, [ROWS, COUNT, SPANS, acc.shape[3], PIECE])
+        if FP8:
+            acc = _add_fp8_(acc, bytes_, scales, part, x_scales, GROUP == K)
+        else:
+            points = tl.full([1, 1, 1], 8.0, tl.float32)
+            if ZEROS:
+                points = tl.reshape(zeros.to(tl.float32), [ROWS, COUNT, SPANS])
+            acc = _add_int4_(acc, bytes_, scales, points, part, PACKED)
     return acc
 
 
@@ -388,6 +438,12 @@ def fewest_steps(inputs: int, most: int) -> int:
     while blocks[-1] > 256:
         blocks.append(blocks[-1] // 2)
     return min(blocks, key=lambda block: (triton.cdiv(inputs, block) * block, -block))
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """True if the tensors begin at multiples of 16 bytes. Kernels of 4-bit floats read so many at a
+    time, of their inputs too, whatever the compiler sees."""
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def zeros_of(weight: ScaledWeight) -> torch.Tensor:
