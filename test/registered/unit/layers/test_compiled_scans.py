@@ -54,7 +54,10 @@ CASES: Final[dict[str, tuple[Any, dict[str, Any], int]]] = {
     ),
     "convolution": (
         chunks._convolve_kernel,
-        {"FIRST": VALUES, "CHANNELS": CHANNELS, "KERNEL": 4, "CHUNK": 128, "BLOCK_D": 32},
+        {
+            "FIRST": VALUES, "CHANNELS": CHANNELS, "KERNEL": 4, "CHUNK": 128, "TAPS": 4, "ROWS": 8,
+            "BLOCK_D": 128,
+        },
         8,
     ),
     "states": (chunks._advance_kernel, CHUNK | {"BLOCK_P": 32}, 4),

@@ -13,6 +13,11 @@ from sglang.srt.layers.triton_ops.arguments import DeltaChunks, DeltaLayout, Del
 from sglang.srt.layers.triton_ops.conv_states import CONV_PARTS, keep_conv_states
 
 _NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
+STEPS: tl.constexpr = tl.constexpr(8)
+"""Tokens of a run: a program convolves a token of each of its runs, then the next ones. At least
+the width of a convolution less 1."""
+RUNS_AT_ONCE = 8
+"""Most runs of a program."""
 INDICES = [
     "read_ptr", "write_ptr", "track_ptr", "bounds_ptr", "track_lens_ptr", "requests_ptr",
     "firsts_ptr",
@@ -58,6 +63,80 @@ def chunk_of_program(  # type: ignore[no-untyped-def]  # noqa: ANN201
     return request, start, begin, end
 
 
+@triton.jit
+def window_of(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    start: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    cols: tl.tensor,
+    channels: tl.tensor,
+    is_channel: tl.tensor,
+    stride: tl.tensor,
+    KERNEL: tl.constexpr,
+    TAPS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Inputs of ROWS runs of STEPS tokens from `begin` on, and the taps.
+
+    A tuple of inputs `[ROWS, channels]`, each of the next token of every run, from KERNEL - 1
+    tokens before the runs on; 0 before `start`. A tuple of fp32 taps `[channels]`, oldest first.
+    So a program reads each input about once, and multiplies what it holds in registers.
+    """
+    nth = tl.arange(0, TAPS)
+    mask = is_channel[:, None] & (nth < KERNEL)[None, :]
+    weight = tl.load(weight_ptr + channels[:, None] * KERNEL + nth[None, :], mask=mask, other=0.0)
+    runs = begin + tl.arange(0, ROWS) * STEPS
+    inputs = ()
+    for back in tl.static_range(KERNEL - 1, -STEPS, -1):
+        at = runs - back
+        mask = ((at >= start) & (at < end))[:, None] & is_channel[None, :]
+        place = x_ptr + at[:, None] * stride + cols[None, :]
+        inputs = inputs + (tl.load(place, mask=mask, other=0.0),)  # noqa: RUF005
+    # Triton adds tuples, and does not unpack them.
+    taps = ()
+    for tap in tl.static_range(KERNEL):
+        found = tl.sum(tl.where((nth == tap)[None, :], weight, 0.0), axis=1)
+        taps = taps + (found,)  # noqa: RUF005
+    return inputs, taps
+
+
+@triton.jit
+def convolved(
+    inputs,  # type: ignore[no-untyped-def]  # noqa: ANN001
+    taps,  # type: ignore[no-untyped-def]  # noqa: ANN001
+    acc: tl.tensor,
+    old_ptr: tl.tensor,
+    start: tl.tensor,
+    begin: tl.tensor,
+    channels: tl.tensor,
+    is_channel: tl.tensor,
+    STEP: tl.constexpr,
+    KERNEL: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """SiLU of `acc` and the convolution of the STEP-th tokens of runs, fp32 `[ROWS, channels]`.
+
+    `old_ptr` is the state of the request, whose tokens begin at `start`. Inputs in the state are
+    older than those in `x`, so they are added first.
+    """
+    dtype = inputs[0].dtype
+    if STEP < KERNEL - 1:  # noqa: SIM102
+        if begin + STEP - start < KERNEL - 1:
+            tokens = begin - start + tl.arange(0, ROWS) * STEPS + STEP
+            for nth in tl.static_range(KERNEL - 1):
+                before = tokens + nth - (KERNEL - 1)
+                place = old_ptr + channels[None, :] * (KERNEL - 1) + before[:, None] + KERNEL - 1
+                mask = (before < 0)[:, None] & is_channel[None, :]
+                # Stored inputs get the dtype of activations, which new tokens' inputs have.
+                kept = tl.load(place, mask=mask, other=0.0).to(dtype)
+                acc += kept.to(tl.float32) * taps[nth][None, :]
+    for nth in tl.static_range(KERNEL):
+        acc += inputs[STEP + nth].to(tl.float32) * taps[nth][None, :]
+    return acc / (1.0 + tl.exp(-acc))
+
+
 @triton.jit(do_not_specialize_on_alignment=INDICES)
 def _convolve_kernel(
     x_ptr: tl.tensor,
@@ -84,18 +163,22 @@ def _convolve_kernel(
     VALUE_DIM: tl.constexpr,
     KERNEL: tl.constexpr,
     CHUNK: tl.constexpr,
+    TAPS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Compute a chunk's queries, keys or values of one head. The heads of queries come first, then
-    the heads of keys, then the heads of values."""
+    """Compute queries, keys or values of one head, of ROWS runs of a chunk. The heads of queries
+    come first, then the heads of keys, then the heads of values."""
     head = tl.program_id(0)
     request, start, begin, end = chunk_of_program(
         bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK
     )
-    tokens = begin + tl.arange(0, CHUNK)
+    begin += tl.program_id(2) * (ROWS * STEPS)
+    if begin >= end:
+        return
     dims = tl.arange(0, BLOCK_D)
     is_key = head < 2 * KEY_HEADS
-    dim = tl.where(is_key, KEY_DIM, VALUE_DIM)
+    is_dim = dims < tl.where(is_key, KEY_DIM, VALUE_DIM)
     value_head = head - 2 * KEY_HEADS
     key_col = tl.where(head < KEY_HEADS, Q0, K0) + head % KEY_HEADS * QK_STEP
     value_col = V0 + value_head // REPEATS * V_STEP + value_head % REPEATS * VALUE_DIM
@@ -104,36 +187,30 @@ def _convolve_kernel(
     channels = tl.where(is_key, head * KEY_DIM, first) + dims
     heads = KEY_HEADS * REPEATS
     size = (2 * KEY_HEADS * KEY_DIM + heads * VALUE_DIM) * (KERNEL - 1)
-    old = conv_ptr + tl.load(read_ptr + request) * size + channels * (KERNEL - 1) + KERNEL - 1
-    is_there = (tokens < end)[:, None] & (dims < dim)[None, :]
-    acc = tl.zeros([CHUNK, BLOCK_D], tl.float32)
-    for lag in tl.static_range(KERNEL - 1, -1, -1):
-        tap = tl.load(weight_ptr + channels * KERNEL + KERNEL - 1 - lag, mask=dims < dim, other=0.0)
-        at = tokens - lag
-        is_new = is_there & (at >= start)[:, None]
-        new = tl.load(x_ptr + at[:, None] * stride + cols[None, :], mask=is_new, other=0.0)
-        acc += new.to(tl.float32) * tap[None, :]
-        if lag > 0:
-            is_old = is_there & (at < start)[:, None]
-            place = old[None, :] + (at - start)[:, None]
-            # Stored inputs get the dtype of activations, which new tokens' inputs have.
-            kept = tl.load(place, mask=is_old, other=0.0).to(x_ptr.dtype.element_ty)
-            acc += kept.to(tl.float32) * tap[None, :]
+    old = conv_ptr + tl.load(read_ptr + request) * size
+    inputs, taps = window_of(
+        x_ptr, weight_ptr, start, begin, end, cols, channels, is_dim, stride, KERNEL, TAPS, ROWS
+    )
     kept_dtype = x_ptr.dtype.element_ty
-    out = (acc / (1.0 + tl.exp(-acc))).to(kept_dtype)
-    if is_key:
-        wide = out.to(tl.float32)
-        norm = tl.rsqrt(tl.sum(wide * wide, axis=1) + _NORM_EPS)
-        norm *= tl.where(head < KEY_HEADS, scale, 1.0)
-        to = (tokens[:, None] * KEY_HEADS + head % KEY_HEADS) * KEY_DIM + dims[None, :]
-        unit = (wide * norm[:, None]).to(kept_dtype)
-        if head < KEY_HEADS:
-            tl.store(q_ptr + to, unit, mask=is_there)
+    for step in tl.static_range(STEPS):
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        acc = convolved(inputs, taps, acc, old, start, begin, channels, is_dim, step, KERNEL, ROWS)
+        out = acc.to(kept_dtype)
+        tokens = begin + tl.arange(0, ROWS) * STEPS + step
+        mask = (tokens < end)[:, None] & is_dim[None, :]
+        if is_key:
+            wide = out.to(tl.float32)
+            norm = tl.rsqrt(tl.sum(wide * wide, axis=1) + _NORM_EPS)
+            norm *= tl.where(head < KEY_HEADS, scale, 1.0)
+            to = (tokens[:, None] * KEY_HEADS + head % KEY_HEADS) * KEY_DIM + dims[None, :]
+            unit = (wide * norm[:, None]).to(kept_dtype)
+            if head < KEY_HEADS:
+                tl.store(q_ptr + to, unit, mask=mask)
+            else:
+                tl.store(k_ptr + to, unit, mask=mask)
         else:
-            tl.store(k_ptr + to, unit, mask=is_there)
-    else:
-        to = (tokens[:, None] * heads + value_head) * VALUE_DIM + dims[None, :]
-        tl.store(v_ptr + to, out, mask=is_there)
+            to = (tokens[:, None] * heads + value_head) * VALUE_DIM + dims[None, :]
+            tl.store(v_ptr + to, out, mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=INDICES)
@@ -172,6 +249,12 @@ def _keep_kernel(
     )  # fmt: skip
 
 
+def runs_of(chunks: DeltaChunks) -> tuple[int, int]:
+    """Runs of a program, and programs of a chunk."""
+    runs = min(RUNS_AT_ONCE, chunks.size // STEPS.value)
+    return runs, chunks.size // (runs * STEPS.value)
+
+
 def convolve_chunks(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -194,11 +277,13 @@ def convolve_chunks(
     heads = key_heads * layout.repeats
     q, k = x.new_empty((2, num_tokens, key_heads, layout.key_dim))
     v = x.new_empty((num_tokens, heads, layout.value_dim))
-    _convolve_kernel[(2 * key_heads + heads, len(chunks.requests))](
+    runs, programs = runs_of(chunks)
+    _convolve_kernel[(2 * key_heads + heads, len(chunks.requests), programs)](
         x, states.conv, weight, q, k, v, states.read_slots, states.bounds, states.track_lens,
         chunks.requests, chunks.first_chunks, x.stride(0), layout.key_dim**-0.5, CHUNK=chunks.size,
-        BLOCK_D=triton.next_power_of_2(max(layout.key_dim, layout.value_dim)), num_warps=8,
-        **_sizes(layout),
+        TAPS=triton.next_power_of_2(layout.kernel), ROWS=runs,
+        BLOCK_D=triton.next_power_of_2(max(layout.key_dim, layout.value_dim)),
+        num_warps=8, **_sizes(layout),
     )  # fmt: skip
     return q, k, v
 

@@ -25,12 +25,20 @@ from sglang.srt.layers.triton_ops.arguments import (
     StateSpaceLayout,
     StateSpaceWeights,
 )
-from sglang.srt.layers.triton_ops.chunked_convolution import INDICES, chunk_of_program, span_of
+from sglang.srt.layers.triton_ops.chunked_convolution import (
+    INDICES,
+    STEPS,
+    chunk_of_program,
+    convolved,
+    runs_of,
+    span_of,
+    window_of,
+)
 from sglang.srt.layers.triton_ops.fused_delta_net import softplus
 from sglang.srt.layers.triton_ops.mamba.finish import finish
 
 _HEADS_AT_ONCE = 16
-_CHANNELS_AT_ONCE = 32
+_CHANNELS_AT_ONCE = 128
 """Heads and channels of a program of the first two kernels."""
 _FEATURES_OF_A_STATE, _ROWS_OF_A_STATE = 32, 64
 """The part `[features, elements]` of a head's state that one program moves on. Smaller parts fill
@@ -90,37 +98,35 @@ def _convolve_kernel(
     CHANNELS: tl.constexpr,
     KERNEL: tl.constexpr,
     CHUNK: tl.constexpr,
+    TAPS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Convolve some channels of a chunk, which begin at column FIRST of the projections."""
+    """Convolve some channels of ROWS runs of a chunk. They begin at column FIRST of
+    the projections."""
     request, start, begin, end = chunk_of_program(
         bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK
     )
-    tokens = begin + tl.arange(0, CHUNK)
+    begin += tl.program_id(2) * (ROWS * STEPS)
+    if begin >= end:
+        return
     channels = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_channel = channels < CHANNELS
-    size: tl.constexpr = CHANNELS * (KERNEL - 1)
-    old = conv_ptr + tl.load(read_ptr + request) * size + channels * (KERNEL - 1) + KERNEL - 1
-    is_there = (tokens < end)[:, None] & is_channel[None, :]
+    old = conv_ptr + tl.load(read_ptr + request) * CHANNELS * (KERNEL - 1)
     bias = tl.load(conv_bias_ptr + channels, mask=is_channel, other=0.0)
-    acc = tl.zeros([CHUNK, BLOCK_D], tl.float32) + bias[None, :]
-    dtype = x_ptr.dtype.element_ty
-    for lag in tl.static_range(KERNEL - 1, -1, -1):
-        tap = tl.load(weight_ptr + channels * KERNEL + KERNEL - 1 - lag, mask=is_channel, other=0.0)
-        at = tokens - lag
-        is_new = is_there & (at >= start)[:, None]
-        cols = FIRST + channels
-        new = tl.load(x_ptr + at[:, None] * stride + cols[None, :], mask=is_new, other=0.0)
-        acc += new.to(tl.float32) * tap[None, :]
-        if lag > 0:
-            is_old = is_there & (at < start)[:, None]
-            place = old[None, :] + (at - start)[:, None]
-            # Stored inputs get the dtype of activations, which new tokens' inputs have.
-            kept = tl.load(place, mask=is_old, other=0.0).to(dtype)
-            acc += kept.to(tl.float32) * tap[None, :]
-    out = acc / (1.0 + tl.exp(-acc))
-    to = out_ptr + tokens[:, None] * CHANNELS + channels[None, :]
-    tl.store(to, out.to(dtype), mask=is_there)
+    inputs, taps = window_of(
+        x_ptr, weight_ptr, start, begin, end, FIRST + channels, channels, is_channel, stride,
+        KERNEL, TAPS, ROWS,
+    )  # fmt: skip
+    for step in tl.static_range(STEPS):
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32) + bias[None, :]
+        out = convolved(
+            inputs, taps, acc, old, start, begin, channels, is_channel, step, KERNEL, ROWS
+        )
+        tokens = begin + tl.arange(0, ROWS) * STEPS + step
+        to = out_ptr + tokens[:, None] * CHANNELS + channels[None, :]
+        mask = (tokens < end)[:, None] & is_channel[None, :]
+        tl.store(to, out.to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
@@ -303,10 +309,13 @@ def scan_in_chunks(
         x, steps, totals, weights.a_log, weights.dt_bias, *places, num_tokens, stride, HEADS=heads,
         DT0=layout.values + layout.channels, CHUNK=chunks.size, BLOCK_H=_HEADS_AT_ONCE, num_warps=4,
     )  # fmt: skip
-    _convolve_kernel[(triton.cdiv(layout.channels, _CHANNELS_AT_ONCE), num_chunks)](
+    runs, programs = runs_of(chunks)
+    tiles = triton.cdiv(layout.channels, _CHANNELS_AT_ONCE), num_chunks, programs
+    _convolve_kernel[tiles](
         x, states.conv, weights.conv, weights.conv_bias, inputs, states.read_slots, *places, stride,
         FIRST=layout.values, CHANNELS=layout.channels, KERNEL=layout.kernel, CHUNK=chunks.size,
-        BLOCK_D=_CHANNELS_AT_ONCE, num_warps=8,
+        TAPS=triton.next_power_of_2(layout.kernel), ROWS=runs, BLOCK_D=_CHANNELS_AT_ONCE,
+        num_warps=8,
     )  # fmt: skip
     block_p, block_n = min(_FEATURES_OF_A_STATE, head_dim), min(_ROWS_OF_A_STATE, state_size)
     _advance_kernel[(head_dim // block_p * (state_size // block_n), heads, requests)](
