@@ -1,14 +1,16 @@
-"""Linear attention of many tokens, in chunks, in five kernels.
+"""Linear attention of many tokens, in chunks, in seven kernels.
 
 The gated delta rule of `gated_delta_rule.py`: within a chunk, the corrections of all tokens solve a
 triangular system, so a state moves on by products of matrices. Products take the activations'
 dtype and sum in fp32; decays, the system and the states are fp32.
 
 1. `chunked_convolution.py`: convolution and SiLU; queries and keys are normalised.
-2. `_solve_kernel`: gates, and each chunk's system.
-3. `_advance_kernel`: the states, chunk after chunk, and the snapshots.
-4. `_output_kernel`: the outputs of all chunks, with the gated norm.
-5. `chunked_convolution.py`: the convolution's states.
+2. `_system_kernel`: gates, and each chunk's system.
+3. `_invert_kernel`: the inverse of each system.
+4. `_solve_kernel`: the corrections if the states were zero, and what states change of them.
+5. `_advance_kernel`: the states, chunk after chunk, and the snapshots.
+6. `_output_kernel`: the outputs of all chunks, with the gated norm.
+7. `chunked_convolution.py`: the convolution's states.
 
 A chunk never reaches over a snapshot, so what follows one is computed as if it were a request's
 begin.
@@ -31,41 +33,82 @@ from sglang.srt.layers.triton_ops.chunked_convolution import (
 from sglang.srt.layers.triton_ops.fused_delta_net import softplus
 
 _PART: tl.constexpr = tl.constexpr(16)
-"""Rows of a triangular system that are solved one after the other."""
+"""Rows of the blocks of a triangular system that are inverted first."""
 _VALUES_OF_A_STATE = 32
 """Values of a head that one program moves on. Fewer fill the device with a single request."""
 
 
-@triton.jit
-def inverse_of(system: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
-    """The inverse of 1 + `system`, fp32 `[CHUNK, CHUNK]` below the diagonal.
+@triton.jit(do_not_specialize_on_alignment=INDICES)
+def _invert_kernel(
+    system_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    requests_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Overwrite one `system` of one head with the inverse of 1 + `system`.
 
-    Rows of the blocks on the diagonal are solved one after the other, which gives D, the inverse of
-    these blocks. L is the blocks below them; the inverse of the whole is (1 + D L)^-1 D. It is a
-    series of powers of D L, as many as there are blocks; higher powers are zero.
+    Blocks on the diagonal grow to twice their size: the inverse of two neighbours A and B, with
+    the block L below A and beside B, is A^-1 and B^-1 and, in place of L, -B^-1 L A^-1. No number
+    gets larger than those of the inverse. Above the diagonal, only what lies in its blocks of half
+    a chunk is written.
     """
-    parts: tl.constexpr = CHUNK // _PART
-    tl.static_assert(parts == 4, "the series has four terms")
-    rows = tl.arange(0, CHUNK)
-    is_inner = (rows // _PART)[:, None] == (rows // _PART)[None, :]
-    inner = tl.where(is_inner, system, 0.0)
-    blocks = tl.sum(tl.reshape(inner, [parts, _PART, parts, _PART]), axis=2)
+    tl.static_assert(CHUNK == 4 * _PART, "the last two steps are written out")
+    head = tl.program_id(0)
+    _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
     nth = tl.arange(0, _PART)
-    solved = tl.zeros([parts, _PART, _PART], tl.float32)
-    solved += tl.where(nth[:, None] == nth[None, :], 1.0, 0.0)[None, :, :]
-    for row in range(1, _PART):
-        own = (nth == row)[None, :, None]
-        factors = tl.sum(tl.where(own, blocks, 0.0), axis=1)
-        change = tl.sum(factors[:, :, None] * solved, axis=1)
-        solved -= tl.where(own, change[:, None, :], 0.0)
-    wide = tl.broadcast_to(solved[:, :, None, :], [parts, _PART, parts, _PART])
-    diagonal = tl.where(is_inner, tl.reshape(wide, [CHUNK, CHUNK]), 0.0)
-    below = tl.where(is_inner, 0.0, system)
-    ratio = tl.dot(diagonal, below, input_precision="tf32x3")
-    square = tl.dot(ratio, ratio, input_precision="tf32x3")
-    less = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0) - ratio
-    series = less + tl.dot(less, square, input_precision="tf32x3")
-    return tl.dot(series, diagonal, input_precision="tf32x3")
+    own = tl.arange(0, 4)[:, None, None] * _PART
+    rows, cols = own + nth[None, :, None], own + nth[None, None, :]
+    mask = begin + rows < end
+    at = system_ptr + ((begin + rows) * HEADS + head) * CHUNK + cols
+    blocks = tl.load(at + cols * 0, mask=mask, other=0.0)
+    odd_rows = tl.arange(0, 2)[:, None, None] * (2 * _PART) + _PART + nth[None, :, None]
+    at = system_ptr + ((begin + odd_rows) * HEADS + head) * CHUNK
+    at += odd_rows - _PART - nth[None, :, None] + nth[None, None, :]
+    beside = tl.load(at, mask=begin + odd_rows < end, other=0.0)
+    half = tl.arange(0, 2 * _PART)
+    upper = system_ptr + ((begin + half[:, None]) * HEADS + head) * CHUNK + half[None, :]
+    lower = upper + 2 * _PART * HEADS * CHUNK
+    is_lower = (begin + 2 * _PART + half < end)[:, None]
+    corner = tl.load(lower, mask=is_lower, other=0.0)
+    # Rows and columns that first differ in this bit lie in blocks that this step joins.
+    bits = nth[:, None] ^ nth[None, :]
+    bits = bits[None, :, :]
+    solved = tl.where(bits == 0, 1.0, 0.0) - tl.where(bits == 1, blocks, 0.0)
+    for level in tl.static_range(1, 4):
+        joined = tl.where((bits >> level) == 1, blocks, 0.0)
+        change = tl.dot(solved, joined, input_precision="ieee")
+        solved -= tl.dot(change, solved, input_precision="ieee")
+    pairs = tl.permute(tl.reshape(solved, [2, 2, _PART, _PART]), (0, 2, 3, 1))
+    even, odd = tl.split(pairs)
+    change = tl.dot(odd, beside, input_precision="ieee")
+    below = -tl.dot(change, even, input_precision="ieee")
+    quarters = tl.join(tl.join(even, below), tl.join(tl.zeros_like(odd), odd))
+    whole = tl.reshape(tl.permute(quarters, (3, 1, 4, 2, 0)), [2 * _PART, 2 * _PART, 2])
+    first, second = tl.split(whole)
+    change = tl.dot(second, corner, input_precision="ieee")
+    last = -tl.dot(change, first, input_precision="ieee")
+    # All must be read before any of it is overwritten.
+    tl.debug_barrier()
+    tl.store(upper, first, mask=(begin + half < end)[:, None])
+    tl.store(lower, last, mask=is_lower)
+    tl.store(lower + 2 * _PART, second, mask=is_lower)
+
+
+def invert(system: torch.Tensor, chunks: DeltaChunks, places: tuple[torch.Tensor, ...]) -> None:
+    """Overwrite each chunk's `system` with the inverse of 1 + `system`.
+
+    Args:
+        system: fp32 `[num_tokens, heads, chunk]`, 0 on the diagonal and above it. Entries of the
+            result above it are undefined.
+        places: Bounds, lengths before snapshots, and requests and first chunks of the chunks.
+    """
+    _, heads, size = system.shape
+    _invert_kernel[(heads, len(chunks.requests))](
+        system, *places, HEADS=heads, CHUNK=size, num_warps=4
+    )
 
 
 @triton.jit
@@ -78,12 +121,11 @@ def _decays(total: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
-def _solve_kernel(
+def _system_kernel(
     x_ptr: tl.tensor,
     k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    reads_ptr: tl.tensor,
     totals_ptr: tl.tensor,
+    system_ptr: tl.tensor,
     a_log_ptr: tl.tensor,
     dt_bias_ptr: tl.tensor,
     bounds_ptr: tl.tensor,
@@ -98,6 +140,52 @@ def _solve_kernel(
     KEY_HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     KEY_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Sum up the logs of one head's decays over a chunk, and compute its system."""
+    head = tl.program_id(0)
+    _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
+    rows = tl.arange(0, CHUNK)
+    tokens = begin + rows
+    is_token = tokens < end
+    key_head = head // REPEATS
+    gates = x_ptr + tokens * stride + key_head * BA_STEP + head % REPEATS
+    a = tl.load(gates + A0, mask=is_token, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + head)
+    rate = tl.exp(tl.load(a_log_ptr + head))
+    total = tl.cumsum(tl.where(is_token, -rate * softplus(a), 0.0), axis=0)
+    tl.store(totals_ptr + head * num_tokens + tokens, total, mask=is_token)
+    b = tl.load(gates + B0, mask=is_token, other=0.0).to(tl.float32)
+    beta = 1.0 / (1.0 + tl.exp(-b))
+    keys = tl.arange(0, BLOCK_K)
+    at = (tokens[:, None] * KEY_HEADS + key_head) * KEY_DIM + keys[None, :]
+    k = tl.load(k_ptr + at, mask=is_token[:, None] & (keys < KEY_DIM)[None, :], other=0.0)
+    products = tl.dot(k, tl.trans(k), input_precision="ieee")
+    system = products * beta[:, None] * _decays(total, CHUNK)
+    system = tl.where(rows[:, None] > rows[None, :], system, 0.0)
+    to = (tokens[:, None] * (KEY_HEADS * REPEATS) + head) * CHUNK + rows[None, :]
+    tl.store(system_ptr + to, system, mask=is_token[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
+def _solve_kernel(
+    x_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    reads_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    inverse_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    requests_ptr: tl.tensor,
+    firsts_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    stride: tl.tensor,
+    B0: tl.constexpr,
+    BA_STEP: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -107,25 +195,22 @@ def _solve_kernel(
     `reads` is what times the state is to be subtracted from them."""
     head = tl.program_id(0)
     _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
-    tokens = begin + tl.arange(0, CHUNK)
+    rows = tl.arange(0, CHUNK)
+    tokens = begin + rows
     is_token = tokens < end
     key_head = head // REPEATS
-    gates = x_ptr + tokens * stride + key_head * BA_STEP + head % REPEATS
-    a = tl.load(gates + A0, mask=is_token, other=0.0).to(tl.float32) + tl.load(dt_bias_ptr + head)
-    rate = tl.exp(tl.load(a_log_ptr + head))
-    total = tl.cumsum(tl.where(is_token, -rate * softplus(a), 0.0), axis=0)
-    b = tl.load(gates + B0, mask=is_token, other=0.0).to(tl.float32)
+    heads = KEY_HEADS * REPEATS
+    at = x_ptr + tokens * stride + key_head * BA_STEP + head % REPEATS + B0
+    b = tl.load(at, mask=is_token, other=0.0).to(tl.float32)
     beta = tl.where(is_token, 1.0 / (1.0 + tl.exp(-b)), 0.0)
-    tl.store(totals_ptr + head * num_tokens + tokens, total, mask=is_token)
+    total = tl.load(totals_ptr + head * num_tokens + tokens, mask=is_token, other=0.0)
+    at = (tokens[:, None] * heads + head) * CHUNK + rows[None, :]
+    is_past = is_token[:, None] & (rows[:, None] >= rows[None, :])
+    inverse = tl.load(inverse_ptr + at, mask=is_past, other=0.0)
     keys = tl.arange(0, BLOCK_K)
     own_keys = is_token[:, None] & (keys < KEY_DIM)[None, :]
     at = (tokens[:, None] * KEY_HEADS + key_head) * KEY_DIM + keys[None, :]
     k = tl.load(k_ptr + at, mask=own_keys, other=0.0)
-    products = tl.dot(k, tl.trans(k), input_precision="ieee")
-    rows = tl.arange(0, CHUNK)
-    system = products * beta[:, None] * _decays(total, CHUNK)
-    inverse = inverse_of(tl.where(rows[:, None] > rows[None, :], system, 0.0), CHUNK)
-    heads = KEY_HEADS * REPEATS
     to = (tokens[:, None] * heads + head) * KEY_DIM + keys[None, :]
     factors = (inverse * (beta * tl.exp(total))[None, :]).to(k.dtype)
     reads = tl.dot(factors, k, input_precision="ieee")
@@ -283,7 +368,8 @@ def attend_in_chunks(
     """Like `attend_linearly`, for prefills of many tokens. Every token belongs to a request.
 
     The kernels take `2 * key_dim * value_dim / chunk` bytes a token and value head for the states
-    before the chunks, in addition to queries, keys and values, and the keys of each value head.
+    before the chunks and `4 * chunk` for the systems, in addition to queries, keys and values, and
+    the keys of each value head.
 
     Args:
         x: `[num_tokens, columns]` with dense rows: the projections of the layer's input.
@@ -318,9 +404,17 @@ def attend_in_chunks(
     blocks = {"CHUNK": chunks.size, "BLOCK_K": block_k, "BLOCK_V": block_v}
     stride = x.stride(0)
     q, k, v = convolve_chunks(x, conv_weight, layout, states, chunks)
+    system = x.new_empty((num_tokens, heads, chunks.size), dtype=torch.float32)
+    of_scalars = {"B0": layout.b, "BA_STEP": layout.ba_step}
+    _system_kernel[(heads, num_chunks)](
+        x, k, totals, system, a_log, dt_bias, *places, num_tokens, stride, A0=layout.a,
+        KEY_HEADS=key_heads, REPEATS=layout.repeats, KEY_DIM=key_dim, CHUNK=chunks.size,
+        BLOCK_K=block_k, num_warps=4, **of_scalars,
+    )  # fmt: skip
+    invert(system, chunks, places)
     _solve_kernel[(heads, num_chunks)](
-        x, k, v, reads, totals, a_log, dt_bias, *places, num_tokens, stride, B0=layout.b,
-        A0=layout.a, BA_STEP=layout.ba_step, num_warps=4, **blocks, **sizes,
+        x, k, v, reads, totals, system, *places, num_tokens, stride, num_warps=4, **of_scalars,
+        **blocks, **sizes,
     )  # fmt: skip
     at_once = min(_VALUES_OF_A_STATE, block_v)
     _advance_kernel[(triton.cdiv(value_dim, at_once), heads, requests)](

@@ -1,18 +1,20 @@
-"""Kimi Delta Attention (KDA) of many tokens, in chunks, in seven kernels.
+"""Kimi Delta Attention (KDA) of many tokens, in chunks, in eight kernels.
 
 The chunks of `chunked_delta_net.py`, with a decay for each channel of a key. The decay between two
 tokens differs by channel, so it cannot be multiplied to their product. A product of matrices needs
 a factor on either side: a third token between the two divides the decay into one until it, and one
-from it on. Both factors are at most 1, so strong decays do not overflow. Tokens of the same part of
-a chunk have no token between them; their products are summed channel by channel.
+from it on. Both factors are at most 1, so strong decays do not overflow. A chunk is halved again
+and again: of two tokens, the later one lies in the second half of some part of the chunk and the
+earlier one in the first, and the token in the middle divides their decay.
 
 1. `chunked_convolution.py`: convolution and SiLU; queries and keys are normalised.
 2. `_gates_kernel`: the decay since the beginning of each chunk.
 3. `_products_kernel`: products of queries and keys with the keys before, with the decay between.
-4. `_solve_kernel`: each chunk's system; decays of queries and keys.
-5. `_advance_kernel`: the states, chunk after chunk, and the snapshots.
-6. `_output_kernel`: the outputs of all chunks, with the gated norm.
-7. `chunked_convolution.py`: the convolution's states.
+4. `chunked_delta_net.py`: the inverse of each chunk's system.
+5. `_solve_kernel`: what the systems give; decays of queries and keys.
+6. `_advance_kernel`: the states, chunk after chunk, and the snapshots.
+7. `_output_kernel`: the outputs of all chunks, with the gated norm.
+8. `chunked_convolution.py`: the convolution's states.
 """
 
 from __future__ import annotations
@@ -34,11 +36,9 @@ from sglang.srt.layers.triton_ops.chunked_convolution import (
     keep_convolution,
     span_of,
 )
-from sglang.srt.layers.triton_ops.chunked_delta_net import inverse_of
+from sglang.srt.layers.triton_ops.chunked_delta_net import invert
 from sglang.srt.layers.triton_ops.fused_delta_net import softplus
 
-_PART: tl.constexpr = tl.constexpr(16)
-"""Tokens of a part of a chunk."""
 _VALUES_OF_A_STATE = 32
 """Values of a head that one program moves on. Fewer fill the device with a single request."""
 
@@ -73,6 +73,7 @@ def _gates_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=INDICES)
 def _products_kernel(
+    x_ptr: tl.tensor,
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     totals_ptr: tl.tensor,
@@ -82,55 +83,54 @@ def _products_kernel(
     track_lens_ptr: tl.tensor,
     requests_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
+    stride: tl.tensor,
+    B0: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ) -> None:
-    """Multiply keys (`system`) and queries (`scores`) of one part of a chunk with the keys up to
-    the part's end, `[num_tokens, heads, CHUNK]`."""
+    """Multiply a chunk's keys and queries with its keys: `system`, with the rows' strengths, and
+    `scores`, both `[num_tokens, heads, CHUNK]`."""
     head = tl.program_id(0)
-    part = tl.program_id(2)
     _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
-    first = begin + part * _PART
-    if first >= end:
-        return
-    nth = tl.arange(0, _PART)
-    dims = tl.arange(0, DIM)
-    rows = first + nth
-    is_row = (rows < end)[:, None]
-    own = (rows[:, None] * HEADS + head) * DIM + dims[None, :]
-    total = tl.load(totals_ptr + own, mask=is_row, other=0.0)
-    k = tl.load(k_ptr + own, mask=is_row, other=0.0).to(tl.float32)
-    q = tl.load(q_ptr + own, mask=is_row, other=0.0).to(tl.float32)
+    rows = tl.arange(0, CHUNK)
+    tokens = begin + rows
+    is_token = tokens < end
     dtype = k_ptr.dtype.element_ty
-    # Decays to and from the part's first token.
-    middle = tl.load(totals_ptr + (first * HEADS + head) * DIM + dims)
-    since = tl.exp(tl.where(is_row, total - middle[None, :], 0.0))
-    k_since = (k * since).to(dtype)
-    q_since = (q * since).to(dtype)
-    to = (rows[:, None] * HEADS + head) * CHUNK + nth[None, :]
-    for other in range(part):
-        cols = begin + other * _PART + nth
-        at = (cols[:, None] * HEADS + head) * DIM + dims[None, :]
-        until = tl.exp(middle[None, :] - tl.load(totals_ptr + at))
-        before = tl.trans((tl.load(k_ptr + at).to(tl.float32) * until).to(dtype))
-        product = tl.dot(k_since, before, input_precision="ieee")
-        tl.store(system_ptr + to + other * _PART, product, mask=is_row)
-        score = tl.dot(q_since, before, input_precision="ieee")
-        tl.store(scores_ptr + to + other * _PART, score.to(dtype), mask=is_row)
-    products = tl.zeros([_PART, _PART], tl.float32)
-    scores = tl.zeros([_PART, _PART], tl.float32)
-    for col in range(_PART):
-        token = tl.minimum(first + col, end - 1)
-        at = (token * HEADS + head) * DIM + dims
-        # Rows before the token are not read: their decay over a negative time may overflow.
-        between = tl.exp(tl.minimum(total - tl.load(totals_ptr + at)[None, :], 0.0))
-        decayed = tl.load(k_ptr + at).to(tl.float32)[None, :] * between
-        is_col = (nth == col)[None, :]
-        products = tl.where(is_col, tl.sum(k * decayed, axis=1)[:, None], products)
-        scores = tl.where(is_col, tl.sum(q * decayed, axis=1)[:, None], scores)
-    tl.store(system_ptr + to + part * _PART, products, mask=is_row)
-    tl.store(scores_ptr + to + part * _PART, scores.to(dtype), mask=is_row)
+    # Rows and columns that first differ in this bit lie in halves that the same level multiplies.
+    bits = tl.where(rows[:, None] > rows[None, :], rows[:, None] ^ rows[None, :], 0)
+    system = tl.zeros([CHUNK, CHUNK], tl.float32)
+    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    own_scores = tl.zeros([CHUNK], tl.float32)
+    for d0 in range(0, DIM, BLOCK_D):
+        dims = head * DIM + d0 + tl.arange(0, BLOCK_D)
+        at = tokens[:, None] * (HEADS * DIM) + dims[None, :]
+        total = tl.load(totals_ptr + at, mask=is_token[:, None], other=0.0)
+        k = tl.load(k_ptr + at, mask=is_token[:, None], other=0.0).to(tl.float32)
+        q = tl.load(q_ptr + at, mask=is_token[:, None], other=0.0).to(tl.float32)
+        own_scores += tl.sum(q * k, axis=1)
+        for level in range(LEVELS):
+            # Without a middle, the second half is empty.
+            middle = begin + (((rows >> level) | 1) << level)
+            at = middle[:, None] * (HEADS * DIM) + dims[None, :]
+            between = tl.load(totals_ptr + at, mask=(middle < end)[:, None], other=0.0)
+            # The decay from the middle, in the second half, or until it, in the first.
+            decay = tl.exp(-tl.abs(total - between))
+            k_decayed = (k * decay).to(dtype)
+            before = tl.trans(k_decayed)
+            is_pair = bits >> level == 1
+            product = tl.dot(k_decayed, before, input_precision="ieee")
+            system += tl.where(is_pair, product, 0.0)
+            score = tl.dot((q * decay).to(dtype), before, input_precision="ieee")
+            scores += tl.where(is_pair, score, 0.0)
+    scores = tl.where(rows[:, None] == rows[None, :], own_scores[:, None], scores)
+    b = tl.load(x_ptr + tokens * stride + B0 + head, mask=is_token, other=0.0).to(tl.float32)
+    system *= (1.0 / (1.0 + tl.exp(-b)))[:, None]
+    to = (tokens[:, None] * HEADS + head) * CHUNK + rows[None, :]
+    tl.store(system_ptr + to, system, mask=is_token[:, None])
+    tl.store(scores_ptr + to, scores.to(dtype), mask=is_token[:, None])
 
 
 @triton.jit(do_not_specialize_on_alignment=INDICES)
@@ -140,7 +140,7 @@ def _solve_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     totals_ptr: tl.tensor,
-    system_ptr: tl.tensor,
+    inverse_ptr: tl.tensor,
     reads_ptr: tl.tensor,
     decays_ptr: tl.tensor,
     bounds_ptr: tl.tensor,
@@ -152,38 +152,40 @@ def _solve_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ) -> None:
     """Solve one chunk of one head, as in `chunked_delta_net.py`. Queries get the decay since the
     chunk's beginning, keys the decay until its end; `decays` is that of the whole chunk."""
     head = tl.program_id(0)
     _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
     rows = tl.arange(0, CHUNK)
-    dims = tl.arange(0, DIM)
     tokens = begin + rows
     is_token = tokens < end
     b = tl.load(x_ptr + tokens * stride + B0 + head, mask=is_token, other=0.0).to(tl.float32)
     beta = tl.where(is_token, 1.0 / (1.0 + tl.exp(-b)), 0.0)
-    is_below = is_token[:, None] & (rows[:, None] > rows[None, :])
-    at = (tokens[:, None] * HEADS + head) * CHUNK + rows[None, :]
-    system = tl.load(system_ptr + at, mask=is_below, other=0.0)
-    inverse = inverse_of(system * beta[:, None], CHUNK)
+    is_past = is_token[:, None] & (rows[:, None] >= rows[None, :])
+    to = (tokens[:, None] * HEADS + head) * CHUNK + rows[None, :]
+    inverse = tl.load(inverse_ptr + to, mask=is_past, other=0.0)
+    dtype = v_ptr.dtype.element_ty
+    factors = (inverse * beta[None, :]).to(dtype)
     mask = is_token[:, None]
-    at = (tokens[:, None] * HEADS + head) * DIM + dims[None, :]
-    v = tl.load(v_ptr + at, mask=mask, other=0.0)
-    factors = (inverse * beta[None, :]).to(v.dtype)
-    corrections = tl.dot(factors, v, input_precision="ieee")
-    tl.store(v_ptr + at, corrections.to(v.dtype), mask=mask)
-    total = tl.load(totals_ptr + at, mask=mask, other=0.0)
-    since = tl.exp(total)
-    k = tl.load(k_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    reads = tl.dot(factors, (k * since).to(v.dtype), input_precision="ieee")
-    tl.store(reads_ptr + at, reads.to(v.dtype), mask=mask)
-    last = tl.load(totals_ptr + ((end - 1) * HEADS + head) * DIM + dims)
-    tl.store(k_ptr + at, (k * tl.exp(last[None, :] - total)).to(v.dtype), mask=mask)
-    q = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(q_ptr + at, (q * since).to(v.dtype), mask=mask)
     chunk = tl.program_id(1).to(tl.int64)
-    tl.store(decays_ptr + (chunk * HEADS + head) * DIM + dims, tl.exp(last))
+    for d0 in range(0, DIM, BLOCK_D):
+        dims = head * DIM + d0 + tl.arange(0, BLOCK_D)
+        at = tokens[:, None] * (HEADS * DIM) + dims[None, :]
+        v = tl.load(v_ptr + at, mask=mask, other=0.0)
+        corrections = tl.dot(factors, v, input_precision="ieee")
+        tl.store(v_ptr + at, corrections.to(dtype), mask=mask)
+        total = tl.load(totals_ptr + at, mask=mask, other=0.0)
+        since = tl.exp(total)
+        k = tl.load(k_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        reads = tl.dot(factors, (k * since).to(dtype), input_precision="ieee")
+        tl.store(reads_ptr + at, reads.to(dtype), mask=mask)
+        last = tl.load(totals_ptr + (end - 1) * (HEADS * DIM) + dims)
+        tl.store(k_ptr + at, (k * tl.exp(last[None, :] - total)).to(dtype), mask=mask)
+        q = tl.load(q_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(q_ptr + at, (q * since).to(dtype), mask=mask)
+        tl.store(decays_ptr + chunk * (HEADS * DIM) + dims, tl.exp(last))
 
 
 @triton.jit(do_not_specialize_on_alignment=INDICES)
@@ -276,10 +278,8 @@ def _output_kernel(
         before_ptr + ((chunk * HEADS + head) * DIM + dims[:, None]) * DIM + dims[None, :]
     )
     out = tl.dot(q, state, input_precision="ieee")
-    # Scores above the diagonal were not written.
-    is_past = is_token & (rows[:, None] >= rows[None, :])
     to = (tokens[:, None] * HEADS + head) * CHUNK + rows[None, :]
-    scores = tl.load(scores_ptr + to, mask=is_past, other=0.0)
+    scores = tl.load(scores_ptr + to, mask=is_token, other=0.0)
     corrections = tl.load(v_ptr + at, mask=is_token, other=0.0)
     out += tl.dot(scores, corrections, input_precision="ieee")
     scale = tl.rsqrt(tl.sum(out * out, axis=1) / DIM + eps)
@@ -332,14 +332,16 @@ def attend_kda_in_chunks(
     _gates_kernel[(heads, num_chunks)](decay, totals, a_log, dt_bias, *places, num_warps=4, **sizes)
     system = columns.new_empty((num_tokens, heads, size), dtype=exact)
     scores = columns.new_empty((num_tokens, heads, size))
-    _products_kernel[(heads, num_chunks, size // _PART.value)](
-        q, k, totals, system, scores, *places, num_warps=4, **sizes
-    )
+    _products_kernel[(heads, num_chunks)](
+        columns, q, k, totals, system, scores, *places, columns.stride(0), B0=layout.b,
+        LEVELS=size.bit_length() - 1, BLOCK_D=min(64, dim), num_warps=8, num_stages=3, **sizes,
+    )  # fmt: skip
+    invert(system, chunks, places)
     reads = columns.new_empty((num_tokens, heads, dim))
     decays = columns.new_empty((num_chunks, heads, dim), dtype=exact)
     _solve_kernel[(heads, num_chunks)](
         columns, q, k, v, totals, system, reads, decays, *places, columns.stride(0), B0=layout.b,
-        num_warps=4, **sizes,
+        BLOCK_D=min(32, dim), num_warps=4, num_stages=1, **sizes,
     )  # fmt: skip
     before = columns.new_empty((num_chunks, heads, dim, dim))
     at_once = min(_VALUES_OF_A_STATE, dim)
