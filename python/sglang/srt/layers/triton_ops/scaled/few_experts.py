@@ -301,7 +301,7 @@ def _plan_down_fp4(features: int, places: int) -> DownPlan:
         "ROWS": _FEATURES_OF_DOWN,
         "BLOCK_P": block_p,
         "BLOCK_F": block_f,
-        "AHEAD": min(tiles, 2),
+        "AHEAD": 1,
         "num_warps": max(1, block_p * block_f // 1024),
     }
 
