@@ -36,7 +36,7 @@ COMMANDS: Final[dict[str, tuple[str, ...]]] = {
         "unused",
     ),
     "gpu-pd": ("servers", "turns", "pages"),
-    "gpu-ranks": ("sums", "forward", "ttft", "unused", "kernels"),
+    "gpu-ranks": ("sums", "forward", "ttft", "unused", "kernels", "groups"),
     "gpu-eight": (),
 }
 """Commands and their parts. A command without parts is a measurement itself."""

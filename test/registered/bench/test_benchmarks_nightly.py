@@ -7,7 +7,7 @@ import pytest
 from rigs.servers.forked_benchmarks import run
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=520, suite="nightly-test-cpu", nightly=True)
+register_cpu_ci(est_time=600, suite="nightly-test-cpu", nightly=True)
 
 
 @pytest.mark.timeout(600)
@@ -21,6 +21,7 @@ register_cpu_ci(est_time=520, suite="nightly-test-cpu", nightly=True)
         "gpu-pd turns",
         "gpu-ranks ttft",
         "gpu-ranks unused",
+        "gpu-ranks groups",
     ],
 )
 def test_small_runs_have_figures(words: str) -> None:

@@ -68,14 +68,14 @@ def counting() -> Iterator[Counter[tuple[str, str]]]:
 
 
 class StepRig(SchedulerRig):
-    """One rank of a server of `dp_size` groups."""
+    """One rank of a server of `dp_size` groups. `more`: arguments of `SchedulerRig`."""
 
     agreement: StepAgreement | None = None
 
-    def __init__(self, model: Path, dp_size: int, ep_size: int) -> None:
+    def __init__(self, model: Path, dp_size: int, ep_size: int, **more: Any) -> None:
         self._sizes = dp_size, ep_size
         whole = get_attention_tp_group()
-        super().__init__(model, pool_tokens=4096, tp_group=whole)
+        super().__init__(model, **{"pool_tokens": 4096, "tp_group": whole, **more})
 
     def make_runner(self, config: ModelRunnerConfig) -> ModelRunner:
         dp_size, ep_size = self._sizes
