@@ -214,7 +214,7 @@ class Agreed(StepAgreement):
     def on_call(self, number: int) -> None:
         pass
 
-    def join(self, plan: GroupPlan | None, *, has_stopped: bool = False) -> GroupStep | None:
+    def join(self, plan: GroupPlan | None, **said: bool) -> GroupStep | None:
         assert plan is not None and plan.requests == self._known.tokens[0], "each has equal work"
         return self._known
 

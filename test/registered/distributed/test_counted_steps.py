@@ -43,7 +43,7 @@ def test_groups_of_one_rank_agree_and_exchange(model: Path) -> None:
             names = ("all_reduce", "all_gather", "reduce_scatter")
             assert sum(calls.get(name, 0) for name in names) == 2 * LAYERS
             assert calls["all_reduce"] >= 2 * (LAYERS - 1)
-    assert found["all decode 4"]["min_on_cpu"][1] == 4 * 6 * 8, "six numbers of each group"
+    assert found["all decode 4"]["min_on_cpu"][1] == 4 * 8 * 8, "eight numbers of each group"
 
 
 def test_groups_of_two_ranks_also_sum(model: Path) -> None:

@@ -32,6 +32,8 @@ def test_groups_and_whole_experts_say_what_one_rank_says(tmp_path: Path, family:
     assert_layouts_say_the_same(tmp_path, family, LAYOUTS)
 
 
-def test_ranks_with_whole_experts_draft_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next", "glm4_moe", "qwen3_5_moe"])
+def test_groups_and_whole_experts_draft_tokens(tmp_path: Path, family: str) -> None:
+    layouts = [Layout(2, ep=2), Layout(2, dp=2), Layout(4, dp=2, ep=4)]
     drafts = ("--speculative-algorithm", "NEXTN")
-    assert_layouts_say_the_same(tmp_path, "deepseek_v32", [Layout(2, ep=2)], *drafts)
+    assert_layouts_say_the_same(tmp_path, family, layouts, *drafts)

@@ -42,8 +42,8 @@ class NotedAgreement(StepAgreement):
         super().__init__(*args)
         self.steps: list[GroupStep | None] = []
 
-    def join(self, plan: GroupPlan | None, *, has_stopped: bool = False) -> GroupStep | None:
-        step = super().join(plan, has_stopped=has_stopped)
+    def join(self, plan: GroupPlan | None, **said: bool) -> GroupStep | None:
+        step = super().join(plan, **said)
         self.steps.append(step)
         return step
 
@@ -132,7 +132,7 @@ class GroupRigs:
     Args:
         model_path: A checkpoint with experts.
         is_whole: True if each rank has some experts whole.
-        captures: True if decode steps are captured.
+        captures: True if decode steps are captured; drafting workers do that by themselves.
         args: Arguments of `SchedulerRig`, or a function of a group's number that gives them.
 
     Attributes:
@@ -151,11 +151,14 @@ class GroupRigs:
     ) -> None:
         self.size, self.is_whole = size, is_whole
         self.rounds, self.tokens = MemoryExchange(size), MemoryExchange(size)
-        self.rigs: list[GroupRig] = []
-        for dp_rank in range(size):
-            self.rigs.append(GroupRig(self, dp_rank, model_path, **args(dp_rank)))
         self._pool = ThreadPoolExecutor(size)
-        if captures:
+
+        def make(dp_rank: int) -> GroupRig:
+            return GroupRig(self, dp_rank, model_path, **args(dp_rank))
+
+        # Captured steps of all groups meet.
+        self.rigs = list(self._pool.map(make, range(size)))
+        if captures and self.rigs[0].worker.num_draft_tokens == 1:
             list(self._pool.map(GroupRig.capture, self.rigs))
         self._loops: list[Future[None]] = []
         self._failed = threading.Event()

@@ -235,8 +235,11 @@ class GroupStep:
     rows: tuple[int, ...]
     """Tokens that it computes in the model's last layer; see `ForwardBatch.rows_for_logits`."""
     graph_rows: int | None = None
-    """Requests of the largest group, for which all groups replay a captured decode step; None: no
-    group replays any."""
+    """Requests of the largest group, for which all groups replay a captured decode step, or all a
+    captured verification; None: no group replays any."""
+    drafts: tuple[int, ...] = ()
+    """Tokens of each pass of the draft layer before the step; 0: the group verifies no drafts.
+    Empty: no group does."""
 
 
 @dataclass(kw_only=True)

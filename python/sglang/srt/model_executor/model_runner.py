@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -67,6 +68,14 @@ from sglang.srt.utils.progress import progress_bar
 logger = logging.getLogger(__name__)
 
 
+class CapturedVerifications(Protocol):
+    """The methods of `VerifyGraphs` that a runner calls; documented there."""
+
+    def can_run(self, batch_size: int) -> bool: ...
+
+    def verify(self, batch: ForwardBatch) -> tuple[torch.Tensor, LogitsProcessorOutput]: ...
+
+
 class ModelRunner:
     """Runs batches. Once it is created, only one thread uses it.
 
@@ -87,8 +96,10 @@ class ModelRunner:
         pools: The device pools (L1), one for each of `state_specs`; after `init_memory_pool`.
         token_to_kv_pool: The pool in `pools` whose slots requests own; after `init_memory_pool`.
         token_to_kv_pool_allocator: The allocator of its pages; after `init_memory_pool`.
+        verifications: Captured verifications of drafts, which whoever drafts sets; None: none.
     """
 
+    verifications: CapturedVerifications | None = None
     req_to_token_pool: ReqToTokenPool
     pools: dict[PoolName, BaseDevicePool]
     token_to_kv_pool: KVCache

@@ -45,14 +45,9 @@ def check_experts(server_args: ServerArgs, model_config: ModelConfig) -> None:
                 "out"
             )
         return
-    if args.attn_dp_size == 1:
-        return
-    for is_used, feature in (
-        (args.attn_cp_size > 1, f"--attn-cp-size {args.attn_cp_size}"),
-        (args.speculative_algorithm is not None, "--speculative-algorithm"),
-    ):
-        if is_used:
-            raise ValueError(
-                f"--attn-dp-size {args.attn_dp_size} does not work with {feature} and the experts "
-                f"of {name} yet, which take the tokens of all groups: leave one of them out"
-            )
+    if args.attn_dp_size > 1 and args.attn_cp_size > 1:
+        raise ValueError(
+            f"--attn-dp-size {args.attn_dp_size} does not work with --attn-cp-size "
+            f"{args.attn_cp_size} and the experts of {name} yet, which take the tokens of all "
+            "groups: leave one of them out"
+        )

@@ -151,6 +151,7 @@ class EAGLEWorker:
                 num_draft_tokens=num_draft_tokens,
                 batch_sizes=sizes,
             )
+            runner.verifications = self._graphs
 
     def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor | None, LogitsProcessorOutput]:
         """Run the model on one step. If the step is a verification, draft its tokens first.
@@ -165,15 +166,23 @@ class EAGLEWorker:
         batch.capture_hidden = True
         if batch.forward_mode is not ForwardMode.TARGET_VERIFY:
             return None, self._runner.forward(batch)
-        graphs = self.graphs_of(batch.batch_size)
+        graphs = self._graphs_for(batch)
         if graphs is not None:
             return graphs.verify(batch)
+        if batch.groups is not None:
+            _read_lengths(batch)
         return self._draft_and_verify(batch)
 
     def graphs_of(self, batch_size: int) -> VerifyGraphs | None:
         """The graphs of verifications of `batch_size` requests; None: there are none."""
         graphs = self._graphs
         return graphs if graphs is not None and graphs.can_run(batch_size) else None
+
+    def _graphs_for(self, batch: ForwardBatch) -> VerifyGraphs | None:
+        """The graphs that run a verification; None: it runs without."""
+        if batch.groups is not None and batch.groups.graph_rows is None:
+            return None
+        return self.graphs_of(batch.batch_size)
 
     def _draft_and_verify(self, batch: ForwardBatch) -> tuple[torch.Tensor, LogitsProcessorOutput]:
         drafts = self.draft(batch)
@@ -217,6 +226,7 @@ class EAGLEWorker:
                 req_to_token_pool=self._rows,
                 token_to_kv_pool=batch.token_to_kv_pool,
                 is_captured=batch.is_captured,
+                groups=batch.groups,
             )
             hidden = self._runner.forward_draft(one, hidden)
             tokens.append(self._runner.model.draft_logits(hidden).argmax())
@@ -271,7 +281,7 @@ class EAGLEWorker:
             accepted: int64 `[bs]`: accepted drafts of each request; None: no verification.
             snapshots: Snapshots that a verification takes; None: no request leaves one.
         """
-        graphs = None if accepted is None else self.graphs_of(batch.batch_size)
+        graphs = None if accepted is None else self._graphs_for(batch)
         if graphs is not None:
             assert accepted is not None, "the step is a verification"
             graphs.follow(batch, accepted, snapshots)
@@ -356,6 +366,15 @@ class EAGLEWorker:
             )
         stored = replace(batch, input_ids=ids, positions=positions, out_cache_loc=slots)
         self._runner.store_drafts(stored, hidden)
+
+
+def _read_lengths(batch: ForwardBatch) -> None:
+    """Read the lengths of a verification back from the device. It may have been launched ahead, for
+    a graph, and another DP group has a step that no graph runs."""
+    lengths: list[int] = batch.seq_lens.tolist()
+    width = len(batch.out_cache_loc) // len(lengths)
+    batch.seq_lens_cpu = lengths
+    batch.extend_prefix_lens_cpu = [length - width for length in lengths]
 
 
 def _parts_at_position_0(prefix: Sequence[int], new: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -146,7 +146,11 @@ class VerifyGraphs:
         self._captured[self._size_of(batch)].follow.replay()
 
     def _size_of(self, batch: ForwardBatch) -> int:
-        return self._batch_sizes[bisect.bisect_left(self._batch_sizes, batch.batch_size)]
+        """The captured size for a batch, and for the largest of all DP groups."""
+        largest = 0 if batch.groups is None else batch.groups.graph_rows or 0
+        return self._batch_sizes[
+            bisect.bisect_left(self._batch_sizes, max(batch.batch_size, largest))
+        ]
 
     def _capture(self, size: int, capture: GraphCapture) -> _Captured:
         inputs = self._inputs.first(size)

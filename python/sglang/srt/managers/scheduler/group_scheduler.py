@@ -49,6 +49,8 @@ class GroupScheduler(Scheduler):
         """True if this tick has had its round."""
         self._has_said_end = False
         """True if the others know that this group has no work any more."""
+        self._refuses_drafts = False
+        """True if this group's last decode batch should have no drafts."""
 
     def step(self, tick: Tick) -> list[SchedulerOutput]:
         self._has_joined = False
@@ -86,12 +88,24 @@ class GroupScheduler(Scheduler):
         self, batch: ModelWorkerBatch
     ) -> tuple[StepResult, torch.Tensor, torch.Tensor | None]:
         self._has_joined = True
-        batch.forward.groups = self._agreement.join(self._runner.plan(batch.forward))
+        batch.forward.groups = self._agreement.join(
+            self._runner.plan(batch.forward), refuses_drafts=self._refuses_drafts
+        )
         return super()._forward(batch)
+
+    def _decode_width(self, batch_size: int) -> int:
+        width = super()._decode_width(batch_size)
+        # Said in the next round, so that groups decide by the same numbers.
+        self._refuses_drafts = width == 1
+        return width if self._agreement.may_draft else 1
 
     def _join_without_work(self) -> None:
         self._has_joined = True
-        step = self._agreement.join(None, has_stopped=self._has_said_end)
+        if not self.state.queues.decoding:
+            self._refuses_drafts = False
+        step = self._agreement.join(
+            None, refuses_drafts=self._refuses_drafts, has_stopped=self._has_said_end
+        )
         if step is not None:
             with explaining_out_of_memory():
                 self._runner.run_idle(step)

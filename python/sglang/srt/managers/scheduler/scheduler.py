@@ -431,7 +431,7 @@ class Scheduler:
         """
         state, decode, batch = self.state, self._decode, self.state.decode_batch
         while num_ready := decode.gather():
-            width = self._draft_policy.width(num_ready) if state.limits.decode_tokens > 1 else 1
+            width = self._decode_width(num_ready) if state.limits.decode_tokens > 1 else 1
             is_same = width == batch.width
             if state.in_flight is not None and not (is_same and decode.can_run_ahead()):
                 self._settle()
@@ -445,6 +445,10 @@ class Scheduler:
             # retracted.
             self._settle()
         return False
+
+    def _decode_width(self, batch_size: int) -> int:
+        """Tokens of each request in the next decode step of a model that drafts."""
+        return self._draft_policy.width(batch_size)
 
     def _log_status(self) -> None:
         state = self.state

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.grouped_runner import GroupPlan
 
 _ABSENT: Final = torch.iinfo(torch.int64).max
 """Placeholder in the rows of other groups, where MIN takes their values."""
-_NOTHING: Final = GroupPlan(0, 0, 0, True)
+_NOTHING: Final = GroupPlan(0, 0, 0, True, 0)
 
 
 class _Said(NamedTuple):
@@ -30,6 +30,8 @@ class _Said(NamedTuple):
     rows: int
     requests: int
     runs_eagerly: int
+    drafts: int
+    refuses_drafts: int
     has_stopped: int
 
 
@@ -45,6 +47,8 @@ class StepAgreement:
 
     Attributes:
         is_called: True if this group has to join the next round, work or not.
+        may_draft: True if no group has refused drafts in the last round. Groups that decode verify
+            drafts in the same steps, because captured steps have equally many tokens in all groups.
         all_have_stopped: True once every group has said that it ends.
     """
 
@@ -59,17 +63,25 @@ class StepAgreement:
         self._next = 0
         """Number of the next round."""
         self.is_called = False
+        self.may_draft = True
         self.all_have_stopped = False
 
     def on_call(self, number: int) -> None:
         """Another group calls for a round. A call for an earlier one is late."""
         self.is_called = self.is_called or number >= self._next
 
-    def join(self, plan: GroupPlan | None, *, has_stopped: bool = False) -> GroupStep | None:
+    def join(
+        self,
+        plan: GroupPlan | None,
+        *,
+        refuses_drafts: bool = False,
+        has_stopped: bool = False,
+    ) -> GroupStep | None:
         """Join the next round. Calls the other groups, if they do not expect it.
 
         Args:
             plan: This group's work; None: it has none.
+            refuses_drafts: True if this group's requests should decode without drafts.
             has_stopped: True if it never has work again.
 
         Returns:
@@ -83,7 +95,14 @@ class StepAgreement:
             self._call(self._next)
         own = plan or _NOTHING
         said = _Said(
-            self._next, own.tokens, own.rows, own.requests, not own.fits_graph, has_stopped
+            number=self._next,
+            tokens=own.tokens,
+            rows=own.rows,
+            requests=own.requests,
+            runs_eagerly=not own.fits_graph,
+            drafts=own.drafts,
+            refuses_drafts=refuses_drafts,
+            has_stopped=has_stopped,
         )
         table = torch.full((self._dp_size, len(said)), _ABSENT, dtype=torch.int64)
         table[self._dp_rank] = torch.tensor(said)
@@ -93,16 +112,16 @@ class StepAgreement:
         if set(numbers) != {self._next}:
             raise RanksDiverged(f"the DP groups are in rounds {numbers}: they must be in the same")
         self._next += 1
+        self.may_draft = not any(one.refuses_drafts for one in groups)
         self.all_have_stopped = all(one.has_stopped for one in groups)
         self.is_called = any(one.tokens for one in groups)
         if not self.is_called:
             return None
+        kinds = {one.drafts > 0 for one in groups if one.tokens}
+        runs_eagerly = len(kinds) > 1 or any(one.runs_eagerly for one in groups)
         return GroupStep(
             tokens=tuple(one.tokens for one in groups),
             rows=tuple(one.rows for one in groups),
-            graph_rows=(
-                None
-                if any(one.runs_eagerly for one in groups)
-                else max(one.requests for one in groups)
-            ),
+            graph_rows=None if runs_eagerly else max(one.requests for one in groups),
+            drafts=tuple(one.drafts for one in groups) if True in kinds else (),
         )

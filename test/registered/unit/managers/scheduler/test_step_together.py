@@ -49,8 +49,8 @@ def had_work(steps: list[GroupStep | None]) -> list[tuple[int, ...]]:
     return [step.tokens for step in steps if step is not None]
 
 
-def plan(tokens: int, rows: int, requests: int, *, fits: bool) -> GroupPlan:
-    return GroupPlan(tokens, rows, requests, fits)
+def plan(tokens: int, rows: int, requests: int, *, fits: bool, drafts: int = 0) -> GroupPlan:
+    return GroupPlan(tokens, rows, requests, fits, drafts)
 
 
 DECODE: Final = plan(3, 3, 3, fits=True)
