@@ -37,6 +37,7 @@ from sglang.planning.machine import (
 from sglang.planning.model_costs import (
     config_of_files,
     costs_of_rank,
+    experts_of,
     kept_formats,
     parameters_of,
 )
@@ -140,10 +141,11 @@ def make_plan(own: argparse.Namespace, args: ServerArgs) -> Plan:
     kind = machine.kind
     args = dataclasses.replace(args, device=kind.name).resolve()
     assert args.page_size is not None, "resolved"
-    split = args.tp_size // args.attn_cp_size
+    split = args.tp_size // (args.attn_cp_size * args.attn_dp_size)
     kv_dtype = resolve_kv_dtype(args.kv_cache_dtype, config.dtype, kind)
     formats = kept_formats(config) if kind.captures_graphs else None
-    costs = costs_of_rank(config, kv_dtype, tp_size=split, formats=formats)
+    experts = experts_of(config, args)
+    costs = costs_of_rank(config, kv_dtype, tp_size=split, formats=formats, experts=experts)
     parameters = parameters_of(config)
     device, memory = device_tier(
         args, machine, costs, context_len=config.context_len, vocab_size=config.vocab_size
@@ -225,8 +227,8 @@ def weights_by_ranks(config: ModelConfig) -> list[dict[str, Any]]:
 
 def _flags(args: ServerArgs, host: Tier) -> list[str]:
     flags = ["--enable-hierarchical-cache", f"--hicache-size {int(host.rank_bytes // GB)}"]
-    if args.tp_size > 1:
-        flags.insert(0, f"--tp-size {args.tp_size}")
+    sizes = {"tp_size": args.tp_size, "attn_dp_size": args.attn_dp_size, "ep_size": args.ep_size}
+    flags[:0] = [f"{flag_name(name)} {size}" for name, size in sizes.items() if size > 1]
     return flags
 
 

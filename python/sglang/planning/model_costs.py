@@ -17,14 +17,17 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.tensor_group import SingleTensorGroup
 from sglang.srt.layers.moe.experts import RoutedExperts
-from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.moe.sparse_moe import exchange_bytes_of
+from sglang.srt.layers.placement import ExpertRanks, TensorPlacement
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.layers.weight_format import FormatOf, WeightFormats
 from sglang.srt.mem_cache.device.state_spec import StateSpec
+from sglang.srt.model_executor.expert_ranks import ranks_of_experts
 from sglang.srt.model_loader.loader import KEPT_DTYPES, WEIGHT_SOURCES, with_own_head
 from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.registry import MODEL_CLASSES
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.json_files import read_json
 
 _META: Final = "meta"
@@ -38,6 +41,9 @@ class ModelCosts:
     weight_bytes: int
     specs: tuple[StateSpec, ...]
     """Specs of the model's states, the primary pool's first."""
+    exchange_bytes: int
+    """Bytes that experts exchange at once for each token of a DP group's step; see
+    `exchange_bytes_of`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +64,17 @@ class _FirstRank(SingleTensorGroup):
 
 
 def build_on_meta(
-    config: ModelConfig, tp_size: int = 1, formats: FormatOf | None = None
+    config: ModelConfig,
+    tp_size: int = 1,
+    formats: FormatOf | None = None,
+    experts: ExpertRanks | None = None,
 ) -> CausalLM:
     """The first rank's share of a model, without memory.
 
     Args:
         tp_size: Ranks that split the layers.
         formats: Formats of weights that stay quantized in memory; None: none does.
+        experts: Ranks that share the experts; None: `tp_size` ranks split them, too.
 
     Raises:
         ValueError: The model cannot be split over so many ranks; names the number.
@@ -74,19 +84,37 @@ def build_on_meta(
         device=_META,
         tp_group=_FirstRank(tp_size),
         formats=None if formats is None else WeightFormats(of=formats),
+        experts=experts,
     )
     with torch.inference_mode():
         return MODEL_CLASSES[config.architecture](config, placement)
 
 
+def experts_of(config: ModelConfig, args: ServerArgs) -> ExpertRanks | None:
+    """How the ranks of a server share the experts, for shapes alone."""
+    return ranks_of_experts(
+        config,
+        attn_dp_size=args.attn_dp_size,
+        ep_size=args.ep_size,
+        world=lambda: _FirstRank(args.tp_size),
+        across_dp=lambda: _FirstRank(args.attn_dp_size),
+    )
+
+
 def costs_of_rank(
-    config: ModelConfig, kv_dtype: torch.dtype, *, tp_size: int, formats: FormatOf | None
+    config: ModelConfig,
+    kv_dtype: torch.dtype,
+    *,
+    tp_size: int,
+    formats: FormatOf | None,
+    experts: ExpertRanks | None = None,
 ) -> ModelCosts:
-    """Memory that each of `tp_size` ranks takes. Raises like `build_on_meta`."""
-    model = build_on_meta(config, tp_size, formats)
+    """Memory that each of the ranks takes. Arguments, and what it raises, as of `build_on_meta`."""
+    model = build_on_meta(config, tp_size, formats, experts)
     return ModelCosts(
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         specs=model.state_specs(kv_dtype),
+        exchange_bytes=exchange_bytes_of(model),
     )
 
 

@@ -29,6 +29,7 @@ from sglang.srt.model_executor.cuda_graph_runner import MAX_BATCH_SIZE, estimate
 from sglang.srt.model_executor.pool_sizing import (
     DeviceMemory,
     PoolSizes,
+    longest_pass,
     memory_parts,
     size_pools,
 )
@@ -103,7 +104,11 @@ def device_tier(
         graphs = estimate_graph_bytes(
             args.cuda_graph_max_bs or MAX_BATCH_SIZE, vocab_size, max(states, default=0)
         )
-    graphs += verification_bytes(costs.specs, num_draft_tokens(args), vocab_size // args.tp_size)
+    split = args.tp_size // (args.attn_cp_size * args.attn_dp_size)
+    graphs += verification_bytes(costs.specs, num_draft_tokens(args), -(-vocab_size // split))
+    exchange = costs.exchange_bytes * longest_pass(
+        args.chunked_prefill_size, args.max_prefill_tokens
+    )
     sharers = 1 if kind.has_own_memory else ranks_per_node(args)
     available = int(machine.device_free_bytes) - sharers * costs.weight_bytes
     if available <= 0:
@@ -121,6 +126,7 @@ def device_tier(
             mem_fraction_static=args.mem_fraction_static,
             weight_bytes=costs.weight_bytes,
             graph_bytes=graphs,
+            exchange_bytes=exchange,
             sharers=sharers,
         ),
         kv_bytes_per_token=token_bytes,
@@ -148,6 +154,7 @@ def device_tier(
         states=num_states,
         page_size=args.page_size,
         graph_bytes=graphs,
+        exchange_bytes=exchange,
     )
 
 

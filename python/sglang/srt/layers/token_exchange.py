@@ -3,7 +3,7 @@ of all groups to every rank, *combine* brings the sums of their experts back."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -20,6 +20,24 @@ class Dispatched(NamedTuple):
     """fp32 `[num_tokens, top_k]`."""
     ids: torch.Tensor
     """int32 `[num_tokens, top_k]`."""
+
+
+_USE_BYTES: Final = torch.float32.itemsize + torch.int32.itemsize
+"""Bytes of the weight and the id of an expert that a token uses."""
+
+
+def exchange_bytes(num_groups: int, size: int, top_k: int, dtype: torch.dtype) -> int:
+    """Most bytes that an exchange has in memory at once, for each token of a group's step, where
+    every group has as many. `dispatch` gathers all rows and takes them apart; `combine` pads the
+    sums of all tokens and receives its own.
+
+    Args:
+        size: Features of a token.
+        top_k: Experts of a token.
+    """
+    row = size * dtype.itemsize
+    dispatched = 2 * num_groups * (row + top_k * _USE_BYTES)
+    return max(dispatched, (2 * num_groups + 1) * row)
 
 
 class TokenExchange:
@@ -58,12 +76,18 @@ class TokenExchange:
         if _is_mostly_padding(counts):
             rows = fields[0].new_zeros((sum(counts), sum(widths)))
             torch.cat(fields, dim=1, out=rows[self._own_rows(counts)])
+            del fields
             rows = self.group.all_reduce(rows)  # A row is zero on all ranks but one.
         else:
             packed = fields[0].new_empty((max(counts), sum(widths)))
             torch.cat(fields, dim=1, out=packed[: len(x)])
             gathered = self.group.all_gather(packed)
-            rows = torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
+            del fields, packed  # Their memory serves what follows, see `exchange_bytes`.
+            if min(counts) == max(counts):
+                rows = gathered.flatten(0, 1)
+            else:
+                rows = torch.cat([one[:count] for one, count in zip(gathered, counts, strict=True)])
+            del gathered
         parts = [part.contiguous() for part in torch.split(rows, widths, dim=1)]
         return Dispatched(
             parts[0].view(x.dtype), parts[1].view(torch.float32), parts[2].view(torch.int32)

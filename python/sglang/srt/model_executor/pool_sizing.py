@@ -55,11 +55,13 @@ class DeviceMemory:
     """Free memory after the weights were loaded."""
     mem_fraction_static: float | None = None
     """Share of `total_bytes` for weights and pools together; None: on a CPU min(1 GiB, 10% of the
-    memory), elsewhere 0.88 less `graph_bytes`."""
+    memory), elsewhere 0.88 less `graph_bytes` and `exchange_bytes`."""
     weight_bytes: int = 0
     """Bytes of the weights, part of the static share."""
     graph_bytes: int = 0
     """Bytes that CUDA graphs, and verifications of drafts, will take."""
+    exchange_bytes: int = 0
+    """Most bytes that experts exchange with other DP groups at once."""
     sharers: int = 1
     """Ranks that share the memory, each with an equal part: on a CPU those of the machine."""
 
@@ -72,7 +74,8 @@ class DeviceMemory:
         """Decide how many bytes all device pools may take, unless the user asks for sizes.
 
         Raises:
-            ValueError: `mem_fraction_static` is not between 0 and 1.
+            ValueError: `mem_fraction_static` is not between 0 and 1, or leaves too little for the
+                exchange.
         """
         total, available = self.total_bytes // self.sharers, self.own_available_bytes
         memory = f"{total / GIB:.1f} GiB"
@@ -93,6 +96,13 @@ class DeviceMemory:
             f"less {self.weight_bytes / GIB:.2f} GiB of weights"
         )
         if asked is not None:
+            left = total - int(total * fraction)
+            if self.exchange_bytes > left:
+                raise ValueError(
+                    f"--mem-fraction-static {fraction:g} leaves {left / GIB:.2f} GiB, and experts "
+                    f"exchange up to {self.exchange_bytes / GIB:.2f} GiB of tokens with other DP "
+                    "groups: lower it, or --chunked-prefill-size"
+                )
             return Sizing(budget, reason)
         # Leave room for graphs, and the usual reserve even if other processes use the device.
         reserve = int(total * (1.0 - GPU_STATIC_FRACTION))
@@ -101,7 +111,9 @@ class DeviceMemory:
             reason = f"{available / GIB:.2f} GiB free, less a reserve of {reserve / GIB:.2f} GiB"
         if self.graph_bytes:
             reason += f" and {self.graph_bytes / GIB:.2f} GiB for CUDA graphs"
-        return Sizing(budget - self.graph_bytes, reason)
+        if self.exchange_bytes:
+            reason += f", less {self.exchange_bytes / GIB:.2f} GiB that experts exchange"
+        return Sizing(budget - self.graph_bytes - self.exchange_bytes, reason)
 
 
 def size_kv_pool(
@@ -254,24 +266,35 @@ def memory_parts(
     states: int,
     page_size: int,
     graph_bytes: int,
+    exchange_bytes: int,
 ) -> dict[str, int]:
     """Bytes of a rank's device memory, by what takes them: the weights, each pool by its name with
-    its padding, and CUDA graphs with verifications of drafts, which are estimated.
+    its padding, CUDA graphs with verifications of drafts, which are estimated, and what experts
+    exchange with other DP groups.
 
     Args:
         specs: Specs of the model's state on the rank.
         tokens, states: Sizes of L1; see `PoolSizes`.
-        graph_bytes: See `DeviceMemory`.
+        graph_bytes, exchange_bytes: See `DeviceMemory`.
     """
     items = {ItemKind.TOKEN: tokens + page_size, ItemKind.STATE: states + 1}
     pools = {str(spec.name): items[spec.item] * spec.num_bytes for spec in specs}
-    return {"weights": weight_bytes, **pools, "graphs": graph_bytes}
+    return {"weights": weight_bytes, **pools, "graphs": graph_bytes, "exchange": exchange_bytes}
 
 
 def memory_text(parts: Mapping[str, int]) -> str:
     """`memory_parts` for a log."""
     sizes = ", ".join(f"{name} {size / GB:.3f} GB" for name, size in parts.items() if size)
     return f"{sizes}, in all {sum(parts.values()) / GB:.3f} GB"
+
+
+def longest_pass(chunk: int | None, max_prefill_tokens: int) -> int:
+    """New tokens of the longest prefill.
+
+    Args:
+        chunk: `--chunked-prefill-size`. Prompts that are not cut may have more new tokens.
+    """
+    return max_prefill_tokens if chunk is None or chunk == -1 else chunk
 
 
 def size_running_requests(

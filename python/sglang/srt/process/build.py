@@ -35,6 +35,7 @@ from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.hardware_backend.device_runtime import detect_device, device_runtime
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK
+from sglang.srt.layers.moe.sparse_moe import exchange_bytes_of
 from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.role_switch import MakeRole, RemakeRole
@@ -48,6 +49,7 @@ from sglang.srt.model_executor.grouped_runner import GroupedModelRunner
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_sizing import (
     DeviceMemory,
+    longest_pass,
     memory_parts,
     memory_text,
     size_pools,
@@ -235,6 +237,8 @@ def memory_beside(runner: ModelRunner, server_args: ServerArgs) -> DeviceMemory:
         sharers=1 if runtime.kind.has_own_memory else ranks_per_node(server_args),
         graph_bytes=runner.graph_bytes()
         + verification_bytes(runner.state_specs, runner.config.num_draft_tokens, runner.num_logits),
+        exchange_bytes=exchange_bytes_of(runner.model)
+        * longest_pass(server_args.chunked_prefill_size, server_args.max_prefill_tokens),
     )
 
 
@@ -308,10 +312,8 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     )
     wanted = [size.amount, rows.amount, *([] if states is None else [states.amount])]
     tokens, requests, *num_states = group.reduce_min(torch.tensor(wanted)).tolist()
-    chunk = server_args.chunked_prefill_size
-    # Prompts that are not cut may have more new tokens in a prefill.
-    longest_pass = server_args.max_prefill_tokens if chunk is None or chunk == -1 else chunk
-    runner.init_memory_pool(tokens, requests, longest_pass, *num_states)
+    longest = longest_pass(server_args.chunked_prefill_size, server_args.max_prefill_tokens)
+    runner.init_memory_pool(tokens, requests, longest, *num_states)
     gigabytes = (tokens + page_size) * runner.kv_bytes_per_token() / 1e9
     other = "what another rank has room for"
     why = size.reason if tokens == size.amount else other
@@ -323,6 +325,7 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
         states=num_states[0] if num_states else 0,
         page_size=page_size,
         graph_bytes=memory.graph_bytes,
+        exchange_bytes=memory.exchange_bytes,
     )
     lines = [
         f"L1: {tokens} tokens in pages of {page_size}, {gigabytes:.2f} GB on "

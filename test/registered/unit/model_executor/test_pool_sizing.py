@@ -77,6 +77,12 @@ GPU = BASE | {"has_own_memory": True, "total_bytes": 100 * GIB, "available_bytes
         ({"context_len": 16384, "mem_fraction_static": 0.5}, 50, "--mem-fraction-static 0.5"),
         ({"context_len": 1 << 20}, 68, "80.00 GiB free"),
         ({"mem_fraction_static": 0.5, "graph_bytes": GIB}, 50, "--mem-fraction-static 0.5"),
+        (
+            {"weight_bytes": 40 * GIB, "graph_bytes": GIB, "exchange_bytes": 2 * GIB},
+            45,
+            "and 1.00 GiB for CUDA graphs, less 2.00 GiB that experts exchange",
+        ),
+        ({"mem_fraction_static": 0.5, "exchange_bytes": 50 * GIB}, 50, "--mem-fraction-static"),
         ({"max_total_tokens": GIB // 1024 - 64, "graph_bytes": GIB}, 1, "--max-total-tokens"),
     ],
 )
@@ -94,6 +100,10 @@ def test_gpu_tokens_are_bounded(fields: dict[str, Any], gib: int, reason: str) -
         ({"mem_fraction_static": 0.1, "weight_bytes": 3 * GIB}, "holds?|hold 0 tokens"),
         ({"available_bytes": GIB // 2}, "lower --max-total-tokens"),
         ({"mem_fraction_static": 1.5}, "between 0 and 1"),
+        (
+            {"mem_fraction_static": 0.5, "exchange_bytes": 13 * GIB},
+            "0.5 leaves 12.00 GiB, and experts exchange up to 13.00 GiB .* lower it, or --chunked-",
+        ),
     ],
 )
 def test_what_cannot_work_is_said_with_the_flag(fields: dict[str, Any], message: str) -> None:

@@ -52,7 +52,8 @@ def test_figures_equal_those_by_hand(qwen: str, capsys: pytest.CaptureFixture[st
     room = 0.88 * 141 * GB - found["weight_bytes"] - graphs
     assert device["tokens"] == pytest.approx(room / TOKEN, abs=128)
     kv = (device["tokens"] + found["page_size"]) * TOKEN
-    assert found["memory"] == {"weights": found["weight_bytes"], "kv": kv, "graphs": graphs}
+    weights = found["weight_bytes"]
+    assert found["memory"] == {"weights": weights, "kv": kv, "graphs": graphs, "exchange": 0}
     assert host["rank_bytes"] == pytest.approx(0.9 * (101 * GB - (1 << 30)), rel=1e-6)
     assert host["tokens"] == pytest.approx(host["rank_bytes"] / TOKEN, rel=1e-3)
     assert store["tokens"] == int(1000 * GB / (TOKEN + TRAILER_BYTES / 64))
@@ -76,6 +77,27 @@ def test_speculation_adds_a_layer(
     assert plans[1]["weight_bytes"] > plans[0]["weight_bytes"]
     line = refusal(capsys, "--model-path", qwen, "--speculative-algorithm", "NEXTN")
     assert "Qwen3ForCausalLM has no layer that drafts tokens" in line
+
+
+def test_groups_have_whole_attention_and_room_to_exchange_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(PUBLISHED["DeepSeek-V3.2"].write(tmp_path))
+    flags = ("--model-path", path, "--tp-size", "8", "--kv-cache-dtype", "fp8_e4m3")
+    layouts = ((), ("--ep-size", "8"), ("--attn-dp-size", "8", "--ep-size", "8"))
+    split, whole, groups = (plan(capsys, *flags, *more) for more in layouts)
+    assert whole["weight_bytes"] == pytest.approx(split["weight_bytes"], rel=1e-3)
+    assert [one["memory"]["exchange"] for one in (split, whole)] == [0, 0]
+    # Each of 8 groups prefills 8,192 tokens: their sums, the padded ones, and a group's own.
+    exchange = 8192 * (2 * 8 + 1) * 7168 * 2
+    assert groups["memory"]["exchange"] == exchange
+    more = groups["weight_bytes"] - split["weight_bytes"]
+    # 61 layers of 128 heads: queries, keys, values and the output, in fp8 blocks; 7 of 8 parts.
+    heads = 61 * 128 * (1536 * 192 + 512 * 256 + 7168 * 128)
+    assert more > 0.87 * heads
+    lost = groups["tiers"][0]["rank_bytes"] - split["tiers"][0]["rank_bytes"]
+    assert -lost == pytest.approx(more + exchange, rel=0.001)
+    assert groups["flags"][:3] == ["--tp-size 8", "--attn-dp-size 8", "--ep-size 8"]
 
 
 def test_ranks_share_the_host_and_divide_the_heads(

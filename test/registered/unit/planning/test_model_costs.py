@@ -13,13 +13,20 @@ from rigs.caches.memory_ranks import PlaceInGroup
 from rigs.models.published_configs import PUBLISHED
 from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.hicache_plan import weights_by_ranks
-from sglang.planning.model_costs import costs_of_rank, kept_formats, parameters_of
+from sglang.planning.model_costs import (
+    costs_of_rank,
+    experts_of,
+    kept_formats,
+    parameters_of,
+)
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR, GB
+from sglang.srt.layers.moe.sparse_moe import exchange_bytes_of
 from sglang.srt.mem_cache.device.state_spec import bytes_per_token
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_sizing import memory_parts
 from sglang.srt.model_executor.runner_config import ModelRunnerConfig
+from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -57,7 +64,7 @@ def test_memory_planned_from_the_config_is_what_each_rank_allocates(
     states = 0 if family == "deepseek_v32" else 5
     parts = memory_parts(
         costs.specs, weight_bytes=costs.weight_bytes, tokens=96, states=states, page_size=16,
-        graph_bytes=0,
+        graph_bytes=0, exchange_bytes=0,
     )  # fmt: skip
     for rank in range(ranks):
         runner = ModelRunner(
@@ -73,8 +80,32 @@ def test_memory_planned_from_the_config_is_what_each_rank_allocates(
             str(name): sum(layer.nbytes for part in pool.parts for layer in part)
             for name, pool in runner.pools.items()
         }
-        assert parts == {"weights": runner.weight_bytes(), **pools, "graphs": 0}
-    assert len(parts) == 4 and all(size > 0 for name, size in parts.items() if name != "graphs")
+        assert parts == {"weights": runner.weight_bytes(), **pools, "graphs": 0, "exchange": 0}
+    assert len(parts) == 5 and all(parts[name] for name in parts.keys() - {"graphs", "exchange"})
+
+
+@pytest.mark.parametrize(("attn_dp_size", "ep_size"), [(1, 2), (2, 1), (2, 2)])
+def test_weights_of_groups_and_whole_experts_are_those_of_the_engine(
+    tmp_path: Path, attn_dp_size: int, ep_size: int
+) -> None:
+    save_tiny_checkpoint(tmp_path, "deepseek_v32")
+    args = ServerArgs(
+        model_path=str(tmp_path), tp_size=2, attn_dp_size=attn_dp_size, ep_size=ep_size
+    )
+    config = ModelConfig.from_path(str(tmp_path))
+    experts, split = experts_of(config, args), 2 // attn_dp_size
+    costs = costs_of_rank(config, config.dtype, tp_size=split, formats=None, experts=experts)
+    runner = ModelRunner(
+        ModelRunnerConfig(
+            model_config=config,
+            tp_group=PlaceInGroup(0, split),
+            experts=experts,
+            show_progress=False,
+        )
+    )
+    assert costs.weight_bytes == runner.weight_bytes()
+    assert costs.exchange_bytes == exchange_bytes_of(runner.model)
+    assert (costs.exchange_bytes > 0) == (attn_dp_size > 1)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

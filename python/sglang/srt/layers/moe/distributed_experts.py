@@ -9,6 +9,7 @@ import torch
 
 from sglang.srt.layers.moe.experts import RoutedExperts
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.token_exchange import exchange_bytes
 
 _MOST_TOKENS: Final = 8192
 """Tokens of all groups that are computed at a time."""
@@ -57,9 +58,21 @@ class DistributedExperts(RoutedExperts):
             out = run(*all_tokens)
         else:
             # The results of all uses of experts are in memory at once.
-            parts = zip(*(torch.split(one, _MOST_TOKENS) for one in all_tokens), strict=True)
-            out = torch.cat([run(*part) for part in parts])
+            out = torch.empty_like(sent.x)
+            parts = (torch.split(one, _MOST_TOKENS) for one in (out, *all_tokens))
+            for place, *part in zip(*parts, strict=True):
+                place.copy_(run(*part))
+            del place, part
+        del sent, all_tokens  # Their memory serves the exchange, see `exchange_bytes`.
         return exchange.combine(out, len(x), is_last=self.is_last)
+
+    def exchange_bytes(self, top_k: int) -> int:
+        """Most bytes that this layer's exchange takes at once for each token of a group's step; 0:
+        it exchanges nothing."""
+        if self._exchange is None:
+            return 0
+        size = self._exchange.group.size
+        return exchange_bytes(size, self._hidden.size, top_k, self._dtype)
 
     def run_idle(self, top_k: int) -> None:
         """Compute this rank's part for the tokens of other DP groups; this group has none."""

@@ -316,6 +316,13 @@ class SparseMoeBlock(torch.nn.Module):
             biases=experts.biases,
         )
 
+    def exchange_bytes(self) -> int:
+        """See `DistributedExperts.exchange_bytes`."""
+        experts = self.experts
+        if not isinstance(experts, DistributedExperts):
+            return 0
+        return experts.exchange_bytes(self.gate.options.top_k)
+
     def run_idle(self) -> None:
         """Take part in a step in which this rank's DP group has no tokens."""
         assert isinstance(self.experts, DistributedExperts), "else the group runs by itself"
@@ -368,3 +375,10 @@ class SparseMoeBlock(torch.nn.Module):
         rest, residual = self.shared_expert.forward(x, residual)
         assert not isinstance(rest, PendingSum), "one rank has all"
         return (out if rest is None else out.add_(rest)), residual
+
+
+def exchange_bytes_of(model: torch.nn.Module) -> int:
+    """Most bytes that a layer of the model exchanges at once with other DP groups, for each token
+    of a group's step; 0: none does."""
+    blocks = (part for part in model.modules() if isinstance(part, SparseMoeBlock))
+    return max((block.exchange_bytes() for block in blocks), default=0)

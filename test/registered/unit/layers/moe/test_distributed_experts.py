@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from rigs.caches.memory_ranks import MemoryExchange, MemoryTensorGroup, PlaceInGroup
+from rigs.layers.live_bytes import LiveBytes
 from sglang.srt.layers.forward_batch_info import GroupStep
 from sglang.srt.layers.moe import distributed_experts
 from sglang.srt.layers.moe.distributed_experts import DistributedExperts
 from sglang.srt.layers.moe.experts import RoutedExperts
 from sglang.srt.layers.placement import ExpertRanks, TensorPlacement
-from sglang.srt.layers.token_exchange import TokenExchange
+from sglang.srt.layers.token_exchange import TokenExchange, exchange_bytes
 from sglang.srt.layers.triton_ops.arguments import ClampedGate
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -139,3 +140,58 @@ def test_ids_of_any_dtype_and_weights_of_any_stride_are_sent() -> None:
         assert torch.equal(sent.x, x.bfloat16())
         assert torch.equal(sent.weights, weights)
         assert torch.equal(sent.ids, ids.int())
+
+
+class GroupsAlone(PlaceInGroup):
+    """The first of several groups, whose collectives take the memory of real ones."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(self.size, *x.shape)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(x.shape[1:])
+
+
+@pytest.mark.parametrize(
+    ("counts", "size", "least"),
+    [
+        # Few features: gathering takes most, because each use of an expert has 8 bytes.
+        ((40, 40), 8, 1.0),
+        ((40, 40, 40, 40), 8, 1.0),
+        ((40, 39), 8, 0.98),
+        # Many: scattering takes most, if groups are unequal and padded.
+        ((40, 39), 256, 0.98),
+        ((40, 40, 40, 39), 256, 0.98),
+        ((40, 40), 256, 0.75),
+        ((40, 1), 256, 0.0),
+        ((40, 1, 1, 1), 256, 0.0),
+    ],
+)
+def test_an_exchange_takes_the_memory_that_is_set_aside(
+    counts: tuple[int, ...], size: int, least: float
+) -> None:
+    exchange = TokenExchange(GroupsAlone(0, len(counts)))
+    exchange.begin(GroupStep(counts, counts))
+    x = torch.zeros(counts[0], size, dtype=torch.bfloat16)
+    weights, ids = torch.zeros(counts[0], TOP_K), torch.zeros(counts[0], TOP_K, dtype=torch.int64)
+    with LiveBytes() as live:
+        sent = exchange.dispatch(x, weights, ids, is_last=False)
+        out = torch.zeros_like(sent.x)
+        del sent
+        exchange.combine(out, len(x), is_last=False)
+    set_aside = max(counts) * exchange_bytes(len(counts), size, TOP_K, torch.bfloat16)
+    assert least * set_aside <= live.most <= set_aside
+
+
+def test_other_layers_exchange_nothing() -> None:
+    group = PlaceInGroup(0, 2)
+    of_groups = exchange_bytes(2, HIDDEN, TOP_K, torch.float32)
+    for exchange, want in ((None, 0), (TokenExchange(group), of_groups)):
+        ranks = ExpertRanks(group=group, is_whole=True, exchange=exchange)
+        placement = TensorPlacement(dtype=torch.float32, device="cpu", experts=ranks)
+        layer = experts(placement, has_bias=False)
+        assert isinstance(layer, DistributedExperts)
+        assert layer.exchange_bytes(TOP_K) == want
