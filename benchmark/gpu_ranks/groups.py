@@ -31,6 +31,7 @@ from sglang.srt.distributed.parallel_state import get_world_group
 from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.forward_batch_info import GroupStep
+from sglang.srt.managers.scheduler.group_scheduler import GroupScheduler
 from sglang.srt.managers.scheduler.step_agreement import StepAgreement
 from sglang.srt.messages.io_struct import StepCall
 from sglang.srt.model_executor.grouped_runner import GroupPlan
@@ -187,7 +188,7 @@ def measure_bounded(shape: Shape, size: Size, model: str, report: Report) -> Non
 
 
 class ScheduledRig(StepRig):
-    """One rank whose steps run as those of a server, on random weights."""
+    """One rank with random weights, which steps as a server does."""
 
     captures_graphs = True
 
@@ -237,6 +238,7 @@ def measure_steps(model: str, device: str, repeats: int) -> dict[str, list[float
         **_fields_of(shape),
     )  # fmt: skip
     scheduler, agreement = rig.scheduler, rig.agreement
+    assert isinstance(scheduler, GroupScheduler) and agreement is not None
     seed = get_world_group().rank * requests
     prompts = [shape.prompt(seed + i, size.input_len) for i in range(requests)]
     messages = [rig.request(f"{i}", one, greedy(output)) for i, one in enumerate(prompts)]

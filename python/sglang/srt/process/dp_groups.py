@@ -45,6 +45,8 @@ def check_experts(server_args: ServerArgs, model_config: ModelConfig) -> None:
                 "out"
             )
         return
+    # A split prefill has other tokens on each rank of a group. The exchange counts tokens by group,
+    # and sums of experts are added over a group's attention TP alone, not over its attention CP.
     if args.attn_dp_size > 1 and args.attn_cp_size > 1:
         raise ValueError(
             f"--attn-dp-size {args.attn_dp_size} does not work with --attn-cp-size "

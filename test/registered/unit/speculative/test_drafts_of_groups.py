@@ -39,7 +39,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def words_alone(model: Path, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
-    """What one rank with all experts says, without drafts."""
+    """Answers of one rank with all experts, without drafts."""
     rig = SchedulerRig(model)
     try:
         return [rig.generate([one], count)[0] for one, count in zip(prompts, counts, strict=True)]
