@@ -85,6 +85,11 @@ class FrontDoor:
             return self.favourite
         return self._rng.randrange(self.num_groups) if self._rng.random() < _NAMED else None
 
+    def group_of(self, rid: str) -> int | None:
+        """The group of a request; None: it has ended."""
+        place = self._places.get(rid)
+        return None if place is None else place.dp_rank
+
     def may_skip(self, rig: SchedulerRig, box: Sequence[ToScheduler]) -> bool:
         """True if the group blocks on messages in this tick, as an idle one does, or is slow."""
         if self.num_groups == 1 or box:

@@ -153,3 +153,15 @@ def counts_of(rig: CheckableRig) -> Counter[str]:
         ):
             counts.update({f"{name} {what}": int(n) for what, n in counter_values(metric).items()})
     return counts
+
+
+def assert_empty(rig: CheckableRig) -> None:
+    """Assert that nothing has slots of L1 or of L2, or recurrent states."""
+    pools, tree = rig.scheduler.state.pools, rig.tree
+    assert pools.allocator.available_size() == pools.allocator.size
+    states = pools.req_to_token_pool.mamba_pool
+    assert states is None or states.available_size() == states.size
+    if isinstance(tree, HiRadixCache):
+        for entry in tree.cache_controller.mem_pool_host.entries.values():
+            if entry.spec.indices_from_pool is None:
+                assert entry.host_pool.available_size() == entry.host_pool.size, entry.name

@@ -26,10 +26,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from rigs.caches.host_damage import flip_any
+from rigs.groups.hung_store import work_beside_a_hang
 from rigs.mixed.front_door import FrontDoor
 from rigs.schedulers import random_seeds
 from rigs.schedulers.checkable_worker import CheckableRig
 from rigs.schedulers.random_checks import (
+    assert_empty,
     assert_stored,
     assert_unpinned,
     assert_whole,
@@ -110,6 +112,7 @@ class RandomScheduler:
         # Drawn apart, so that the rest of a run stays that of its seed.
         self._pausing = random.Random(f"{seed} pauses")
         grouping = random.Random(f"{seed} groups")
+        self._hanging = random.Random(f"{seed} hangs")
         self.setup = setup or Setup.draw(self.rng)
         drawn = grouping.choice((1, 1, 2, 2, 3))
         self._door = FrontDoor(grouping, num_groups or drawn, self.setup.page_size)
@@ -174,6 +177,7 @@ class RandomScheduler:
             self._step(self._attach())
         while self.outcome.steps < steps:
             self._busy_time()
+            self._hang_for_one()
             self._come_to_rest()
         if self.rng.random() < 0.3:
             self._shut_down()
@@ -242,6 +246,16 @@ class RandomScheduler:
         if isinstance(tree, HiRadixCache) and tree.store.epoch != self._epochs.get(rig, (-1, 0))[0]:
             self._epochs[rig] = tree.store.epoch, began
 
+    def _hang_for_one(self) -> None:
+        if self._hanging.random() < 0.4 and not self._is_paused:
+            self.outcome.counts["hangs of one group"] += work_beside_a_hang(
+                self.rigs,
+                self.store,
+                self._hanging,
+                lambda arrives: self._step(*(self._arrivals() if arrives else ())),
+                lambda: map(self._door.group_of, self._sent),
+            )
+
     def _come_to_rest(self) -> None:
         """Run until idle, and check that nothing is left over."""
         if self.rng.random() < 0.7:
@@ -295,18 +309,7 @@ class RandomScheduler:
         self._step(FlushCacheReqInput(req_id=self._control_id()))
         assert not self._unanswered, "a flush at rest is done at once"
         for rig in self.rigs:
-            self._assert_empty(rig)
-
-    @staticmethod
-    def _assert_empty(rig: CheckableRig) -> None:
-        pools, tree = rig.scheduler.state.pools, rig.tree
-        assert pools.allocator.available_size() == pools.allocator.size
-        states = pools.req_to_token_pool.mamba_pool
-        assert states is None or states.available_size() == states.size
-        if isinstance(tree, HiRadixCache):
-            for entry in tree.cache_controller.mem_pool_host.entries.values():
-                if entry.spec.indices_from_pool is None:
-                    assert entry.host_pool.available_size() == entry.host_pool.size, entry.name
+            assert_empty(rig)
 
     # ---- requests ------------------------------------------------------------------------------
 

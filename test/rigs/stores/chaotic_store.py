@@ -45,7 +45,7 @@ class PlainStore(HiCacheStorage):
     def get(
         self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
     ) -> torch.Tensor | None:
-        call = self.store.begin("get")
+        call = self.store.begin("get", of=self)
         value = call.fetch(key)
         if call.lies():
             return call.rng.choice([b"value", torch.zeros(3, 3), torch.empty(0), 7])  # type: ignore[return-value]
@@ -67,7 +67,7 @@ class PlainStore(HiCacheStorage):
         target_sizes: Any | None = None,
     ) -> bool:
         assert isinstance(value, torch.Tensor)
-        call = self.store.begin("set")
+        call = self.store.begin("set", of=self)
         kept = call.keep(key, value.numpy().tobytes())
         if call.lies():
             return call.rng.choice([None, "yes", 2, torch.ones(2)])  # type: ignore[return-value]
@@ -79,7 +79,7 @@ class PlainStore(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        call = self.store.begin("exists")
+        call = self.store.begin("exists", of=self)
         if call.lies():
             return call.rng.choice([-1, len(keys) + 1, None, "all", 0.5])  # type: ignore[return-value]
         return super().batch_exists(keys, extra_info)
@@ -91,13 +91,13 @@ class PlainStore(HiCacheStorage):
         pool_transfers: Sequence[PoolTransfer] | None = None,
     ) -> list[PoolTransferResult]:
         answers = super().prompts_exist(prompts, extra_infos, pool_transfers)
-        call = self.store.begin("prompts_exist")
+        call = self.store.begin("prompts_exist", of=self)
         if call.lies():
             return call.rng.choice([answers[1:], [*answers, *answers], None, [None] * len(answers)])  # type: ignore[list-item]
         return answers
 
     def probe(self) -> bool:
-        return is_back(self.store)
+        return is_back(self.store, self)
 
     def clear(self) -> None:
         assert self.storage_config is not None
@@ -115,14 +115,14 @@ class InPlaceStore(PlainStore):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[PageResult]]:
-        call = self.store.begin("get")
+        call = self.store.begin("get", of=self)
         results = {str(one.name): self._move(call, one, is_get=True) for one in transfers}
         return _answer(call, results)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[PageResult]]:
-        call = self.store.begin("set")
+        call = self.store.begin("set", of=self)
         results = {str(one.name): self._move(call, one, is_get=False) for one in transfers}
         return _answer(call, results)
 
@@ -209,7 +209,7 @@ class FileStore(HiCacheFile):
         transfers: list[PoolTransfer],
         move: Callable[[list[PoolTransfer]], Mapping[str, Sequence[PageResult]]],
     ) -> dict[str, list[PageResult]]:
-        call = self.store.begin(kind)
+        call = self.store.begin(kind, of=self)
         results: dict[str, list[PageResult]] = {}
         for one in transfers:
             for key in self.object_keys(one.keys or [], one.name):
@@ -228,17 +228,17 @@ class FileStore(HiCacheFile):
         extra_infos: Sequence[HiCacheStorageExtraInfo | None],
         pool_transfers: Sequence[PoolTransfer] | None = None,
     ) -> list[PoolTransferResult]:
-        self.store.begin("prompts_exist")
+        self.store.begin("prompts_exist", of=self)
         return super().prompts_exist(prompts, extra_infos, pool_transfers)
 
     def probe(self) -> bool:
-        return is_back(self.store)
+        return is_back(self.store, self)
 
 
-def is_back(store: ObjectStore) -> bool:
-    """True if a store answers a probe."""
+def is_back(store: ObjectStore, client: HiCacheStorage) -> bool:
+    """True if a store answers a probe of `client`."""
     try:
-        call = store.begin("probe")
+        call = store.begin("probe", of=client)
     except Exception:  # noqa: BLE001 - a probe never raises
         return False
     return call.rng.random() < 0.8

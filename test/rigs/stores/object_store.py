@@ -38,6 +38,8 @@ _LIES: Final = 0.15
 """Chance of an answer that the interface does not allow, if the store breaks its contract."""
 _HANG_LIMIT_S: Final = 10.0
 """Longest hang, so that a failed test can end."""
+_HUNG_LIMIT_S: Final = 90.0
+"""The same of a client whose calls all hang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,8 @@ class ObjectStore:
         self._lost_at: dict[str, float] = {}
         """Key to the time when its object was lost, in `time.monotonic()` seconds."""
         self._calls: Counter[str] = Counter()
+        self._hung: tuple[object, threading.Event] | None = None
+        """A client whose calls all hang, and what they wait for."""
         self._gate = threading.Event()
         self._lock = threading.Lock()
 
@@ -136,6 +140,7 @@ class ObjectStore:
 
     def __exit__(self, *_: object) -> None:
         self.mood = MOODS["quick"]
+        self.hang_for(None)
         self.release()
         del self._by_name[self.name]
 
@@ -148,6 +153,13 @@ class ObjectStore:
     def set_mood(self, name: str) -> None:
         """Set the mood of calls that begin from now on."""
         self.mood = MOODS[name]
+
+    def hang_for(self, client: object | None) -> None:
+        """Let all calls of one client hang from now on; None: of none any more."""
+        before = self._hung
+        self._hung = None if client is None else (client, threading.Event())
+        if before is not None:
+            before[1].set()
 
     def release(self) -> None:
         """Continue the calls that hang now."""
@@ -183,11 +195,14 @@ class ObjectStore:
 
     # ---- the backends' side ------------------------------------------------------------------
 
-    def begin(self, kind: str, *, is_awaited: bool = False) -> Call:
-        """Begin a call of `kind`, which may be slow, hang or raise here.
+    def begin(self, kind: str, *, of: object = None, is_awaited: bool = False) -> Call:
+        """Begin a call of `kind`, which may be slow, hang or raise here; `of`: the client.
 
         An awaited call does not hang, and within the contract raises only StorageUnavailable.
         """
+        if (hung := self._hung) is not None and hung[0] is of:
+            self.happened["hang of one client"] += 1
+            hung[1].wait(_HUNG_LIMIT_S)
         with self._lock:
             number = self._calls[kind]
             self._calls[kind] += 1
