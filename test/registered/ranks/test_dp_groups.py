@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from rigs.stores.mooncake_cluster import MooncakeCluster
 from rigs.words_of_ranks import FAMILIES, PAGE, SOURCES, TOLERANCE, WHOLE, flags
 from sglang import hicache_top
 from sglang.srt.disaggregation.kv_events import KVEventBatch
+from sglang.srt.mem_cache.l3 import store_presence
 from sglang.srt.utils.network import check_port_available, get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -264,6 +266,12 @@ def test_what_two_groups_compute_is_written_once(model: Path, tmp_path: Path) ->
         assert len(found[0][1]) >= WHOLE // PAGE
 
 
+def looks_once(rank: int) -> None:
+    """The server does not renew its note in the store, which would be another put."""
+    del rank
+    mock.patch.object(store_presence, "_PAUSE_S", 3600.0).start()
+
+
 def test_what_two_groups_compute_is_put_once_into_mooncake(model: Path) -> None:
     extra = json.dumps({"prefetch_threshold": 4096})
     words = [*flags("qwen3", 2, "mooncake"), "--attn-dp-size", "2"]
@@ -271,7 +279,9 @@ def test_what_two_groups_compute_is_put_once_into_mooncake(model: Path) -> None:
     with MooncakeCluster(segment_size="64mb") as cluster:
         master = cluster.master
         found = []
-        with ForkedServer(*words, env=cluster.engine_env(), model=str(model)) as server:
+        with ForkedServer(
+            *words, env=cluster.engine_env(), model=str(model), in_rank=looks_once
+        ) as server:
             for dp_rank in (0, 1):
                 said, tiers = ask(server, dp_rank)
                 assert tiers == COLD, "it reads nothing that is so short"
@@ -280,7 +290,7 @@ def test_what_two_groups_compute_is_put_once_into_mooncake(model: Path) -> None:
                 found.append((said, [master.metric(f"master_{name}") for name in names]))
             assert found[0] == found[1], "the second group asked before it put"
             num_keys, *puts = found[0][1]
-            assert num_keys - 1 == sum(puts) >= WHOLE // PAGE, "one key is the server's note"
+            assert num_keys == sum(puts) > WHOLE // PAGE, "one is the server's note"
             assert server.stop() == 0
 
 
