@@ -102,10 +102,12 @@ def test_a_namespace_that_nobody_shares(model: Path) -> None:
     rig, cache = tiered(model, hicache_storage_backend="file")
     with contextlib.closing(rig):
         attached = cache.store.attached
-        assert attached is not None and attached.presence is not None
+        assert attached is not None
+        presence = attached.presence
+        assert presence is not None
 
         def text_of_one_of(servers: int | None) -> str:
-            attached.presence.servers = servers
+            presence.servers = servers
             return text_of(rig)
 
         two, alone = text_of_one_of(2), text_of_one_of(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ class Notes(HiCacheStorage):
     def exists(self, key: str) -> bool:
         raise NotImplementedError
 
-    def get_notes(self, names: Sequence[str]) -> list[bytes | None]:
+    def get_notes(self, names: Sequence[str]) -> Sequence[bytes | None] | None:
         if self.fails:
             raise StorageUnavailable("is gone")
         return [self.notes.get(name) for name in names]
@@ -119,9 +120,7 @@ def test_one_more_than_there_are_seats_takes_nobodys() -> None:
 
 def test_two_that_take_one_seat_part_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
     store, one, other = Notes(), StorePresence(), StorePresence()
-    monkeypatch.setattr(store_presence.secrets, "choice", min)
-    notes = {str(seat): None for seat in range(SEATS)}
-    assert notes
+    monkeypatch.setattr(secrets, "choice", min)
     empty = Notes()
     one.look(empty)
     other.look(store)
