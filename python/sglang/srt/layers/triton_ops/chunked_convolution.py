@@ -82,7 +82,7 @@ def window_of(  # type: ignore[no-untyped-def]  # noqa: ANN201
 
     A tuple of inputs `[ROWS, channels]`, each of the next token of every run, from KERNEL - 1
     tokens before the runs on; 0 before `start`. A tuple of fp32 taps `[channels]`, oldest first.
-    So a program reads each input about once, and multiplies what it holds in registers.
+    With these, a program reads an input about once, and the sums work on registers.
     """
     nth = tl.arange(0, TAPS)
     mask = is_channel[:, None] & (nth < KERNEL)[None, :]

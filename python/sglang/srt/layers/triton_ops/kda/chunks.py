@@ -116,7 +116,7 @@ def _products_kernel(
             middle = begin + (((rows >> level) | 1) << level)
             at = middle[:, None] * (HEADS * DIM) + dims[None, :]
             between = tl.load(totals_ptr + at, mask=(middle < end)[:, None], other=0.0)
-            # The decay from the middle, in the second half, or until it, in the first.
+            # Of the second half, decays since the middle; of the first half, until the middle.
             decay = tl.exp(-tl.abs(total - between))
             k_decayed = (k * decay).to(dtype)
             before = tl.trans(k_decayed)
