@@ -40,9 +40,12 @@ MODEL_SAMPLING: Final = "model"
 """Value of `--sampling-defaults`: sampling values are those of generation_config.json."""
 OPENAI_SAMPLING: Final = "openai"
 """Value of `--sampling-defaults`: that file's sampling values are ignored."""
+FOLLOW_ROOM: Final = "follow_bootstrap_room"
 LOAD_BALANCE_METHODS: Final = (
-    "auto", "round_robin", "total_requests", "total_tokens", "follow_bootstrap_room"
+    "auto", "round_robin", "total_requests", "total_tokens", FOLLOW_ROOM
 )  # fmt: skip
 """Values of `--load-balance-method`."""
+MAX_PREFILL_GROUPS: Final = 64
+"""Most DP groups of a prefill server, all of which decode servers ask about rooms."""
 TRACE_BLOCK_TOKENS: Final = 512
 """Tokens of a block in traces of requests, as in Mooncake's."""

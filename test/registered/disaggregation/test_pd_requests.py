@@ -237,7 +237,8 @@ def test_servers_and_router_tell_what_they_are(pair: ServerPair) -> None:
     [port] = [one["bootstrap_port"] for one in workers if "bootstrap_port" in one]
     found = prefill.request("GET", "/server_info").body
     assert found["disaggregation_bootstrap_port"] == port
-    route = find("127.0.0.1", port, 0, 20.0, DeploymentSecret(pair.secret))
+    secret = DeploymentSecret(pair.secret)
+    route = find("127.0.0.1", port, 0, timeout=20.0, secret=secret)
     assert [msgspec.structs.asdict(route)] == found["routes"]
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
     lost = decode.request("POST", "/generate", {"text": "a", **room})

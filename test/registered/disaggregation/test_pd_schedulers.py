@@ -469,7 +469,7 @@ def test_control_messages_may_be_lost_doubled_and_late(
     monkeypatch.setattr(control_client, "REPEAT_S", 0.1)
     pair = make_pair(engine, models["qwen3"])
     with pair, ControlProxy(pair.prefill.endpoint, fate) as proxy:
-        pair.endpoint = proxy.endpoint
+        pair.endpoints[0] = proxy.endpoint
         for turn in range(3):
             prompts = [prompt(200 + 10 * turn + n, 20 + 17 * n) for n in range(8)]
             names = (f"{share} {turn} {n}" for n in range(8))

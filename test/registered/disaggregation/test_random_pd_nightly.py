@@ -34,6 +34,7 @@ def test_ten_minutes_of_random_work() -> None:
         "messages doubled",
         "rooms forgotten",
         "role switches",
+        "with groups",
         "rounds with faults",
         "rounds without",
     )

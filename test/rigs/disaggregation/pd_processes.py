@@ -175,7 +175,7 @@ class _Server:
             BUILTIN_MODEL_DIR,
             mode=mode,
             engine=self._mover if holds else self._engine,
-            find_rank=lambda host, port, rank: one_rank(
+            find_rank=lambda host, port, rank, dp_rank: one_rank(
                 *(host if "://" in host else self._endpoint).split("#")
             ),
             **args,

@@ -122,8 +122,8 @@ class PdRanks(PdPair[RankRigs]):
             assert all(one.success and one.data["role"] == mode for one in answers), answers
         self.prefill, self.decode = self.decode, self.prefill
 
-    def _find(self, host: str, port: int, rank: int) -> Route:
-        assert (host, port) == (LOOPBACK, NEVER_ASKED)
+    def _find(self, host: str, port: int, rank: int, dp_rank: int) -> Route:
+        assert (host, port, dp_rank) == (LOOPBACK, NEVER_ASKED, 0)
         route = self.routes[rank]
         if rank not in self.endpoints:
             return route

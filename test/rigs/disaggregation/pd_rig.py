@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -49,7 +50,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.scheduler.role_switch import MakeRole, Routes
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.messages.io_struct import PDRoleSwitchReqInput
+from sglang.srt.messages.io_struct import PDRoleSwitchReqInput, ToScheduler
 
 SLOW_BLOCKS = LinkCosts(block_s=10.0, bytes_per_s=1e12, packing_s=0.0, unit_s=0.0)
 """A link on which pages are packed wherever that makes fewer blocks of them, however long the
@@ -82,6 +83,7 @@ def make_manager(
     link: LinkCosts | None = None,
     unit_bytes: int = UNIT_BYTES,
     hidden_bytes: int = 0,
+    group: tuple[int, int] = (0, 1),
 ) -> MooncakeKVManager:
     """A rank's manager, over `engine`."""
     args = KVArgs(
@@ -90,6 +92,8 @@ def make_manager(
         weights_identity=identity,
         dtype=torch.float32,
         aux_buffers=MetadataBuffers.beside(pools[0].device, hidden_bytes),
+        dp_rank=group[0],
+        dp_size=group[1],
     )
     reads = mode == DisaggregationMode.DECODE
     kind = MooncakeKVDecodeManager if reads else MooncakeKVPrefillManager
@@ -251,6 +255,7 @@ class RoleRig(SchedulerRig):
         find_rank: The function by which a decode server finds prefill servers.
         identity: Identity of the weights.
         unit_bytes: Bytes of a unit of packed pages; None: pages are not packed.
+        dp_group: Its DP group, and their number.
     """
 
     tick_s: ClassVar[float] = 0.001
@@ -264,6 +269,7 @@ class RoleRig(SchedulerRig):
         find_rank: FindRank,
         identity: str = "rig",
         unit_bytes: int | None = None,
+        dp_group: tuple[int, int] = (0, 1),
         **args: Any,
     ) -> None:
         self.routes: list[Route] = []
@@ -282,6 +288,7 @@ class RoleRig(SchedulerRig):
                 link=link,
                 unit_bytes=unit_bytes or UNIT_BYTES,
                 hidden_bytes=self.worker.req_to_token_pool.hidden_bytes,
+                group=dp_group,
             )
             self.routes = manager.register_to_bootstrap()
             self._remake = changing_role_of(manager, group)
@@ -345,7 +352,12 @@ class PdRig(PdPair[RoleRig]):
         checkable: The model is a `CheckableWorker`.
         prefill: Arguments of the prefill scheduler alone.
         decode: Arguments of the decode scheduler alone.
+        groups: DP groups of the prefill and of the decode server.
         args: Arguments of both; see `RoleRig`.
+
+    Attributes:
+        sides: The schedulers of each server's groups; `prefill` and `decode` are the first ones.
+        endpoints: Endpoints at which groups of the prefill server are found, if not their own.
     """
 
     def __init__(
@@ -356,6 +368,7 @@ class PdRig(PdPair[RoleRig]):
         checkable: bool = False,
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
+        groups: tuple[int, int] = (1, 1),
         **args: Any,
     ) -> None:
         super().__init__()
@@ -364,37 +377,52 @@ class PdRig(PdPair[RoleRig]):
         self.engine = engine
         self.other: RoleRig | None = None
         """Another prefill scheduler that the decode scheduler finds in place of its own one."""
-        self.endpoint: str | None = None
-        """Endpoint at which the decode scheduler finds the prefill scheduler; None: its own one."""
-        self.prefill = kind(
-            model_path, mode=DisaggregationMode.PREFILL, **{**args, **(prefill or {})}
-        )
-        self.decode = kind(model_path, mode=DisaggregationMode.DECODE, **{**args, **(decode or {})})
+        self.endpoints: dict[int, str] = {}
+        own = prefill or {}, decode or {}
+        self.sides: dict[str, list[RoleRig]] = {
+            mode: [
+                kind(model_path, mode=mode, dp_group=(dp_rank, size), **{**args, **more})
+                for dp_rank in range(size)
+            ]
+            for mode, size, more in zip(_MODES, groups, own, strict=True)
+        }
+        self.prefill, self.decode = (side[0] for side in self.sides.values())
         self.strangers: dict[str, Route | None] = {}
         """Other prefill servers that requests may name, by host; None: it is not found."""
 
-    def _find(self, host: str, port: int, rank: int) -> Route:
+    def _find(self, host: str, port: int, rank: int, dp_rank: int) -> Route:
         if host in self.strangers:
             stranger = self.strangers[host]
             if stranger is None:
                 raise BootstrapError(f"nobody is at {host}")
             return stranger
         assert (host, port, rank) == (LOOPBACK, NEVER_ASKED, 0)
-        route = (self.other or self.prefill).routes[0]
-        return msgspec.structs.replace(route, endpoint=self.endpoint or route.endpoint)
+        rig = self.other or self.sides[DisaggregationMode.PREFILL][dp_rank]
+        (route,) = rig.routes
+        endpoint = self.endpoints.get(dp_rank, route.endpoint)
+        return msgspec.structs.replace(route, endpoint=endpoint)
+
+    def step_each(self, messages: Mapping[RoleRig, Sequence[ToScheduler]]) -> None:
+        """Run a tick of each group, with its messages."""
+        for rig in self.rigs:
+            rig.step(*messages.get(rig, ()))
+        if all(rig.scheduler.poll_timeout_ms() for rig in self.rigs):
+            time.sleep(0.0005)
 
     def swap(self) -> None:
         """Change the roles of both, which are idle."""
         for rig, mode in zip(self.rigs, reversed(_MODES), strict=True):
             assert rig.switch(mode)["role"] == mode
         self.prefill, self.decode = self.decode, self.prefill
+        self.sides = dict(zip(_MODES, ([self.prefill], [self.decode]), strict=True))
 
     def close(self) -> None:
-        super().close()
+        for rig in reversed(self.rigs):
+            rig.close()
         # The next pair's pools may be where these were.
         for rig in self.rigs:
             rig.engine.deregister_all()
 
     @property
-    def rigs(self) -> tuple[RoleRig, RoleRig]:
-        return self.prefill, self.decode
+    def rigs(self) -> list[RoleRig]:
+        return [rig for side in self.sides.values() for rig in side]

@@ -86,24 +86,28 @@ def ask_both(
     decode: EngineServer,
     body: Mapping[str, Any],
     timeout: float = 60.0,
+    *,
+    groups: tuple[int | None, int | None] = (None, None),
 ) -> tuple[httpx.Response, httpx.Response]:
     """Answers of both servers to a request of `/generate`, sent as a router would send it. A
     connection that breaks is status 599.
 
     Args:
         bootstrap: Host and port of the prefill server's bootstrap server.
+        groups: DP group of each server; None: the server chooses.
     """
     host, port = bootstrap
     room = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": next(_ROOMS)}
 
-    def post(server: EngineServer) -> httpx.Response:
+    def post(server: EngineServer, dp_rank: int | None) -> httpx.Response:
+        whole = {**body, **room, "routed_dp_rank": dp_rank}
         try:
-            return httpx.post(f"{server.url}/generate", json={**body, **room}, timeout=timeout)
+            return httpx.post(f"{server.url}/generate", json=whole, timeout=timeout)
         except httpx.TransportError as error:
             return httpx.Response(599, text=str(error))
 
     with ThreadPoolExecutor(2) as pool:
-        first, second = (pool.submit(post, server) for server in (prefill, decode))
+        first, second = map(pool.submit, (post, post), (prefill, decode), groups)
         return first.result(), second.result()
 
 

@@ -24,7 +24,9 @@ from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.sessions import Engine, Sessions
 from sglang.srt.disaggregation.common.staging import LinkCosts, Staging
 from sglang.srt.disaggregation.control.protocol import RowsLayout
+from sglang.srt.disaggregation.mooncake.asked_room import AskedRoom
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVDecodeManager, MooncakeKVReceiver
+from sglang.srt.disaggregation.mooncake.prefill_groups import Asked
 from sglang.srt.disaggregation.mooncake.prefill_server import DecodeRank, FindRank
 from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.mooncake.shard_read import SharedReads
@@ -110,7 +112,9 @@ class Prompt(MooncakeKVReceiver):
         servers.new_reader = lambda: (reader, fails_at)  # type: ignore[method-assign]
         super().__init__(cast(MooncakeKVDecodeManager, _Servers(servers)), ("host", 1), room)
         self._server = servers.find(("host", 1))
-        self._room.sources = tuple(sources)
+        assert self._server is not None
+        (group,) = self._server.groups
+        self._room.in_groups = (Asked(group, AskedRoom(room, tuple(sources))),)
 
     @property
     def has_returned(self) -> threading.Event:
@@ -262,6 +266,13 @@ def receiver_of(servers: PrefillServers, address: BootstrapAddr, room: int) -> M
     return MooncakeKVReceiver(cast(MooncakeKVDecodeManager, _Servers(servers)), address, room)
 
 
+def sources_of(receiver: MooncakeKVReceiver) -> list[Route]:
+    """The ranks of the group that has the room."""
+    found = receiver._room.found
+    assert found is not None
+    return list(found.room.sources)
+
+
 class Server:
     """A prefill server of one rank, and the peer that a decode rank has of it."""
 
@@ -276,10 +287,10 @@ class Server:
         self.servers = self.scene.context(timeouts, find_rank=self._find).servers()
         peer = self.servers.find(("host", 1))
         assert peer is not None
-        self.peer = peer
+        (self.peer,) = peer.groups
 
-    def _find(self, host: str, port: int, rank: int) -> Route:
-        assert (host, port) == ("host", 1)
+    def _find(self, host: str, port: int, rank: int, dp_rank: int) -> Route:
+        assert (host, port, dp_rank) == ("host", 1, 0)
         self.look_ups.append(rank)
         if self.why is not None:
             raise self.why

@@ -20,9 +20,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
-import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -35,9 +35,17 @@ from rigs.disaggregation.pd_pair import NEVER_ASKED
 from rigs.disaggregation.pd_rig import (
     LocalMover,
     PdRig,
+    RoleRig,
     one_rank,
 )
-from rigs.disaggregation.random_pd_setup import attach, draw_args, short_repeats, small_l1
+from rigs.disaggregation.random_pd_setup import (
+    NAMED,
+    attach,
+    draw_args,
+    draw_groups,
+    short_repeats,
+    small_l1,
+)
 from rigs.schedulers import random_seeds
 from rigs.schedulers.checkable_pools import CheckableState
 from rigs.schedulers.checkable_worker import CheckableWorker
@@ -78,30 +86,6 @@ _FLIPS: Final = 0.1
 """Share of the reads that flip a bit, while there are faults."""
 AWAY, SILENT = "away", "silent"
 """Hosts of prefill servers that do not exist, or do not answer."""
-_NAMED: Final = re.compile(
-    "|".join(
-        (
-            r"^the prefill server (ended the request|does not know the request|is not found)",
-            r"^the prefill server let go of the pages",
-            # The prefill server let go of the row.
-            r"^reading the metadata from the prefill server failed: the row is (empty|stale|torn)",
-            r"^the prefill server at \S+ has not answered for",
-            r"^reading from the prefill server failed: peer p is gone by injection$",
-            r"^reading from the prefill server failed: \d+ pages and \d+ states of pools "
-            r"[\w, ]+ differ from their checksums$",
-            r"^reads of \d+ earlier prompts from the prefill server have not ended",
-            r"^injected by SGLANG_TEST_DISAGG_FAILURE_PROB: (asking|reading|confirming) failed$",
-            r"^no slots were free for the request within",
-            r"^the prefill server computed (another|a) prompt",
-            r"^the prefill server was sent another request",
-            r"^the decode server (gave it up: .|has not been heard of for)",
-            r"^no decode server has asked for it within",
-            r"^bootstrap_room \d+ belongs to another request",
-            r"^given up by injection$",
-        )
-    )
-)
-"""Errors that say what failed."""
 
 
 class FlippingMover(LocalMover):
@@ -144,6 +128,7 @@ class RandomPd:
         self._reads = random.Random(self.rng.random())
         """Random numbers of the reading threads."""
         self._damage = random.Random(seed)
+        self._apart = random.Random(f"places of {seed}")
         self.page_size = self.rng.choice((1, 4, 16))
         self.args = {side: draw_args(self.rng, self.page_size) for side in ("prefill", "decode")}
         # Drawn apart, so that seeds stay the same otherwise.
@@ -163,7 +148,9 @@ class RandomPd:
             self.args["decode"] |= small_l1(self.page_size)
         if self.args["decode"].get("enable_hierarchical_cache") and apart.random() < 0.5:
             self.args["decode"]["disaggregation_decode_retraction_backup"] = "host_pool"
-        self._swaps = random.Random(seed) if not self.damages_l2 and apart.random() < 0.7 else None
+        self.groups = draw_groups(seed)
+        may_swap = not self.damages_l2 and apart.random() < 0.7 and self.groups == (1, 1)
+        self._swaps = random.Random(seed) if may_swap else None
         """Draws the rests in which both servers change their roles; None: they keep them."""
         if self._swaps is not None:
             for args in self.args.values():
@@ -172,8 +159,10 @@ class RandomPd:
         self._requests = RandomRequests(self.rng, self.page_size)
         self._mover = FlippingMover(random.Random(seed))
         self._pending: dict[str, Pending] = {}
-        self._late: list[tuple[int, str, ToScheduler]] = []
-        """Messages for one side, and the step in which they arrive."""
+        self._late: list[tuple[int, RoleRig, ToScheduler]] = []
+        """Messages for a group, and the step in which they arrive."""
+        self._places: dict[str, dict[str, RoleRig]] = {}
+        """The groups of requests under way, by the side's name."""
         self._has_faults = False
         self._num_rooms = 0
         self._owner = ""
@@ -208,6 +197,7 @@ class RandomPd:
                     unit_bytes=self.unit_bytes,
                     prefill=self.args["prefill"],
                     decode={**self.args["decode"], "tolerates_damage": self.damages_l2},
+                    groups=self.groups,
                     **speculation(self.num_draft_tokens),
                     **text_args(),
                 )
@@ -217,8 +207,11 @@ class RandomPd:
             for rig in self.pair.rigs:
                 if self._has_l3 and isinstance(rig.tree, HiRadixCache):
                     attach(rig.tree, self.store, self._damage)
-            self._proxy = stack.enter_context(ControlProxy(self.pair.prefill.endpoint, self._fate))
-            self.pair.endpoint = self._proxy.endpoint
+            self._proxies = [
+                stack.enter_context(ControlProxy(rig.endpoint, self._fate))
+                for rig in self.pair.sides["prefill"]
+            ]
+            self.pair.endpoints = {at: one.endpoint for at, one in enumerate(self._proxies)}
             silent = stack.enter_context(socket.create_server((LOOPBACK, 0)))
             endpoint = f"tcp://{LOOPBACK}:{silent.getsockname()[1]}"
             self.pair.strangers = {AWAY: None, SILENT: one_rank(endpoint)}
@@ -232,11 +225,12 @@ class RandomPd:
             except BaseException as error:
                 error.add_note(
                     f"after {self.outcome.steps} steps, units of {self.unit_bytes}, "
-                    f"{self.num_draft_tokens} tokens a step, {self.state}, {self.args}"
+                    f"{self.num_draft_tokens} tokens a step, {self.groups} groups, {self.state}, "
+                    f"{self.args}"
                 )
                 error.add_note(self.pair.describe())
                 raise
-            for name, count in self._proxy.counts.items():
+            for name, count in sum((one.counts for one in self._proxies), Counter()).items():
                 self.outcome.counts[f"messages {name}"] += count
             self._count()
         self.outcome.seconds = time.monotonic() - began
@@ -261,8 +255,8 @@ class RandomPd:
 
     def _forget_a_room(self) -> None:
         """Let a sender give up its room by itself."""
-        rooms = _prefill_role(self.pair)._rooms
-        if rooms:
+        roles = map(_prefill_role, self.pair.sides["prefill"])
+        if rooms := next((role._rooms for role in roles if role._rooms), None):
             rooms[self.rng.choice(list(rooms))].sender.abort("given up by injection")
             self.outcome.counts["rooms forgotten"] += 1
 
@@ -288,9 +282,9 @@ class RandomPd:
             if rng.random() < 0.03:
                 self._mover.release()
                 self.store.release()
-                tree = self.pair.decode.tree
-                if self.damages_l2 and isinstance(tree, HiRadixCache):
-                    self.outcome.counts["damaged in L2"] += flip_any(tree, self._damage)
+                for tree in (rig.tree for rig in self.pair.sides["decode"]):
+                    if self.damages_l2 and isinstance(tree, HiRadixCache):
+                        self.outcome.counts["damaged in L2"] += flip_any(tree, self._damage)
             if self._has_faults and rng.random() < 0.02:
                 self._forget_a_room()
             self._step(may_fail)
@@ -303,15 +297,20 @@ class RandomPd:
         for sent in self._requests.draw(limits):
             rid = sent.message.rid
             is_remote = not rid.startswith(HEALTH_CHECK_RID_PREFIX) and rng.random() < 0.9
+            # Samples are where their prompt is.
+            places = self._places[rid] = self._places.get(sent.message.sample_of or "") or {
+                side: self._apart.choice(rigs) for side, rigs in self.pair.sides.items()
+            }
             if not is_remote:
                 self._pending[rid] = Pending(sent, False, False, {"decode"})
-                self._late.append((self.outcome.steps, "decode", sent.message))
+                self._late.append((self.outcome.steps, places["decode"], sent.message))
                 continue
             is_odd = rng.random() < odd
             owner = self._owner if is_odd and rng.random() < 0.5 else None
             if owner in self._pending:
                 # Either of the two may get their room, on each side.
                 self._pending[owner].is_odd = True
+                places = self._places[rid] = self._places[owner]  # See `DPGroups.enter`.
             else:
                 self._num_rooms += 1
                 self._owner = rid
@@ -324,7 +323,7 @@ class RandomPd:
             message = msgspec.structs.replace(sent.message, bootstrap=bootstrap)
             for side in sides:
                 delay = rng.choice((0, 0, 0, rng.randint(1, 20)))
-                self._late.append((self.outcome.steps + delay, side, message))
+                self._late.append((self.outcome.steps + delay, places[side], message))
             self._pending[rid] = Pending(sent, True, is_odd, set(sides))
 
     def _abort(self) -> None:
@@ -333,28 +332,28 @@ class RandomPd:
         if rid in self._pending:
             self._pending[rid].sent.may_be_aborted = True
         for side in rng.choice((["prefill"], ["decode"], ["prefill", "decode"])):
-            self._late.append((self.outcome.steps, side, AbortReq(rid=rid)))
+            rig = self._places.get(rid, {side: self.pair.sides[side][0]})[side]
+            self._late.append((self.outcome.steps, rig, AbortReq(rid=rid)))
 
     def _step(self, may_fail: bool) -> None:
         now = [one for one in self._late if one[0] <= self.outcome.steps]
         self._late = [one for one in self._late if one[0] > self.outcome.steps]
-        to_each = ([m for _, to, m in now if to == side] for side in ("prefill", "decode"))
+        to_each = {rig: [m for _, to, m in now if to is rig] for rig in self.pair.rigs}
         with self._watchdog.within(_HANG_S):
-            self.pair.step(*to_each)
+            self.pair.step_each(to_each)
         self.outcome.steps += 1
         for rid in list(self._pending):
             self._look_at(rid, may_fail)
-        self._check_reads()
+        for rig in self.pair.sides["decode"]:
+            self._check_reads(rig)
         if self.rng.random() < 0.2:
             for rig in self.pair.rigs:
                 rig.check()
 
-    def _check_reads(self) -> None:
+    def _check_reads(self, decode: RoleRig) -> None:
         """Pages that reads in flight write to belong to requests that are held, or linger."""
-        state = self.pair.decode.scheduler.state
-        (address, *_), (size, *_), (page_bytes, *_) = self.pair.decode.pools[
-            0
-        ].get_contiguous_buf_infos()
+        state, infos = decode.scheduler.state, decode.pools[0].get_contiguous_buf_infos()
+        (address, *_), (size, *_), (page_bytes, *_) = infos
         written: set[int] = set()
         for transfer in list(self._mover.begun):
             for block in () if transfer.is_settled else transfer.blocks:
@@ -386,24 +385,26 @@ class RandomPd:
         pair.assert_clean()
         for rig in pair.rigs:
             assert_unpinned(rig.tree)
-        prefill, decode = _prefill_role(pair), _decode_role(pair)
-        assert not prefill._rooms, "rooms without an end"
-        assert not (decode._owners or decode._waiting or decode._transferring or decode._lingering)
-        assert all(room.has_ended for room in pair.prefill.rooms._rooms.values())
+        for rig in pair.sides["prefill"]:
+            assert not _prefill_role(rig)._rooms, "rooms without an end"
+            assert all(room.has_ended for room in rig.rooms._rooms.values())
+        for role in map(_decode_role, pair.sides["decode"]):
+            assert not (role._owners or role._waiting or role._transferring or role._lingering)
         self._mover.begun.clear()
+        self._places.clear()
         if self.rng.random() < 0.5:
             for rig in pair.rigs:
                 rig.scheduler._control.flush_now()
         if self._swaps is not None and self._swaps.random() < 0.5:
             pair.swap()
-            self._proxy.target = pair.prefill.endpoint
+            self._proxies[0].target = pair.prefill.endpoint
             self.outcome.counts["role switches"] += 1
 
     # ---- results -------------------------------------------------------------------------------
 
     def _look_at(self, rid: str, may_fail: bool) -> None:
         pending = self._pending[rid]
-        for side, rig in (("prefill", self.pair.prefill), ("decode", self.pair.decode)):
+        for side, rig in self._places[rid].items():
             got = rig.results.get(rid)
             if side not in pending.to_come or got is None:
                 continue
@@ -434,7 +435,7 @@ class RandomPd:
             return
         why = reason.message or ""
         is_refused = "can ever fit" in why
-        is_named = bool(_NAMED.search(why))
+        is_named = bool(NAMED.search(why))
         is_aborted = sent.may_be_aborted and (reason.status_code == 499 or is_named)
         assert is_aborted or (is_refused and self._is_too_long(sent)) or (may_fail and is_named), (
             f"{rid} ended at {side} by {reason}"
@@ -447,7 +448,8 @@ class RandomPd:
         return len(sent.prompt) > min(limits)
 
     def _count(self) -> None:
-        for name, rig in (("prefill", self.pair.prefill), ("decode", self.pair.decode)):
+        self.outcome.counts["with groups"] += self.groups != (1, 1)
+        for name, rig in ((name, rig) for name, side in self.pair.sides.items() for rig in side):
             counters = rig.scheduler.state.counters
             self.outcome.counts[f"{name}: retractions"] += counters.retractions
             self.outcome.counts[f"{name}: tokens computed"] += counters.prefill_tokens
@@ -462,14 +464,14 @@ class RandomPd:
                 self.outcome.counts[f"{name}: tokens from {tier}"] += tokens
 
 
-def _prefill_role(pair: PdRig) -> PrefillRole:
-    role = pair.prefill.scheduler._role
+def _prefill_role(rig: RoleRig) -> PrefillRole:
+    role = rig.scheduler._role
     assert isinstance(role, PrefillRole)
     return role
 
 
-def _decode_role(pair: PdRig) -> DecodeRole:
-    role = pair.decode.scheduler._role
+def _decode_role(rig: RoleRig) -> DecodeRole:
+    role = rig.scheduler._role
     assert isinstance(role, DecodeRole)
     return role
 

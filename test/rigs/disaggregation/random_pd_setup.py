@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -19,6 +20,37 @@ LOST_S: Final = 3
 UNKNOWN_S: Final = 4
 """Seconds for which a prefill server may not know a request."""
 SILENT_S: Final = 2
+
+NAMED: Final = re.compile(
+    "|".join(
+        (
+            r"^the prefill server (ended the request|does not know the request|is not found)",
+            r"^the prefill server let go of the pages",
+            # The prefill server let go of the row.
+            r"^reading the metadata from the prefill server failed: the row is (empty|stale|torn)",
+            r"^the prefill server at \S+ has not answered for",
+            r"^reading from the prefill server failed: peer p is gone by injection$",
+            r"^reading from the prefill server failed: \d+ pages and \d+ states of pools "
+            r"[\w, ]+ differ from their checksums$",
+            r"^reads of \d+ earlier prompts from the prefill server have not ended",
+            r"^injected by SGLANG_TEST_DISAGG_FAILURE_PROB: (asking|reading|confirming) failed$",
+            r"^no slots were free for the request within",
+            r"^the prefill server computed (another|a) prompt",
+            r"^the prefill server was sent another request",
+            r"^the decode server (gave it up: .|has not been heard of for)",
+            r"^no decode server has asked for it within",
+            r"^bootstrap_room \d+ belongs to another request",
+            r"^given up by injection$",
+        )
+    )
+)
+"""Errors that say what failed."""
+
+
+def draw_groups(seed: int) -> tuple[int, int]:
+    """Draw the numbers of DP groups of the prefill and of the decode server."""
+    rng = random.Random(f"groups of {seed}")
+    return (rng.choice((1, 2, 3)), rng.choice((1, 1, 2))) if rng.random() < 0.4 else (1, 1)
 
 
 def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:

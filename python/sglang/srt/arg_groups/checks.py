@@ -20,7 +20,12 @@ from sglang.srt.arg_groups.observability import check_observability
 from sglang.srt.arg_groups.remote_weights import check_remote_weights, offers_weights
 from sglang.srt.arg_groups.server_flags import ServerFlags
 from sglang.srt.arg_groups.speculative import check_speculative
-from sglang.srt.constants import DEFAULT_HIERARCHICAL_PAGE_SIZE, DEFAULT_PAGE_SIZE
+from sglang.srt.constants import (
+    DEFAULT_HIERARCHICAL_PAGE_SIZE,
+    DEFAULT_PAGE_SIZE,
+    FOLLOW_ROOM,
+    MAX_PREFILL_GROUPS,
+)
 from sglang.srt.function_call.gpt_oss_detector import GPT_OSS
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
 from sglang.srt.parser.reasoning_parser import AUTO
@@ -255,18 +260,20 @@ def _check_dp(args: ServerFlags) -> Iterator[str]:
         yield _sizes_that_work(args, size, given)
     for is_used, feature in (
         (args.nnodes > 1, f"--nnodes {args.nnodes}"),
-        (
-            args.disaggregation_mode != DisaggregationMode.NULL,
-            f"--disaggregation-mode {args.disaggregation_mode}",
-        ),
         (offers_weights(args), "weights that one server reads from another"),
     ):
         if is_used:
             yield f"{given} does not work with {feature} yet: leave one of them out"
-    if args.load_balance_method == "follow_bootstrap_room":
+    if may_prefill(args):
+        if size > MAX_PREFILL_GROUPS:
+            yield (
+                f"{given}: a prefill server has at most {MAX_PREFILL_GROUPS} groups, which decode "
+                "servers ask: start several servers"
+            )
+    elif args.load_balance_method == FOLLOW_ROOM:
         yield (
-            "--load-balance-method follow_bootstrap_room: it is for prefill servers, which have "
-            f"no {given} yet: use another method"
+            f"--load-balance-method {FOLLOW_ROOM}: it is for prefill servers, whose requests have "
+            f"rooms: add --disaggregation-mode {DisaggregationMode.PREFILL}, or use another method"
         )
 
 

@@ -181,9 +181,11 @@ def _dp_groups(args: ServerArgs) -> DPGroups:
 
 
 def _least_limits(details: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The ready message of the first DP group, with limits that hold in every group."""
+    """The ready message of the first DP group, with limits that hold in every group, and the routes
+    of all."""
     names = ("max_total_num_tokens", "max_req_input_len", "max_running_requests")
-    return {**details[0], **{name: min(one[name] for one in details) for name in names}}
+    least = {name: min(one[name] for one in details) for name in names}
+    return {**details[0], **least, "routes": [route for one in details for route in one["routes"]]}
 
 
 def make_tracer(args: ServerArgs, registry: CollectorRegistry | None) -> Tracer | None:

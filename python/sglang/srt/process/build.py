@@ -151,7 +151,7 @@ def build_scheduler(
     tiers = init_pools(runner, server_args, TorchRankGroup.of_world() if together else group)
     # Before the tree: a captured step waits for no load, so L2 may not have joined the pools yet.
     worker = TpModelWorker(runner)
-    role, remake_role, routes = _make_role(server_args, runner, group)
+    role, remake_role, routes = _make_role(server_args, runner, group, dp_rank)
     labels = model_label(server_args)
     if server_args.attn_dp_size > 1:
         labels["dp_rank"] = str(dp_rank)
@@ -434,11 +434,11 @@ def _transfer_engine(
 
 
 def _make_role(
-    server_args: ServerArgs, runner: ModelRunner, group: RankGroup
+    server_args: ServerArgs, runner: ModelRunner, group: RankGroup, dp_rank: int
 ) -> tuple[MakeRole | None, RemakeRole | None, list[Route]]:
     """How to make the role of a prefill or decode server (None: the server does both), how to make
-    the other one (None: the role does not change), and the routes of all ranks for its bootstrap
-    server ([]: it has none). A collective."""
+    the other one (None: the role does not change), and the routes of the DP group's ranks for its
+    bootstrap server ([]: it has none). A collective of the group."""
     if server_args.disaggregation_mode == DisaggregationMode.NULL:
         return None, None, []
     mode, pools = DisaggregationMode(server_args.disaggregation_mode), list(runner.pools.values())
@@ -448,6 +448,8 @@ def _make_role(
         weights_identity=runner.weight_source.identity(),
         dtype=runner.model_config.dtype,
         aux_buffers=MetadataBuffers.beside(pools[0].device, runner.req_to_token_pool.hidden_bytes),
+        dp_rank=dp_rank,
+        dp_size=server_args.attn_dp_size,
     )
     backend = TransferBackend(server_args.disaggregation_transfer_backend)
     manager = get_kv_class(backend, KVClassType.MANAGER)(args, mode, server_args)

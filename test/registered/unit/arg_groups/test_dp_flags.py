@@ -77,13 +77,25 @@ def test_without_the_flags_there_is_one_group() -> None:
         ),
         (
             "--tp 2 --attn-dp-size 2 --load-balance-method follow_bootstrap_room",
-            "--load-balance-method follow_bootstrap_room: it is for prefill servers, which have no "
-            "--attn-dp-size 2 yet: use another method",
+            "--load-balance-method follow_bootstrap_room: it is for prefill servers, whose "
+            "requests have rooms: add --disaggregation-mode prefill, or use another method",
         ),
         (
-            "--tp 2 --attn-dp-size 2 --disaggregation-mode decode",
-            "--attn-dp-size 2 does not work with --disaggregation-mode decode yet: leave one of "
-            "them out",
+            "--tp 2 --attn-dp-size 2 --disaggregation-mode decode "
+            "--load-balance-method follow_bootstrap_room",
+            "--load-balance-method follow_bootstrap_room: it is for prefill servers, whose "
+            "requests have rooms: add --disaggregation-mode prefill, or use another method",
+        ),
+        (
+            "--tp 128 --attn-dp-size 128 --disaggregation-mode prefill",
+            "--attn-dp-size 128: a prefill server has at most 64 groups, which decode servers ask: "
+            "start several servers",
+        ),
+        (
+            "--tp 128 --attn-dp-size 128 --disaggregation-mode decode --enable-pd-role-switch "
+            "--admin-api-key key",
+            "--attn-dp-size 128: a prefill server has at most 64 groups, which decode servers ask: "
+            "start several servers",
         ),
         (
             "--tp 2 --attn-dp-size 2 --nnodes 2 --node-rank 1 --dist-init-addr a:1",
@@ -99,6 +111,20 @@ def test_without_the_flags_there_is_one_group() -> None:
 )
 def test_what_does_not_fit_is_refused_with_what_does(flags: str, line: str) -> None:
     assert refusals(flags) == [line]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--disaggregation-mode decode",
+        "--disaggregation-mode prefill",
+        "--disaggregation-mode prefill --load-balance-method follow_bootstrap_room",
+        "--disaggregation-mode decode --load-balance-method follow_bootstrap_room "
+        "--enable-pd-role-switch --admin-api-key key",
+    ],
+)
+def test_prefill_and_decode_servers_have_groups(flags: str) -> None:
+    assert prepare_server_args(f"--tp 2 --attn-dp-size 2 {flags}".split()).attn_dp_size == 2
 
 
 @pytest.mark.parametrize(

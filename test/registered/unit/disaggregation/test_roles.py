@@ -183,7 +183,7 @@ def test_silence_during_a_read_ends_the_request(pair: PdRig, mover: LocalMover) 
     is_silent: list[bool] = []
     proxy = ControlProxy(pair.prefill.endpoint, lambda *_: () if is_silent else (0.0,))
     with proxy:
-        pair.endpoint = proxy.endpoint
+        pair.endpoints[0] = proxy.endpoint
         mover.hold = True
         pair.until(lambda: bool(mover.begun), pair.request("a", PROMPTS[6]))
         is_silent.append(True)

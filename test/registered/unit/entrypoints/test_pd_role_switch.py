@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
-from rigs.servers.fake_engine import FrontServer, front_server
-from sglang.srt.messages.io_struct import PDRoleSwitchReqInput
+from rigs.servers.fake_engine import FrontServer, fake_engine, front_server
+from sglang.srt.entrypoints.http.pd_role import PDRole
+from sglang.srt.messages.io_struct import ControlReqOutput, PDRoleSwitchReqInput
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -131,6 +134,39 @@ def test_what_is_under_way_is_told(server: FrontServer) -> None:
     assert switch(server, after).status_code == 200
 
 
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_all_groups_change_or_none(mode: str) -> None:
+    after = "decode" if mode == "prefill" else "prefill"
+    sizes = {"tp_size": 2, "attn_dp_size": 2}
+    with front_server(
+        make_engine=partial(fake_engine, num_groups=2), **args_of(mode, **sizes)
+    ) as server:
+        first, second = server.engine.schedulers
+        second.busy = "busy: loads 1; try again when idle"
+        answer = switch(server, after)
+        assert answer.status_code == 409
+        assert message_of(answer) == f"dp_rank 1: {second.busy}; the role stays {mode}"
+        assert role_of(server) == (mode, mode) and listens(server) == (mode == "prefill")
+        roles = [
+            [one.new_role for one in each.received if isinstance(one, PDRoleSwitchReqInput)]
+            for each in (first, second)
+        ]
+        assert roles == [[after, mode], [after]], "the first one has changed back"
+        second.busy = None
+        assert switch(server, after).status_code == 200
+        assert role_of(server) == (after, after)
+
+
+def test_the_routes_of_a_group_that_has_not_changed_stay() -> None:
+    role = PDRole(ServerArgs(model_path="dummy").resolve())
+    role.routes = [{"dp_rank": 0, "rank": 0}, {"dp_rank": 1, "rank": 0}, {"dp_rank": 1, "rank": 1}]
+    new = {"dp_rank": 0, "rank": 0, "endpoint": "another"}
+    known = [*role.routes[1:]]
+    says = ControlReqOutput(req_id="", success=True, data={"routes": [new]})
+    role._register_new({0: says, 1: ControlReqOutput(req_id="", success=True)})
+    assert role.routes == [*known, new]
+
+
 def test_a_request_under_way_is_told(server: FrontServer) -> None:
     after = "decode" if server.context.args.disaggregation_mode == "prefill" else "prefill"
     server.scheduler.hold_after = 1
@@ -163,8 +199,9 @@ def test_requests_are_refused_until_the_role_is_known(
 ) -> None:
     before = server.context.args.disaggregation_mode
     after = "decode" if before == "prefill" else "prefill"
-    ask = server.context.manager.control.ask
-    monkeypatch.setattr(server.context.manager.control, "ask", lambda message: ask(message, 0.2))
+    control = server.context.manager.control
+    ask = control.ask_each
+    monkeypatch.setattr(control, "ask_each", lambda message: ask(message, 0.2))
     server.scheduler.is_silent = True
     answer = switch(server, after)
     assert answer.status_code == 503 and "did not answer" in message_of(answer)

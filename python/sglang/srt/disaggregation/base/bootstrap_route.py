@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from sglang.srt.constants import KIB
+from sglang.srt.constants import KIB, MAX_PREFILL_GROUPS
 from sglang.srt.disaggregation.base.deployment_secret import NONCE_BYTES, SOURCES, DeploymentSecret
 from sglang.srt.utils.background_call import BackgroundCall
 from sglang.srt.utils.error_answers import error_text
@@ -32,14 +32,17 @@ OF_ANSWER: Final = "answer of a bootstrap server"
 """Purpose of a proof about the question's nonce and the body of the answer."""
 MAX_RANKS: Final = 1024
 MAX_RANK: Final = MAX_RANKS - 1
+MAX_DP_RANK: Final = MAX_PREFILL_GROUPS - 1
 
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANK)]
+DPRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_DP_RANK)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 _MAX_ANSWER_BYTES: Final = 64 * KIB
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """Address and identity of one rank of a prefill server, for decode servers."""
+    """Address and identity of one rank of a prefill server, for decode servers. Ranks are counted
+    within their DP group."""
 
     rank: Rank
     endpoint: Text
@@ -49,6 +52,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     attn_tp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     """Number of ranks over which the heads of attention are split; see `RankGroup`."""
+    dp_rank: DPRank = 0
+    """DP group of the rank."""
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PREFILL_GROUPS)] = 1
+    """DP groups of the server. Each has the rooms of other requests."""
 
 
 ROUTE_DECODER: Final = msgspec.json.Decoder(Route)
@@ -64,10 +71,16 @@ class WrongSecret(BootstrapError):
 
 
 def find(
-    host: str, port: int, rank: int, timeout: float, secret: DeploymentSecret | None = None
+    host: str,
+    port: int,
+    rank: int,
+    dp_rank: int = 0,
+    *,
+    timeout: float,
+    secret: DeploymentSecret | None = None,
 ) -> Route:
-    """Find a rank of the prefill server whose bootstrap server is at `host`:`port`. Any thread;
-    blocks.
+    """Find a rank in a DP group of the prefill server whose bootstrap server is at `host`:`port`.
+    Any thread; blocks.
 
     Asks once. A server that has just been started may not answer yet: call again.
 
@@ -80,7 +93,7 @@ def find(
         BootstrapError: There is no answer in time, the rank is not registered, or the server is no
             bootstrap server.
     """
-    path = f"{ROUTE_PATH}?{urlencode({'rank': rank})}"
+    path = f"{ROUTE_PATH}?{urlencode({'rank': rank, 'dp_rank': dp_rank})}"
     nonce = secrets.token_bytes(NONCE_BYTES)
     headers = {}
     if secret is not None:
@@ -99,8 +112,13 @@ def find(
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _error(host, port, f"its answer is not understood ({error}): start both servers with "
                      "the same release") from None  # fmt: skip
-    if route.rank != rank:
-        raise _error(host, port, f"it was asked for rank {rank} and answered for {route.rank}")
+    if (route.dp_rank, route.rank) != (dp_rank, rank):
+        raise _error(
+            host,
+            port,
+            f"it was asked for rank {rank} of dp_rank {dp_rank}, and answered for rank "
+            f"{route.rank} of dp_rank {route.dp_rank}",
+        )
     return route
 
 

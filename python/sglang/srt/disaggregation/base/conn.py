@@ -88,6 +88,7 @@ class KVArgs:
         weights_identity: Identity of the weights; only servers with the same exchange pages.
         dtype: Dtype in which the model computes.
         aux_buffers: Rows for metadata; None: it is sent over the control connection.
+        dp_rank: The DP group that `ranks` are, among `dp_size` of the server.
     """
 
     ranks: RankGroup
@@ -95,6 +96,8 @@ class KVArgs:
     weights_identity: str
     dtype: torch.dtype
     aux_buffers: AuxBuffers | None = None
+    dp_rank: int = 0
+    dp_size: int = 1
 
 
 class ServerSettings(Protocol):

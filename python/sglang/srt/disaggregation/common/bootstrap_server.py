@@ -2,7 +2,8 @@
 
     GET /health           200, "OK"
     GET /route?rank=0     a `Route` as JSON; 404 before the rank is registered, 401 without a
-                          proof of the deployment's secret, if there is one
+                          proof of the deployment's secret, if there is one; with `dp_rank=1` a
+                          rank of another DP group than the first
 
 Each connection carries one request, and has `REQUEST_TIMEOUT_S` for all of it.
 """
@@ -24,6 +25,7 @@ import msgspec
 from sglang.srt.arg_groups.disaggregation import BOOTSTRAP_PORT_FLAG
 from sglang.srt.constants import KIB
 from sglang.srt.disaggregation.base.bootstrap_route import (
+    MAX_DP_RANK,
     MAX_RANK,
     OF_ANSWER,
     OF_QUESTION,
@@ -48,7 +50,7 @@ the oldest one has a slow client."""
 _BACKLOG: Final = 256
 _JOIN_S: Final = 5.0
 _HEALTH_PATH: Final = "/health"
-_RANK: Final = re.compile(r"[0-9]{1,5}")
+_NUMBER: Final = re.compile(r"[0-9]{1,5}")
 _NONCE: Final = re.compile(rf"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
 
@@ -71,7 +73,8 @@ class CommonKVBootstrapServer(BaseKVBootstrapServer):
         """Raises ValueError if the port is in use, or `host` is not an address of this machine;
         names the flag."""
         self._secret = secret
-        self._routes: dict[int, Route] = {}
+        self._routes: dict[tuple[int, int], Route] = {}
+        """By DP group and rank in it."""
         self._open: set[_Connection] = set()
         self._bad = BadMessages(logger, "question to the bootstrap server")
         try:
@@ -86,8 +89,9 @@ class CommonKVBootstrapServer(BaseKVBootstrapServer):
         self._thread.start()
 
     def register(self, route: Route) -> None:
-        self._routes[route.rank] = route
-        logger.info("rank %d answers decode servers at %s", route.rank, route.endpoint)
+        self._routes[route.dp_rank, route.rank] = route
+        group = "" if route.dp_size == 1 else f" of dp_rank {route.dp_rank}"
+        logger.info("rank %d%s answers decode servers at %s", route.rank, group, route.endpoint)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -157,17 +161,24 @@ class CommonKVBootstrapServer(BaseKVBootstrapServer):
         raise _Refusal(http.HTTPStatus.UNAUTHORIZED, f"the decode server {why}: {remedy}")
 
     def _find(self, query: str) -> Route:
-        given = [value for name, value in parse_qsl(query) if name == "rank"]
-        if len(given) != 1 or not _RANK.fullmatch(given[0]):
-            raise _Refusal(http.HTTPStatus.BAD_REQUEST, f"rank: give one, from 0 to {MAX_RANK}")
-        route = self._routes.get(int(given[0]))
+        rank = _number(query, "rank", MAX_RANK)
+        dp_rank = _number(query, "dp_rank", MAX_DP_RANK, absent="0")
+        route = self._routes.get((dp_rank, rank))
         if route is None:
+            what = f"rank {rank}" if not dp_rank else f"rank {rank} of dp_rank {dp_rank}"
             raise _Refusal(
                 http.HTTPStatus.NOT_FOUND,
-                f"rank {given[0]} is not registered here: the server is still starting, or has "
-                "fewer ranks",
+                f"{what} is not registered here: the server is still starting, or has fewer ranks",
             )
         return route
+
+
+def _number(query: str, name: str, most: int, absent: str = "") -> int:
+    """The number from 0 to `most` that a query names; `absent` if it names none."""
+    given = [value for key, value in parse_qsl(query) if key == name] or [absent]
+    if len(given) != 1 or not _NUMBER.fullmatch(given[0]) or int(given[0]) > most:
+        raise _Refusal(http.HTTPStatus.BAD_REQUEST, f"{name}: give one, from 0 to {most}")
+    return int(given[0])
 
 
 class _Connection(asyncio.Protocol):

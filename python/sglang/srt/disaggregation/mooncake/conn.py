@@ -57,12 +57,8 @@ from sglang.srt.disaggregation.common.staging import (
     register_new,
 )
 from sglang.srt.disaggregation.control.protocol import RowsLayout
-from sglang.srt.disaggregation.mooncake.prefill_server import (
-    AskedRoom,
-    DecodeRank,
-    FindRank,
-    PrefillServer,
-)
+from sglang.srt.disaggregation.mooncake.prefill_groups import PrefillGroups, SoughtRoom
+from sglang.srt.disaggregation.mooncake.prefill_server import DecodeRank, FindRank
 from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers, PromptRead
 from sglang.srt.disaggregation.mooncake.shard_read import (
     OwnSlots,
@@ -273,6 +269,8 @@ class MooncakeKVPrefillManager(MooncakeKVManager):
             instance_id=self.rooms.instance_id,
             num_ranks=self._place.num_ranks,
             attn_tp_size=self._place.attn_tp_size,
+            dp_rank=self._args.dp_rank,
+            dp_size=self._args.dp_size,
         )
         logger.info(
             "decode servers are answered at %s, instance %s", route.endpoint, route.instance_id
@@ -387,7 +385,7 @@ class MooncakeKVSender(BaseKVSender):
 class MooncakeKVReceiver(BaseKVReceiver):
     """Receives one prompt on one rank.
 
-    A `PrefillServer` first asks whether the prefill server has the request. Then a `PromptRead`
+    A `PrefillGroups` first asks whether the prefill server has the request. Then a `PromptRead`
     reads the prompt. Both say how far they are. Scheduler's thread.
     """
 
@@ -397,8 +395,8 @@ class MooncakeKVReceiver(BaseKVReceiver):
         self.bootstrap_room, self.metadata = bootstrap_room, None
         self._servers = mgr.prefill_servers
         self._address = bootstrap_addr
-        self._room = AskedRoom(bootstrap_room)
-        self._server: PrefillServer | None = None
+        self._room = SoughtRoom(bootstrap_room)
+        self._server: PrefillGroups | None = None
         """The server that is asked about the room; None: none is yet, or can be."""
         self._read: PromptRead | None = None
 
@@ -412,7 +410,8 @@ class MooncakeKVReceiver(BaseKVReceiver):
         state_indices: Sequence[int] = (),
         decode_prefix_len: int = 0,
     ) -> None:
-        assert self._server is not None, "the prefill server has the request"
+        found = self._room.found
+        assert self._server is not None and found is not None, "the prefill server has the request"
         self._server.leave(self._room)
         page_size = self._servers.rank.geometry.pools[0].page_size
         own = OwnSlots(
@@ -420,14 +419,18 @@ class MooncakeKVReceiver(BaseKVReceiver):
             first_page=decode_prefix_len // page_size,
             state=next(iter(state_indices), None),
         )
-        self._read = self._servers.read(self._server, self._room, own)
+        self._read = self._servers.read(found.group, found.room, own)
 
     def poll(self) -> KVPoll:
         read = self._read
         if read is None:
             if self._room.failure is not None:
                 return KVPoll.Failed
-            return KVPoll.WaitingForInput if self._room.sources else KVPoll.Bootstrapping
+            if self._room.found is None:
+                return KVPoll.Bootstrapping
+            if self._server is not None and len(self._room.in_groups) > 1:
+                self._server.settle(self._room)
+            return KVPoll.WaitingForInput
         self.metadata = read.metadata
         if self.metadata is not None:
             return KVPoll.Success
@@ -455,6 +458,6 @@ class MooncakeKVReceiver(BaseKVReceiver):
         if self._read is not None:
             self._read.fail(reason)
             return
+        self._servers.decline(self._address, self.bootstrap_room, reason)
         if self._server is not None:
             self._server.leave(self._room)
-        self._servers.decline(self._address, self.bootstrap_room, reason)

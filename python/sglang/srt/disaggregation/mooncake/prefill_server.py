@@ -1,8 +1,9 @@
-"""A prefill server, asked about rooms whose requests have no slots on this decode server yet.
+"""A DP group of a prefill server, asked about rooms whose requests have no slots on this decode
+server yet. Most prefill servers have one.
 
 A request gets slots once its prefill server has confirmed that it has the room. A prefill server
 that is stuck or away, and a room that no server knows, therefore hold no slots. One thread for each
-prefill server, `disagg-peer`, finds the ranks that this rank reads from, and polls the first of
+group, `disagg-peer`, finds the ranks that this rank reads from, and polls the first of
 them about all rooms at once, over one connection. It ends when there is nothing to ask for a while.
 """
 
@@ -15,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final, TypeAlias
 
@@ -43,6 +44,7 @@ from sglang.srt.disaggregation.control.protocol import (
     RoomsPoll,
     RoomsStatus,
 )
+from sglang.srt.disaggregation.mooncake.asked_room import UNKNOWN, AskedRoom
 from sglang.srt.disaggregation.mooncake.shard_read import SharedReads
 from sglang.srt.utils.background_call import CallThreads
 from sglang.srt.utils.logging_utils import RateLimitedLogger
@@ -52,9 +54,9 @@ logger = logging.getLogger(__name__)
 
 MAX_SOURCES: Final = 64
 """Most ranks that one rank reads from. Each costs a thread and a connection for each prompt."""
-FindRank: TypeAlias = Callable[[str, int, int], Route]
+FindRank: TypeAlias = Callable[[str, int, int, int], Route]
 """Finds the route of a rank of a prefill server; arguments: host and port of its bootstrap server,
-rank. Asks once and may take time; raises BootstrapError."""
+rank, DP group. Asks once and may take time; raises BootstrapError."""
 IDLE_S: Final = 10.0
 """Seconds without a room after which the connection is closed; the default of the prefill server is
 the same."""
@@ -100,24 +102,6 @@ class DecodeRank:
         raise incompatible(where, why)
 
 
-@dataclass(slots=True, eq=False)
-class AskedRoom:
-    """A room, and what its prefill server says of it. `PrefillServer` writes it, mostly in the
-    thread that asks; its receiver only reads it."""
-
-    number: int
-    sources: tuple[Route, ...] = ()
-    """Ranks to read the prompt from, once the prefill server has the room; () until then."""
-    failure: str | None = None
-    """Why the prompt will not come."""
-    since: float = field(default_factory=time.monotonic)
-    """Time at which asking began, by `time.monotonic`."""
-    serial: int | None = None
-    """First question with the room; None: there was none."""
-    unknown_since: float | None = None
-    """Time of the first answer that the room is not known; None: there was none."""
-
-
 @dataclass(slots=True)
 class _Declined:
     reason: str
@@ -127,12 +111,28 @@ class _Declined:
 
 
 class PrefillServer:
-    """One prefill server, with all that is known of rooms without slots. The scheduler's thread
-    calls, except for `_run` and what it calls."""
+    """One DP group of a prefill server, with all that is known of rooms without slots. The
+    scheduler's thread calls, except for `_run` and what it calls.
 
-    def __init__(self, host: str, port: int, rank: DecodeRank, threads: CallThreads) -> None:
-        self._host, self._port = host, port
+    Args:
+        on_route: Gets the route of the group's first rank whenever it is looked up; returns why the
+            group cannot be asked now, or None. In the thread that asks.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        rank: DecodeRank,
+        threads: CallThreads,
+        dp_rank: int = 0,
+        on_route: Callable[[Route], str | None] = lambda route: None,
+    ) -> None:
+        self._host, self._port, self._dp_rank = host, port, dp_rank
         self.where = base_url(host, port).removeprefix("http://")
+        if dp_rank:
+            self.where += f", dp_rank {dp_rank},"
+        self._on_route = on_route
         self._rank = rank
         self._threads = threads
         self._rooms: dict[int, AskedRoom] = {}
@@ -190,8 +190,15 @@ class PrefillServer:
         self._drop_declined(surplus, "too many wait")
         self._wake_or_start()
 
+    def declined(self) -> dict[int, str]:
+        """Rooms that the group was not told yet that they are not wanted, with the reasons. Any
+        thread."""
+        with self._lock:
+            return {room: one.reason for room, one in self._declined.items()}
+
     def close(self) -> None:
-        """End the thread, which first declines what it can within `CLOSE_S`. Idempotent."""
+        """End the thread, which first declines what it can within `CLOSE_S`. Idempotent. Any
+        thread."""
         with self._lock:
             if self._closes_at is None:
                 self._closes_at = time.monotonic() + CLOSE_S
@@ -287,12 +294,14 @@ class PrefillServer:
 
     def _find(self) -> tuple[Route, ...]:
         first = self._look_up(0)
+        if (why := self._on_route(first)) is not None:
+            raise BootstrapError(f"the bootstrap server at {self._host}:{self._port}: {why}")
         sources = self._rank.sources_of(first, self.where)
         return tuple(self._look_up(rank) if rank else first for rank in sources)
 
     def _look_up(self, rank: int) -> Route:
         self._looked_up = time.monotonic()
-        return self._rank.find_rank(self._host, self._port, rank)
+        return self._rank.find_rank(self._host, self._port, rank, self._dp_rank)
 
     def _greet(self, client: ControlClient) -> KVLayout:
         self._asked = time.monotonic()
@@ -386,6 +395,7 @@ class PrefillServer:
             if one.serial is None or one.serial > answer.serial:
                 continue  # The answer is about an earlier request of its room.
             if (why := answer.ended.get(room)) is not None:
+                one.has_ended = True
                 self._fail(one, f"the prefill server ended the request: {why}")
             elif room in known:
                 one.sources = self._routes
@@ -429,7 +439,7 @@ class PrefillServer:
         for one in rooms:
             since = one.unknown_since
             if not one.sources and since is not None and now - since >= timeouts.unknown_room:
-                self._fail(one, "the prefill server does not know the request in time")
+                self._fail(one, UNKNOWN)
 
     def _drop_declined(self, declined: Mapping[int, _Declined], why: str) -> None:
         if not declined:

@@ -13,12 +13,9 @@ from sglang.srt.disaggregation.base.conn import BootstrapAddr
 from sglang.srt.disaggregation.common.geometry import IncompatibleLayouts, RankPlace
 from sglang.srt.disaggregation.control.control_client import ControlClient, RoomFailed, incompatible
 from sglang.srt.disaggregation.control.protocol import Hello, KVLayout
-from sglang.srt.disaggregation.mooncake.prefill_server import (
-    CLOSE_S,
-    AskedRoom,
-    DecodeRank,
-    PrefillServer,
-)
+from sglang.srt.disaggregation.mooncake.asked_room import AskedRoom
+from sglang.srt.disaggregation.mooncake.prefill_groups import PrefillGroups, SoughtRoom
+from sglang.srt.disaggregation.mooncake.prefill_server import CLOSE_S, DecodeRank, PrefillServer
 from sglang.srt.disaggregation.mooncake.shard_read import (
     STEPS,
     OwnSlots,
@@ -33,15 +30,15 @@ from sglang.srt.utils.network import wait_until
 logger = logging.getLogger(__name__)
 
 MAX_SERVERS: Final = 256
-"""Most prefill servers, each with a thread and connections while there is anything to ask."""
+"""Most prefill servers. Each DP group has a thread and connections while it is asked."""
 TOO_MANY: Final = f"this server asks {MAX_SERVERS} prefill servers already, which do not answer"
 
 
 class PrefillServers:
     """The prefill servers of a rank. Scheduler's thread.
 
-    Threads: `disagg-peer`, one for each prefill server that is asked about rooms; `disagg-prompt`,
-    one for each prompt that is read.
+    Threads: `disagg-peer`, one for each DP group of a prefill server that is asked about rooms;
+    `disagg-prompt`, one for each prompt that is read.
 
     Args:
         instance_id: Id drawn at the start, the same on all ranks of this server and different on
@@ -56,7 +53,7 @@ class PrefillServers:
         self._num_readers = 0
         self._asking = CallThreads("disagg-peer")
         self._reading = CallThreads("disagg-prompt")
-        self._servers: dict[BootstrapAddr, PrefillServer] = {}
+        self._servers: dict[BootstrapAddr, PrefillGroups] = {}
         """The last used comes last."""
 
     def new_reader(self) -> tuple[str, str | None]:
@@ -67,7 +64,7 @@ class PrefillServers:
         self._num_readers += 1
         return reader, random.choice(STEPS) if fails else None
 
-    def find(self, address: BootstrapAddr) -> PrefillServer | None:
+    def find(self, address: BootstrapAddr) -> PrefillGroups | None:
         """The prefill server with this bootstrap server; None: there are too many to ask another
         one."""
         server = self._servers.pop(address, None)
@@ -77,16 +74,16 @@ class PrefillServers:
                 if idle is None:
                     return None
                 self._servers.pop(idle).close()
-            server = PrefillServer(*address, self.rank, self._asking)
+            server = PrefillGroups(*address, self.rank, self._asking)
         self._servers[address] = server
         return server
 
-    def ask(self, address: BootstrapAddr, room: AskedRoom) -> PrefillServer | None:
+    def ask(self, address: BootstrapAddr, room: SoughtRoom) -> PrefillGroups | None:
         """Ask the prefill server with this bootstrap server about a room. None: it is not asked,
         and the room says why."""
         server = self.find(address)
         if server is None:
-            room.failure = TOO_MANY
+            room.refusal = TOO_MANY
         else:
             server.ask(room)
         return server

@@ -257,7 +257,6 @@ NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {})
 TEXT_ALONE: Final = "this server serves text alone"
 """Remedy for images, videos and audio, which are refused for every model."""
 LORA: Final = "SGLang has LoRA, this engine does not"
-NO_PREFILL_RANKS: Final = "prefill servers have no data-parallel attention yet"
 BOOKKEEPING: Final = "bookkeeping of clients and routers"
 IMAGES_ALONE: Final = "shapes images and videos, which are refused"
 WHOLE_PROMPT: Final = "send the whole prompt, its cached prefix is reused"
@@ -303,6 +302,7 @@ class SharedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     log_metrics: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
     no_logs: Annotated[bool | None, Ignored(BOOKKEEPING)] = None
     custom_labels: Annotated[dict[str, str] | None, Ignored(BOOKKEEPING)] = None
+    disagg_prefill_dp_rank: Annotated[Any, Ignored("decode servers find the group")] = None
 
     lora_path: Annotated[Any, Refused(LORA)] = None
     session_params: Annotated[Any, Refused(WHOLE_PROMPT)] = None
@@ -310,7 +310,6 @@ class SharedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_hidden_states: Annotated[Any, Refused("leave it out")] = None
     return_routed_experts: Annotated[Any, Refused("leave it out")] = None
     return_prompt_token_ids: Annotated[Any, Refused("ask /v1/tokenize for them")] = None
-    disagg_prefill_dp_rank: Annotated[Any, Refused(NO_PREFILL_RANKS, (*NOTHING, 0))] = None
 
 
 @cache

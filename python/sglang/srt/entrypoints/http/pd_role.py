@@ -1,8 +1,8 @@
 """The role of a prefill or decode server in the server process: its bootstrap server, and changes.
 
 Requests are refused during a change. The step that can fail here comes first: opening the bootstrap
-port. Then all ranks change, or none. If they do not answer in time, requests stay refused until a
-repeated change tells the role.
+port. Then all ranks of a DP group change, or none. If a group refuses, the others change back. If
+they do not answer in time, requests stay refused until a repeated change tells the role.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.common.bootstrap_server import CommonKVBootstrapServer
 from sglang.srt.entrypoints.http.errors import ApiError
-from sglang.srt.messages.io_struct import PDRoleSwitchReqInput
+from sglang.srt.messages.io_struct import ControlReqOutput, PDRoleSwitchReqInput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
     from sglang.srt.server_args import ServerArgs
@@ -102,14 +102,18 @@ class PDRole:
             manager.switching = None
             raise ApiError(503, f"{error}; {stays}") from None
         manager.switching = _UNKNOWN
-        answer = await manager.control.ask(PDRoleSwitchReqInput(new_role=new_role))
-        busy = answer.data.get("busy")
-        if not answer.success or busy is not None:
+        answers = await manager.control.ask_each(PDRoleSwitchReqInput(new_role=new_role))
+        refusals = _refusals_of(answers)
+        if refusals:
+            await self._change_back(
+                manager, [one for one in range(len(answers)) if one not in refusals]
+            )
             manager.switching = None
             if not was_listening:
                 await asyncio.to_thread(self.close)
-            raise ApiError(503 if busy is None else 409, f"{busy or answer.message}; {stays}")
-        self.register(answer.data.get("routes", self.routes))
+            status, why = next(iter(refusals.values()))
+            raise ApiError(status, f"{why}; {stays}")
+        self._register_new(dict(enumerate(answers)))
         if new_role != DisaggregationMode.PREFILL:
             await asyncio.to_thread(self.close)
         self.args = self.args.in_role(new_role)
@@ -120,6 +124,26 @@ class PDRole:
         )
         manager.switching = None
 
+    async def _change_back(self, manager: TokenizerManager, groups: Sequence[int]) -> None:
+        """Change groups back that have changed. They are idle, since requests are refused. Raises
+        ApiError if a group refuses; then the role is not known."""
+        before = DisaggregationMode(self.args.disaggregation_mode)
+        for dp_rank in groups:
+            answer = await manager.control.ask_one(PDRoleSwitchReqInput(new_role=before), dp_rank)
+            if refusals := _refusals_of([answer]):
+                _, why = refusals[0]
+                raise ApiError(503, f"dp_rank {dp_rank}: {why}; {_UNKNOWN}")
+            self._register_new({dp_rank: answer})
+
+    def _register_new(self, answers: Mapping[int, ControlReqOutput]) -> None:
+        """Register the routes that groups say after a change. A group that had the role already may
+        say none, and keeps its own."""
+        new = {
+            one: answer.data["routes"] for one, answer in answers.items() if "routes" in answer.data
+        }
+        stay = [route for route in self.routes if route["dp_rank"] not in new]
+        self.register([*stay, *(route for routes in new.values() for route in routes)])
+
     def _listen(self) -> None:
         args = self.args
         if self._bootstrap is None and moves_pages(args):
@@ -128,3 +152,14 @@ class PDRole:
                 args.disaggregation_bootstrap_port,
                 DeploymentSecret.of(args.disaggregation_secret),
             )
+
+
+def _refusals_of(answers: Sequence[ControlReqOutput]) -> dict[int, tuple[int, str]]:
+    """Status and reason of each DP group that has not changed its role."""
+    refusals: dict[int, tuple[int, str]] = {}
+    for dp_rank, answer in enumerate(answers):
+        busy = answer.data.get("busy")
+        if not answer.success or busy is not None:
+            which = "" if len(answers) == 1 else f"dp_rank {dp_rank}: "
+            refusals[dp_rank] = 503 if busy is None else 409, f"{which}{busy or answer.message}"
+    return refusals

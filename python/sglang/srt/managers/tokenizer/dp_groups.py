@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from sglang.srt.constants import FOLLOW_ROOM
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.group_prefixes import GroupPrefixes
 from sglang.srt.mem_cache.tree.radix_key import TokenArray
@@ -46,6 +47,8 @@ class Place:
     dp_rank: int = 0
     tokens: int = 0
     uncomputed: int = 0
+    room: int | None = None
+    """Its room, on a prefill or decode server."""
 
 
 _ONLY: Final = Place()
@@ -64,6 +67,8 @@ class DPGroups:
         self._method = method
         self._loads = [_Load() for _ in range(size)]
         self._turn = 0
+        self._rooms: dict[int, Place] = {}
+        """The first open request of each room. Only its group can refuse further ones."""
 
     def enter(self, request: GenerateRequest, tokens: TokenArray, of_body: dict[str, int]) -> Place:
         """Choose the group of a request, in which it counts until `leave`. `of_body` has the groups
@@ -71,16 +76,28 @@ class DPGroups:
         if self.size == 1:
             return _ONLY
         prompt = request.sample_of or request.rid
-        if (dp_rank := of_body.get(prompt)) is not None:
+        room = None if request.bootstrap is None else request.bootstrap.room
+        dp_rank = of_body.get(prompt)
+        if dp_rank is None and room in self._rooms:
+            dp_rank = self._rooms[room].dp_rank
+        if dp_rank is not None:
             place = Place(dp_rank, len(tokens))
         else:
             place = self._place(request, tokens)
             of_body[prompt] = place.dp_rank
+        if room is not None:
+            place.room = room
+            self._rooms.setdefault(room, place)
         load = self._loads[place.dp_rank]
         load.requests += 1
         load.tokens += place.tokens
         load.uncomputed += place.uncomputed
         return place
+
+    def of_room(self, room: int) -> int:
+        """The group that has an open request with the room; if there is none, the first group."""
+        place = self._rooms.get(room)
+        return 0 if place is None else place.dp_rank
 
     def note_pages(self, report: HeldPagesReport) -> None:
         """A group's scheduler says how its cache has changed."""
@@ -97,6 +114,8 @@ class DPGroups:
         if self.size == 1:
             return
         self.computed(place)
+        if place.room is not None and self._rooms.get(place.room) is place:
+            del self._rooms[place.room]
         load = self._loads[place.dp_rank]
         load.requests -= 1
         load.tokens -= place.tokens
@@ -107,7 +126,11 @@ class DPGroups:
         if self._prefixes is not None:
             key = combine_extra_key(request.extra_key, request.cache_salt)
             new = [len(tokens) - had for had in self._prefixes.lengths(tokens, key)]
-        dp_rank = self._choose(new) if request.dp_rank is None else request.dp_rank
+        dp_rank = request.dp_rank
+        if dp_rank is None and self._method == FOLLOW_ROOM and request.bootstrap is not None:
+            dp_rank = request.bootstrap.room % self.size
+        elif dp_rank is None:
+            dp_rank = self._choose(new)
         return Place(dp_rank, len(tokens), new[dp_rank])
 
     def _choose(self, new: Sequence[int]) -> int:

@@ -269,7 +269,8 @@ class TokenizerManager:
             return
         for request in requests:
             if request.bootstrap is not None and self.limits.may_contact(request.bootstrap):
-                self._channel.send(DeclineRoomReq(bootstrap=request.bootstrap, reason=reason))
+                message = DeclineRoomReq(bootstrap=request.bootstrap, reason=reason)
+                self._channel.send(message, self._groups.of_room(request.bootstrap.room))
 
     def _leave(self, state: RequestState) -> None:
         """Drop the state of a request that has no reader any more; abort it if it still runs."""

@@ -62,11 +62,19 @@ def ok(body: bytes) -> bytes:
         (ok(b'{"rank": 0}'), "its answer is not understood .*endpoint"),
         (
             ok(msgspec.json.encode(ROUTE)),
-            "it was asked for rank 0 and answered for 3$",
+            "it was asked for rank 0 of dp_rank 0, and answered for rank 3 of dp_rank 0$",
         ),
         (
             ok(msgspec.json.encode({**msgspec.to_builtins(ROUTE), "rank": 0, "num_ranks": 1025})),
             "its answer is not understood .*<= 1024",
+        ),
+        (
+            ok(msgspec.json.encode({**msgspec.to_builtins(ROUTE), "rank": 0, "dp_size": 65})),
+            "its answer is not understood .*<= 64",
+        ),
+        (
+            ok(msgspec.json.encode(msgspec.structs.replace(ROUTE, rank=0, dp_rank=1))),
+            "it was asked for rank 0 of dp_rank 0, and answered for rank 0 of dp_rank 1$",
         ),
         (
             b'HTTP/1.1 500 No\r\ncontent-length: 29\r\n\r\n{"error":{"message":"a\\n b"}} ',
@@ -79,7 +87,7 @@ def test_an_answer_of_another_kind_is_one_line(answer: bytes, message: str) -> N
     with answering(answer) as port:
         where = f"the bootstrap server at http://{HOST}:{port}: "
         with pytest.raises(BootstrapError, match=f"^{where}.*{message}") as raised:
-            find(HOST, port, 0, 20)
+            find(HOST, port, 0, timeout=20)
     assert "\n" not in str(raised.value)
 
 
@@ -88,7 +96,7 @@ def test_an_answer_that_does_not_end_is_given_up() -> None:
     with socket.create_server((HOST, 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(BootstrapError, match=message):
-            find(HOST, port, 0, 0.3)
+            find(HOST, port, 0, timeout=0.3)
     # Slowly in the head, in a body, and in a body after which the connection ends.
     for head, more in (
         (b"", b"x: y\r\n"),
@@ -97,18 +105,18 @@ def test_an_answer_that_does_not_end_is_given_up() -> None:
     ):
         with answering(b"HTTP/1.1 200 OK\r\n" + head, more=more) as port:
             with pytest.raises(BootstrapError, match=message):
-                find(HOST, port, 0, 0.3)
+                find(HOST, port, 0, timeout=0.3)
             assert wait_until(lambda: not asking(), 60), "the thread and its socket have ended"
 
 
 def test_no_server_is_said_with_its_address() -> None:
     port = get_free_port()
     with pytest.raises(BootstrapError, match=f":{port}: it cannot be reached .*refused.*--host"):
-        find(HOST, port, 0, 20)
+        find(HOST, port, 0, timeout=20)
     with pytest.raises(BootstrapError, match="it cannot be reached"):
-        find("no-such-host.invalid", port, 0, 20)
+        find("no-such-host.invalid", port, 0, timeout=20)
     with pytest.raises(BootstrapError, match="it cannot be reached"):
-        find("x" * 100, port, 0, 20)
+        find("x" * 100, port, 0, timeout=20)
 
 
 def test_a_missing_rank_is_said() -> None:
@@ -116,8 +124,8 @@ def test_a_missing_rank_is_said() -> None:
     server = CommonKVBootstrapServer(HOST, port)
     try:
         with pytest.raises(BootstrapError, match="status 404: rank 3 is not registered here"):
-            find(HOST, port, 3, 20)
+            find(HOST, port, 3, timeout=20)
         server.register(ROUTE)
-        assert find(HOST, port, 3, 20) == ROUTE
+        assert find(HOST, port, 3, timeout=20) == ROUTE
     finally:
         server.close()

@@ -83,14 +83,36 @@ def test_a_rank_is_found_once_it_is_registered(running: Running) -> None:
     running.server.register(
         Route(rank=1, endpoint="tcp://10.0.0.1:6", instance_id="two", num_ranks=2, attn_tp_size=2)
     )
-    assert find(HOST, running.port, 1, 20).endpoint == "tcp://10.0.0.1:6"
-    assert find(HOST, running.port, 0, 20) == ROUTE
+    assert find(HOST, running.port, 1, timeout=20).endpoint == "tcp://10.0.0.1:6"
+    assert find(HOST, running.port, 0, timeout=20) == ROUTE
+
+
+def test_ranks_of_several_groups_have_the_same_numbers(running: Running) -> None:
+    routes = [
+        msgspec.structs.replace(
+            ROUTE, endpoint=f"tcp://10.0.0.1:{dp_rank}", dp_rank=dp_rank, dp_size=2
+        )
+        for dp_rank in (0, 1)
+    ]
+    for route in routes:
+        running.server.register(route)
+    for dp_rank in (0, 1):
+        assert find(HOST, running.port, 0, dp_rank, timeout=20) == routes[dp_rank]
+    _, answer = running.ask("GET", "/route?rank=0")
+    assert json.loads(answer)["endpoint"] == "tcp://10.0.0.1:0", "as before there were groups"
+    status, answer = running.ask("GET", "/route?rank=0&dp_rank=2")
+    assert status == 404
+    assert error_of(answer).startswith("rank 0 of dp_rank 2 is not registered here")
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
         ("GET", "/route", 400),
+        ("GET", "/route?rank=0&dp_rank=64", 400),
+        ("GET", "/route?rank=0&dp_rank=-1", 400),
+        ("GET", "/route?rank=0&dp_rank=0&dp_rank=1", 400),
+        ("GET", "/route?rank=1024", 400),
         ("GET", "/route?rank=", 400),
         ("GET", "/route?rank=-1", 400),
         ("GET", "/route?rank=x", 400),
@@ -192,10 +214,10 @@ def secretive() -> Iterator[Running]:
 
 
 def test_who_proves_the_secret_gets_a_route(secretive: Running) -> None:
-    assert find(HOST, secretive.port, 0, 20, SECRET) == ROUTE
+    assert find(HOST, secretive.port, 0, timeout=20, secret=SECRET) == ROUTE
     assert secretive.ask("GET", "/health") == (200, b"OK")
     with pytest.raises(BootstrapError, match="status 404: rank 1 is not"):
-        find(HOST, secretive.port, 1, 20, SECRET)
+        find(HOST, secretive.port, 1, timeout=20, secret=SECRET)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +236,7 @@ def test_others_are_refused_and_both_sides_name_the_remedy(
     caplog.set_level(logging.WARNING)
     line = f"{why}: give both servers the same --disaggregation-secret-file or SGLANG_DIS"
     with pytest.raises(WrongSecret, match=line):
-        find(HOST, secretive.port, 0, 20, theirs)
+        find(HOST, secretive.port, 0, timeout=20, secret=theirs)
     (logged,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert f"the decode server at {HOST} {line}" in logged
 
@@ -222,7 +244,7 @@ def test_others_are_refused_and_both_sides_name_the_remedy(
 def test_a_server_without_a_secret_refuses_one(running: Running) -> None:
     running.server.register(ROUTE)
     with pytest.raises(WrongSecret, match="has a secret, and this prefill server has none: give"):
-        find(HOST, running.port, 0, 20, SECRET)
+        find(HOST, running.port, 0, timeout=20, secret=SECRET)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ class Scene:
         )
         self._readers = itertools.count()
 
-    def _find(self, host: str, port: int, rank: int) -> Route:
+    def _find(self, host: str, port: int, rank: int, dp_rank: int) -> Route:
         endpoint = f"tcp://127.0.0.1:{self.prefills[rank].port}"
         return Route(
             rank=rank,
@@ -213,7 +213,7 @@ class Scene:
     def begin(self, pages: list[int], room: int = ROOM, **fields: Any) -> Prompt:
         prompt = Prompt(
             dataclasses.replace(self.context, **fields),
-            [self._find("host", 1, rank) for rank in range(2)],
+            [self._find("host", 1, rank, 0) for rank in range(2)],
             room,
             f"reader {next(self._readers)}",
         )

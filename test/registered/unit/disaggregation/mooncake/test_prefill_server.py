@@ -19,7 +19,7 @@ from rigs.disaggregation import desk_rig
 from rigs.disaggregation.control_proxy import ControlProxy
 from rigs.disaggregation.desk_rig import PrefillRooms, until
 from rigs.disaggregation.pd_rig import one_rank
-from rigs.disaggregation.prompt_scene import ROOM, Server
+from rigs.disaggregation.prompt_scene import ROOM, Server, sources_of
 from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, WrongSecret, find
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -28,8 +28,8 @@ from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.control.protocol import RoomsStatus
 from sglang.srt.disaggregation.mooncake import prefill_server
+from sglang.srt.disaggregation.mooncake.asked_room import AskedRoom
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
-from sglang.srt.disaggregation.mooncake.prefill_server import AskedRoom
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -83,7 +83,7 @@ def test_a_room_is_known_when_its_request_is_there_and_is_not_claimed(server: Se
     assert not is_known(receiver)
     server.prefill.open(ROOM)
     until(lambda: is_known(receiver))
-    assert list(receiver._room.sources) == [server.route]
+    assert sources_of(receiver) == [server.route]
     assert not is_known(other)
     assert not server.prefill.take_claimed(), "it would be computed without slots here"
     server.prefill.open(6)
@@ -102,7 +102,7 @@ def test_a_known_room_is_watched_until_there_are_slots(server: Server) -> None:
     server.prefill.open(6)
     receiver, left = server.ask(), server.ask(6)
     until(lambda: is_known(receiver) and is_known(left))
-    server.peer.leave(left._room)
+    server.peer.leave(left._room.in_groups[0].room)
     server.prefill.end(ROOM, "out of memory")
     server.prefill.end(6, "out of memory")
     assert failure(receiver) == "the prefill server ended the request: out of memory"
@@ -145,7 +145,7 @@ def test_questions_keep_a_pace_whatever_is_asked(
 def test_the_last_request_of_a_room_counts(server: Server) -> None:
     first = server.ask()
     until(lambda: is_unknown(server, ROOM))
-    server.peer.leave(first._room)
+    server.peer.leave(first._room.in_groups[0].room)
     second = server.ask()
     server.prefill.open(ROOM)
     until(lambda: is_known(second))
@@ -295,7 +295,7 @@ def test_all_ranks_to_read_from_are_looked_up_once(server: Server) -> None:
     server.prefill.open(6)
     receivers = [server.ask(), server.ask(6)]
     until(lambda: all(is_known(one) for one in receivers))
-    assert [one.rank for one in receivers[0]._room.sources] == [0, 1, 2]
+    assert [one.rank for one in sources_of(receivers[0])] == [0, 1, 2]
     assert server.look_ups == [0, 1, 2]
 
 
@@ -368,10 +368,10 @@ def test_a_replaced_server_fails_what_the_old_one_knew(hasty: Server) -> None:
     hasty.prefill.open(6)
     assert failure(known) in (
         "the prefill server was replaced by another instance",
-        SILENT.format(known._room.sources and known._room.sources[0].endpoint),
+        SILENT.format(sources_of(known)[0].endpoint),
     )
     until(lambda: is_known(young))
-    assert young._room.sources[0].instance_id == "another"
+    assert sources_of(young)[0].instance_id == "another"
 
 
 def test_another_instance_at_the_old_address_is_noticed(hasty: Server) -> None:
@@ -438,7 +438,7 @@ def test_the_thread_ends_when_nothing_is_asked_for_a_while(
     server.prefill.open(ROOM)
     receiver = server.ask()
     until(lambda: is_known(receiver))
-    server.peer.leave(receiver._room)
+    server.peer.leave(receiver._room.in_groups[0].room)
     until(lambda: not server.peer.has_thread)
     server.prefill.open(6)
     again = server.ask(6)
@@ -486,7 +486,7 @@ def test_a_slow_bootstrap_server_costs_a_thread_or_two_whatever_is_asked(
             hasty.peer,
             "_rank",
             hasty.scene.context(
-                SHORT_TIMEOUTS, find_rank=lambda *_: find("127.0.0.1", port, 0, 0.2)
+                SHORT_TIMEOUTS, find_rank=lambda *_: find("127.0.0.1", port, 0, timeout=0.2)
             ).rank(),
         )
         receivers = [hasty.ask(room) for room in range(100)]

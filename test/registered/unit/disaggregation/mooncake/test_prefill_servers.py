@@ -31,7 +31,7 @@ def test_servers_that_are_asked_are_bounded_and_idle_ones_make_room(
     monkeypatch.setattr(prefill_servers, "MAX_SERVERS", 2)
     ended = threading.Event()
 
-    def hang(host: str, port: int, rank: int) -> Route:
+    def hang(host: str, port: int, rank: int, dp_rank: int) -> Route:
         ended.wait(30)
         raise BootstrapError("it is gone")
 

@@ -25,6 +25,7 @@ from sglang.srt.managers.tokenizer.server_channel import ControlClient
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, hash_str_to_int64, token_array
 from sglang.srt.messages.cache_key import combine_extra_key
 from sglang.srt.messages.io_struct import (
+    Bootstrap,
     ControlReq,
     ControlReqOutput,
     FlushCacheReqInput,
@@ -115,6 +116,36 @@ def test_samples_are_where_their_prompt_is_computed_and_compute_nothing() -> Non
     places = [groups.enter(one, tokens, of_body) for one in expand_samples(prompts)]
     assert [one.dp_rank for one in places] == [0, 0, 0, 1, 1, 1]
     assert [one.uncomputed for one in places] == [5, 0, 0] * 2
+
+
+@pytest.mark.parametrize("method", ["follow_bootstrap_room", "round_robin"])
+def test_requests_of_a_room_are_in_one_group(method: str) -> None:
+    """It refuses all but the first; another group would not know that they are further ones."""
+    groups = DPGroups(4, method)
+    rooms = [Bootstrap("a", 1, number) for number in (6, 9)]
+    first, other = (place(groups, bootstrap=room) for room in rooms)
+    follows = method == "follow_bootstrap_room"
+    assert [first.dp_rank, other.dp_rank] == ([2, 1] if follows else [0, 1])
+    again = place(groups, bootstrap=rooms[0], dp_rank=3)
+    assert again.dp_rank == first.dp_rank
+    groups.leave(again)
+    assert groups.of_room(6) == first.dp_rank, "its first request is still open"
+    groups.leave(first)
+    assert groups.of_room(6) == 0
+    assert place(groups, bootstrap=rooms[0], dp_rank=3).dp_rank == 3, "the client names it"
+    assert groups.of_room(6) == 3
+
+
+def test_samples_follow_the_room_of_their_prompt() -> None:
+    groups = DPGroups(4, "follow_bootstrap_room")
+    one = GenerateRequest(
+        text="a", sampling_params=SamplingParams(n=3), bootstrap=Bootstrap("a", 1, 7)
+    )
+    of_body: dict[str, int] = {}
+    samples = expand_samples([one])
+    places = [groups.enter(sample, token_array([1]), of_body) for sample in samples]
+    assert [one.dp_rank for one in places] == [3] * 3
+    assert len({one.room for one in places}) == 3
 
 
 def test_a_request_goes_to_the_longest_prefix() -> None:

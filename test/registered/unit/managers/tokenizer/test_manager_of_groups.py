@@ -13,13 +13,19 @@ import pytest
 import zmq
 
 from rigs.servers.fake_engine import PAGE_SIZE, fake_engine
-from sglang.srt.managers.tokenizer.generate_request import GenerateRequest, expand_samples
+from sglang.srt.managers.tokenizer.generate_request import (
+    GenerateRequest,
+    InvalidRequest,
+    expand_samples,
+)
 from sglang.srt.managers.tokenizer.prompt_encoder import SHORT_CHARS
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, hash_str_to_int64, token_array
 from sglang.srt.messages.io_struct import (
     AbortReq,
+    Bootstrap,
+    DeclineRoomReq,
     HeldPagesReport,
     ShutdownReq,
     TokenizedGenerateReqInput,
@@ -133,6 +139,40 @@ def test_the_requests_of_a_body_go_where_they_were_placed() -> None:
                     if isinstance(message, TokenizedGenerateReqInput)
                 ]
                 assert got == [f"{scheduler.dp_rank}"]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_refused_request_is_declined_in_one_group() -> None:
+    """A group that has another request of the room knows that the room is not this one's."""
+    rooms = [Bootstrap("127.0.0.1", 1, number) for number in (7, 8)]
+    params = SamplingParams(max_new_tokens=1, top_p=2.0)
+
+    async def run() -> None:
+        with fake_engine(num_groups=GROUPS) as engine:
+            manager = engine.manager(
+                disaggregation_mode="prefill", load_balance_method="follow_bootstrap_room"
+            )
+            await manager.start()
+
+            def told() -> list[list[int]]:
+                return [
+                    [one.bootstrap.room for one in each.received if isinstance(one, DeclineRoomReq)]
+                    for each in engine.schedulers
+                ]
+
+            for one in engine.schedulers:
+                one.hold_after = 1
+            with manager.submit([GenerateRequest(text="ab", bootstrap=rooms[0])]) as (state,):
+                assert state.dp_rank == 7 % GROUPS
+                for room in rooms:
+                    wrong = GenerateRequest(text="ab", bootstrap=room, sampling_params=params)
+                    with pytest.raises(InvalidRequest, match="top_p"), manager.submit([wrong]):
+                        pass
+                while sum(map(len, told())) < len(rooms):
+                    await asyncio.sleep(0.001)
+            assert told() == [[8], [7], []]
+            await manager.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
