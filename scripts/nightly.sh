@@ -9,5 +9,8 @@ scripts/setup.sh
 status=0
 .venv/bin/python test/run_suite.py --hw cpu --nightly --continue-on-error \
     --timeout-per-file 3600 --suite nightly-test-cpu || status=$?
+# The other suites, with the cases that are marked as nightly.
+PYTEST_ADDOPTS='-m ""' .venv/bin/python test/run_suite.py --hw cpu --continue-on-error \
+    --at-once 3 --preload --suite base-a-test-cpu --suite base-b-test-cpu || status=$?
 scripts/versions.sh || status=$?
 exit $status

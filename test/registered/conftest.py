@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 from hypothesis import HealthCheck, settings
 
+from rigs.nightly_cases import leave_halves
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ envs.SGLANG_SPECULATE_ALWAYS.set(True)
 
 _CPU_MS: Final[Counter[str]] = Counter()
 """CPU milliseconds by file."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_halves(items)
 
 
 def pytest_collection_finish() -> None:

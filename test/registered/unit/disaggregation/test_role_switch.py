@@ -55,6 +55,7 @@ def ask(pair: PdRig | PdRanks, alone: SchedulerRig, name: str, *seeds: int) -> N
     assert [pair.result(rid).output_ids for rid in rids] == alone.generate(prompts, NEW)
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("tiers", [{}, TIERS], ids=["L1", "tiers"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_swapped_servers_give_the_same_words(

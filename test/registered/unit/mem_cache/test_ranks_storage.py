@@ -191,6 +191,7 @@ def test_ranks_without_the_common_size_do_not_find_those_of_others(storage_dir: 
 # -- servers of several sizes ----------------------------------------------------------------------
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("heads", [4, 2, 8])
 @pytest.mark.parametrize("writers", [1, 2, 4])
 def test_pages_written_by_one_number_of_ranks_are_read_by_any(

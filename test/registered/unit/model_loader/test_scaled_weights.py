@@ -83,6 +83,7 @@ def values_of(model: CausalLM) -> dict[str, torch.Tensor]:
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_rank_keeps_what_a_cpu_dequantizes(
@@ -262,6 +263,7 @@ def test_blocks_stay_whole_where_ranks_have_whole_blocks(tmp_path: Path) -> None
     }
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
 def test_products_with_scales_compute_what_a_plain_twin_computes(

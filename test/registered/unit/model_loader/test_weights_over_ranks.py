@@ -100,6 +100,7 @@ def check(path: Path, there: int, sizes: tuple[int, ...], dtype: str = "auto") -
             assert_equal(model, rig.load_rank(rank, there))
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("there", SIZES)
 def test_any_number_of_ranks_reads_from_any_other(llama: Path, there: int, dtype: str) -> None:
@@ -185,6 +186,7 @@ def test_a_reader_seeds_other_splits(pair: WeightRig, llama: Path) -> None:
             assert source.identity() == IDENTITY
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("what", ["mlp.down_proj", "self_attn.k_proj"])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_byte_that_changes_on_the_way_is_noticed(pair: WeightRig, what: str, size: int) -> None:

@@ -64,6 +64,7 @@ def run_steps(driver: StepDriver, group: object = None) -> tuple[torch.Tensor, l
     return torch.cat(logits), pools_of(driver, driver.lens[:3])
 
 
+@pytest.mark.half
 @pytest.mark.parametrize(("size", "cp_size"), SIZES)
 @pytest.mark.parametrize(("family", "overrides"), CASES)
 def test_logits_and_pools_are_those_of_one_rank(
@@ -122,6 +123,7 @@ def run_with_drafts(driver: StepDriver, group: object = None) -> tuple[torch.Ten
 DRAFTING = [case for case in CASES if not str(case.id).startswith(("gpt", "minimax", "qwen3"))]
 
 
+@pytest.mark.half
 @pytest.mark.parametrize(("size", "cp_size"), SIZES)
 @pytest.mark.parametrize(("family", "overrides"), DRAFTING)
 def test_a_draft_layer_stores_and_keeps_what_it_does_on_one_rank(

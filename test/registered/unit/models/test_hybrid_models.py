@@ -111,6 +111,7 @@ CASES = [
 ]
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("family", "overrides"), CASES)
 def test_logits_equal_transformers(

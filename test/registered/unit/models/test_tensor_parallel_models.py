@@ -50,6 +50,7 @@ CASES = [
 ]
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("family", "overrides"), CASES)
 def test_logits_equal_transformers(

@@ -1,9 +1,11 @@
-"""Tests over a whole scheduler run twice: each step settled at once, and one step behind."""
+"""Tests over a whole scheduler run twice: each step settled at once, and one step behind. Of a test
+with several cases each runs in one of these modes, and in both in the nightly suite."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +17,13 @@ from sglang.srt.mem_cache.l3 import prefetch_cost, store_calls
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not hasattr(metafunc.module, "SchedulerRig"):
         return
-    modes = [False, True]
-    if next(metafunc.definition.iter_markers("settled"), None) is not None:
-        modes.remove(True)
-    ids = ["overlap" if mode else "settled" for mode in modes]
-    metafunc.parametrize("overlap", modes, ids=ids, indirect=True)
+    modes: list[Any] = [pytest.param(False, id="settled")]
+    if next(metafunc.definition.iter_markers("settled"), None) is None:
+        modes = [
+            pytest.param(mode, id=name, marks=pytest.mark.half)
+            for mode, name in ((False, "settled"), (True, "overlap"))
+        ]
+    metafunc.parametrize("overlap", modes, indirect=True)
 
 
 @pytest.fixture(autouse=True)
