@@ -37,6 +37,7 @@ from sglang.srt.utils.process import (
     set_title,
     silent_cause,
     spinning_briefly,
+    without_collections,
 )
 
 if TYPE_CHECKING:
@@ -259,7 +260,8 @@ def _run_scheduler(
 ) -> None:
     set_title(name)
     # Imported only in the child, so that the parent can start it before it imports torch itself.
-    from sglang.srt.process.run import run_scheduler_process
+    with without_collections():
+        from sglang.srt.process.run import run_scheduler_process
 
     run_scheduler_process(server_args, ipc, rendezvous, pipe)
 

@@ -8,10 +8,8 @@ Marks tell fields without effect and refused fields; a field without a mark is a
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Final, TypeVar, get_args
@@ -25,6 +23,7 @@ from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.managers.tokenizer.request_limits import MAX_RID_CHARS
 from sglang.srt.messages.io_struct import MAX_ROOM, Bootstrap
 from sglang.srt.utils.network import canonical_host
+from sglang.srt.utils.process import without_collections
 from sglang.srt.utils.spelling import did_you_mean
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -96,7 +95,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         if len(body) < _LARGE_BYTES:
             return msgspec.json.decode(body, type=kind)
         _check_values(body)
-        with _without_collections():
+        with without_collections():
             return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise describe_mismatch(str(error), kind) from None
@@ -207,23 +206,6 @@ def _check_values(body: bytes) -> None:
         "split it",
         field,
     )
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause garbage collection while a large body is decoded.
-
-    A hostile body decodes to hundreds of thousands of lists. Collections among them take ten times
-    as long as decoding, and hold up the event loop.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _shown(name: str) -> str:
