@@ -9,7 +9,8 @@ from typing import Any, Final
 import httpx
 import psutil
 
-from rigs.servers.engine_server import ADMIN_KEY, EngineServer
+from rigs.servers.engine_server import ADMIN_KEY
+from rigs.servers.forked_servers import ForkedServer
 from rigs.stores.mooncake_cluster import MooncakeCluster
 
 USER_KEY: Final = "test-user-key"
@@ -17,7 +18,7 @@ HEADERS: Final = {"Authorization": f"Bearer {USER_KEY}"}
 ADMIN: Final = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
-class KeyedServer(EngineServer):
+class KeyedServer(ForkedServer):
     """A server with both keys; its methods send the right ones."""
 
     def __init__(self, *args: str, **options: Any) -> None:
