@@ -39,7 +39,7 @@ def is_slow(block: Block) -> bool:
 def test_the_readmes_commands_run(tmp_path: Path) -> None:
     blocks = [one for one in blocks_of(README.read_text()) if one.is_commands and not one.reason]
     before = visible()
-    with reader(REPO, tmp_path) as types:
+    with reader(REPO, tmp_path, is_brief=True) as types:
         said = [types.run(block) for block in blocks if not is_slow(block)]
     assert '"content":"7391"' in "".join(said)
     assert "Successful requests" in said[-1]

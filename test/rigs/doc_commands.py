@@ -31,6 +31,8 @@ _PORTS: Final = ("30000", "30001", "30010", "8998", "50051", "50052", "9003")
 """Ports of the documents; tests put free ones in their place."""
 _ON_30000: Final = ("sglang serve", "sglang.bench_serving")
 """Commands that take this port where they name none; the last `--port` counts."""
+_LENGTH: Final = re.compile(r"(--(?:random-)?(?:in|out)put-len) \d+")
+_SHORT_TOKENS: Final = 16
 _BLOCK_S: Final = 300.0
 """Seconds until a block has ended, or serves."""
 
@@ -77,11 +79,13 @@ class Reader:
     Args:
         checkout: Directory in which the blocks are typed.
         folder: An empty folder for logs and for what servers keep.
+        is_brief: Measure prompts and answers of 16 tokens.
     """
 
-    def __init__(self, checkout: Path, folder: Path) -> None:
+    def __init__(self, checkout: Path, folder: Path, *, is_brief: bool) -> None:
         self._checkout = checkout
         self._folder = folder
+        self._is_brief = is_brief
         self._ports = dict(zip(_PORTS, map(str, get_free_ports(len(_PORTS))), strict=True))
         self._shells: list[subprocess.Popen[bytes]] = []
         # A command fails if the server refuses its request.
@@ -104,6 +108,8 @@ class Reader:
         text = block.text.replace("--model-path DIR", f"--model-path {BUILTIN_MODEL_DIR}")
         for command in _ON_30000:
             text = text.replace(command, f"{command} --port 30000")
+        if self._is_brief:
+            text = _LENGTH.sub(rf"\1 {_SHORT_TOKENS}", text)
         text = re.sub(r"\b\d+\b", lambda found: self._ports.get(found[0], found[0]), text)
         if block.port is not None:
             self.leave()
@@ -156,9 +162,9 @@ def _is_ready(port: str) -> bool:
 
 
 @contextlib.contextmanager
-def reader(checkout: Path, folder: Path) -> Iterator[Reader]:
+def reader(checkout: Path, folder: Path, *, is_brief: bool = False) -> Iterator[Reader]:
     """A reader of one page, of which nothing is left running behind the block."""
-    made = Reader(checkout, folder)
+    made = Reader(checkout, folder, is_brief=is_brief)
     try:
         yield made
     finally:
