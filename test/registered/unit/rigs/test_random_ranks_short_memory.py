@@ -23,6 +23,8 @@ TICKS = 300
 CHANCE = 0.1
 LEAST_RUNS, MOST_RUNS = 2, 40
 """Bounds on runs of three tiers, which go on until all has happened that must."""
+SEEDS = (14, 13, 2, 11, *range(15, 200))
+"""The first ones read and write most in L3, in the shortest time."""
 
 
 @pytest.mark.parametrize(
@@ -37,10 +39,11 @@ def test_allocations_that_fail_on_one_rank_alone_leave_the_ranks_equal(
     sites: tuple[str, ...], work: tuple[str, ...]
 ) -> None:
     counts: Counter[str] = Counter()
-    runs = seed = 0
-    while runs < LEAST_RUNS or (
-        runs < MOST_RUNS and not all(counts[what] for what in (*sites, *work))
-    ):
+    runs = 0
+    for seed in SEEDS:
+        has_all = all(counts[what] for what in (*sites, *work))
+        if runs == MOST_RUNS or (runs >= LEAST_RUNS and has_all):
+            break
         ranks = 2 + seed % 2
         memory, run = ShortMemory(sites, CHANCE, seed), RandomRanks(seed, ranks)
         if run.setup.tiers == 3:
@@ -51,6 +54,5 @@ def test_allocations_that_fail_on_one_rank_alone_leave_the_ranks_equal(
             except BaseException as error:
                 error.add_note(f"with seed {seed} and {ranks} ranks")
                 raise
-        seed += 1
     for what in (*sites, *work):
         assert counts[what], f"no {what} in {runs} runs"
