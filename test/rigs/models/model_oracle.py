@@ -113,7 +113,7 @@ def assert_greedy_words(
     model: PreTrainedModel,
     driver: StepDriver,
     tokens: list[int],
-    count: int = 256,
+    count: int = 128,
     chunk: int | None = None,
 ) -> None:
     """Compare the `count` likeliest tokens after `tokens`. The checkpoint has no end token.
