@@ -44,6 +44,8 @@ def pytest_collection_finish() -> None:
     """Collections visit what tests make, not half a million objects of libraries."""
     gc.collect()
     gc.freeze()
+    # What tests make is small, and few of its objects form cycles.
+    gc.set_threshold(20_000, 20, 20)
     atexit.register(gc.unfreeze)  # Libraries report what is still there at the end as a leak.
 
 
