@@ -79,6 +79,7 @@ def test_a_model_is_asked_what_it_can_answer() -> None:
     assert first.endswith("the capital of France?") and second.endswith("the capital of Japan?")
 
 
+@pytest.mark.nightly  # `test_doc_commands_nightly.py` types it too.
 def test_with_once_it_answers_and_ends() -> None:
     done = run("--port", str(get_free_port()), ONCE="1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -218,6 +219,7 @@ def test_a_missing_model_gives_one_line_before_any_process_starts() -> None:
     assert "runs" not in done.stdout
 
 
+@pytest.mark.nightly  # `test_serve_pd.py` has the same of more processes.
 def test_a_server_that_does_not_start_ends_the_store() -> None:
     done = run("--port", str(get_free_port()), "--max-total-tokens", "1000000000000")
     assert done.returncode == 1

@@ -11,6 +11,7 @@ from typing import Final
 
 import pytest
 
+from rigs.nightly_cases import nightly
 from rigs.servers.forked_benchmarks import run, run_forked
 from rigs.servers.forked_servers import ForkedServer
 from sglang.srt.environ import child_environment
@@ -284,6 +285,7 @@ def test_costs_are_told_with_and_without_tiers() -> None:
     assert with_tiers["scheduler in the forward"] > 0
 
 
+@pytest.mark.nightly
 def test_costs_of_the_http_path_are_told_by_process() -> None:
     speeds, echo, engine = run("cpu-costs", "http-path", "--quick")
     assert speeds["echo"] > 0 and speeds["engine"] > 0
@@ -299,8 +301,8 @@ def test_costs_of_the_http_path_are_told_by_process() -> None:
         "cpu-costs first-token",
         "cpu-costs kv-events",
         "transfer engine",
-        "transfer heads",
-        "transfer limits",
+        nightly("transfer heads"),
+        nightly("transfer limits"),
         "gpu-ranks kernels",
     ],
 )

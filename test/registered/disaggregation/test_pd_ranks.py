@@ -22,6 +22,7 @@ import pytest
 from rigs.disaggregation.pd_servers import TCP, ask_both, router
 from rigs.drafts.guesses import guess_in_rank, guessed
 from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.nightly_cases import nightly
 from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
 from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
@@ -58,7 +59,7 @@ IDS: Final = [prompt(seed, length) for seed, length in enumerate((1, 40, 100, 20
 NEW_TOKENS: Final = 16
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, HYBRID])
+@pytest.fixture(scope="module", params=[*FAMILIES, nightly(HYBRID)])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from rigs.nightly_cases import nightly
 from sglang.srt.environ import child_environment
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -36,12 +37,12 @@ def output_of(*command: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_sums_and_greatest_logits_of_ranks_that_come_at_different_times() -> None:
-    assert output_of("rigs.schedulers.meeting_ranks", "2", "3") == [
-        "0 of 2 ranks failed, 0 flags left",
-        "0 of 3 ranks failed, 0 flags left",
-    ]
+@pytest.mark.parametrize("ranks", [nightly("2"), "3"])
+def test_sums_and_greatest_logits_of_ranks_that_come_at_different_times(ranks: str) -> None:
+    said = output_of("rigs.schedulers.meeting_ranks", ranks)
+    assert said == [f"0 of {ranks} ranks failed, 0 flags left"]
 
 
-def test_ranks_divide_the_choices_of_an_indexer() -> None:
-    assert output_of("rigs.layers.latent_ranks") == []
+@pytest.mark.parametrize("ranks", ["2", nightly("3")])
+def test_ranks_divide_the_choices_of_an_indexer(ranks: str) -> None:
+    assert output_of("rigs.layers.latent_ranks", ranks) == []

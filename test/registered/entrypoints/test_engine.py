@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import sglang
+from rigs.nightly_cases import nightly
 from rigs.servers.forked_servers import forking_engines
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.environ import child_environment
@@ -152,7 +153,7 @@ def test_nothing_is_generated_after_shutdown(engine: sglang.Engine) -> None:
         engine.generate("a", GREEDY)
 
 
-@pytest.mark.parametrize("way", ["file", "standard input"])
+@pytest.mark.parametrize("way", [nightly("file"), "standard input"])
 def test_the_readmes_example_runs(tmp_path: Path, way: str) -> None:
     readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from rigs.models.heldout_question import HeldoutQuestion
+from rigs.nightly_cases import nightly
 from rigs.servers.engine_server import EngineServer
 from rigs.servers.forked_servers import ForkedServer
 from rigs.stores.mooncake_cluster import MooncakeCluster
@@ -67,8 +68,11 @@ def check(server: EngineServer, question: HeldoutQuestion, tier: str | None) -> 
 
 @pytest.mark.parametrize(
     ("backend", "more"),
-    [("file", ()), ("mooncake", ()), ("mooncake", ("--speculative-algorithm", "NEXTN"))],
-    ids=["file", "mooncake", "speculation"],
+    [
+        pytest.param("file", (), id="file"),
+        nightly("mooncake", (), id="mooncake"),
+        pytest.param("mooncake", ("--speculative-algorithm", "NEXTN"), id="speculation"),
+    ],
 )
 def test_facts_are_recalled_from_every_tier(
     questions: list[HeldoutQuestion], backend: str, more: tuple[str, ...], tmp_path: Path

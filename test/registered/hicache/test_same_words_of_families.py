@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.nightly_cases import nightly
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import EngineServer
 from rigs.servers.forked_servers import ForkedServer
@@ -123,18 +124,18 @@ def check_every_tier(server: ForkedServer, cold: Asked) -> None:
     ("family", "backend", "states"),
     [
         ("llama", "file", ()),
-        ("qwen2", "file", ()),
-        ("deepseek_v2", "file", ()),
+        nightly("qwen2", "file", ()),
+        nightly("deepseek_v2", "file", ()),
         ("deepseek_v3", "file", ()),
         ("deepseek_v32", "mooncake", ()),
         ("glm_moe_dsa_shared", "file", ()),
-        ("kimi_k25_vision", "file", ()),
+        nightly("kimi_k25_vision", "file", ()),
         ("minimax_m2", "file", ()),
         ("qwen3_5_moe_vision", "file", STATES),
         ("kimi_linear", "mooncake", STATES),
-        ("qwen3_next", "mooncake", STATES),
+        nightly("qwen3_next", "mooncake", STATES),
         ("qwen3_next", "file", HALF_STATES),
-        ("nemotron_h", "mooncake", STATES),
+        nightly("nemotron_h", "mooncake", STATES),
         ("nemotron_h", "file", SMALL_STATES),
         ("ministral", "mooncake", STATES),
         ("gpt_oss", "file", STATES),

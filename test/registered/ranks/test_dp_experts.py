@@ -8,6 +8,7 @@ from typing import Final
 
 import pytest
 
+from rigs.nightly_cases import nightly
 from rigs.words_of_ranks import Layout, assert_layouts_say_the_same
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -21,6 +22,6 @@ LAYOUTS: Final = {
 }
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v32", "qwen3_next", nightly("gpt_oss")])
 def test_groups_and_whole_experts_say_what_one_rank_says(tmp_path: Path, family: str) -> None:
     assert_layouts_say_the_same(tmp_path, family, LAYOUTS[family])

@@ -1,13 +1,14 @@
 """Ranks that divide the choices of an indexer, by the kernels for latent rows: on GPUs, or
 interpreted on a CPU.
 
-    TRITON_INTERPRET=1 python -m rigs.layers.latent_ranks
+    TRITON_INTERPRET=1 python -m rigs.layers.latent_ranks 3
 
-Ends with 0 if the logits of three ranks are those of torch on one.
+Ends with 0 if the logits of so many ranks are those of torch on one.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
@@ -85,4 +86,4 @@ def check(ranks: int, device: str) -> None:
 
 
 if __name__ == "__main__":
-    check(3, "cpu")
+    check(int(sys.argv[1]), "cpu")

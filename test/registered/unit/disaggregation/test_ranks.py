@@ -13,6 +13,7 @@ from rigs.disaggregation.control_proxy import ControlProxy
 from rigs.disaggregation.pd_ranks import PdRanks
 from rigs.drafts.guesses import recorded
 from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.nightly_cases import nightly
 from rigs.schedulers.rank_rigs import RankRigs
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES
@@ -77,29 +78,29 @@ def check_output(pair: PdRanks, alone: SchedulerRig, turn: str) -> None:
 
 CASES: Final = [
     ("qwen3", 2, 2, 1),
-    ("qwen3", 2, 1, 1),
-    ("qwen3", 4, 2, 1),
+    nightly("qwen3", 2, 1, 1),
+    nightly("qwen3", 4, 2, 1),
     ("qwen3", 1, 4, 1),
     ("qwen3", 2, 1, 2),
     ("qwen3", 4, 2, 2),
     ("qwen3_moe", 2, 1, 1),
     ("deepseek_v32", 2, 2, 1),
-    ("deepseek_v32", 2, 1, 1),
-    ("deepseek_v32", 1, 2, 1),
+    nightly("deepseek_v32", 2, 1, 1),
+    nightly("deepseek_v32", 1, 2, 1),
     ("deepseek_v32", 2, 1, 2),
     ("kimi_k25_vision", 2, 1, 1),
-    ("kimi_linear", 1, 1, 1),
-    ("kimi_linear", 2, 1, 1),
+    nightly("kimi_linear", 1, 1, 1),
+    nightly("kimi_linear", 2, 1, 1),
     ("kimi_linear", 1, 2, 1),
-    ("qwen3_next", 1, 1, 1),
+    nightly("qwen3_next", 1, 1, 1),
     ("qwen3_next", 2, 2, 1),
-    ("qwen3_next", 2, 1, 1),
-    ("qwen3_next", 1, 2, 1),
+    nightly("qwen3_next", 2, 1, 1),
+    nightly("qwen3_next", 1, 2, 1),
     ("qwen3_5", 4, 2, 1),
     ("minimax_m2", 2, 1, 1),
-    ("nemotron_h", 1, 1, 1),
+    nightly("nemotron_h", 1, 1, 1),
     ("nemotron_h", 2, 1, 1),
-    ("ministral", 1, 1, 1),
+    nightly("ministral", 1, 1, 1),
     ("ministral", 4, 2, 1),
     ("gpt_oss", 2, 1, 1),
 ]

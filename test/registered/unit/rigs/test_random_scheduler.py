@@ -19,6 +19,7 @@ import torch
 
 from rigs.caches.host_damage import flip, host_pages, pool_of
 from rigs.caches.storage_rigs import counts
+from rigs.nightly_cases import nightly
 from rigs.schedulers.checkable_model import WrongContext, words
 from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
 from rigs.schedulers.random_checks import assert_stored
@@ -140,7 +141,7 @@ def flush(rig: CheckableRig) -> None:
     administer(rig, FlushCacheReqInput(req_id="flush"))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(8), *map(nightly, range(8, 16))])
 def test_random_work_gives_right_words_and_leaves_nothing_behind(seed: int) -> None:
     outcome = run_seed(seed, steps=150)
     assert outcome.counts["positions checked"] > 100

@@ -15,6 +15,7 @@ from rigs.drafts.draft_driver import draft_reference
 from rigs.drafts.guesses import Drafts, guessed, recorded
 from rigs.drafts.replayed_graphs import replayed_graphs
 from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.nightly_cases import nightly
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
@@ -63,7 +64,12 @@ def make_texts(alone: list[list[int]]) -> list[list[int]]:
 @pytest.mark.settled
 @pytest.mark.parametrize(
     ("page_size", "chunk", "right", "overlap_steps"),
-    [(1, -1, 0.7, False), (4, 8, 0.0, True), (4, 8, 1.0, False), (16, 16, 0.7, True)],
+    [
+        (1, -1, 0.7, False),
+        (4, 8, 0.0, True),
+        nightly(4, 8, 1.0, False),
+        nightly(16, 16, 0.7, True),
+    ],
 )
 def test_words_are_those_without_speculation(
     model: Path,
