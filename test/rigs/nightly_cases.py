@@ -28,10 +28,14 @@ def _leave_half(cases: Sequence[pytest.Item]) -> None:
     """Parameters are the sides of a board: one colour of its squares stays.
 
     So each value stays, with half of the values of another parameter, or with all where there are
-    three parameters. A test with one parameter stays whole.
+    three parameters. A test with one parameter stays whole, but for values with the mark
+    `half(needs="another parameter")`.
     """
     columns = [column for column in _columns_of(cases) if any(column)]
     if len(columns) < 2:
+        for case in cases:
+            if any("needs" in mark.kwargs for mark in case.iter_markers("half")):
+                case.add_marker("nightly")
         return
     for case, *place in zip(cases, *columns, strict=True):
         if sum(place) % 2:

@@ -264,6 +264,7 @@ def test_quick_reads_between_ranks_need_no_gpu() -> None:
     assert [one["blocks"] for one in reads] == [blocks[one["pages"]] for one in reads]
 
 
+@pytest.mark.nightly
 def test_each_tick_of_ranks_counts_its_collectives() -> None:
     cases = run("ranks", "collectives", "--ranks", "2", "3", "--ticks", "25")
     ticks = [one for one in cases if "tick" in one]

@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from rigs.disaggregation.pd_servers import TCP, decode_server, prefill_server, router
+from rigs.nightly_cases import nightly
 from rigs.servers.engine_server import EXACT, EngineServer
 from rigs.servers.forked_servers import ForkedServer
 from rigs.stores.mooncake_cluster import MooncakeCluster
@@ -144,6 +145,9 @@ def test_every_server_answers_its_share(topology: tuple[Servers, str], whole: En
     assert sum(shares[:num_prefill]) == sum(shares[num_prefill:]) == len(questions)
 
 
+@pytest.mark.parametrize(
+    "topology", [TOPOLOGIES[0], nightly(TOPOLOGIES[1])], ids=["1P2D", "2P1D"], indirect=True
+)
 def test_the_load_test_runs_through_the_router(
     topology: tuple[Servers, str], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 REPO: Final = Path(__file__).resolve().parents[4]
 MODES: Final = {"mode": [False, True]}
+NEEDS_ANOTHER: Final = "needs another"
 
 
 class Case:
@@ -30,13 +31,15 @@ class Case:
         self.params = {name: value for name, (_, value) in known.items()}
         indices = {name: index for name, (index, _) in known.items()}
         self.callspec = SimpleNamespace(params=self.params, indices=indices)
-        self.marks = ["half"] * is_half
+        self.marks = [pytest.mark.half] * is_half
+        if any(value is NEEDS_ANOTHER for value in self.params.values()):
+            self.marks = [pytest.mark.half(needs="another parameter")]
 
     def iter_markers(self, name: str) -> Any:
-        return iter([one for one in self.marks if one == name])
+        return iter([one for one in self.marks if one.name == name])
 
     def add_marker(self, name: str) -> None:
-        self.marks.append(name)
+        self.marks.append(getattr(pytest.mark, name))
 
 
 def kept(*sets: Mapping[str, Sequence[object]], is_half: bool = True) -> list[dict[str, object]]:
@@ -50,7 +53,7 @@ def kept(*sets: Mapping[str, Sequence[object]], is_half: bool = True) -> list[di
     ]
     cases: list[Any] = [Case(one, is_half=is_half) for one in itertools.product(*choices)]
     leave_halves(cases)
-    return [case.params for case in cases if "nightly" not in case.marks]
+    return [case.params for case in cases if pytest.mark.nightly not in case.marks]
 
 
 def test_each_pair_of_three_parameters_stays() -> None:
@@ -75,6 +78,12 @@ def test_each_value_of_two_parameters_stays() -> None:
 )
 def test_a_test_with_one_parameter_stays_whole(sets: list[dict[str, list[object]]]) -> None:
     assert len(kept(*sets)) == 2
+
+
+def test_a_value_that_needs_another_parameter() -> None:
+    modes: dict[str, list[object]] = {"mode": [NEEDS_ANOTHER, True]}
+    assert [one["mode"] for one in kept(modes)] == [True]
+    assert [one["mode"] for one in kept({"seed": [1, 2]}, modes)] == [NEEDS_ANOTHER, True]
 
 
 def test_a_test_without_the_mark_stays_whole() -> None:

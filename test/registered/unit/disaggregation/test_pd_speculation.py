@@ -44,6 +44,7 @@ def run_alone(model: Path) -> list[tuple[list[int], Drafts]]:
     return found
 
 
+@pytest.mark.half
 @pytest.mark.parametrize(
     ("is_inline", "overlap", "prefill_steps"), [(False, True, 3), (True, False, 1)]
 )
@@ -91,6 +92,7 @@ def test_good_drafts_are_accepted_of_requests_together(
             assert got.last.verifications.accept_length > 1.3
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("without", ["prefill", "decode"])
 def test_a_server_without_speculation_is_no_pair(model: Path, without: str) -> None:
     plain = {"speculative_algorithm": None, "speculative_num_steps": None}

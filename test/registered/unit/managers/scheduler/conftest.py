@@ -1,5 +1,5 @@
-"""Tests over a whole scheduler run twice: each step settled at once, and one step behind. Of a test
-with several cases each runs in one of these modes, and in both in the nightly suite."""
+"""Tests over a whole scheduler run twice: each step settled at once, and one step behind.
+In CI each case of a test runs in one of these modes, and in the second if it is the only case."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     modes: list[Any] = [pytest.param(False, id="settled")]
     if next(metafunc.definition.iter_markers("settled"), None) is None:
         modes = [
-            pytest.param(mode, id=name, marks=pytest.mark.half)
-            for mode, name in ((False, "settled"), (True, "overlap"))
+            pytest.param(False, id="settled", marks=pytest.mark.half(needs="another parameter")),
+            pytest.param(True, id="overlap", marks=pytest.mark.half),
         ]
     metafunc.parametrize("overlap", modes, indirect=True)
 
