@@ -3,6 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
-# Files with processes of their own wait much: two run beside one that computes all the time.
-exec .venv/bin/python test/run_suite.py --hw cpu --continue-on-error --at-once 3 --preload \
+# Files with processes of their own wait much: three run beside one that computes all the time.
+exec .venv/bin/python test/run_suite.py --hw cpu --continue-on-error --at-once 4 --preload \
     --check scripts/lint.sh --suite base-a-test-cpu --suite base-b-test-cpu
