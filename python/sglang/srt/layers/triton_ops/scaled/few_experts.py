@@ -296,7 +296,6 @@ def _plan_down_fp4(features: int, places: int) -> DownPlan:
     """Sizes with which each thread has a word's place in a row for itself; see `add_tile_`."""
     block_f = fewest_steps(features, 1024)
     block_p = min(_PLACES_OF_FP4, triton.next_power_of_2(places))
-    tiles = triton.cdiv(places, block_p) * triton.cdiv(features, block_f)
     return {
         "ROWS": _FEATURES_OF_DOWN,
         "BLOCK_P": block_p,
