@@ -293,7 +293,8 @@ def plan_down(weight: ScaledWeight, places: int) -> DownPlan:
 
 
 def _plan_down_fp4(features: int, places: int) -> DownPlan:
-    """Sizes with which each thread has a word's place in a row for itself; see `add_tile_`."""
+    """Sizes with which each thread has a word's place in a row for itself; see `add_tile_`. The
+    best of 31 on an H200 for gpt-oss-120b's shape."""
     block_f = fewest_steps(features, 1024)
     block_p = min(_PLACES_OF_FP4, triton.next_power_of_2(places))
     return {
