@@ -186,7 +186,7 @@ class Scheduler:
                 self._input.handle(message)
             if state.hicache is not None:
                 state.hicache.check_hicache_events()
-                if self._damaged():
+                if state.queues.computing and self._damaged():
                     self._settle()
             if self._control.is_drained():
                 self._input.abort(None, _SHUT_DOWN)
