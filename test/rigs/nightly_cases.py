@@ -1,4 +1,4 @@
-"""Further cases of a test, which the nightly suite runs; `pytest -m ""` does too."""
+"""Cases that the nightly suite alone runs; `pytest -m ""` does too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Ranks that divide the choices of an indexer, by the kernels for latent rows: on GPUs, or
-interpreted on a CPU.
+"""Ranks that divide an indexer's choices, by kernels for latent rows: on GPUs, or interpreted.
 
     TRITON_INTERPRET=1 python -m rigs.layers.latent_ranks 3
 
