@@ -11,7 +11,7 @@ from rigs.groups.hung_store import client_of
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from rigs.stores.object_store import IN_PLACE, STORE_KEY, ObjectStore
-from sglang.srt.messages.io_struct import FlushCacheReqInput
+from sglang.srt.messages.io_struct import AttachHiCacheStorageReqInput, FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
@@ -20,16 +20,22 @@ PAGE: Final = 8
 LONG: Final = 60
 
 
-def args_over(store: ObjectStore) -> dict[str, Any]:
+TIERS: Final[dict[str, Any]] = {
+    "page_size": PAGE,
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 2.0,
+}
+
+
+def attach(store: ObjectStore) -> AttachHiCacheStorageReqInput:
     extra = {STORE_KEY: store.name, "prefetch_threshold": PAGE}
-    return {
-        "page_size": PAGE,
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": 2.0,
-        "hicache_storage_backend": IN_PLACE,
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend_extra_config": json.dumps(extra),
-    }
+    return AttachHiCacheStorageReqInput(
+        req_id="attach",
+        hicache_storage_backend=IN_PLACE,
+        hicache_storage_backend_extra_config_json=json.dumps(extra),
+        hicache_storage_prefetch_policy="wait_complete",
+        hicache_write_policy=None,
+    )
 
 
 def test_groups_step_while_the_store_of_one_hangs(tmp_path: Path) -> None:
@@ -42,14 +48,17 @@ def test_groups_step_while_the_store_of_one_hangs(tmp_path: Path) -> None:
     rig.close()
     with (
         ObjectStore(seed=2) as store,
-        GroupRigs(tmp_path, 2, args=lambda dp_rank: args_over(store)) as groups,
+        GroupRigs(tmp_path, 2, args=lambda dp_rank: TIERS) as groups,
     ):
         first, second = groups.rigs
+        for rig in groups.rigs:
+            rig.post(attach(store))
+        groups.wait(lambda: all(len(rig.answers) == 1 for rig in groups.rigs))
         first.post(first.request("stores", prompts[0], greedy(8)))
         groups.wait(lambda: first.has_ended("stores"))
         first.post(FlushCacheReqInput(req_id="flush", timeout=30.0))
-        groups.wait(lambda: len(first.answers) == 1)
-        assert first.answers[0].success, first.answers[0]
+        groups.wait(lambda: len(first.answers) == 2)
+        assert all(answer.success for answer in first.answers), first.answers
         client = client_of(first)
         assert client is not None
         store.hang_for(client)
@@ -67,4 +76,4 @@ def test_groups_step_while_the_store_of_one_hangs(tmp_path: Path) -> None:
         assert first.results["reads"].output_ids == expected[0]
         last = first.results["reads"].last
         assert last is not None and last.cached_tokens_details is not None
-        assert last.cached_tokens_details.storage == 40 - PAGE
+        assert last.cached_tokens_details.storage == len(prompts[0]) - 1
