@@ -88,24 +88,25 @@ def window_of(  # type: ignore[no-untyped-def]  # noqa: ANN201
     mask = is_channel[:, None] & (nth < KERNEL)[None, :]
     weight = tl.load(weight_ptr + channels[:, None] * KERNEL + nth[None, :], mask=mask, other=0.0)
     runs = begin + tl.arange(0, ROWS) * STEPS
+    # Triton adds tuples, and does not unpack them.
     inputs = ()
     for back in tl.static_range(KERNEL - 1, -STEPS, -1):
         at = runs - back
         mask = ((at >= start) & (at < end))[:, None] & is_channel[None, :]
         place = x_ptr + at[:, None] * stride + cols[None, :]
-        inputs = inputs + (tl.load(place, mask=mask, other=0.0),)  # noqa: RUF005
-    # Triton adds tuples, and does not unpack them.
+        found = tl.load(place, mask=mask, other=0.0)
+        inputs = inputs + (found,)  # type: ignore[assignment]  # noqa: RUF005
     taps = ()
     for tap in tl.static_range(KERNEL):
-        found = tl.sum(tl.where((nth == tap)[None, :], weight, 0.0), axis=1)
-        taps = taps + (found,)  # noqa: RUF005
+        own = tl.sum(tl.where((nth == tap)[None, :], weight, 0.0), axis=1)
+        taps = taps + (own,)  # type: ignore[assignment]  # noqa: RUF005
     return inputs, taps
 
 
 @triton.jit
-def convolved(
-    inputs,  # type: ignore[no-untyped-def]  # noqa: ANN001
-    taps,  # type: ignore[no-untyped-def]  # noqa: ANN001
+def convolved(  # type: ignore[no-untyped-def]
+    inputs,  # noqa: ANN001
+    taps,  # noqa: ANN001
     acc: tl.tensor,
     old_ptr: tl.tensor,
     start: tl.tensor,
