@@ -76,6 +76,7 @@ class SteppedRig(CacheRig):
 def _stop_threads(attached: AttachedStore) -> None:
     for waiting in (attached.reads.queue, attached.writes.queue):
         waiting.put(None)
+    attached._closing.set()
     for thread in attached._threads:
         thread.join()
 
