@@ -186,21 +186,21 @@ it, and the master tells what was asked for."""
 
 def test_a_nodes_other_protocol_is_named_by_log_and_views() -> None:
     def seen() -> list[str]:
-        usage = hicache_top.ask(server.url, ADMIN_KEY)["store"]["usage"]
+        usage = hicache_top.ask(running.url, ADMIN_KEY)["store"]["usage"]
         return [] if usage is None else list(usage["unlike_nodes"])
 
-    with MooncakeCluster(segment_size="32mb") as both, server_on(both) as server:
+    with MooncakeCluster(segment_size="32mb") as both, server_on(both) as running:
         assert both.capacity_bytes() and not seen()
         command = [sys.executable, "-c", UNLIKE, both.master.address]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as node:
             assert wait_until(lambda: len(seen()) == 1, 30)
             (name,) = seen()
             assert name.endswith(" (rdma)")
-            view = hicache_top.ask(server.url, ADMIN_KEY)
+            view = hicache_top.ask(running.url, ADMIN_KEY)
             shown = hicache_top._store(view["store"], view["words"]).plain
             assert f"store nodes with another protocol: {name}" in shown
             line = f"store node {name} has another protocol than this server"
-            assert server.process.log_tail(500).count(line) == 1
+            assert running.process.log_tail(500).count(line) == 1
             assert node.stdin is not None
             node.stdin.close()
 
