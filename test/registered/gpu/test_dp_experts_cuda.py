@@ -60,6 +60,7 @@ def sizes_of(family: str) -> dict[str, Any]:
     return SIZES | more if family == "qwen3_next" else SIZES
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v32", "qwen3_next", "gpt_oss"])
 def test_groups_say_what_one_gpu_says(tmp_path: Path, family: str) -> None:
     save_tiny_checkpoint(tmp_path, family, **sizes_of(family))
@@ -68,6 +69,7 @@ def test_groups_say_what_one_gpu_says(tmp_path: Path, family: str) -> None:
         assert words(tmp_path, 2, *more) == expected, more
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next"])
 def test_groups_draft_tokens(tmp_path: Path, family: str) -> None:
     save_tiny_checkpoint(tmp_path, family, mtp=True, **sizes_of(family))

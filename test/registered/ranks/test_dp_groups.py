@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
-from unittest import mock
 
 import msgspec
 import pytest
@@ -23,10 +22,10 @@ from rigs.servers.engine_server import ADMIN_KEY, EngineServer, HttpReply
 from rigs.servers.forked_servers import ForkedServer
 from rigs.servers.request_battery import Results, battery, differences
 from rigs.stores.mooncake_cluster import MooncakeCluster
+from rigs.views.planted_faults import looks_once
 from rigs.words_of_ranks import FAMILIES, PAGE, SOURCES, TOLERANCE, WHOLE, flags
 from sglang import hicache_top
 from sglang.srt.disaggregation.kv_events import KVEventBatch
-from sglang.srt.mem_cache.l3 import store_presence
 from sglang.srt.utils.network import check_port_available, get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -264,12 +263,6 @@ def test_what_two_groups_compute_is_written_once(model: Path, tmp_path: Path) ->
             found.append((words, pages))
         assert found[0] == found[1]
         assert len(found[0][1]) >= WHOLE // PAGE
-
-
-def looks_once(rank: int) -> None:
-    """The server does not renew its note in the store, which would be another put."""
-    del rank
-    mock.patch.object(store_presence, "_PAUSE_S", 3600.0).start()
 
 
 def test_what_two_groups_compute_is_put_once_into_mooncake(model: Path) -> None:

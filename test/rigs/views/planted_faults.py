@@ -44,6 +44,12 @@ def switched(folder: Path, name: str) -> AbstractContextManager[None]:
     return on()
 
 
+def looks_once(rank: int) -> None:
+    """The server does not renew its note in the store, which would be another put."""
+    del rank
+    mock.patch.object(store_presence, "_PAUSE_S", 3600.0).start()
+
+
 def slow_files(folder: str, rank: int) -> None:
     """Each call of the file store takes 1.5 s while its switch is on."""
     for name, method in ((SLOW_READS, "batch_get_v2"), (SLOW_WRITES, "batch_set_v2")):
