@@ -27,7 +27,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 MAX_STOPS: Final = 21
-MAX_FUNCTIONS: Final = 60
+MAX_FUNCTIONS: Final = 61
 SRT: Final = "/sglang/srt/"
 SUBMIT: Final = "tokenizer_manager:TokenizerManager.submit"
 SEND: Final = "tokenizer_manager:TokenizerManager._send"
