@@ -66,8 +66,9 @@ class ObservedMaster(SuspendableProcess, MooncakeMaster):
     """A master that tells what the store holds."""
 
     def keys(self) -> list[str]:
-        """Keys of all objects in the store."""
-        return [line for line in self._get("/get_all_keys").splitlines() if line]
+        """Keys of all objects in the store but the servers' notes."""
+        keys = self._get("/get_all_keys").splitlines()
+        return [key for key in keys if key and "/notes/" not in key]
 
     def metric(self, name: str) -> float:
         """Value of one of the master's Prometheus gauges or counters.
