@@ -22,7 +22,7 @@ COMMANDS: Final[dict[str, tuple[str, ...]]] = {
     "words-by-tier": ("same", "recall"),
     "ranks": ("collectives", "context-parallel", "dp-steps"),
     "remote-weights": ("tcp", "nvlink"),
-    "transfer": ("engine", "heads", "limits", "tickets"),
+    "transfer": ("engine", "heads", "limits", "nixl", "tickets"),
     "gpu-forward": ("steps", "attention", "kernels"),
     "gpu-server": ("ttft", "load", "scheduler", "idle"),
     "gpu-hicache": ("unused", "turns", "copies"),

@@ -6,6 +6,9 @@ scripts/setup.sh
 # A consumer of KV events; apart, since servers would use its uvloop.
 [ -d .venv/indexer ] || .venv/bin/python -m pip install --progress-bar off --target .venv/indexer \
     ai-dynamo-runtime==1.6.1
+# 230 MB, without what it needs of the environment itself.
+[ -d .venv/nixl ] || .venv/bin/python -m pip install --progress-bar off --no-deps \
+    --target .venv/nixl "$(grep -o 'nixl-cu13==[0-9.]*' pyproject.toml)"
 status=0
 .venv/bin/python test/run_suite.py --hw cpu --nightly --continue-on-error \
     --timeout-per-file 3600 --suite nightly-test-cpu || status=$?

@@ -394,6 +394,22 @@ class Envs:
         "unset: like gloo's."
     )
 
+    # NIXL and UCX read these; `export_default` sets the defaults of this engine.
+    NIXL_LOG_LEVEL = _env_str("WARN", "Least severity that NIXL logs: DEBUG, INFO, WARN, ERROR.")
+    UCX_NET_DEVICES = _env_str(
+        "",
+        "Network devices of UCX; unset: the interface of --host, and port 1 of each RDMA device.",
+    )
+    UCX_TLS = _env_str("", "Transports of UCX; unset: all that this host has.")
+    UCX_MODULES = _env_str(
+        "", "Modules that UCX loads; unset, on hosts without RDMA devices: all but those for RDMA."
+    )
+    UCX_PROTO_EMULATION_ENABLE = _env_str(
+        "n",
+        "`y`: NIXL reads over TCP too. A decode server that dies can then end a prefill server.",
+    )
+    UCX_LOG_LEVEL = _env_str("error", "Least severity that UCX logs: warn, error, fatal.")
+
     # Mooncake's C++ code reads these; `export_default` sets the defaults of this engine.
     MC_STORE_CLIENT_SETUP_RETRIES = _env_int(
         1, "Mooncake's attempts to reach the master in `setup`; its own default takes 90 s."

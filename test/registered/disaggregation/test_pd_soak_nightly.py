@@ -9,7 +9,7 @@ import secrets
 
 import pytest
 
-from rigs.disaggregation.pd_soak import run_soak
+from rigs.disaggregation.pd_soak import draw_transport, run_soak
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=600, suite="nightly-test-cpu", nightly=True)
@@ -18,8 +18,9 @@ register_cpu_ci(est_time=600, suite="nightly-test-cpu", nightly=True)
 @pytest.mark.timeout(1100)
 def test_ten_minutes_of_kills_and_stops() -> None:
     seed = secrets.randbits(31)
-    print(f"seed {seed}")
-    outcome = run_soak(590.0, seed)
+    over = draw_transport(seed)
+    print(f"seed {seed}, {over}")
+    outcome = run_soak(590.0, seed, over)
     print("\n".join(f"{n:10} {what}" for what, n in sorted(outcome.counts.items())))
     assert not outcome.wrong and not outcome.hung
     for mode in ("prefill", "decode"):

@@ -80,6 +80,10 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
         "managers.detokenizer",
         "observability",
         "disaggregation",
+        "disaggregation.common.conn",
+        "disaggregation.common.prefill_server",
+        "disaggregation.common.prefill_servers",
+        "disaggregation.common.shard_read",
     ),
     # Faces.
     ("managers",),

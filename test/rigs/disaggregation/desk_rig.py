@@ -10,6 +10,7 @@ import msgspec
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferError
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.base.timeouts import Timeouts
+from sglang.srt.disaggregation.common.conn import CommonKVPrefillManager, CommonKVSender
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.control.control_client import ControlClient
@@ -22,7 +23,6 @@ from sglang.srt.disaggregation.control.protocol import (
     Question,
     RoomStatus,
 )
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVPrefillManager, MooncakeKVSender
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.messages.first_token import FirstToken
 from sglang.srt.utils.network import wait_until
@@ -73,18 +73,18 @@ class PrefillRooms(RoomServer):
     """
 
     def __init__(self, *args: Any, pools: Sequence[BaseDevicePool] = (), **fields: Any) -> None:
-        self.senders: dict[int, MooncakeKVSender] = {}
+        self.senders: dict[int, CommonKVSender] = {}
         self._was_claimed: set[int] = set()
         self._was_given_up: set[int] = set()
         super().__init__(*args, **fields)
         checksums = RoomChecksums(pools) if pools else _NoChecksums()
-        self._manager = cast(MooncakeKVPrefillManager, _Manager(self, checksums))
+        self._manager = cast(CommonKVPrefillManager, _Manager(self, checksums))
 
     def open(self, room: int, pages: Sequence[int] = ()) -> None:
         """Begin a request, which has computed `pages`."""
         self._was_claimed.discard(room)
         self._was_given_up.discard(room)
-        self.senders[room] = MooncakeKVSender(self._manager, ("host", 1), room)
+        self.senders[room] = CommonKVSender(self._manager, ("host", 1), room)
         if pages:
             self.add_pages(room, pages)
 

@@ -1,7 +1,8 @@
 """Prefill and decode schedulers in processes of their own, to be killed and stopped.
 
 They are forked from a server that has torch imported, so that one starts within a second. The model
-checks every key and value (`checkable_model`), and Mooncake's Transfer Engine moves them over TCP.
+checks every key and value (`checkable_model`). Mooncake's Transfer Engine moves them over TCP, or
+NIXL over UCX.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from typing import Any, Final
 
 import torch
 
-from rigs.disaggregation.pd_rig import CheckableRoleRig, MooncakeMover, one_rank
+from rigs.disaggregation.pd_rig import CheckableRoleRig, LocalMover, MooncakeMover, one_rank
 from sglang.embedded_mooncake import LOOPBACK
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
+from sglang.srt.distributed.device_communicators.nixl_transfer_engine import NixlTransferEngine
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
 from sglang.srt.messages.io_struct import FinishReason, ToScheduler
@@ -73,16 +75,23 @@ class RoleProcess:
         args: Arguments of `RoleRig`.
         env: Added to the environment.
         holds: Reads can be held (`set`), and then block the threads of their prompts.
+        over: What moves the bytes: Mooncake over TCP, or NIXL, whose reads cannot be held.
     """
 
     def __init__(
-        self, mode: DisaggregationMode, env: Mapping[str, str], *, holds: bool = True, **args: Any
+        self,
+        mode: DisaggregationMode,
+        env: Mapping[str, str],
+        *,
+        holds: bool = True,
+        over: TransferBackend = TransferBackend.MOONCAKE_TCP,
+        **args: Any,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["rigs.disaggregation.pd_processes"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(mode, dict(env), holds, args, theirs), daemon=True
+            target=_serve, args=(mode, dict(env), holds, over, args, theirs), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -163,18 +172,29 @@ class _Server:
     """The loop of the process. A host that is a `RoleProcess.endpoint` names the prefill server
     itself."""
 
-    def __init__(self, mode: DisaggregationMode, holds: bool, args: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        mode: DisaggregationMode,
+        holds: bool,
+        over: TransferBackend,
+        args: dict[str, Any],
+    ) -> None:
         torch.set_num_threads(1)
         mark_device_set("cpu")
-        self._engine = MooncakeTransferEngine(LOOPBACK)
-        self._mover = MooncakeMover(self._engine)
+        self._engine: MooncakeTransferEngine | NixlTransferEngine
+        if over == TransferBackend.NIXL:
+            self._engine = NixlTransferEngine(LOOPBACK)
+            self._mover = LocalMover()
+        else:
+            self._engine = MooncakeTransferEngine(LOOPBACK)
+            self._mover = MooncakeMover(self._engine)
         self._endpoint = ""
         self._is_paused = False
         self._messages: list[ToScheduler] = []
         self.rig = CheckableRoleRig(
             BUILTIN_MODEL_DIR,
             mode=mode,
-            engine=self._mover if holds else self._engine,
+            engine=self._mover if holds and over != TransferBackend.NIXL else self._engine,
             find_rank=lambda host, port, rank, dp_rank: one_rank(
                 *(host if "://" in host else self._endpoint).split("#")
             ),
@@ -245,6 +265,7 @@ def _serve(
     mode: DisaggregationMode,
     env: dict[str, str],
     holds: bool,
+    over: TransferBackend,
     args: dict[str, Any],
     pipe: Connection,
 ) -> None:
@@ -253,7 +274,7 @@ def _serve(
         field = envs.fields()[name]
         field.set(field.parse(text))
     try:
-        _Server(mode, holds, args).run(pipe)
+        _Server(mode, holds, over, args).run(pipe)
     except EOFError:
         pass  # The test has ended.
     except BaseException:  # noqa: BLE001 - it is the parent's to raise

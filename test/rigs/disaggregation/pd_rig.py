@@ -23,17 +23,17 @@ from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
 from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVDecodeManager,
+    CommonKVManager,
+    CommonKVPrefillManager,
+)
+from sglang.srt.disaggregation.common.prefill_server import FindRank
+from sglang.srt.disaggregation.common.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.common.sessions import Engine
 from sglang.srt.disaggregation.common.staging import UNIT_BYTES, LinkCosts
 from sglang.srt.disaggregation.decode import DecodeRole
-from sglang.srt.disaggregation.mooncake.conn import (
-    MooncakeKVDecodeManager,
-    MooncakeKVManager,
-    MooncakeKVPrefillManager,
-)
-from sglang.srt.disaggregation.mooncake.prefill_server import FindRank
-from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.disaggregation.roles import changing_role_of, role_of
 from sglang.srt.disaggregation.utils import MetadataBuffers
@@ -68,6 +68,7 @@ class RigSettings:
 
     host: str = LOOPBACK
     disaggregation_secret: str | None = None
+    disaggregation_ib_device: str | None = None
     enable_pd_role_switch: bool = False
 
 
@@ -84,7 +85,7 @@ def make_manager(
     unit_bytes: int = UNIT_BYTES,
     hidden_bytes: int = 0,
     group: tuple[int, int] = (0, 1),
-) -> MooncakeKVManager:
+) -> CommonKVManager:
     """A rank's manager, over `engine`."""
     args = KVArgs(
         ranks=ranks or SingleRank(),
@@ -96,7 +97,7 @@ def make_manager(
         dp_size=group[1],
     )
     reads = mode == DisaggregationMode.DECODE
-    kind = MooncakeKVDecodeManager if reads else MooncakeKVPrefillManager
+    kind = CommonKVDecodeManager if reads else CommonKVPrefillManager
     return kind(
         args,
         mode,
@@ -311,23 +312,23 @@ class RoleRig(SchedulerRig):
         return answer.data
 
     @property
-    def manager(self) -> MooncakeKVManager:
+    def manager(self) -> CommonKVManager:
         """The transport of the present role."""
         role = self.scheduler._role
         assert isinstance(role, PrefillRole | DecodeRole)
-        assert isinstance(role._kv_manager, MooncakeKVManager)
+        assert isinstance(role._kv_manager, CommonKVManager)
         return role._kv_manager
 
     @property
     def rooms(self) -> RoomServer:
         """Rooms of a prefill server."""
-        assert isinstance(self.manager, MooncakeKVPrefillManager)
+        assert isinstance(self.manager, CommonKVPrefillManager)
         return self.manager.rooms
 
     @property
     def prefill_servers(self) -> PrefillServers:
         """Prefill servers that a decode server knows."""
-        assert isinstance(self.manager, MooncakeKVDecodeManager)
+        assert isinstance(self.manager, CommonKVDecodeManager)
         return self.manager.prefill_servers
 
     @property

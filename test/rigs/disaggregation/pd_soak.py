@@ -22,11 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from rigs.disaggregation.nixl_package import has_nixl
 from rigs.disaggregation.pd_pair import NEVER_ASKED
 from rigs.disaggregation.pd_processes import Ended, RoleProcess
 from rigs.schedulers import checkable_model
 from rigs.schedulers.scheduler_rig import greedy, prompt
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.messages.io_struct import (
     CLIENT_ABORT_STATUS,
@@ -52,6 +53,7 @@ ARGS: Final[dict[str, Any]] = {
     "max_requests": 16,
     "chunked_prefill_size": 32,
 }
+_TRANSPORTS: Final = (TransferBackend.MOONCAKE_TCP, TransferBackend.NIXL)
 _MODES: Final = (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
 _NUM_EACH: Final = 2
 _MAX_PENDING: Final = 24
@@ -103,10 +105,11 @@ class Outcome:
 
 
 class PdSoak:
-    """Context manager: one run."""
+    """Context manager: one run over one transport."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, over: TransferBackend = TransferBackend.MOONCAKE_TCP) -> None:
         self._rng = random.Random(seed)
+        self._over = over
         self.outcome = Outcome()
         self._processes: dict[str, list[RoleProcess]] = {mode: [] for mode in _MODES}
         self._stopped: dict[RoleProcess, float] = {}
@@ -133,9 +136,8 @@ class PdSoak:
             for process in processes:
                 process.kill()
 
-    @staticmethod
-    def _start(mode: DisaggregationMode) -> RoleProcess:
-        return RoleProcess(mode, ENV, holds=False, **ARGS)
+    def _start(self, mode: DisaggregationMode) -> RoleProcess:
+        return RoleProcess(mode, ENV, holds=False, over=self._over, **ARGS)
 
     def run(self, seconds: float) -> Outcome:
         """Run rounds for `seconds`, at least one."""
@@ -295,9 +297,11 @@ class PdSoak:
                 self.outcome.counts["ownership checks"] += 1
 
 
-def run_soak(seconds: float, seed: int) -> Outcome:
+def run_soak(
+    seconds: float, seed: int, over: TransferBackend = TransferBackend.MOONCAKE_TCP
+) -> Outcome:
     """One run. Raises AssertionError if a process does not come to rest, or pages are lost."""
-    with PdSoak(seed) as soak:
+    with PdSoak(seed, over) as soak:
         try:
             return soak.run(seconds)
         except BaseException as error:
@@ -305,14 +309,21 @@ def run_soak(seconds: float, seed: int) -> Outcome:
             raise
 
 
+def draw_transport(seed: int) -> TransferBackend:
+    """A transport of this environment."""
+    return _TRANSPORTS[seed % len(_TRANSPORTS)] if has_nixl() else _TRANSPORTS[0]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, help="[random]")
+    parser.add_argument("--transport", type=TransferBackend, help="nixl or mooncake_tcp [drawn]")
     args = parser.parse_args(argv)
     seed = secrets.randbits(31) if args.seed is None else args.seed
-    print(f"seed {seed}", flush=True)
-    outcome = run_soak(60 * args.minutes, seed)
+    over = args.transport or draw_transport(seed)
+    print(f"seed {seed}, {over}", flush=True)
+    outcome = run_soak(60 * args.minutes, seed, over)
     print("\n".join(f"{n:10} {what}" for what, n in sorted(outcome.counts.items())))
     print(f"slowest {outcome.slowest:.1f} s")
     print(f"wrong: {outcome.wrong or 'none'}\nhung: {outcome.hung or 'none'}")

@@ -17,19 +17,19 @@ from rigs.disaggregation.pd_rig import SLOW_BLOCKS, LocalMover, one_rank
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import BootstrapAddr, KVPoll
 from sglang.srt.disaggregation.base.timeouts import Timeouts
+from sglang.srt.disaggregation.common.asked_room import AskedRoom
+from sglang.srt.disaggregation.common.conn import CommonKVDecodeManager, CommonKVReceiver
 from sglang.srt.disaggregation.common.geometry import PoolGeometry, RankPlace
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
+from sglang.srt.disaggregation.common.prefill_groups import Asked
+from sglang.srt.disaggregation.common.prefill_server import DecodeRank, FindRank
+from sglang.srt.disaggregation.common.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.sessions import Engine, Sessions
+from sglang.srt.disaggregation.common.shard_read import SharedReads
 from sglang.srt.disaggregation.common.staging import LinkCosts, Staging
 from sglang.srt.disaggregation.control.protocol import RowsLayout
-from sglang.srt.disaggregation.mooncake.asked_room import AskedRoom
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVDecodeManager, MooncakeKVReceiver
-from sglang.srt.disaggregation.mooncake.prefill_groups import Asked
-from sglang.srt.disaggregation.mooncake.prefill_server import DecodeRank, FindRank
-from sglang.srt.disaggregation.mooncake.prefill_servers import PrefillServers
-from sglang.srt.disaggregation.mooncake.shard_read import SharedReads
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.messages.first_token import FirstToken
 from sglang.srt.utils.network import wait_until
@@ -90,7 +90,7 @@ class Context:
         return PrefillServers(self.rank(), "decode server")
 
 
-class Prompt(MooncakeKVReceiver):
+class Prompt(CommonKVReceiver):
     """A receiver that knows its prefill server's ranks, and may fail by injection.
 
     Args:
@@ -110,7 +110,7 @@ class Prompt(MooncakeKVReceiver):
     ) -> None:
         servers = context.servers()
         servers.new_reader = lambda: (reader, fails_at)  # type: ignore[method-assign]
-        super().__init__(cast(MooncakeKVDecodeManager, _Servers(servers)), ("host", 1), room)
+        super().__init__(cast(CommonKVDecodeManager, _Servers(servers)), ("host", 1), room)
         self._server = servers.find(("host", 1))
         assert self._server is not None
         (group,) = self._server.groups
@@ -261,12 +261,12 @@ class Scene:
         self.prefill.close()
 
 
-def receiver_of(servers: PrefillServers, address: BootstrapAddr, room: int) -> MooncakeKVReceiver:
+def receiver_of(servers: PrefillServers, address: BootstrapAddr, room: int) -> CommonKVReceiver:
     """A receiver of a rank that has these prefill servers."""
-    return MooncakeKVReceiver(cast(MooncakeKVDecodeManager, _Servers(servers)), address, room)
+    return CommonKVReceiver(cast(CommonKVDecodeManager, _Servers(servers)), address, room)
 
 
-def sources_of(receiver: MooncakeKVReceiver) -> list[Route]:
+def sources_of(receiver: CommonKVReceiver) -> list[Route]:
     """The ranks of the group that has the room."""
     found = receiver._room.found
     assert found is not None
@@ -296,7 +296,7 @@ class Server:
             raise self.why
         return msgspec.structs.replace(self.route, rank=rank)
 
-    def ask(self, room: int = ROOM) -> MooncakeKVReceiver:
+    def ask(self, room: int = ROOM) -> CommonKVReceiver:
         """Ask whether the prefill server has a room."""
         receiver = receiver_of(self.servers, ("host", 1), room)
         receiver.init()

@@ -112,6 +112,7 @@ class TransferBackend(StrEnum):
     MOONCAKE = "mooncake"
     MOONCAKE_TCP = "mooncake_tcp"
     """Mooncake with its protocol set to tcp."""
+    NIXL = "nixl"
     FAKE = "fake"
     """No library: for warm-up and benchmarks of a single server."""
 
@@ -129,7 +130,7 @@ class DisaggregationArgs:
     disaggregation_transfer_backend: str = flag(
         TransferBackend.MOONCAKE,
         "What moves keys and values between the servers; mooncake_tcp: mooncake with "
-        "MOONCAKE_PROTOCOL=tcp.",
+        "MOONCAKE_PROTOCOL=tcp; nixl: NIXL over UCX, from and to memory of the CPU.",
         choices=tuple(TransferBackend),
     )
     disaggregation_bootstrap_port: int = flag(
@@ -197,6 +198,11 @@ def moves_pages(args: DisaggregationArgs) -> bool:
     backend = args.disaggregation_transfer_backend
     is_whole = args.disaggregation_mode == DisaggregationMode.NULL
     return not is_whole and backend != TransferBackend.FAKE
+
+
+def moves_pages_by_mooncake(args: DisaggregationArgs) -> bool:
+    """True if pages move between this server and others through Mooncake's Transfer Engine."""
+    return moves_pages(args) and args.disaggregation_transfer_backend != TransferBackend.NIXL
 
 
 def _variables(args: DisaggregationArgs) -> Iterator[tuple[str, EnvField[Any], Any]]:

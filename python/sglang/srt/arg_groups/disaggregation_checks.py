@@ -17,6 +17,7 @@ from sglang.srt.arg_groups.disaggregation import (
     may_decode,
     may_prefill,
     moves_pages,
+    moves_pages_by_mooncake,
     prefill_hosts,
 )
 from sglang.srt.arg_groups.server_flags import ServerFlags
@@ -96,7 +97,7 @@ def check_machines(args: ServerFlags, meeting_host: str) -> Iterator[str]:
     where = f"with --nnodes {args.nnodes} --disaggregation-mode {args.disaggregation_mode}"
     engine = envs.MOONCAKE_LOCAL_HOSTNAME
     addresses = {"--host ": args.host}
-    if engine.is_set():
+    if engine.is_set() and moves_pages_by_mooncake(args):
         # The ranks of a decode server listen for Mooncake alone.
         is_decode = args.disaggregation_mode == DisaggregationMode.DECODE
         addresses = {} if is_decode else addresses

@@ -330,7 +330,7 @@ _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         "use a checkpoint in safetensors",
     ),
     "kv_cache_dtype": (("fp8_e5m2", "fp4_e2m1"), "use bfloat16 or fp8_e4m3"),
-    "disaggregation_transfer_backend": (("nixl", "mori", "ascend"), "use mooncake"),
+    "disaggregation_transfer_backend": (("mori", "ascend"), "use mooncake"),
     "remote_instance_weight_loader_backend": (("nccl", "modelexpress"), "use transfer_engine"),
 }  # fmt: skip
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, Literal, TypeAlias, overload
 
 import msgspec
 import numpy as np
@@ -19,9 +19,11 @@ from sglang.srt.disaggregation.base.conn import (
     BaseKVManager,
     BaseKVReceiver,
     BaseKVSender,
+    KVArgs,
     KVPoll,
     KVPoller,
     KVTransferError,
+    ServerSettings,
 )
 from sglang.srt.disaggregation.common.metadata_reader import (
     HEAD_BYTES,
@@ -31,9 +33,14 @@ from sglang.srt.disaggregation.common.metadata_reader import (
 )
 from sglang.srt.disaggregation.fake.conn import FakeKVManager, FakeKVReceiver, FakeKVSender
 from sglang.srt.disaggregation.mooncake.conn import (
-    MooncakeKVManager,
     MooncakeKVReceiver,
     MooncakeKVSender,
+    make_mooncake_manager,
+)
+from sglang.srt.disaggregation.nixl.conn import (
+    NixlKVReceiver,
+    NixlKVSender,
+    make_nixl_manager,
 )
 from sglang.srt.distributed.device_communicators.mooncake_mem_pool import (
     CustomMemPool,
@@ -217,6 +224,9 @@ def _failure(poller: KVPoller) -> str:
         return str(error)
 
 
+MakeManager: TypeAlias = Callable[[KVArgs, DisaggregationMode, ServerSettings], BaseKVManager]
+
+
 class KVClassType(StrEnum):
     MANAGER = "manager"
     SENDER = "sender"
@@ -226,7 +236,7 @@ class KVClassType(StrEnum):
 @overload
 def get_kv_class(
     transfer_backend: TransferBackend, class_type: Literal[KVClassType.MANAGER]
-) -> type[BaseKVManager]: ...
+) -> MakeManager: ...
 @overload
 def get_kv_class(
     transfer_backend: TransferBackend, class_type: Literal[KVClassType.SENDER]
@@ -236,18 +246,24 @@ def get_kv_class(
     transfer_backend: TransferBackend, class_type: Literal[KVClassType.RECEIVER]
 ) -> type[BaseKVReceiver]: ...
 def get_kv_class(transfer_backend: TransferBackend, class_type: KVClassType) -> Any:
-    """A class of the transport that `--disaggregation-transfer-backend` names."""
+    """A class of the transport that `--disaggregation-transfer-backend` names, or the function that
+    makes its manager."""
     return _TRANSPORTS[transfer_backend][class_type]
 
 
 _MOONCAKE: Final = {
-    KVClassType.MANAGER: MooncakeKVManager,
+    KVClassType.MANAGER: make_mooncake_manager,
     KVClassType.SENDER: MooncakeKVSender,
     KVClassType.RECEIVER: MooncakeKVReceiver,
 }
-_TRANSPORTS: Final = {
+_TRANSPORTS: Final[Mapping[TransferBackend, Mapping[KVClassType, Any]]] = {
     TransferBackend.MOONCAKE: _MOONCAKE,
     TransferBackend.MOONCAKE_TCP: _MOONCAKE,
+    TransferBackend.NIXL: {
+        KVClassType.MANAGER: make_nixl_manager,
+        KVClassType.SENDER: NixlKVSender,
+        KVClassType.RECEIVER: NixlKVReceiver,
+    },
     TransferBackend.FAKE: {
         KVClassType.MANAGER: FakeKVManager,
         KVClassType.SENDER: FakeKVSender,

@@ -18,6 +18,7 @@ from sglang.srt.arg_groups.disaggregation import (
     BOOTSTRAP_PORT_FLAG,
     DisaggregationMode,
     moves_pages,
+    moves_pages_by_mooncake,
     overruled_variables,
     variables_of,
 )
@@ -43,6 +44,11 @@ from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     list_rdma_devices,
     parse_ib_device_config,
     resolve_mooncake_protocol,
+)
+from sglang.srt.distributed.device_communicators.nixl_library import (
+    NIXL_MISSING,
+    NIXL_USER,
+    PACKAGES,
 )
 from sglang.srt.environ import envs
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS
@@ -147,15 +153,23 @@ def check_seed(args: ServerArgs) -> None:
 
 
 def check_disaggregation(args: ServerArgs) -> None:
-    """Check the requirements of a prefill or decode server: Mooncake, and on the first machine of
-    a prefill server a free port."""
+    """Check the requirements of a prefill or decode server: Mooncake or NIXL, and on the first
+    machine of a prefill server a free port."""
     mode = args.disaggregation_mode
     if not moves_pages(args):
         return
-    check_mooncake_custom_mem_pool_enabled()
+    pool = check_mooncake_custom_mem_pool_enabled()
     envs.SGLANG_MOONCAKE_SEND_AUX_TCP.get()
-    devices = args.disaggregation_ib_device or envs.MOONCAKE_DEVICE.get()
-    _check_transfer_engine(f"--disaggregation-mode {mode}", devices)
+    if moves_pages_by_mooncake(args):
+        devices = args.disaggregation_ib_device or envs.MOONCAKE_DEVICE.get()
+        _check_transfer_engine(f"--disaggregation-mode {mode}", devices)
+    else:
+        _check_nixl()
+        if pool is not None:
+            raise ValueError(
+                f"SGLANG_MOONCAKE_CUSTOM_MEM_POOL={pool} does not go with {NIXL_USER}, which reads "
+                "memory of the CPU: unset it"
+            )
     if mode == DisaggregationMode.PREFILL and args.node_rank == 0:
         check_port_available(args.host, args.disaggregation_bootstrap_port, BOOTSTRAP_PORT_FLAG)
 
@@ -205,6 +219,13 @@ def _check_package(user: str, module: str = "") -> None:
         cause = f"the package 'mooncake' has no module '{module}'"
     if cause is not None:
         raise ValueError(MOONCAKE_MISSING.format(user=user, cause=cause))
+
+
+def _check_nixl() -> None:
+    """Check that NIXL's package is there. Imports nothing; each rank checks its plugin."""
+    if not any(importlib.util.find_spec(name) for name in PACKAGES):
+        cause = f"there is no package {' or '.join(PACKAGES)}"
+        raise ValueError(NIXL_MISSING.format(user=NIXL_USER, cause=cause))
 
 
 def _check_transfer_engine(user: str, devices: str) -> None:

@@ -17,7 +17,11 @@ import torch
 
 from sglang.srt.arg_groups.checks import ranks_per_node, reports_held_pages
 from sglang.srt.arg_groups.cli import flag_name
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend, moves_pages
+from sglang.srt.arg_groups.disaggregation import (
+    DisaggregationMode,
+    TransferBackend,
+    moves_pages_by_mooncake,
+)
 from sglang.srt.arg_groups.kv_events_config import KVEventsConfig
 from sglang.srt.arg_groups.remote_weights import offers_weights, reads_weights, seed_host_port
 from sglang.srt.arg_groups.speculative import num_draft_tokens
@@ -423,7 +427,7 @@ def _transfer_engine(
     server_args: ServerArgs, rendezvous: Rendezvous | None
 ) -> SharedTransferEngine | None:
     """Start parameters of this process's Transfer Engine; None: no feature needs one."""
-    if not (offers_weights(server_args) or moves_pages(server_args)):
+    if not (offers_weights(server_args) or moves_pages_by_mooncake(server_args)):
         return None
     name = envs.MOONCAKE_LOCAL_HOSTNAME
     return SharedTransferEngine(

@@ -95,9 +95,9 @@ REFUSED: Final = {
     ),
     "CP, interleaved": (f"-m {CP} --cp-strategy interleave", ["by interleaving"]),
     "CP without ranks": ("-m --tp 8 --enable-prefill-cp", ["--attn-cp-size N"]),
-    "NIXL": (
-        "-m --disaggregation-mode prefill --disaggregation-transfer-backend nixl",
-        ["--disaggregation-transfer-backend nixl: SGLang has it"],
+    "Mori": (
+        "-m --disaggregation-mode prefill --disaggregation-transfer-backend mori",
+        ["--disaggregation-transfer-backend mori: SGLang has it"],
     ),
     "HiCache on 3FS": (
         f"-m {HICACHE} --hicache-storage-backend hf3fs",

@@ -232,7 +232,7 @@ def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
         ((MODE, "both"), f"^{MODE} both: choose one of null, prefill, decode"),
         (
             (MODE, "prefill", BACKEND, "carrier"),
-            f"^{BACKEND} carrier: choose one of mooncake, mooncake_tcp, fake",
+            f"^{BACKEND} carrier: choose one of mooncake, mooncake_tcp, nixl, fake",
         ),
         (
             (MODE, "prefill", BACKEND, "fake", PORT, "9001"),
@@ -248,7 +248,7 @@ def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
         ),
         *(
             ((MODE, "prefill", BACKEND, name), f"^{BACKEND} {name}: SGLang has it, .*use mooncake$")
-            for name in ("nixl", "mori", "ascend")
+            for name in ("mori", "ascend")
         ),
     ],
 )

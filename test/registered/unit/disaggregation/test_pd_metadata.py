@@ -18,9 +18,9 @@ from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.common.metadata_reader import ROW_BYTES, host_identity
 from sglang.srt.disaggregation.decode import DecodeRole
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.disaggregation.utils import NUM_ROWS, MetadataBuffers
 from sglang.srt.distributed.device_communicators.transfer_types import (
@@ -68,12 +68,12 @@ def free_rows(pair: PdRig) -> list[int]:
     return [one.available_size() for one in both]
 
 
-def rowless(pair: PdRig) -> tuple[list[MooncakeKVSender], list[MooncakeKVSender]]:
+def rowless(pair: PdRig) -> tuple[list[CommonKVSender], list[CommonKVSender]]:
     """Senders with a row, and senders that wait for one."""
     role = pair.prefill.scheduler._role
     assert isinstance(role, PrefillRole)
     every = [room.sender for room in role._rooms.values()]
-    senders = [one for one in every if isinstance(one, MooncakeKVSender)]
+    senders = [one for one in every if isinstance(one, CommonKVSender)]
     with_row = [one for one in senders if one._room.row is not None]
     return with_row, [one for one in senders if one._unsent is not None]
 
@@ -196,14 +196,14 @@ def test_a_row_that_is_overwritten_fails_its_request_alone(
         role = pair.prefill.scheduler._role
         rows = pair.prefill.manager._args.aux_buffers
         assert isinstance(role, PrefillRole) and isinstance(rows, MetadataBuffers)
-        complete = MooncakeKVSender.complete
+        complete = CommonKVSender.complete
 
-        def spoil(sender: MooncakeKVSender, metadata: FirstToken, row: int | None) -> None:
+        def spoil(sender: CommonKVSender, metadata: FirstToken, row: int | None) -> None:
             if role._rooms[sender.bootstrap_room].rid == "torn":
                 rows._rows[row, 40] ^= 1
             complete(sender, metadata, row)
 
-        monkeypatch.setattr(MooncakeKVSender, "complete", spoil)
+        monkeypatch.setattr(CommonKVSender, "complete", spoil)
         messages = [pair.request(rid, PROMPTS[4], greedy(5)) for rid in ("a", "torn", "b")]
         pair.run(*messages)
         assert_said(pair, messages[0], messages[2])

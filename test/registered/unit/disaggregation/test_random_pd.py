@@ -12,10 +12,10 @@ import pytest
 
 from rigs.disaggregation import random_pd
 from rigs.disaggregation.random_pd import RandomPd
+from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sglang.srt.disaggregation.common.geometry import ShardSlice
 from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.decode import DecodeRole
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
@@ -50,20 +50,20 @@ def read_half(rows: HiddenRows, row: int) -> bytes:
     return half + bytes(len(half))
 
 
-def send_one_page_less(sender: MooncakeKVSender, pages: list[int]) -> None:
+def send_one_page_less(sender: CommonKVSender, pages: list[int]) -> None:
     SEND(sender, [*pages[:-1], 1])
 
 
 ON_ARRIVAL: Callable[..., FinishReason | None] = PrefillRole.on_arrival
 ON_END: Callable[..., bool] = DecodeRole.on_end
-SEND: Callable[..., None] = MooncakeKVSender.send
+SEND: Callable[..., None] = CommonKVSender.send
 BLOCKS: Callable[..., Any] = ShardSlice.page_blocks
 BEGIN: Callable[..., Any] = Packer._begin
 STATES: Callable[..., Any] = ShardSlice.state_blocks
 READ: Callable[..., bytes] = HiddenRows.read
 DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "slots are free while they are read": (DecodeRole, "on_end", forget_the_reads),
-    "a wrong page is sent": (MooncakeKVSender, "send", send_one_page_less),
+    "a wrong page is sent": (CommonKVSender, "send", send_one_page_less),
     "a layer is not read": (ShardSlice, "page_blocks", lambda *args: BLOCKS(*args)[:-1]),
     "pages are packed in another order": (
         Packer,
@@ -82,7 +82,7 @@ DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
         "state_blocks",
         lambda *args: STATES(*args)[:-1],
     ),
-    "rooms are not ended": (MooncakeKVSender, "abort", lambda *args: None),
+    "rooms are not ended": (CommonKVSender, "abort", lambda *args: None),
     "requests decode where they were computed": (PrefillRole, "on_arrival", decode_here),
 }
 

@@ -22,7 +22,7 @@ from rigs.servers.scarce_threads import no_threads
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
-from sglang.srt.disaggregation.mooncake.shard_read import STEPS
+from sglang.srt.disaggregation.common.shard_read import STEPS
 from sglang.srt.disaggregation.roles import role_of
 from sglang.srt.distributed.device_communicators.transfer_types import PeerUnreachable
 from sglang.srt.distributed.rank_group import SingleRank

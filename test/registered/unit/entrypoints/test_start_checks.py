@@ -89,6 +89,20 @@ def role_args(mode: str, port: int = 8998) -> ServerArgs:
     ).resolve()
 
 
+def test_nixl_needs_its_package_and_not_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ServerArgs(
+        model_path="m", disaggregation_mode="decode", disaggregation_transfer_backend="nixl"
+    ).resolve()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^--disaggregation-transfer-backend nixl: .*extra nixl"):
+        check_disaggregation(args)
+    monkeypatch.setattr("importlib.util.find_spec", {"nixl_cu12": object()}.get)
+    check_disaggregation(args)
+    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "NVLINK")
+    with pytest.raises(ValueError, match=r"^SGLANG_MOONCAKE_CUSTOM_MEM_POOL=NVLINK does not go"):
+        check_disaggregation(args)
+
+
 def test_a_prefill_server_needs_a_free_bootstrap_port() -> None:
     with envs.MOONCAKE_PROTOCOL.override("tcp"), socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

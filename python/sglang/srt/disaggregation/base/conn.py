@@ -105,6 +105,7 @@ class ServerSettings(Protocol):
 
     host: str
     disaggregation_secret: str | None
+    disaggregation_ib_device: str | None
     enable_pd_role_switch: bool
 
 

@@ -89,12 +89,17 @@ class PoolGeometry:
 
     @classmethod
     def of(
-        cls, pools: Sequence[BaseDevicePool], weights_identity: str, dtype: torch.dtype
+        cls,
+        pools: Sequence[BaseDevicePool],
+        weights_identity: str,
+        dtype: torch.dtype,
+        transport: str = "mooncake",
     ) -> PoolGeometry:
         """The geometry of a model's pools. Requests own slots of one pool, and maybe a state.
 
         Args:
             dtype: Dtype in which the model computes; its pools may have another one.
+            transport: Name of what moves the bytes.
         """
         layouts: list[PoolLayout] = []
         tensors: list[torch.Tensor] = []
@@ -102,6 +107,7 @@ class PoolGeometry:
             "weights": weights_identity,
             "dtype": str(dtype),
             "page size": str(pools[0].page_size),
+            "transport": transport,
         }
         for pool in pools:
             spec, share = pool.spec, pool.spec.share

@@ -13,7 +13,7 @@ import msgspec
 from sglang.srt.disaggregation.base.bootstrap_route import MAX_RANK
 from sglang.srt.messages.first_token import FirstToken
 
-VERSION: Final = 7
+VERSION: Final = 8
 """Version of the messages and of their meaning."""
 MAX_POLLED_ROOMS: Final = 1024
 """Most rooms of each kind in a `RoomsPoll`."""

@@ -12,9 +12,7 @@ import msgspec
 
 from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, LONGEST_STORAGE_CHANGE_S
-from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
-    get_mooncake_transfer_engine,
-)
+from sglang.srt.distributed.device_communicators.transfer_engines import describe_transfer_engine
 from sglang.srt.managers.scheduler.profiler import StepProfiler
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -221,7 +219,6 @@ class ControlHandler:
     def _internal_state(self, message: GetInternalStateReq) -> dict[str, Any]:
         state = self._state
         tree = state.tree
-        engine = get_mooncake_transfer_engine()
         return {
             "server_args": self._public_args,
             "num_running_reqs": state.queues.num_holders,
@@ -239,7 +236,7 @@ class ControlHandler:
             "counters": dataclasses.asdict(state.counters),
             "tiers": tree.tiers(),
             "hicache": {"enabled": self._administration is not None, **tree.storage_state()},
-            "transfer_engine": None if engine is None else engine.describe(),
+            "transfer_engine": describe_transfer_engine(),
         }
 
     def _metrics(self, message: GetMetricsReq) -> dict[str, Any]:

@@ -49,9 +49,12 @@ def make_pool(page_size: int = 4, **changes: Any) -> MHATokenToKVPool:
 
 
 def geometry_of(
-    *pools: Any, weights: str = "w", dtype: torch.dtype = torch.float32
+    *pools: Any,
+    weights: str = "w",
+    dtype: torch.dtype = torch.float32,
+    transport: str = "mooncake",
 ) -> PoolGeometry:
-    return PoolGeometry.of(pools, weights, dtype)
+    return PoolGeometry.of(pools, weights, dtype, transport)
 
 
 def layout_of(geometry: PoolGeometry, **changes: Any) -> KVLayout:
@@ -141,6 +144,12 @@ def test_each_difference_is_named(changes: dict[str, Any], named: str) -> None:
     assert why.startswith("its pages differ: ")
 
 
+def test_servers_with_another_transport_are_refused_by_name() -> None:
+    there = layout_of(geometry_of(make_pool(), transport="nixl"))
+    why = geometry_of(make_pool()).incompatibility(there)
+    assert why is not None and "transport nixl there, mooncake here" in why
+
+
 def test_fp8_is_not_taken_for_bytes() -> None:
     """Though both are stored as bytes, and a page has as many."""
     fp8 = geometry_of(make_pool(dtype=torch.float8_e4m3fn))
@@ -175,7 +184,7 @@ def test_other_protocols_and_lists_are_refused() -> None:
     here = geometry_of(make_pool())
     why = here.incompatibility(layout_of(here, version=1))
     assert why == (
-        "it speaks version 1 of the protocol, this server 7: start both servers with the same "
+        "it speaks version 1 of the protocol, this server 8: start both servers with the same "
         "release"
     )
     # A digest that fits and a list that does not.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig, greedy, prompt
-from sglang.srt.managers.scheduler import control
+from sglang.srt.distributed.device_communicators import transfer_engines
 from sglang.srt.messages.io_struct import (
     DetachHiCacheStorageReqInput,
     FlushCacheReqInput,
@@ -102,7 +102,7 @@ def test_the_transfer_engine_is_described_as_it_is_when_asked(
     rig = SchedulerRig(model)
     rig.step(GetInternalStateReq(req_id="without"))
     engine = Engine()
-    monkeypatch.setattr(control, "get_mooncake_transfer_engine", lambda: engine)
+    monkeypatch.setattr(transfer_engines, "get_mooncake_transfer_engine", lambda: engine)
     rig.step(GetInternalStateReq(req_id="first"))
     rig.step(GetInternalStateReq(req_id="second"))
     told = [answer.data["transfer_engine"] for answer in rig.answers]

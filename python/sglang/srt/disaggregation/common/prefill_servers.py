@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from sglang.srt.disaggregation.base.conn import BootstrapAddr
+from sglang.srt.disaggregation.common.asked_room import AskedRoom
 from sglang.srt.disaggregation.common.geometry import IncompatibleLayouts, RankPlace
-from sglang.srt.disaggregation.control.control_client import ControlClient, RoomFailed, incompatible
-from sglang.srt.disaggregation.control.protocol import Hello, KVLayout
-from sglang.srt.disaggregation.mooncake.asked_room import AskedRoom
-from sglang.srt.disaggregation.mooncake.prefill_groups import PrefillGroups, SoughtRoom
-from sglang.srt.disaggregation.mooncake.prefill_server import CLOSE_S, DecodeRank, PrefillServer
-from sglang.srt.disaggregation.mooncake.shard_read import (
+from sglang.srt.disaggregation.common.prefill_groups import PrefillGroups, SoughtRoom
+from sglang.srt.disaggregation.common.prefill_server import CLOSE_S, DecodeRank, PrefillServer
+from sglang.srt.disaggregation.common.shard_read import (
     STEPS,
     OwnSlots,
     Shard,
     ShardRead,
     give_up,
 )
+from sglang.srt.disaggregation.control.control_client import ControlClient, RoomFailed, incompatible
+from sglang.srt.disaggregation.control.protocol import Hello, KVLayout
 from sglang.srt.messages.first_token import FirstToken
 from sglang.srt.utils.background_call import CallThreads
 from sglang.srt.utils.network import wait_until

@@ -24,7 +24,9 @@ import msgspec
 
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route, WrongSecret
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
+from sglang.srt.disaggregation.common.asked_room import UNKNOWN, AskedRoom
 from sglang.srt.disaggregation.common.geometry import PoolGeometry, RankPlace
+from sglang.srt.disaggregation.common.shard_read import SharedReads
 from sglang.srt.disaggregation.control.control_client import (
     POLL_S,
     ClientPool,
@@ -44,8 +46,6 @@ from sglang.srt.disaggregation.control.protocol import (
     RoomsPoll,
     RoomsStatus,
 )
-from sglang.srt.disaggregation.mooncake.asked_room import UNKNOWN, AskedRoom
-from sglang.srt.disaggregation.mooncake.shard_read import SharedReads
 from sglang.srt.utils.background_call import CallThreads
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.srt.utils.network import base_url

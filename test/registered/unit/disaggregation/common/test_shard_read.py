@@ -15,6 +15,7 @@ from rigs.disaggregation.desk_rig import until
 from rigs.disaggregation.pd_rig import LocalMover
 from rigs.disaggregation.prompt_scene import ROOM, TOKEN, Scene
 from sglang.srt.disaggregation.base.deployment_secret import NONCE_BYTES
+from sglang.srt.disaggregation.common.shard_read import STEPS
 from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.control.frames import (
     MAX_QUESTION_BYTES,
@@ -36,7 +37,6 @@ from sglang.srt.disaggregation.control.protocol import (
     Released,
     RoomStatus,
 )
-from sglang.srt.disaggregation.mooncake.shard_read import STEPS
 from sglang.srt.distributed.device_communicators.transfer_types import (
     BlockOutcome,
     PeerUnreachable,

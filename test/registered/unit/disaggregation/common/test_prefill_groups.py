@@ -17,9 +17,9 @@ from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, Scene, receiver_of, 
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.base.timeouts import Timeouts
-from sglang.srt.disaggregation.mooncake.asked_room import UNKNOWN
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
-from sglang.srt.disaggregation.mooncake.prefill_groups import PrefillGroups
+from sglang.srt.disaggregation.common.asked_room import UNKNOWN
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.common.prefill_groups import PrefillGroups
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
@@ -60,7 +60,7 @@ class Groups:
             raise BootstrapError(f"rank 0 of dp_rank {dp_rank} is not registered here")
         return self.routes[dp_rank]
 
-    def ask(self, room: int) -> MooncakeKVReceiver:
+    def ask(self, room: int) -> CommonKVReceiver:
         receiver = receiver_of(self.servers, ("host", 1), room)
         receiver.init()
         return receiver
@@ -90,16 +90,16 @@ def groups(scene: Scene) -> Iterator[Groups]:
         yield made
 
 
-def is_known(receiver: MooncakeKVReceiver) -> bool:
+def is_known(receiver: CommonKVReceiver) -> bool:
     return receiver.poll() == KVPoll.WaitingForInput
 
 
-def group_of(receiver: MooncakeKVReceiver) -> int:
+def group_of(receiver: CommonKVReceiver) -> int:
     until(lambda: is_known(receiver))
     return sources_of(receiver)[0].dp_rank
 
 
-def failure(receiver: MooncakeKVReceiver) -> str:
+def failure(receiver: CommonKVReceiver) -> str:
     until(lambda: receiver.poll() == KVPoll.Failed)
     return desk_rig.failure(receiver)
 

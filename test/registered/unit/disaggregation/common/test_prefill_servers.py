@@ -15,11 +15,11 @@ from rigs.disaggregation.prompt_scene import Scene, Server, receiver_of
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.base.timeouts import Timeouts
+from sglang.srt.disaggregation.common import prefill_servers
 from sglang.srt.disaggregation.common.geometry import RankPlace
+from sglang.srt.disaggregation.common.prefill_servers import TOO_MANY
 from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.control.control_client import ControlClient, NotAnswered
-from sglang.srt.disaggregation.mooncake import prefill_servers
-from sglang.srt.disaggregation.mooncake.prefill_servers import TOO_MANY
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from sglang.srt.disaggregation.base.bootstrap_route import Route
-from sglang.srt.disaggregation.mooncake.asked_room import UNKNOWN, AskedRoom
-from sglang.srt.disaggregation.mooncake.prefill_server import DecodeRank, PrefillServer
+from sglang.srt.disaggregation.common.asked_room import UNKNOWN, AskedRoom
+from sglang.srt.disaggregation.common.prefill_server import DecodeRank, PrefillServer
 from sglang.srt.utils.background_call import CallThreads
 
 _REPLACED: Final = "the prefill server was replaced by one with fewer DP groups"

@@ -24,12 +24,12 @@ from rigs.servers.scarce_threads import no_threads
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, WrongSecret, find
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.base.timeouts import Timeouts
+from sglang.srt.disaggregation.common import prefill_server
+from sglang.srt.disaggregation.common.asked_room import AskedRoom
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.geometry import PoolGeometry
 from sglang.srt.disaggregation.control import control_client
 from sglang.srt.disaggregation.control.protocol import RoomsStatus
-from sglang.srt.disaggregation.mooncake import prefill_server
-from sglang.srt.disaggregation.mooncake.asked_room import AskedRoom
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -57,7 +57,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     one.close()
 
 
-def is_known(receiver: MooncakeKVReceiver) -> bool:
+def is_known(receiver: CommonKVReceiver) -> bool:
     return receiver.poll() == KVPoll.WaitingForInput
 
 
@@ -65,11 +65,11 @@ def is_unknown(server: Server, room: int) -> bool:
     return server.peer._rooms[room].unknown_since is not None
 
 
-def has_failed(receiver: MooncakeKVReceiver) -> bool:
+def has_failed(receiver: CommonKVReceiver) -> bool:
     return receiver.poll() == KVPoll.Failed
 
 
-def failure(receiver: MooncakeKVReceiver) -> str:
+def failure(receiver: CommonKVReceiver) -> str:
     until(lambda: has_failed(receiver))
     return desk_rig.failure(receiver)
 

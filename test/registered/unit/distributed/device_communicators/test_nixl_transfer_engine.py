@@ -1,0 +1,318 @@
+"""NIXL's engine over agents of a test: outcomes, refusals, peers that hang or die."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+
+from sglang.srt.distributed.device_communicators import nixl_library, nixl_transfer_engine
+from sglang.srt.distributed.device_communicators.nixl_library import (
+    NixlAgent,
+    RemoteFailed,
+    UnknownRemoteRange,
+    export_ucx_settings,
+    load_nixl,
+)
+from sglang.srt.distributed.device_communicators.nixl_transfer_engine import (
+    NixlTransferEngine,
+    parse_session_id,
+)
+from sglang.srt.distributed.device_communicators.transfer_types import (
+    Block,
+    PeerStalled,
+    PeerUnreachable,
+    RangeInUse,
+    RegistrationError,
+    Request,
+    TransferOp,
+    UnknownRange,
+)
+from sglang.srt.environ import envs
+from sglang.srt.utils.network import wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+
+HERE, THERE = 0x1000, 0x9000
+PEER = "nixl:there:" + "bWV0YQ=="
+
+
+class Agents:
+    """Makes agents whose reads behave as told."""
+
+    def __init__(self) -> None:
+        self.made: list[FakeAgent] = []
+        self.hangs = False
+        self.connects = True
+        self.refuses_memory = False
+        self.broken: set[int] = set()
+        """Remote addresses whose reads fail."""
+        self.unknown: set[int] = set()
+        """Remote addresses that the peer has not registered."""
+
+    def __call__(self, name: str) -> NixlAgent:
+        agent = FakeAgent(self, name)
+        self.made.append(agent)
+        return cast(NixlAgent, agent)
+
+
+class FakeAgent:
+    def __init__(self, agents: Agents, name: str) -> None:
+        self.name = name
+        self.registered: dict[int, int] = {}
+        self.reads: list[Sequence[Request]] = []
+        self.has_ended = False
+        self.num_progressed = 0
+        self._agents = agents
+
+    def register(self, ranges: dict[int, int]) -> None:
+        if self._agents.refuses_memory:
+            raise RuntimeError("NIXL refused")
+        self.registered |= ranges
+
+    def unregister(self, address: int) -> None:
+        self.registered.pop(address, None)
+
+    def metadata(self) -> bytes:
+        return repr(sorted(self.registered)).encode()
+
+    def connect(self, metadata: bytes) -> str:
+        if not self._agents.connects:
+            raise RemoteFailed("NIXL_ERR_BACKEND")
+        return metadata.decode()
+
+    def begin_read(self, peer: str, requests: Sequence[Request]) -> int:
+        assert peer == "meta" and not self.has_ended
+        if self._agents.unknown & {one.remote for one in requests}:
+            raise UnknownRemoteRange("NIXL_ERR_NOT_FOUND")
+        self.reads.append(requests)
+        return len(self.reads) - 1
+
+    def is_read(self, number: int) -> bool:
+        assert not self.has_ended
+        if self._agents.broken & {one.remote for one in self.reads[number]}:
+            raise RemoteFailed("NIXL_ERR_REMOTE_DISCONNECT")
+        return not self._agents.hangs
+
+    def progress(self) -> None:
+        assert not self.has_ended
+        self.num_progressed += 1
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+@pytest.fixture
+def agents() -> Agents:
+    return Agents()
+
+
+@pytest.fixture
+def engine(agents: Agents) -> Iterator[NixlTransferEngine]:
+    engine = NixlTransferEngine("127.0.0.1", make_agent=agents)
+    engine.batch_register([HERE], [0x1000])
+    yield engine
+    agents.hangs = False
+    engine.close()
+
+
+def blocks(count: int) -> list[Block]:
+    """Blocks that are not neighbours."""
+    return [Block(HERE + 32 * i, THERE + 64 * i, 16) for i in range(count)]
+
+
+def read(engine: NixlTransferEngine, count: int = 3, timeout: float | None = None) -> list[str]:
+    """Outcomes of a read; raises its error."""
+    transfer = engine.begin(PEER, TransferOp.READ, blocks(count), timeout=timeout)
+    assert transfer.wait(20)
+    if transfer.error is not None:
+        raise transfer.error
+    return [one.value for one in transfer.outcomes]
+
+
+def test_each_peer_has_one_agent_with_all_memory(
+    engine: NixlTransferEngine, agents: Agents
+) -> None:
+    assert read(engine) == ["done"] * 3 == read(engine)
+    home, link = agents.made
+    assert wait_until(lambda: home.num_progressed > 1, 20), "peers can connect"
+    engine.batch_register([0x5000], [16])
+    assert home.registered == link.registered == {HERE: 0x1000, 0x5000: 16}
+    engine.batch_deregister([0x5000])
+    assert home.registered == link.registered == {HERE: 0x1000}
+    engine.forget_peer(PEER)
+    engine.forget_peer(PEER)
+    assert link.has_ended and not home.has_ended
+    assert read(engine) == ["done"] * 3 and len(agents.made) == 3
+    engine.close()
+    assert all(one.has_ended for one in agents.made)
+
+
+def test_a_session_is_the_metadata_of_the_memory(engine: NixlTransferEngine) -> None:
+    name, metadata = parse_session_id(engine.get_session_id())
+    assert name.startswith("127.0.0.1#") and metadata == b"[4096]"
+    engine.batch_register([0x5000], [16])
+    assert parse_session_id(engine.get_session_id()) == (name, b"[4096, 20480]")
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:15001", "nixl:a:", "nixl::YQ==", "nixl:a:!", ""])
+def test_other_sessions_are_refused(engine: NixlTransferEngine, text: str) -> None:
+    with pytest.raises(ValueError, match="is no session id of NIXL"):
+        engine.begin(text, TransferOp.READ, blocks(1), timeout=None)
+
+
+def test_refused_blocks_fail_alone(engine: NixlTransferEngine, agents: Agents) -> None:
+    agents.unknown = {THERE + 64}
+    assert read(engine) == ["done", "failed", "done"]
+    assert len(agents.made) == 2, "the link is as good as before"
+
+
+def test_local_memory_is_checked(engine: NixlTransferEngine, agents: Agents) -> None:
+    with pytest.raises(UnknownRange):
+        engine.begin(PEER, TransferOp.READ, [Block(0x5000, THERE, 1)], timeout=None)
+    agents.refuses_memory = True
+    with pytest.raises(RegistrationError, match="NIXL refused"):
+        engine.batch_register([0x5000], [16])
+    assert not engine.is_registered(0x5000, 16)
+
+
+def test_a_failed_read_ends_its_agent(engine: NixlTransferEngine, agents: Agents) -> None:
+    agents.broken = {THERE + 64}
+    with pytest.raises(PeerUnreachable, match=r"UCX cannot read its memory.*UCX_PROTO_EMULATION"):
+        read(engine)
+    assert agents.made[1].has_ended
+    agents.broken = set()
+    assert read(engine) == ["done"] * 3
+    agents.broken = {THERE}
+    with pytest.raises(PeerUnreachable, match=r"ended during a transfer \(NIXL_ERR_REMOTE"):
+        read(engine)
+    agents.connects = False
+    with pytest.raises(PeerUnreachable, match="it is not running"):
+        read(engine)
+    assert all(one.has_ended for one in agents.made[1:])
+
+
+def test_memory_is_free_once_the_agent_of_a_hanging_read_has_ended(
+    engine: NixlTransferEngine, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents.hangs = True
+    first = engine.begin(PEER, TransferOp.READ, blocks(2), timeout=None)
+    second = engine.begin(PEER, TransferOp.READ, blocks(1), timeout=None)
+    assert wait_until(lambda: len(agents.made) == 2 and len(agents.made[1].reads) == 2, 20)
+    first.abandon()
+    with pytest.raises(RangeInUse):
+        engine.batch_deregister([HERE])
+    assert not first.wait(0.01) and first.in_flight == [0, 1]
+    ended = threading.Event()
+    end = FakeAgent.end
+
+    def slow_end(agent: FakeAgent) -> None:
+        assert not first.is_settled and not second.is_settled, "bytes may still arrive"
+        end(agent)
+        ended.set()
+
+    monkeypatch.setattr(FakeAgent, "end", slow_end)
+    monkeypatch.setattr(nixl_transfer_engine, "STALLED_AFTER_S", 0.0)
+    late = engine.begin(PEER, TransferOp.READ, blocks(1), timeout=None)
+    for transfer in (first, second, late):
+        assert transfer.wait(20)
+    assert ended.is_set() and isinstance(late.error, PeerStalled)
+    assert {type(first.error), type(second.error)} == {PeerUnreachable}
+    monkeypatch.setattr(FakeAgent, "end", end)
+    engine.batch_deregister([HERE])
+
+
+def test_a_read_begins_only_in_time(engine: NixlTransferEngine, agents: Agents) -> None:
+    assert read(engine, timeout=-1.0) == ["not sent"] * 3
+    assert not agents.made[1].reads
+
+
+def test_without_a_thread_no_memory_stays_in_use(
+    engine: NixlTransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(work: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(engine._threads, "submit", no_thread)
+    with pytest.raises(Exception, match="no thread for the transfer"):
+        read(engine)
+    engine.batch_deregister([HERE])
+
+
+# -- the library -----------------------------------------------------------------------------------
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        logging.raiseExceptions = False
+        raise ModuleNotFoundError(f"No module named '{name}'")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ValueError, match=r"transfer-backend nixl: .*'nixl_cu13'.*extra nixl"):
+        load_nixl()
+    assert logging.raiseExceptions, "NIXL unsets it for the whole process"
+
+
+@pytest.mark.parametrize(("plugins", "said"), [(["POSIX"], "has POSIX"), ([], "has none")])
+def test_a_missing_plugin_is_named(
+    monkeypatch: pytest.MonkeyPatch, plugins: list[str], said: str
+) -> None:
+    def nixl_agent(name: str, config: object) -> object:
+        if not plugins:
+            raise RuntimeError("No plugins available for NIXL, cannot start transfers!")
+        return types.SimpleNamespace(get_plugin_list=lambda: plugins)
+
+    library = types.ModuleType("some_nixl")
+    library.__dict__.update(
+        nixl_agent=nixl_agent,
+        nixl_agent_config=lambda **_: None,
+        nixl_thread_sync_t=types.SimpleNamespace(NIXL_THREAD_SYNC_STRICT=1),
+    )
+    library.__path__ = []
+    monkeypatch.setitem(sys.modules, "some_nixl", library)
+    bindings = types.ModuleType("some_nixl._bindings")
+    monkeypatch.setitem(sys.modules, "some_nixl._bindings", bindings)
+    with pytest.raises(ValueError, match=f"plugin UCX is missing, it {said}: .*NIXL_PLUGIN_DIR"):
+        NixlAgent(library, "agent")
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for field in (
+        envs.UCX_NET_DEVICES,
+        envs.UCX_MODULES,
+        envs.UCX_PROTO_EMULATION_ENABLE,
+        envs.UCX_LOG_LEVEL,
+    ):
+        monkeypatch.setenv(field.name, "")
+        monkeypatch.delenv(field.name)
+
+
+@pytest.mark.usefixtures("unset")
+def test_ucx_listens_at_one_address_and_emulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [types.SimpleNamespace(name="mlx5_0"), types.SimpleNamespace(name="mlx5_1")]
+    monkeypatch.setattr(nixl_library, "list_rdma_devices", list)
+    export_ucx_settings("127.0.0.1", None)
+    assert envs.UCX_NET_DEVICES.get() == "lo"
+    assert envs.UCX_PROTO_EMULATION_ENABLE.get() == "n"
+    assert envs.UCX_MODULES.get() == "^ib,rdmacm"
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    monkeypatch.delenv("UCX_MODULES")
+    monkeypatch.setattr(nixl_library, "list_rdma_devices", lambda: devices)
+    export_ucx_settings("127.0.0.1", None)
+    assert envs.UCX_NET_DEVICES.get() == "lo,mlx5_0:1,mlx5_1:1"
+    assert not envs.UCX_MODULES.is_set()
+    export_ucx_settings("127.0.0.1", "mlx5_1")
+    assert envs.UCX_NET_DEVICES.get() == "lo,mlx5_0:1,mlx5_1:1", "an operator's choice stays"
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    export_ucx_settings("127.0.0.1", "mlx5_1")
+    assert envs.UCX_NET_DEVICES.get() == "lo,mlx5_1:1"
+    with pytest.raises(ValueError, match="--disaggregation-ib-device has devices by GPU"):
+        export_ucx_settings("127.0.0.1", '{"0": "mlx5_1"}')

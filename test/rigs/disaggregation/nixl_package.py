@@ -1,0 +1,30 @@
+"""NIXL's package for tests: that of the environment, or the one of `make nightly`.
+
+Importing this module puts the latter on the path of this process and of its forks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from sglang.srt.distributed.device_communicators.nixl_library import PACKAGES
+
+_FOLDER: Final = Path(__file__).parents[3] / ".venv" / "nixl"
+
+
+def has_nixl() -> bool:
+    """True if there is a package."""
+    return any(importlib.util.find_spec(name) for name in PACKAGES)
+
+
+if not has_nixl() and _FOLDER.is_dir():
+    sys.path.append(str(_FOLDER))
+
+needs_nixl: Final = pytest.mark.skipif(
+    not has_nixl(), reason="no package nixl-cu13 (extra nixl; make nightly installs it)"
+)
