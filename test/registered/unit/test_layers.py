@@ -81,8 +81,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
         "observability",
         "disaggregation",
         "disaggregation.common.conn",
-        "disaggregation.common.prefill_server",
-        "disaggregation.common.prefill_servers",
+        "disaggregation.common.prefill_*",
         "disaggregation.common.shard_read",
     ),
     # Faces.
