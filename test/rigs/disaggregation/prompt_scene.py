@@ -22,7 +22,6 @@ from sglang.srt.disaggregation.common.conn import CommonKVDecodeManager, CommonK
 from sglang.srt.disaggregation.common.geometry import PoolGeometry, RankPlace
 from sglang.srt.disaggregation.common.metadata_reader import MetadataReader
 from sglang.srt.disaggregation.common.packing import Packer
-from sglang.srt.disaggregation.common.prefill_groups import Asked
 from sglang.srt.disaggregation.common.prefill_server import DecodeRank, FindRank
 from sglang.srt.disaggregation.common.prefill_servers import PrefillServers
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
@@ -113,8 +112,8 @@ class Prompt(CommonKVReceiver):
         super().__init__(cast(CommonKVDecodeManager, _Servers(servers)), ("host", 1), room)
         self._server = servers.find(("host", 1))
         assert self._server is not None
-        (group,) = self._server.groups
-        self._room.in_groups = (Asked(group, AskedRoom(room, tuple(sources))),)
+        (self._group,) = self._server.groups
+        self._asked = AskedRoom(room, tuple(sources))
 
     @property
     def has_returned(self) -> threading.Event:
@@ -268,9 +267,7 @@ def receiver_of(servers: PrefillServers, address: BootstrapAddr, room: int) -> C
 
 def sources_of(receiver: CommonKVReceiver) -> list[Route]:
     """The ranks of the group that has the room."""
-    found = receiver._room.found
-    assert found is not None
-    return list(found.room.sources)
+    return list(receiver._asked.sources)
 
 
 class Server:

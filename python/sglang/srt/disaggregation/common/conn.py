@@ -34,6 +34,7 @@ from sglang.srt.disaggregation.base.conn import (
 )
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.base.timeouts import Timeouts, seconds, silence_s
+from sglang.srt.disaggregation.common.asked_room import AskedRoom
 from sglang.srt.disaggregation.common.geometry import (
     STAGING_BYTES,
     PoolGeometry,
@@ -46,8 +47,8 @@ from sglang.srt.disaggregation.common.metadata_reader import (
     host_identity,
 )
 from sglang.srt.disaggregation.common.packing import Packer
-from sglang.srt.disaggregation.common.prefill_groups import PrefillGroups, SoughtRoom
-from sglang.srt.disaggregation.common.prefill_server import DecodeRank, FindRank
+from sglang.srt.disaggregation.common.prefill_groups import PrefillGroups
+from sglang.srt.disaggregation.common.prefill_server import DecodeRank, FindRank, PrefillServer
 from sglang.srt.disaggregation.common.prefill_servers import PrefillServers, PromptRead
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.room_server import RoomServer
@@ -382,13 +383,17 @@ class CommonKVReceiver(BaseKVReceiver):
         self.bootstrap_room, self.metadata = bootstrap_room, None
         self._servers = mgr.prefill_servers
         self._address = bootstrap_addr
-        self._room = SoughtRoom(bootstrap_room)
+        self._room = self._asked = AskedRoom(bootstrap_room)
+        """The room of the server's first group, and of the group whose word counts."""
+        self._group: PrefillServer | None = None
+        """The group whose word counts; None: no server is asked yet, or can be."""
         self._server: PrefillGroups | None = None
-        """The server that is asked about the room; None: none is yet, or can be."""
         self._read: PromptRead | None = None
 
     def init(self) -> None:
         self._server = self._servers.ask(self._address, self._room)
+        if self._server is not None:
+            self._group = self._server.groups[0]
 
     def send_metadata(
         self,
@@ -397,34 +402,32 @@ class CommonKVReceiver(BaseKVReceiver):
         state_indices: Sequence[int] = (),
         decode_prefix_len: int = 0,
     ) -> None:
-        found = self._room.found
-        assert self._server is not None and found is not None, "the prefill server has the request"
-        self._server.leave(self._room)
+        group = self._group
+        assert group is not None and self._asked.sources, "the prefill server has the request"
+        group.leave(self._asked)
         page_size = self._servers.rank.geometry.pools[0].page_size
         own = OwnSlots(
             pages=kv_indices,
             first_page=decode_prefix_len // page_size,
             state=next(iter(state_indices), None),
         )
-        self._read = self._servers.read(found.group, found.room, own)
+        self._read = self._servers.read(group, self._asked, own)
 
     def poll(self) -> KVPoll:
         read = self._read
         if read is None:
-            if self._room.failure is not None:
+            if self._server is not None and self._room in self._server.sought:
+                self._group, self._asked = self._server.pick(self._room)
+            if self._asked.failure is not None:
                 return KVPoll.Failed
-            if self._room.found is None:
-                return KVPoll.Bootstrapping
-            if self._server is not None and len(self._room.in_groups) > 1:
-                self._server.settle(self._room)
-            return KVPoll.WaitingForInput
+            return KVPoll.WaitingForInput if self._asked.sources else KVPoll.Bootstrapping
         self.metadata = read.metadata
         if self.metadata is not None:
             return KVPoll.Success
         return KVPoll.Transferring if read.failure is None else KVPoll.Failed
 
     def failure_exception(self) -> NoReturn:
-        part = self._room if self._read is None else self._read
+        part = self._asked if self._read is None else self._read
         raise KVTransferError(part.failure or "")
 
     @property
@@ -445,6 +448,10 @@ class CommonKVReceiver(BaseKVReceiver):
         if self._read is not None:
             self._read.fail(reason)
             return
-        self._servers.decline(self._address, self.bootstrap_room, reason)
+        self.poll()  # A group may have got the room since the last call.
+        found = self._group if self._asked.sources else None
+        self._servers.decline(self._address, self.bootstrap_room, reason, found)
+        if found is not None:
+            found.leave(self._asked)
         if self._server is not None:
             self._server.leave(self._room)

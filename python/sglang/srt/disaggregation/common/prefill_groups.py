@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from sglang.srt.disaggregation.base.bootstrap_route import Route
@@ -27,57 +26,26 @@ class Asked(NamedTuple):
     room: AskedRoom
 
 
-@dataclass(slots=True, eq=False)
-class SoughtRoom:
-    """A room that the groups of a prefill server are asked about. Scheduler's thread, but for
-    `in_groups`.
-
-    Attributes:
-        in_groups: The groups that are asked.
-        refusal: Why no group is asked; None: groups are, or were.
-    """
-
-    number: int
-    in_groups: tuple[Asked, ...] = ()
-    refusal: str | None = None
-
-    @property
-    def found(self) -> Asked | None:
-        """The group that has the room; None: no group has said so."""
-        for one in self.in_groups:
-            if one.room.sources:
-                return one
-        return None
-
-    @property
-    def failure(self) -> str | None:
-        """Why the room's prompt cannot be read; None: it can be, or a group may still have it."""
-        why, may_come = self.refusal, False
-        for _, room in self.in_groups:
-            if room.failure is None:
-                may_come = True
-            elif room.has_ended or room.sources:
-                return room.failure  # The group has, or had, the room, so no other one has it.
-            elif why is None or why == UNKNOWN:
-                why = room.failure
-        return None if may_come else why
-
-
 class PrefillGroups:
     """The groups of a prefill server; one, before its first route is known.
 
-    The scheduler's thread calls, except for `_on_route`, which the groups' threads call.
+    The first group is asked about every room, by its `ask`. The scheduler's thread calls, except
+    for `_on_route`, which the groups' threads call.
+
+    Attributes:
+        groups: The first one stays.
+        sought: What several groups are asked about, by the room of the first one; the group that
+            has it is not known yet.
     """
 
     def __init__(self, host: str, port: int, rank: DecodeRank, threads: CallThreads) -> None:
         self._make = functools.partial(
             PrefillServer, host, port, rank, threads, on_route=self._on_route
         )
-        self._rooms: dict[int, SoughtRoom] = {}
-        """Rooms that the groups are asked about, by number."""
+        self.sought: dict[AskedRoom, tuple[Asked, ...]] = {}
         self._is_closed = False
         self._lock = threading.Lock()
-        """Guards all of the above, `groups` and the `in_groups` of rooms."""
+        """Guards all of the above and `groups`. One step may read them without it."""
         self.groups: tuple[PrefillServer, ...] = (self._make(),)
 
     @property
@@ -88,42 +56,42 @@ class PrefillGroups:
     def has_thread(self) -> bool:
         return any(group.has_thread for group in self.groups)
 
-    def ask(self, room: SoughtRoom) -> None:
-        """Begin to ask about a room."""
+    def seek(self, room: AskedRoom) -> None:
+        """Ask the other groups about a room that the first one is asked about. Idempotent."""
         with self._lock:
-            self._rooms[room.number] = room
-            self._ask(room, self.groups)
+            self._ask_all(room)
 
-    def leave(self, room: SoughtRoom) -> None:
+    def pick(self, room: AskedRoom) -> Asked:
+        """The group whose word on a sought room counts: the one that has it, or had it, else one
+        that may still get it, else one that tells why the prompt cannot be read. If a group has the
+        room, no other one is asked any more."""
+        asked = self.sought[room]
+        for one in asked:
+            if one.room.sources:
+                with self._lock:
+                    for other in self.sought.pop(room):
+                        if other is not one:
+                            other.group.leave(other.room)
+                return one
+        return min(asked, key=_weight)
+
+    def leave(self, room: AskedRoom) -> None:
         """Ask no more about a room. Idempotent."""
         with self._lock:
-            if self._rooms.get(room.number) is room:
-                del self._rooms[room.number]
-        for group, asked in room.in_groups:
-            group.leave(asked)
+            self.groups[0].leave(room)
+            for group, asked in self.sought.pop(room, ()):
+                group.leave(asked)
 
-    def settle(self, room: SoughtRoom) -> None:
-        """Ask no group about a room but the one that has it."""
-        with self._lock:
-            asked, found = room.in_groups, room.found
-            room.in_groups = tuple(one for one in asked if one is found)
-        for one in asked:
-            if one is not found:
-                one.group.leave(one.room)
-
-    def decline(self, room: int, reason: str) -> None:
+    def decline(self, room: int, reason: str, found: PrefillServer | None = None) -> None:
         """Say that a room is not wanted, to the group that has it; to all, if that is not known."""
         with self._lock:
-            sought = self._rooms.get(room)
-            found = None if sought is None else sought.found
-            for group in self.groups if found is None else (found.group,):
+            for group in self.groups if found is None else (found,):
                 group.decline(room, reason)
 
     def close(self) -> None:
         """See `PrefillServer.close`."""
         with self._lock:
             self._is_closed = True
-            self._rooms.clear()
             for group in self.groups:
                 group.close()
 
@@ -145,20 +113,29 @@ class PrefillGroups:
             new = tuple(self._make(dp_rank) for dp_rank in range(len(self.groups), size))
             self.groups = (*self.groups[:size], *new)
             for group in gone:
+                for asked in group.asked():
+                    asked.failure = asked.failure or _REPLACED
                 group.close()
-            for room in self._rooms.values():
-                for group, asked in room.in_groups:
-                    if group in gone:
-                        asked.failure = asked.failure or _REPLACED
-                if room.found is None:
-                    self._ask(room, new)
+            unsought = [room for room in self.groups[0].asked() if room not in self.sought]
+            for room in [*self.sought, *unsought]:
+                if not room.sources:
+                    self._ask_all(room)
             for room_declined, reason in self.groups[0].declined().items():
                 for group in new:
                     group.decline(room_declined, reason)
         return None
 
-    def _ask(self, room: SoughtRoom, groups: tuple[PrefillServer, ...]) -> None:
-        for group in groups:
-            asked = AskedRoom(room.number)
-            room.in_groups += (Asked(group, asked),)
-            group.ask(asked)
+    def _ask_all(self, room: AskedRoom) -> None:
+        asked = self.sought.get(room, (Asked(self.groups[0], room),))
+        before = {group for group, _ in asked}
+        missing = [group for group in self.groups if group not in before]
+        new = [Asked(group, AskedRoom(room.number)) for group in missing]
+        self.sought[room] = (*asked, *new)
+        for one in new:
+            one.group.ask(one.room)
+
+
+def _weight(one: Asked) -> tuple[bool, bool, bool]:
+    """The word of the group with the least weight counts, if none has the room."""
+    room = one.room
+    return not room.has_ended, room.failure is not None, room.failure == UNKNOWN

@@ -196,6 +196,11 @@ class PrefillServer:
         with self._lock:
             return {room: one.reason for room, one in self._declined.items()}
 
+    def asked(self) -> list[AskedRoom]:
+        """Rooms that the group is asked about. Any thread."""
+        with self._lock:
+            return list(self._rooms.values())
+
     def close(self) -> None:
         """End the thread, which first declines what it can within `CLOSE_S`. Idempotent. Any
         thread."""

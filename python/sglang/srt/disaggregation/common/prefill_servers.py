@@ -12,7 +12,7 @@ from typing import Final
 from sglang.srt.disaggregation.base.conn import BootstrapAddr
 from sglang.srt.disaggregation.common.asked_room import AskedRoom
 from sglang.srt.disaggregation.common.geometry import IncompatibleLayouts, RankPlace
-from sglang.srt.disaggregation.common.prefill_groups import PrefillGroups, SoughtRoom
+from sglang.srt.disaggregation.common.prefill_groups import PrefillGroups
 from sglang.srt.disaggregation.common.prefill_server import CLOSE_S, DecodeRank, PrefillServer
 from sglang.srt.disaggregation.common.shard_read import (
     STEPS,
@@ -78,14 +78,16 @@ class PrefillServers:
         self._servers[address] = server
         return server
 
-    def ask(self, address: BootstrapAddr, room: SoughtRoom) -> PrefillGroups | None:
+    def ask(self, address: BootstrapAddr, room: AskedRoom) -> PrefillGroups | None:
         """Ask the prefill server with this bootstrap server about a room. None: it is not asked,
         and the room says why."""
         server = self.find(address)
         if server is None:
-            room.refusal = TOO_MANY
+            room.failure = TOO_MANY
         else:
-            server.ask(room)
+            server.groups[0].ask(room)
+            if len(server.groups) > 1:
+                server.seek(room)
         return server
 
     def read(self, server: PrefillServer, room: AskedRoom, own: OwnSlots) -> PromptRead:
@@ -99,13 +101,16 @@ class PrefillServers:
             read.has_returned.set()
         return read
 
-    def decline(self, address: BootstrapAddr, room: int, reason: str) -> None:
+    def decline(
+        self, address: BootstrapAddr, room: int, reason: str, found: PrefillServer | None = None
+    ) -> None:
+        """Tell a prefill server that a room is not wanted. `found`: the group that has it."""
         if self.rank.place.rank:
             return  # One rank speaks for all.
         if (server := self.find(address)) is None:
             logger.warning("room %d could not be declined: %s", room, TOO_MANY)
         else:
-            server.decline(room, reason)
+            server.decline(room, reason, found)
 
     def close(self) -> None:
         """Accept no more prompts, and end the threads that ask; they first decline what they can.

@@ -17,7 +17,7 @@ from rigs.disaggregation.prompt_scene import LONG_TIMEOUTS, Scene, receiver_of, 
 from sglang.srt.disaggregation.base.bootstrap_route import BootstrapError, Route
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.base.timeouts import Timeouts
-from sglang.srt.disaggregation.common.asked_room import UNKNOWN
+from sglang.srt.disaggregation.common.asked_room import UNKNOWN, AskedRoom
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.common.prefill_groups import PrefillGroups
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -74,6 +74,10 @@ class Groups:
     def asked(self) -> list[list[int]]:
         """Rooms that each group is asked about."""
         return [sorted(group._rooms) for group in self.peer.groups]
+
+    def said(self, receiver: CommonKVReceiver, dp_rank: int) -> str | None:
+        """Why a group has no room that is sought."""
+        return self.peer.sought[receiver._room][dp_rank].room.failure
 
     def close_rooms(self) -> None:
         for rooms in self.rooms:
@@ -147,8 +151,8 @@ def test_a_group_that_does_not_answer_fails_only_what_may_be_its_own(scene: Scen
         groups.rooms[0].open(7)
         assert group_of(groups.ask(7)) == 0
         silent = f"the prefill server at {proxy.endpoint} has not answered for 0.6 s"
-        until(lambda: nowhere._room.in_groups[1].room.failure is not None)
-        assert nowhere._room.in_groups[1].room.failure == silent
+        until(lambda: groups.said(nowhere, 1) is not None)
+        assert groups.said(nowhere, 1) == silent
         assert is_known(known)
         assert nowhere.poll() == KVPoll.Bootstrapping, "the other group may still get it"
         groups.rooms[0].open(6)
@@ -176,8 +180,8 @@ def test_a_group_that_announces_another_number_of_groups_is_not_asked(scene: Sce
         groups.rooms[1].open(6)
         assert group_of(groups.ask(5)) == 0
         other = groups.ask(6)
-        until(lambda: bool(other._room.in_groups[1].room.failure))
-        assert other._room.in_groups[1].room.failure == (
+        until(lambda: bool(groups.said(other, 1)))
+        assert groups.said(other, 1) == (
             "the prefill server is not found: the bootstrap server at host:1: dp_rank 1 is one of "
             "3 DP groups, and dp_rank 0 one of 2: start all with the same --attn-dp-size"
         )
@@ -216,6 +220,45 @@ def test_a_room_is_declined_where_it_is(groups: Groups) -> None:
     others = [rooms for rooms in groups.rooms if rooms is not groups.rooms[has_it]]
     assert not any(rooms.take_given_up() for rooms in others), "they were not told"
     assert groups.asked() == [[], [], []]
+
+
+def test_a_room_is_declined_where_it_was_found_since_the_last_poll(groups: Groups) -> None:
+    groups.rooms[0].open(5)
+    assert group_of(groups.ask(5)) == 0, "the groups are known"
+    groups.rooms[1].open(6)
+    receiver = groups.ask(6)
+    until(lambda: bool(groups.peer.sought[receiver._room][1].room.sources))
+    receiver.abort("aborted")
+    assert given_up(groups.rooms[1], 6) == "aborted"
+    assert not any(group._declined for group in groups.peer.groups)
+    assert groups.asked() == [[5], [], []] and groups.peer.sought == {}
+
+
+def test_only_rooms_of_several_groups_are_sought(scene: Scene) -> None:
+    with contextlib.closing(Groups(scene, 1)) as groups:
+        groups.rooms[0].open(5)
+        known, waiting = groups.ask(5), groups.ask(6)
+        assert group_of(known) == 0
+        assert groups.peer.sought == {}
+        groups.start(2, "second")
+        two = msgspec.structs.replace(groups.routes[0], dp_size=2)
+        assert groups.peer._on_route(two) is None
+        assert list(groups.peer.sought) == [waiting._room], "the first group has the other one"
+        groups.peer.seek(waiting._room)
+        assert [len(asked) for asked in groups.peer.sought.values()] == [2], "it was sought already"
+        groups.rooms[1].open(6)
+        assert group_of(waiting) == 1
+        assert groups.peer.sought == {}
+        between = AskedRoom(7)
+        groups.peer.groups[0].ask(between)
+        three = msgspec.structs.replace(two, dp_size=3)
+        assert groups.peer._on_route(three) is None
+        groups.peer.seek(between)
+        assert {one.group for one in groups.peer.sought[between]} == {*groups.peer.groups}
+        assert groups.asked() == [[5, 7], [6, 7], [7]], "room 6 is found"
+        groups.peer.leave(between)
+        assert groups.asked() == [[5], [6], []]
+        assert groups.peer.sought == {} and is_known(waiting)
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (2, 2), (3, 2)])

@@ -102,7 +102,7 @@ def test_a_known_room_is_watched_until_there_are_slots(server: Server) -> None:
     server.prefill.open(6)
     receiver, left = server.ask(), server.ask(6)
     until(lambda: is_known(receiver) and is_known(left))
-    server.peer.leave(left._room.in_groups[0].room)
+    server.peer.leave(left._room)
     server.prefill.end(ROOM, "out of memory")
     server.prefill.end(6, "out of memory")
     assert failure(receiver) == "the prefill server ended the request: out of memory"
@@ -145,7 +145,7 @@ def test_questions_keep_a_pace_whatever_is_asked(
 def test_the_last_request_of_a_room_counts(server: Server) -> None:
     first = server.ask()
     until(lambda: is_unknown(server, ROOM))
-    server.peer.leave(first._room.in_groups[0].room)
+    server.peer.leave(first._room)
     second = server.ask()
     server.prefill.open(ROOM)
     until(lambda: is_known(second))
@@ -438,7 +438,7 @@ def test_the_thread_ends_when_nothing_is_asked_for_a_while(
     server.prefill.open(ROOM)
     receiver = server.ask()
     until(lambda: is_known(receiver))
-    server.peer.leave(receiver._room.in_groups[0].room)
+    server.peer.leave(receiver._room)
     until(lambda: not server.peer.has_thread)
     server.prefill.open(6)
     again = server.ask(6)
