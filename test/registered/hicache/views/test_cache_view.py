@@ -24,7 +24,7 @@ from rigs.servers.forked_servers import ForkedServer
 from sglang import hicache_top
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.environ import child_environment, envs
-from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics, StateMetrics
 from sglang.srt.observability.engine_metrics import SchedulerLoad, SchedulerMetrics
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -221,12 +221,15 @@ def test_every_query_finds_its_metric_with_its_labels(server: EngineServer) -> N
     idle = SchedulerLoad(
         num_running=0, num_queued=0, pool_tokens=1, free_tokens=1, evictable_tokens=0
     )
-    # A decode server that drafts, with a store of several nodes, exports extra series.
+    # A decode server of a hybrid that drafts, with a store of several nodes, exports extra series.
     other = SchedulerMetrics({"model_name": "other"}, num_drafts=3)
     names = "num_decode_transfer_queue_reqs", "num_decode_lingering_reqs"
     other.of_role(DisaggregationMode.DECODE, dict.fromkeys(names, int))
     other.of_reads(("transport",))
     HiCacheMetrics(other.registry).set_storage(None, None, {"node": True}, None)
+    states = StateMetrics(other.registry)
+    states.evicted.labels("device")
+    states.snapshots.labels("prefill", "taken")
     text = str(server.request("GET", "/metrics").body) + other.render(idle)
     labels: dict[str, set[str]] = {"up": set()}
     for family in text_string_to_metric_families(text):

@@ -205,10 +205,6 @@ def test_servers_that_move_nothing_need_no_secret(mode: str) -> None:
             ),
             f"(?m)^{SWITCH} does not work with --nnodes above 1 yet: leave one of them out$",
         ),
-        (
-            (MODE, "prefill", SWITCH, *KEY, "--tp", "2", "--attn-dp-size", "2"),
-            f"^--attn-dp-size 2 does not work with {MODE} prefill yet",
-        ),
         ((MODE, "decode", SWITCH, *KEY, PORT, "30000"), f"^{PORT} 30000 is --port too"),
         ((MODE, "prefill", SWITCH, *KEY, HOSTS, "a b"), f"^{HOSTS}: 'a b' is no HOST"),
         (
