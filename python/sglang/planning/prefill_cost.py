@@ -50,10 +50,10 @@ _CHOICE: Final = 6000.0
 benchmark/results/2026-11-26-gpu-hybrid-compute.md."""
 _MOVED: Final = 471.0
 """Operations in the time in which an element of 2 bytes is read or written, at 4.2 TB/s."""
-_STATE: Final = {GatedDeltaNet: 343.0, KimiDeltaAttention: 640.0, Mamba2: 155.0}
+_STATE: Final = {GatedDeltaNet: 343.0, KimiDeltaAttention: 350.0, Mamba2: 155.0}
 """Operations for each token and element of a layer's state. Delta net: 1,490 us for 8,192 tokens
 (benchmark/results/2026-11-26-gpu-hybrid-compute.md). The others: the rest of whole prefills
-(2026-11-29-gpu-scans.jsonl)."""
+(2026-11-29-gpu-scans.jsonl; KDA: 2026-11-29-gpu-scans-evening.jsonl)."""
 _OF_ALL_TOKENS: Final = re.compile(
     r"\.(k_proj|v_proj|qkv_proj|kv_a_proj_with_mqa|kv_b_proj|wk|in_proj\w*|[bf](_[ab])?_proj)\."
 )

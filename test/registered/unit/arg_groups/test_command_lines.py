@@ -133,8 +133,6 @@ def test_a_command_line_that_is_changed_as_the_answer_says_is_accepted(name: str
                 "other ways than --ep-size; remove the flag",
                 "--enable-dp-attention --dp-size 8 does not work with --nnodes 2 yet: leave one of "
                 "them out",
-                "--enable-dp-attention --dp-size 8 does not work with --disaggregation-mode "
-                "prefill yet: leave one of them out",
                 "--host 10.0.0.1 with --disaggregation-mode prefill needs a secret, the same on "
                 "all servers of the deployment: give --disaggregation-secret-file or "
                 "SGLANG_DISAGGREGATION_SECRET, or --disaggregation-allow-no-secret if only these "

@@ -83,9 +83,11 @@ def test_delta_nets(cost: PrefillCost) -> None:
 @pytest.mark.parametrize("cost", ["nemotron_h", "kimi_linear"], indirect=True)
 def test_scans(cost: PrefillCost, request: pytest.FixtureRequest) -> None:
     family = request.node.callspec.params["cost"]
+    # Kimi-Linear's kernels are younger than the first run.
+    name = "2026-11-29-gpu-scans" + ("-evening" if family == "kimi_linear" else "")
     found = [
         one["value"]
-        for one in lines("benchmark/results/2026-11-29-gpu-scans.jsonl")
+        for one in lines(f"benchmark/results/{name}.jsonl")
         if one["metric"] == "prefill_8192" and one["case"]["family"] == family
     ]
     assert found

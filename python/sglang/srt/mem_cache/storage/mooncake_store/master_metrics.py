@@ -32,6 +32,9 @@ class _Segments(msgspec.Struct):
     segments: list[_Segment]
 
 
+_SEGMENTS_DECODER: Final = msgspec.json.Decoder(_Segments)
+
+
 def read_usage(host: str, port: int, protocol: str | None = None) -> StorageUsage:
     """Ask the master at `host`, whose metrics are on `port`. Blocks for a few seconds at most.
 
@@ -71,7 +74,7 @@ def read_usage(host: str, port: int, protocol: str | None = None) -> StorageUsag
 def _unlike_nodes(url: str, protocol: str) -> tuple[str, ...]:
     """Nodes with another protocol; empty if the master does not tell."""
     try:
-        found = msgspec.json.decode(_read(url), type=_Segments)
+        found = _SEGMENTS_DECODER.decode(_read(url))
     except (OSError, msgspec.DecodeError):
         return ()
     unlike = {f"{one.segment_name} ({one.protocol})" for one in found.segments
