@@ -24,7 +24,7 @@ from rigs.servers.engine_server import EngineServer
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=400, suite="nightly-test-cpu", nightly=True)
+register_cpu_ci(est_time=200, suite="nightly-test-cpu", nightly=True)
 
 EP: Final = ("--ep-size", "2")
 STATES: Final = ("--max-mamba-cache-size", "24")
