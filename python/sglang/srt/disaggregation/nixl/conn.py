@@ -15,6 +15,7 @@ from sglang.srt.distributed.device_communicators.nixl_library import NIXL_USER
 from sglang.srt.distributed.device_communicators.nixl_transfer_engine import (
     init_nixl_transfer_engine,
 )
+from sglang.srt.hardware_backend.device_kinds import device_kind
 from sglang.srt.utils.network import address_for_peers
 
 NixlKVSender = CommonKVSender
@@ -27,7 +28,7 @@ def make_nixl_manager(
     """A rank's end of NIXL's transport. Raises like `CommonKVManager` and `NixlTransferEngine`, and
     ValueError if the pages are not in memory of the CPU."""
     device = args.pools[0].device
-    if device.type != "cpu":
+    if device_kind(device.type).has_own_memory:
         raise ValueError(
             f"{NIXL_USER} reads memory of the CPU, and the pages are on {device}: use mooncake"
         )

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
+import torch
 
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.disaggregation.nixl.conn import make_nixl_manager
 from sglang.srt.distributed.device_communicators import nixl_library, nixl_transfer_engine
 from sglang.srt.distributed.device_communicators.nixl_library import (
     NixlAgent,
@@ -316,3 +319,9 @@ def test_ucx_listens_at_one_address_and_emulates_nothing(monkeypatch: pytest.Mon
     assert envs.UCX_NET_DEVICES.get() == "lo,mlx5_1:1"
     with pytest.raises(ValueError, match="--disaggregation-ib-device has devices by GPU"):
         export_ucx_settings("127.0.0.1", '{"0": "mlx5_1"}')
+
+
+def test_pages_in_a_gpus_memory_are_refused_before_nixl_starts() -> None:
+    args = types.SimpleNamespace(pools=[types.SimpleNamespace(device=torch.device("cuda:0"))])
+    with pytest.raises(ValueError, match="the pages are on cuda:0: use mooncake"):
+        make_nixl_manager(cast(Any, args), DisaggregationMode.PREFILL, cast(Any, None))
