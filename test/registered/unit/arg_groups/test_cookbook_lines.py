@@ -87,7 +87,7 @@ REFUSED: Final = {
     "DP attention on nodes": (
         "-m --tp 16 --enable-dp-attention --dp-size 16 --nnodes 2 --node-rank 1 "
         "--dist-init-addr a:1 --disaggregation-mode prefill",
-        ["--nnodes 2 yet", "--disaggregation-mode prefill yet", "do not reach this machine"],
+        ["--nnodes 2 yet", "do not reach this machine"],
     ),
     "EP": (
         "-m --tp 8 --ep-size 8 --moe-a2a-backend deepep --enable-waterfill --max-ep-size 16",
