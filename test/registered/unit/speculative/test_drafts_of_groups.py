@@ -81,6 +81,7 @@ def drafting(dp_rank: int) -> dict[str, Any]:
     return {**fields, "overlap": True, "pool_tokens": 1024}
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("captures", [False, True])
 def test_verifications_beside_prefills_and_beside_nothing(model: Path, captures: bool) -> None:
     prompts = [prompt(1, 30), *(prompt(seed, 20 + 9 * seed) for seed in (2, 3))]
