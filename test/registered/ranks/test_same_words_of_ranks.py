@@ -36,7 +36,7 @@ SIZES: Final = {
 }
 """Numbers of ranks, and how many of them divide a prompt; the first is the reference."""
 WITH_LIKE_LAYERS: Final = ("minimax_m2", "kimi_linear", "qwen3_5")
-"""Families whose layers ranks split as those of another family here."""
+"""Ranks split the layers of these families as those of another family here."""
 ONE_HEAD_EACH: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v32": {"num_attention_heads": 4, "num_key_value_heads": 4}
 }

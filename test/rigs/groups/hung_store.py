@@ -31,7 +31,7 @@ def work_beside_a_hang(
     step: Callable[[bool], None],
     busy: Callable[[], Iterable[int | None]],
 ) -> int:
-    """Let the store hang for one group that has it, and requests arrive. Those of the other groups
+    """Let the store hang for one group that has it, and requests arrive. Requests of other groups
     end before it goes on. Returns the number of hangs, 0 or 1.
 
     Args:

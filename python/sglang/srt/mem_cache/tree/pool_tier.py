@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 LEAST_LEAVING = 1024
 """Tokens: an eviction divides a node into parts that are at least so long. Whole nodes would leave
-more than is needed: a cache of four prompts lost a hundredth of its hits. Shorter parts would leave
-a node with another copy in as many parts as there were evictions."""
+more than is needed: agents' conversations lost up to 0.034 of their tokens' hits. Shorter parts
+would leave a node with another copy in as many parts as there were evictions."""
 
 
 class SlotPool(Protocol):
