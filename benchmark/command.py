@@ -25,7 +25,7 @@ COMMANDS: Final[dict[str, tuple[str, ...]]] = {
     "transfer": ("engine", "heads", "limits", "nixl", "tickets"),
     "gpu-forward": ("steps", "attention", "kernels"),
     "gpu-server": ("ttft", "load", "scheduler", "idle"),
-    "gpu-hicache": ("unused", "turns", "copies"),
+    "gpu-hicache": ("unused", "turns", "agents", "copies"),
     "gpu-hybrid": (
         "steps",
         "many",

@@ -8,10 +8,11 @@ the next one is sent, not earlier than the request rate allows. asyncio; one thr
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final
 
@@ -53,6 +54,10 @@ class Conversations:
     request_len: int
     """New tokens in each round."""
     output_len: int
+    shared_len: int = 0
+    """Tokens that all conversations begin with."""
+    first_len: int | None = None
+    """Tokens after the shared ones in the first round; None: as in the others."""
     parallel: int | None = None
     """Most requests under way; None: one for each client."""
     request_rate: float = math.inf
@@ -107,10 +112,12 @@ async def converse(
     *,
     between_rounds: Callable[[], Awaitable[None]] | None = None,
     on_done: Callable[[RequestResult], object] = lambda result: None,
+    base_urls: Sequence[str] = (),
 ) -> list[list[RequestResult]]:
     """Run all conversations. A failed request ends its conversation.
 
     Args:
+        base_urls: Servers that get the requests in turn, in place of the one in `options`.
         between_rounds: Awaited between two rounds, each of which waits for the slowest client.
             None lets clients continue independently.
 
@@ -119,18 +126,22 @@ async def converse(
     """
     backend = SglangBackend()
     results: list[list[RequestResult]] = [[] for _ in range(shape.rounds)]
-    seeds = np.random.SeedSequence(shape.seed).spawn(shape.clients + 2)
-    order, times, *own = (np.random.default_rng(seed) for seed in seeds)
+    seeds = np.random.SeedSequence(shape.seed).spawn(shape.clients + 3)
+    order, times, *own, common = (np.random.default_rng(seed) for seed in seeds)
     pace = _Pace(shape, times)
-    ready = [_Client(rng) for rng in own]
+    shared = vocabulary[common.integers(len(vocabulary), size=shape.shared_len)].tolist()
+    ready = [_Client(rng, history=shared) for rng in own]
+    turns = itertools.cycle([replace(options, base_url=url) for url in base_urls] or [options])
     answered: asyncio.Queue[tuple[_Client, bool]] = asyncio.Queue()
     """Clients whose request ended, and whether it succeeded."""
 
     async def ask(client: _Client) -> None:
-        drawn = client.rng.integers(len(vocabulary), size=shape.request_len)
-        client.history += vocabulary[drawn].tolist()
+        is_first = not client.turn and shape.first_len is not None
+        new = shape.first_len if is_first else shape.request_len
+        drawn = client.rng.integers(len(vocabulary), size=new)
+        client.history = client.history + vocabulary[drawn].tolist()
         request = BenchRequest(client.history, shape.output_len)
-        result = await backend.send(session, request, options)
+        result = await backend.send(session, request, next(turns))
         answer = result.output_ids
         if shape.fixed_answers:
             drawn = client.rng.integers(len(vocabulary), size=shape.output_len)

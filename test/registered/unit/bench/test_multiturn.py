@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -189,3 +190,22 @@ def test_errors_name_the_invalid_setting(setting: dict[str, Any], message: str) 
 def test_lengths_are_positive() -> None:
     with pytest.raises(ValueError, match="--request-length 0"):
         Conversations(clients=1, rounds=1, request_len=0, output_len=1)
+
+
+def test_conversations_share_a_beginning_and_take_turns_between_servers() -> None:
+    shape = replace(SHAPE, shared_len=7, first_len=20, rounds=2)
+    with FakeServer(step_s=0.002) as one, FakeServer(step_s=0.002) as other:
+
+        async def run() -> None:
+            async with open_session() as session:
+                options = RequestOptions(base_url="http://127.0.0.1:1")
+                urls = [one.url, other.url]
+                await converse(session, VOCABULARY, shape, options, base_urls=urls)
+
+        asyncio.run(run())
+    assert len(one.bodies) == len(other.bodies) == 3
+    prompts = by_length(one.bodies + other.bodies)
+    assert sorted(prompts) == [27, 27 + 5 + 10]
+    firsts = prompts[27]
+    assert len({tuple(ids[:7]) for ids in firsts}) == 1
+    assert len({tuple(ids[7:]) for ids in firsts}) == 3
