@@ -266,7 +266,8 @@ def load_tile(
     elif own.shape[0] > 1 and K // SHARE // AT_ONCE * AT_ONCE == K // SHARE:
         # The compiler does not see it behind the change of shape.
         elements_at = tl.max_contiguous(tl.multiple_of(elements_at, [1, AT_ONCE]), [1, AT_ONCE])
-    elements = tl.load(elements_at, mask=is_read, other=0)
+    # The compiler does not convert integers to fp8.
+    elements = tl.load(elements_at, mask=is_read, other=0.0 if FP8 else 0)
     group = step * SPANS + tl.arange(0, SPANS)[None, :]
     is_inside = group < (K + SPAN - 1) // SPAN
     if GROUP != SPAN:
