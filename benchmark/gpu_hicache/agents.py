@@ -3,7 +3,7 @@
 The workload that vLLM and Mooncake published in May 2026, on fewer servers: sessions share a long
 prefix, each adds a first prompt, then tool results and answers in turns. Requests go to the servers
 in turn. Qwen3-8B's shape in fp8 blocks with random weights; L3 is a Mooncake Store on this host.
-L1 holds several sessions, L2 a tenth of all tokens.
+L1 holds two or three sessions, L2 a tenth of all tokens.
 
 `hit_rate` with L3 and `wait_complete`: at least 0.92 (new tokens are the rest). `forecast_*`: what
 `agents_forecast` says from the rates that were measured before the load: prefills, steps, and
@@ -77,7 +77,7 @@ FULL: Final = Size(
     flags=("--device", "cuda", *DUMMY_FLAGS,
            "--json-model-override-args", '{"max_position_embeddings": 65536}'),
     talk=_TALK,
-    l1=262_144,
+    l1=147_456,
     page_size=64,
     l2_gb=_TOKENS / 10 * KV_BYTES / GB,
     store_bytes=int(1.35 * _TOKENS * KV_BYTES),
@@ -202,6 +202,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
     size = FULL if args.device == "cuda" else TINY
     if args.sessions is not None:
         size = size.of_sessions(args.sessions)
+    if args.answer is not None:
+        size = replace(size, talk=replace(size.talk, output_len=args.answer))
     common = (
         *size.flags,
         *("--page-size", str(size.page_size), "--max-total-tokens", str(size.l1)),
@@ -236,7 +238,8 @@ def _gpus(device: str) -> list[tuple[str, ...]]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_store_option(parser)
     parser.add_argument("--l3-only", action="store_true", help="no servers without a store")
-    parser.add_argument("--sessions", type=int, help="fewer of them, with L1 in proportion")
+    parser.add_argument("--sessions", type=int, help="fewer of them, with tiers in proportion")
+    parser.add_argument("--answer", type=int, help="tokens of an answer, instead of 900")
 
 
 COMMAND: Final = Command(
