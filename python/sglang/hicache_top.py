@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import math
+import re
 import signal
 import sys
 import time
@@ -38,15 +39,21 @@ _STYLES: Final = {
     "free": "grey50", "computed": "grey50",
 }  # fmt: skip
 _WORDS: Final = {
-    "requests": "running", "locked": "in use", "evictable": "evictable", "in_flight": "in flight",
+    "requests": "of running requests", "locked": "in use", "evictable": "evictable", "in_flight": "in flight",
     "used": "used", "free": "free", "device": "L1", "host": "L2", "storage": "L3",
     "computed": "computed",
+}  # fmt: skip
+_MISSED: Final = {
+    "evicted": "were here before, and evicted", "no_state": "lacked a recurrent state",
+    "logprobs": "for logprobs", "new": "new",
 }  # fmt: skip
 _FLOWS: Final = {
     "written": "L1 to L2: copied", "loaded": "L2 to L1: loaded", "stored": "L2 to L3: written",
     "read": "L3 to L2: read", "evicted_device": "evicted from L1",
     "evicted_host": "evicted from L2", "computed": "computed",
 }  # fmt: skip
+_PYTHON: Final = r"torch\.|['\[\]]"
+"""Python's notation in what a page has."""
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _SPARK: Final = 40
 _HISTORY_S: Final = 300.0
@@ -117,8 +124,8 @@ def _short(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
-def _bar(parts: Mapping[str, int], width: int) -> Text:
-    """A bar of `width` characters, and its legend."""
+def _bar(parts: Mapping[str, int], width: int, unit: str = "") -> Text:
+    """A bar of `width` characters, and its legend, whose amounts end with `unit`."""
     total = sum(parts.values())
     bar, done = Text(), 0
     for name, value in parts.items():
@@ -130,7 +137,7 @@ def _bar(parts: Mapping[str, int], width: int) -> Text:
     for name, value in parts.items():
         share = f"{value / total:.0%}" if total else "0%"
         bar.append("■ ", _STYLES[name])
-        bar.append(f"{_WORDS[name]} {_short(value)} ({share})   ")
+        bar.append(f"{_WORDS[name]} {_short(value)}{unit} ({share})   ")
     return bar
 
 
@@ -142,7 +149,9 @@ def _tier(tier: Mapping[str, Any], width: int) -> Text:
     head = Text.assemble(f"\n{tier['name']} ", (f"{tier['where']}, {size}", "dim"))
     if tier["in_flight"]:
         head.append(f", {_short(tier['in_flight'])} tokens in flight", "dim")
-    return head.append("\n").append_text(_bar(tier["parts"], width)) if tier["parts"] else head
+    if tier["parts"]:
+        head.append("\n").append_text(_bar(tier["parts"], width, "B" if unit == "bytes" else ""))
+    return head
 
 
 def _hits(
@@ -161,8 +170,8 @@ def _hits(
         share = (total - parts["computed"]) / total if total else 0.0
         head = Text(f"\n{share:.0%} of the prompts' tokens reused, {title}\n")
         lines.append(head.append_text(_bar(parts, width)))
-    why = ", ".join(f"{reason} {_short(count)}" for reason, count in missed.items() if count)
-    lines.append(Text(f"computed since the start, by reason: {why or 'none'}", "dim"))
+    reasons = (f"{_short(n)} {_MISSED.get(name, name)}" for name, n in missed.items() if n)
+    lines.append(Text(f"computed since the start: {', '.join(reasons) or 'none'}", "dim"))
     return lines
 
 
@@ -256,9 +265,15 @@ def _why(one: Mapping[str, Any], words: Mapping[str, str]) -> str:
     why: str = words.get(one["why"], one["why"])
     if not one["of"]:
         return why
-    who = f", for {one['request']}" if one["request"] else ""
-    tenant = f" of {one['tenant']}" if one["tenant"] else ""
-    return f"{why}{who}{tenant}; pages of {', '.join(one['of'])}"
+    who = f", for {one['request'] or 'one'}" if one["request"] or one["tenant"] else ""
+    tenant = f" {_owner(one['tenant'])}" if one["tenant"] else ""
+    return f"{why}{who}{tenant}; pages {', '.join(map(_owner, one['of']))}"
+
+
+def _owner(tenant: str) -> str:
+    """Words behind what belongs to a tenant."""
+    named = {"none": "without a key", "other": "of all others"}
+    return named.get(tenant, f"of {tenant}")
 
 
 def _prefixes(prefixes: Sequence[Mapping[str, Any]]) -> Table:
@@ -284,7 +299,11 @@ def _store(store: Mapping[str, Any] | None, words: Mapping[str, str]) -> Text:
     state = ("answers", "green") if store["is_available"] else ("does not answer", "red")
     line = Text.assemble("\nStore (L3): ", store["backend"], " ", state)
     line.append(f", namespace {store['namespace']}, prefetch {store['prefetch_policy']}")
-    pages = ", ".join(f"{name} {value}" for name, value in store["pages_of"].items() if value)
+    pages = ", ".join(
+        f"{name.replace('_', ' ')} {re.sub(_PYTHON, '', str(value))}"
+        for name, value in store["pages_of"].items()
+        if value
+    )
     line.append(f"\npages of {pages}", "dim")
     if servers := store["servers"]:
         line.append(

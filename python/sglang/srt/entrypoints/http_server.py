@@ -282,6 +282,14 @@ def _tls_factory(args: ServerArgs) -> Callable[..., ssl.SSLContext] | None:
     return lambda *_: tls_context(certfile, keyfile, args.ssl_keyfile_password)
 
 
+def _without_query(record: logging.LogRecord) -> bool:
+    """Filter of uvicorn's access log: clients send keys in queries, too."""
+    if isinstance(record.args, tuple) and len(record.args) == 5:
+        client, method, path, *rest = record.args
+        record.args = (client, method, str(path).partition("?")[0], *rest)
+    return True
+
+
 class HttpServer(BoundedServer):
     """uvicorn with this engine's shutdown.
 
@@ -292,6 +300,7 @@ class HttpServer(BoundedServer):
 
     def __init__(self, front: EngineFront) -> None:
         args = front.context.args
+        logging.getLogger("uvicorn.access").addFilter(_without_query)
         super().__init__(
             uvicorn.Config(
                 create_app(front.context, self._stop),

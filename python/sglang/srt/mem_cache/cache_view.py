@@ -142,15 +142,16 @@ def _lower_tiers(cache: HiRadixCache) -> list[dict[str, Any]]:
         tiers.append(_tier("L2 states", "host memory", "states", parts))
     store = cache.store
     if store.attached is not None:
-        usage = store.usage()
-        parts_of_store = None
+        usage, backend = store.usage(), store.attached.backend
+        where, parts_of_store = f"store ({backend})", None
         if usage is not None and usage.used_bytes is not None and usage.total_bytes is not None:
             free = max(0, usage.total_bytes - usage.used_bytes)
             parts_of_store = {"used": usage.used_bytes, "free": free}
+            if backend == "file" and usage.num_objects is None:
+                where += ", with all else on its disk"
         reads = sum(len(read.host_indices) for read in cache.storage_prefetch.table.operations)
         writes = sum(len(write.host_indices) for write in cache.storage_backup.under_way)
-        backend = store.attached.backend
-        tiers.append(_tier("L3", f"store ({backend})", "bytes", parts_of_store, reads + writes))
+        tiers.append(_tier("L3", where, "bytes", parts_of_store, reads + writes))
     return tiers
 
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_QUOTING: Final = ("opentelemetry.trace", "opentelemetry.baggage")
+"""Loggers that quote headers of clients in warnings about them."""
 _MOST_QUEUED: Final = 8192
 """Spans that wait for the exporter; further ones are lost."""
 _CALL_S: Final = 5.0
@@ -182,6 +184,8 @@ class Tracer:
         instance: str = "",
         registry: CollectorRegistry | None = None,
     ) -> None:
+        for name in _QUOTING:
+            logging.getLogger(name).setLevel(logging.ERROR)
         self.queue = SpanQueue(exporter, registry)
         names = {SERVICE_NAME: service, SERVICE_INSTANCE_ID: instance}
         self._provider = TracerProvider(

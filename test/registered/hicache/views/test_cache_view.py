@@ -132,7 +132,7 @@ def test_hicache_top_shows_it_once(server: EngineServer, tmp_path: Path) -> None
     seen = view(server)
     for text in (
         "L1 device memory, 1,536 tokens", "L2 host memory", "L3 store (file)", "evicted from L1",
-        seen["prefixes"][0]["hash"], seen["store"]["namespace"], f"page_size {PAGE}",
+        seen["prefixes"][0]["hash"], seen["store"]["namespace"], f"page size {PAGE}",
     ):  # fmt: skip
         assert text in shown.stdout
 

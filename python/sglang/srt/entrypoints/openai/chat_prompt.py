@@ -25,7 +25,6 @@ from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
 logger = logging.getLogger(__name__)
 
 MAX_TOOLS: Final = 128
-_MAX_PLACES: Final = 5
 _ANY_OBJECT: Final = {"type": "object"}
 _ENFORCED_FORMAT: Final = "llama3"
 """Parser format of an enforced call, which is a bare object with `name` and `parameters`."""
@@ -216,7 +215,8 @@ def _parameters(index: int, tool: Tool, *, refuses: bool) -> Any:
         else:
             held, dropped = loosen_json_schema(given.decode())
             if dropped:
-                _warn_of_dropped(xxhash.xxh3_64_hexdigest(given), _shortened(dropped))
+                keywords = {place.rpartition("/")[2] for place in dropped}
+                _warn_of_dropped(xxhash.xxh3_64_hexdigest(given), ", ".join(sorted(keywords)))
     except (GrammarError, RecursionError) as error:
         problem = "nested too deeply: flatten it" if isinstance(error, RecursionError) else error
         problem = str(problem).removeprefix("json_schema: ")
@@ -224,22 +224,15 @@ def _parameters(index: int, tool: Tool, *, refuses: bool) -> Any:
     return msgspec.json.decode(held)
 
 
-def _shortened(places: Sequence[str]) -> str:
-    """Some of the places of keywords, for the log."""
-    shown = ", ".join(ascii(place)[1:-1] for place in sorted(places)[:_MAX_PLACES])
-    more = len(places) - _MAX_PLACES
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
 @lru_cache(maxsize=1024)
-def _warn_of_dropped(digest: str, places: str) -> None:
+def _warn_of_dropped(digest: str, keywords: str) -> None:
     """Log that calls of a tool may break its schema, once for each of the latest schemas, of which
-    `digest` is one's."""
+    `digest` is one's. Names of properties are a prompt's text, so it names the keywords alone."""
     logger.warning(
         "The parameters of a tool (schema %s) have keywords that are not enforced: %s: calls may "
-        "break them; with tool_choice: required, strict: true refuses such a schema",
+        "break them; with tool_choice: required, strict: true refuses such a schema and says where",
         digest,
-        places,
+        keywords,
     )
 
 
