@@ -39,9 +39,9 @@ _STYLES: Final = {
     "free": "grey50", "computed": "grey50",
 }  # fmt: skip
 _WORDS: Final = {
-    "requests": "of running requests", "locked": "in use", "evictable": "evictable", "in_flight": "in flight",
-    "used": "used", "free": "free", "device": "L1", "host": "L2", "storage": "L3",
-    "computed": "computed",
+    "requests": "of running requests", "locked": "in use", "evictable": "evictable",
+    "in_flight": "in flight", "used": "used", "free": "free", "device": "L1",
+    "host": "L2", "storage": "L3", "computed": "computed",
 }  # fmt: skip
 _MISSED: Final = {
     "evicted": "were here before, and evicted", "no_state": "lacked a recurrent state",
