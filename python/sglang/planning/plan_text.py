@@ -83,6 +83,11 @@ def _gb(size: float | None) -> str:
     return "no limit" if math.isinf(size) else f"{size / GB:,.2f}"
 
 
+def _gb(size: float) -> str:
+    """A size whose small values, those of small models, differ too."""
+    return f"{size:,.2f}" if size >= 0.1 or not size else f"{size:.2g}"
+
+
 def _count(number: float) -> str:
     return "no limit" if math.isinf(number) else f"{int(number):,}"
 
@@ -158,7 +163,7 @@ def _trace_text(trace: dict[str, Any]) -> str:
     )
     by_size = _table(
         ["one LRU cache, GB", "tokens", "share"],
-        [[f"{r['gb']:,.2f}", f"{r['tokens']:,}", f"{r['hit_rate']:.1%}"] for r in trace["by_size"]],
+        [[_gb(r["gb"]), f"{r['tokens']:,}", f"{r['hit_rate']:.1%}"] for r in trace["by_size"]],
     )
     by_l2 = _table(
         ["with L2", "GB a rank", *trace["by_l2"][0]["by_tier"], "in all"],

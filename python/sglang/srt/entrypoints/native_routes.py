@@ -178,7 +178,7 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     rid: str | None = None
     abort_all: bool | None = None
     abort_message: str | None = None
-    """Accepted for SGLang's clients, but not used: the answer says `aborted by the client`."""
+    """Accepted for SGLang's clients, but not used: the answer says who may abort."""
 
 
 async def generate(request: Request) -> Response:

@@ -239,7 +239,7 @@ def abort_reason(message: str, status_code: int) -> FinishReason:
 CLIENT_ABORT_STATUS: Final = 499
 """Status of a request that was aborted on demand. Such a request did not fail: it keeps its
 output."""
-ABORTED_BY_CLIENT: Final = abort_reason("aborted by the client", CLIENT_ABORT_STATUS)
+ABORTED_BY_CLIENT: Final = abort_reason("aborted by its client or an operator", CLIENT_ABORT_STATUS)
 
 
 Tier: TypeAlias = Literal["none", "device", "host", "storage"]

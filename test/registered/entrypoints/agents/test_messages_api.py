@@ -428,7 +428,7 @@ def test_a_stream_that_breaks_off_raises(
             json={"abort_all": True},
             headers={"x-api-key": "secret"},
         )
-        message = "aborted by the client" if reason is None else "no memory"
+        message = "aborted by its client or an operator" if reason is None else "no memory"
         with pytest.raises(anthropic.APIStatusError, match=message):
             list(stream)
     finally:

@@ -142,7 +142,10 @@ def _check_fields(request: GenerateRequest) -> None:
             field="top_logprobs_num",
         )
     if not -_INT32_MAX <= request.priority <= _INT32_MAX:
-        raise InvalidRequest("priority must fit in 32 bits", field="priority")
+        raise InvalidRequest(
+            f"priority={request.priority} must be from {-_INT32_MAX} to {_INT32_MAX}",
+            field="priority",
+        )
 
 
 def check_session(session_id: str | None, extra_key: str | None, cache_salt: str | None) -> None:
