@@ -103,7 +103,10 @@ class AnswerTransport:
 
     def write(self, data: bytes) -> None:
         """Write `data`, or hold it back if it is the head: the first data after the start of the
-        response. Only a `100 Continue` comes before that."""
+        response. Only a `100 Continue` comes before that. A client that is gone gets nothing:
+        asyncio would log each further write."""
+        if self.is_closing():
+            return
         if self._head is None and self._connection.cycle.response_started:
             self._head = data
         elif self._head and len(data) <= _ONE_WRITE_BYTES:

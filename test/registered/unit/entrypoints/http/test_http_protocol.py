@@ -350,10 +350,11 @@ def test_idle_connections_are_few_and_the_longest_idle_goes() -> None:
 
 
 class Transport(asyncio.Transport):
-    """Keeps what is written."""
+    """Keeps what is written. The connection is lost at the write of that number."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost_at: int = 1000) -> None:
         super().__init__()
+        self._lost_at = lost_at
         self.written: list[bytes] = []
         self.pauses = 0
         self.is_paused = False
@@ -368,7 +369,7 @@ class Transport(asyncio.Transport):
         self.written.append(bytes(data))
 
     def is_closing(self) -> bool:
-        return False
+        return len(self.written) >= self._lost_at
 
     def close(self) -> None:
         """Does nothing: this object holds no resource."""
@@ -384,11 +385,11 @@ async def stream(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body"})
 
 
-def writes_of(request: bytes) -> list[bytes]:
+def writes_of(request: bytes, lost_at: int = 1000) -> list[bytes]:
     async def run() -> list[bytes]:
         config = uvicorn.Config(stream, http=bounded_protocol(), ws="none", log_config=None)
         config.load()
-        state, transport = ServerState(), Transport()
+        state, transport = ServerState(), Transport(lost_at)
         connection: Any = config.http_protocol_class
         connection = connection(config=config, server_state=state, app_state={})
         connection.connection_made(transport)
@@ -405,6 +406,10 @@ def test_the_head_of_a_response_goes_out_with_its_body() -> None:
     assert first.startswith(b"HTTP/1.1 200 OK\r\n")
     assert first.endswith(b"\r\n\r\n3\r\none\r\n")
     assert rest == [b"3\r\ntwo\r\n", b"0\r\n\r\n"]
+
+
+def test_nothing_is_written_to_a_client_that_is_gone() -> None:
+    assert writes_of(GET % 1, lost_at=2) == writes_of(GET % 1)[:2]
 
 
 def test_a_response_without_a_body_has_a_head() -> None:
