@@ -84,7 +84,7 @@ def _gb(size: float | None) -> str:
 
 
 def _gb(size: float) -> str:
-    """A size whose small values, those of small models, differ too."""
+    """Two decimals, or two digits of a smaller size, which small models have."""
     return f"{size:,.2f}" if size >= 0.1 or not size else f"{size:.2g}"
 
 

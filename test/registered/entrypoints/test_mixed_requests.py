@@ -101,7 +101,7 @@ async def asked(client: httpx.AsyncClient, body: dict[str, Any]) -> list[dict[st
 
 
 def content(answers: list[dict[str, Any]] | str) -> Any:
-    """What does not depend on time and company."""
+    """The parts of answers that neither time nor other requests change."""
     if isinstance(answers, str):
         return answers
     return [(one["text"], one["output_ids"], one["meta_info"]["finish_reason"]) for one in answers]
