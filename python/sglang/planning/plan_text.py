@@ -80,12 +80,10 @@ def _wrapped(text: str) -> str:
 def _gb(size: float | None) -> str:
     if size is None:
         return "-"
-    return "no limit" if math.isinf(size) else f"{size / GB:,.2f}"
-
-
-def _gb(size: float) -> str:
-    """Two decimals, or two digits of a smaller size, which small models have."""
-    return f"{size:,.2f}" if size >= 0.1 or not size else f"{size:.2g}"
+    if math.isinf(size):
+        return "no limit"
+    # Of a small model two decimals would be zeros.
+    return f"{size / GB:,.2f}" if size >= GB / 10 or not size else f"{size / GB:.2g}"
 
 
 def _count(number: float) -> str:
@@ -163,7 +161,7 @@ def _trace_text(trace: dict[str, Any]) -> str:
     )
     by_size = _table(
         ["one LRU cache, GB", "tokens", "share"],
-        [[_gb(r["gb"]), f"{r['tokens']:,}", f"{r['hit_rate']:.1%}"] for r in trace["by_size"]],
+        [[_gb(r["gb"] * GB), f"{r['tokens']:,}", f"{r['hit_rate']:.1%}"] for r in trace["by_size"]],
     )
     by_l2 = _table(
         ["with L2", "GB a rank", *trace["by_l2"][0]["by_tier"], "in all"],
