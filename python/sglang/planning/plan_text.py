@@ -82,7 +82,7 @@ def _gb(size: float | None) -> str:
         return "-"
     if math.isinf(size):
         return "no limit"
-    # Of a small model two decimals would be zeros.
+    # Sizes of small models would be 0.00.
     return f"{size / GB:,.2f}" if size >= GB / 10 or not size else f"{size / GB:.2g}"
 
 
