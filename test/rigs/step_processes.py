@@ -7,6 +7,7 @@ forked process all else is as for `python WORDS`: arguments, output, exit status
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -18,9 +19,10 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, NoReturn
 from unittest import mock
 
@@ -169,6 +171,18 @@ def _run(words: list[str], cwd: Path, output: str) -> None:
     finally:
         # A process of `multiprocessing` leaves without them. pytest's remove old directories.
         atexit._run_exitfuncs()
+
+
+@contextlib.contextmanager
+def without_program() -> Iterator[None]:
+    """Context in which started processes do not import this one's program, a test file, again."""
+    program = sys.modules["__main__"]
+    # `mock.patch.dict` would also drop the modules that other threads import meanwhile.
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
 
 
 def fork_a_fork_server() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -80,7 +81,10 @@ class EngineServer:
         self._process: RunningServer | None = None
 
     def __enter__(self) -> Self:
-        self.start()
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.kill)
+            self.start()
+            failed.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:

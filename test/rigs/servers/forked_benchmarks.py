@@ -14,13 +14,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
-from unittest import mock
 
 import torch
 
-from rigs.step_processes import fork_a_fork_server
+from rigs.step_processes import fork_a_fork_server, without_program
 from sglang.srt.utils.process import kill_process_tree
 
 _PRELOAD: Final = ["rigs.servers.forked_servers", "rigs.servers.forked_benchmarks"]
@@ -66,8 +64,7 @@ def run_forked(module: str, *words: str, cwd: Path = _ROOT) -> subprocess.Comple
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         process = context.Process(target=_run, args=(module, words, cwd, out, err))
-        # The forked process would import this one's program, a test file.
-        with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+        with without_program():
             process.start()
         process.join(_TIMEOUT_S)
         if process.exitcode is None:

@@ -22,7 +22,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess, ForkServerProcess
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
 
@@ -31,6 +31,7 @@ import xgrammar
 
 from rigs.machines.networks import enter
 from rigs.servers.engine_server import EngineServer
+from rigs.step_processes import without_program
 from sglang import launch_server
 from sglang.srt.constrained import compile_process
 from sglang.srt.distributed.rendezvous import Rendezvous
@@ -47,6 +48,8 @@ PRELOADED: Final = (
 """Modules that the processes of a server import."""
 
 _FORK_SERVER: Final = multiprocessing.get_context("forkserver")
+_STARTS: Final = threading.Lock()
+"""Held while a process starts: tests start several servers at once."""
 
 InRank = Callable[[int], None]
 """Runs in the process of each rank, before anything is built; gets the rank. It must be at the top
@@ -74,8 +77,7 @@ class ForkedProcess(RunningServer):
         self._process = context.Process(
             target=_serve, args=(argv, str(log_path), dict(env or {}), in_rank, namespace)
         )
-        # The forked process would import this one's program, a test file, again.
-        with mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+        with _STARTS, without_program():
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -144,8 +146,7 @@ def forking_engines() -> Iterator[None]:
     forkserver.ensure_running()
     with (
         mock.patch.object(multiprocessing, "get_context", forking),
-        # The forked process would import this one's program, a test file, again.
-        mock.patch.dict(sys.modules, {"__main__": ModuleType("__main__")}),
+        without_program(),
     ):
         yield
 
