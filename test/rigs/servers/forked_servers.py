@@ -236,6 +236,9 @@ def _run_child(target: Callable[..., None], args: tuple[Any, ...], in_rank: InRa
     meeting = next((arg for arg in args if isinstance(arg, Rendezvous)), None)
     listener = None if meeting is None else meeting.listener
     _close_listeners(-1 if listener is None else listener.fileno())
+    if meeting is not None:
+        # A thread that wakes interrupts none: those of gloo spin while another has their lock.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     _fork_compile_processes()
     if in_rank is not None and target.__name__ == "_run_scheduler":
         in_rank(0 if meeting is None else meeting.rank)
