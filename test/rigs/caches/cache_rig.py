@@ -302,10 +302,12 @@ class CacheRig:
     def until(self, condition: Callable[[], bool]) -> None:
         """Tick until `condition` holds. Raises AssertionError after a while."""
         deadline = time.monotonic() + _DEADLINE_S
+        pause = 0.0005
         while not condition():
             assert time.monotonic() < deadline, f"nothing happened; busy: {self.tree.is_busy()}"
             self.tick()
-            time.sleep(0.0005)
+            time.sleep(pause)
+            pause = min(1.1 * pause, 0.01)
 
     def settle(self) -> None:
         """Tick until no operation is under way, and check page ownership."""
