@@ -129,13 +129,14 @@ _INDEXED: dict[str, Any] = {
     "index_head_dim": 24,
 }
 _HYBRID: dict[str, Any] = {
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-"""Three layers of linear attention, one of full attention."""
+"""Two layers of linear attention, one of full attention."""
 _HYBRID_EXPERTS: dict[str, Any] = {
     **_HYBRID,
     "num_experts": 4,
@@ -223,15 +224,15 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     },
     "kimi_linear": {
         **{name: _LATENT[name] for name in _LATENT if name != "n_routed_experts"},
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "q_lora_rank": None,
         "pad_token_id": None,
         "head_dim": 18,
         "num_experts": 8,
         "n_shared_experts": 1,
         "linear_attn_config": {
-            "full_attn_layers": [3],
-            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [2],
+            "kda_layers": [1, 3],
             "head_dim": 12,
             "num_heads": 4,
             "short_conv_kernel_size": 4,

@@ -115,7 +115,7 @@ def test_logits_of_hybrids_equal_those_of_a_cpu(
 MAMBA: Final[dict[str, Any]] = {"mamba_head_dim": 32, "ssm_state_size": 64}
 KDA: Final[dict[str, Any]] = {
     "linear_attn_config": {
-        "full_attn_layers": [3], "kda_layers": [1, 2, 4], "head_dim": 64, "num_heads": 2,
+        "full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 64, "num_heads": 2,
         "short_conv_kernel_size": 4,
     }
 }  # fmt: skip

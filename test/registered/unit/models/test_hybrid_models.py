@@ -40,8 +40,8 @@ YARN = {
     "original_max_position_embeddings": 128,
 }
 KIMI_LAST_FULL = {
-    "full_attn_layers": [4],
-    "kda_layers": [1, 2, 3],
+    "full_attn_layers": [3],
+    "kda_layers": [1, 2],
     "head_dim": 32,
     "num_heads": 3,
     "short_conv_kernel_size": 2,
@@ -59,7 +59,7 @@ CASES = [
     pytest.param("qwen3_5", {"linear_num_value_heads": 2, "head_dim": 32}, id="3.5-equal-heads"),
     pytest.param(
         "qwen3_5",
-        {"layer_types": ["full_attention", "linear_attention"] * 2},
+        {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
         id="3.5-linear-layer-last",
     ),
     pytest.param("qwen3_5_moe", {}, id="3.5-experts"),
@@ -99,7 +99,7 @@ CASES = [
             "attention_bias": True,
             "num_expert_group": 4,
             "topk_group": 2,
-            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
         },
         id="kimi-query-latent-groups",
     ),
@@ -296,7 +296,7 @@ def test_kimi_linear_as_it_is_published(tmp_path: Path) -> None:
     )
     assert {f"model.layers.0.self_attn.{name}" for name in linear.split()} <= names
     assert "model.layers.0.mlp.gate_proj.weight" in names
-    block = "model.layers.3.block_sparse_moe"
+    block = "model.layers.2.block_sparse_moe"
     for name in ("gate.weight", "gate.e_score_correction_bias", "experts.7.w1.weight",
                  "experts.7.w2.weight", "shared_experts.down_proj.weight"):  # fmt: skip
         assert f"{block}.{name}" in names
@@ -340,7 +340,7 @@ def test_padding_is_no_state(tmp_path: Path) -> None:
         ("qwen3_5", {"linear_num_value_heads": 3}, "linear_num_value_heads=3 must be a multiple"),
         ("qwen3_5", {"linear_conv_kernel_dim": 1}, "sizes of linear attention are too small"),
         ("qwen3_5", {"linear_key_head_dim": 0}, "linear_key_head_dim=0 must be a positive integer"),
-        ("qwen3_5", {"layer_types": ["linear_attention"] * 4}, "at least one with full_attention"),
+        ("qwen3_5", {"layer_types": ["linear_attention"] * 3}, "at least one with full_attention"),
         ("qwen3_5_moe", {"num_experts_per_tok": 9}, "config.json: a token cannot use 9 of 4"),
         ("qwen3_next", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a positive"),
         ("nemotron_h", {"n_groups": 3}, "mamba_num_heads=8 must be a multiple of n_groups=3"),

@@ -45,11 +45,6 @@ CASES: list[Any] = [
     pytest.param("deepseek_v3", {"tie_word_embeddings": True}, id="deepseek_v3-tied"),
     pytest.param("qwen3_next", {"num_experts": 0, "max_shard_size": "60KB"}, id="qwen3_next-dense"),
     pytest.param("qwen3_5", {"tie_word_embeddings": True}, id="qwen3_5-tied"),
-    pytest.param(
-        "qwen3_5",
-        {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "num_hidden_layers": 3},
-        id="qwen3_5-three-layers",
-    ),
 ]
 
 

@@ -48,7 +48,10 @@ GPT_OSS: dict[str, Any] = {
 }
 QWEN_TEXT = PUBLISHED["Qwen3.8-27B"].config["text_config"]
 QWEN: dict[str, Any] = {
-    "rope_parameters": {**QWEN_TEXT["rope_parameters"], "mrope_section": [1, 1, 0]}
+    "rope_parameters": {**QWEN_TEXT["rope_parameters"], "mrope_section": [1, 1, 0]},
+    # Its config has an interval of 4 instead.
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }
 CASES = [
     pytest.param("GLM-5.3", "glm_moe_dsa_shared", fp8_blocks, {}, id="GLM-5.3"),

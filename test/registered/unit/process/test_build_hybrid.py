@@ -37,7 +37,8 @@ def hybrid(tiny_model: Callable[..., Path]) -> Path:
 
 def start_args(model: Path, **fields: Any) -> ServerArgs:
     """Arguments of a start on the CPU with the built-in tokenizer."""
-    args: dict[str, Any] = {"max_total_tokens": 256, "page_size": 16} | fields
+    sizes = {"max_total_tokens": 256, "max_mamba_cache_size": 64, "page_size": 16}
+    args: dict[str, Any] = sizes | fields
     return ServerArgs(
         model_path=str(model), tokenizer_path=str(BUILTIN_MODEL_DIR), device="cpu", **args
     ).resolve()
@@ -61,7 +62,7 @@ def test_states_are_sized_and_said(hybrid: Path) -> None:
         device="cpu",
     ).resolve()
     kv, states = init_pools(runner, args, SingleRank())
-    each = 3 * (4 * 8 * 12 * 4 + (2 * 2 * 8 + 4 * 12) * 3 * 4)
+    each = 2 * (4 * 8 * 12 * 4 + (2 * 2 * 8 + 4 * 12) * 3 * 4)
     assert runner.state_bytes() == each
     assert "; 3 requests at once (one for each of 3 states)" in kv
     assert f"3 recurrent states of {each / 1e6:.2f} MB" in states
