@@ -30,6 +30,7 @@ register_cpu_ci(est_time=22, suite="base-b-test-cpu")
 PROMPT = [*range(160), 7]
 
 
+@pytest.mark.half
 @pytest.mark.usefixtures("moves")
 @pytest.mark.parametrize("kind", [MarksRig, MLARig])
 @pytest.mark.parametrize("layout", RIG_LAYOUTS)
@@ -109,6 +110,7 @@ def test_long_states_of_all_layouts_are_the_same_objects(
     assert len(moved) == 1 + 4, "one put, and a get by each"
 
 
+@pytest.mark.half
 @pytest.mark.usefixtures("moves")
 @pytest.mark.parametrize("layout", MambaPoolHost.LAYOUTS)
 def test_a_state_comes_back_with_the_pages_that_it_stands_behind(

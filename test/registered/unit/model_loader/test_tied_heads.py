@@ -72,6 +72,7 @@ def head_of(model: LlamaForCausalLM) -> torch.Tensor:
     return (model.lm_head or model.model.embed_tokens).weight
 
 
+@pytest.mark.half
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one not in UNTIED])
 def test_head_and_embedding_are_those_of_transformers(
