@@ -209,8 +209,9 @@ pip=(.venv/bin/python scripts/install.py)
 # with the engine's: the rest is a quarter of all source text. Servers and tests use a few modules
 # of the other packages here, or none: a third of the rest.
 models='auto|deepseek_v|encoder_decoder|glm|llama|m(in)?istral|qwen[23]|__init__'
-tools='fontTools|graphql|kubernetes_validate|matplotlib|mypy|mypyc|networkx|pip|schemathesis'
-tools+='|setuptools|sympy/(physics|stats)|torch/(_inductor|testing)|torchgen|virtualenv'
+tools='anthropic|fontTools|graphql|kubernetes_validate|matplotlib|mypy|mypyc|networkx|openai|pip'
+tools+='|pygments|schemathesis|setuptools|sympy/(physics|stats)|torch/(_inductor|testing)|torchgen'
+tools+='|virtualenv'
 rarely="/site-packages/(.+/tests/|transformers/models/(?!$models)|($tools)/)"
 compile() { .venv/bin/python -m compileall -q -q -j 0 -x "$rarely" "$@" || true; }
 .venv/bin/python -m pip install -q uv >>"$log" 2>&1 || say "there is no uv; pip takes longer"

@@ -46,7 +46,7 @@ TOLERANCE: Final = 1e-4
 
 
 def flags(
-    family: str, size: int, backend: str = "file", *, cp_size: int = 1, chunk: int = 64
+    family: str, size: int, backend: str = "file", *, cp_size: int = 1, chunk: int = 128
 ) -> list[str]:
     words = {
         "tp-size": size,

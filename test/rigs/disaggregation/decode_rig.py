@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -169,6 +170,8 @@ class DecodeRig(SchedulerRig):
             if is_so():
                 return
             self.step()
+            if self.scheduler.poll_timeout_ms():
+                time.sleep(0.0005)  # Yields to the threads that carry bytes.
         raise AssertionError("it does not come to that")
 
     def run_until_ended(self, *messages: TokenizedGenerateReqInput) -> None:

@@ -20,6 +20,7 @@ from rigs.models.latent_driver import latent_driver
 from rigs.models.model_oracle import prompt
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from rigs.schedulers.rank_processes import run_ranks
+from rigs.step_processes import fork_a_fork_server
 from sglang.srt.distributed.parallel_state import get_attention_tp_group
 from sglang.srt.layers.attention import latent_triton_backend as backend
 
@@ -85,4 +86,6 @@ def check(ranks: int, device: str) -> None:
 
 
 if __name__ == "__main__":
+    # Ranks come from this process, which has imported all.
+    fork_a_fork_server()
     check(int(sys.argv[1]), "cpu")
