@@ -44,7 +44,8 @@ def server(cluster: MooncakeCluster) -> Iterator[EngineServer]:
 
 @pytest.fixture(scope="module")
 def hybrid(cluster: MooncakeCluster) -> Iterator[EngineServer]:
-    with ForkedServer(*FLAGS, env=cluster.engine_env(), model=HYBRID) as running:
+    states = ("--max-mamba-cache-size", "256")
+    with ForkedServer(*FLAGS, *states, env=cluster.engine_env(), model=HYBRID) as running:
         yield running
 
 

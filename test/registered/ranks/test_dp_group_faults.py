@@ -12,6 +12,7 @@ from typing import Any, Final
 import psutil
 import pytest
 
+from rigs.nightly_cases import nightly
 from rigs.schedulers import rank_faults
 from rigs.schedulers.scheduler_rig import prompt
 from rigs.servers.engine_server import HttpReply
@@ -65,6 +66,7 @@ def end_after(model: Path, sig: signal.Signals) -> list[str]:
         return server.process.log_tail(60).splitlines()
 
 
+@pytest.mark.parametrize("model", [nightly("qwen3"), "qwen3_moe"], indirect=True)
 def test_a_lost_rank_of_any_group_ends_the_server_with_its_name(model: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         killed, stopped = pool.map(
@@ -120,6 +122,7 @@ def test_a_group_out_of_memory_retracts_alone(model: Path) -> None:
             assert quiet.output_ids == words[seed]
 
 
+@pytest.mark.parametrize("model", [nightly("qwen3"), "qwen3_moe"], indirect=True)
 def test_a_server_that_ends_lets_every_group_finish(model: Path) -> None:
     body = {
         "input_ids": prompt(1, 20),

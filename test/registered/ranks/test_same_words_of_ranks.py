@@ -22,17 +22,17 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=88, suite="base-b-test-cpu")
 
-TP: Final = ((1, 1), (2, 1), (4, 1))
+TWO: Final = ((1, 1), (2, 1))
 SIZES: Final = {
-    "qwen3": (*TP, (4, 2)),
+    "qwen3": ((1, 1), (4, 1), (4, 2)),
     "qwen3_moe": ((1, 1), (4, 1), (2, 2)),
     "deepseek_v32": ((1, 1), (4, 1), (4, 2)),
-    "minimax_m2": TP[:2],
-    "kimi_linear": TP[:2],
+    "minimax_m2": TWO,
+    "kimi_linear": TWO,
     "qwen3_next": ((1, 1), (4, 1)),
-    "qwen3_5": TP[:2],
-    "nemotron_h": TP[:2],
-    "gpt_oss": TP[:2],
+    "qwen3_5": TWO,
+    "nemotron_h": TWO,
+    "gpt_oss": TWO,
 }
 """Numbers of ranks, and how many of them divide a prompt; the first is the reference."""
 WITH_LIKE_LAYERS: Final = ("minimax_m2", "kimi_linear", "qwen3_5")

@@ -24,7 +24,10 @@ TOO_MANY: Final = 256 // (STEPS + 1) + 4
 """Requests whose verification would have more than 256 tokens (docs/speculation.md)."""
 NAMES: Final = {"DraftsRejected", "DraftsStayOff"}
 IDS: Final = list(range(300, 340))
-FLAGS: Final = ("--max-running-requests", str(TOO_MANY), "--max-total-tokens", "16384")
+FLAGS: Final = (
+    "--max-running-requests", str(TOO_MANY), "--max-total-tokens", "16384",
+    "--max-mamba-cache-size", "256",
+)  # fmt: skip
 MODEL: Final = str(BUILTIN_HYBRID_MODEL_DIR)
 
 

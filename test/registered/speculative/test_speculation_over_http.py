@@ -40,6 +40,8 @@ def server_of(model: Path, *more: str, **settings: Any) -> ForkedServer:
     return ForkedServer(
         "--device", "cpu", "--tokenizer-path", str(BUILTIN_MODEL_DIR), "--page-size", "16",
         "--max-total-tokens", "2048", "--max-running-requests", "8", "--enable-metrics",
+        # Where states are none, without effect; sized by what is free, they are half a gigabyte.
+        "--max-mamba-cache-size", "24",
         "--chunked-prefill-size", "96", "--constrained-json-disable-any-whitespace",
         *EXACT, *more, model=str(model), **settings,
     )  # fmt: skip

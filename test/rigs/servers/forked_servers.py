@@ -237,12 +237,22 @@ def _run_child(target: Callable[..., None], args: tuple[Any, ...], in_rank: InRa
     listener = None if meeting is None else meeting.listener
     _close_listeners(-1 if listener is None else listener.fileno())
     if meeting is not None:
-        # A thread that wakes interrupts none: those of gloo spin while another has their lock.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        _share_a_core()
     _fork_compile_processes()
     if in_rank is not None and target.__name__ == "_run_scheduler":
         in_rank(0 if meeting is None else meeting.rank)
     target(*args)
+
+
+def _share_a_core() -> None:
+    """Let the ranks of a server take turns on one core, where one that wakes interrupts no other.
+
+    Tiny ranks mostly wait for each other. Waking one on another core takes longer, and a thread of
+    gloo spins while another that was interrupted has its lock.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[os.getppid() % len(cores)]})
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class _ForkedCompiler:

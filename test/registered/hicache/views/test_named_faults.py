@@ -190,6 +190,7 @@ def test_missing_states_and_differing_models_raise_their_alerts(
     prompts = (1, 2, 3)
     with ForkedServer(
         *flags("--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--max-mamba-cache-size", "256"),
         env={envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.name: str(tmp_path)},
         model=str(BUILTIN_HYBRID_MODEL_DIR),
     ) as hybrid:
