@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.l3.storage_writes import PAGES_PER_CALL
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-b-test-cpu")
+register_cpu_ci(est_time=17, suite="base-b-test-cpu")
 
 PAGES = 100
 PROMPT = [*range(PAGES * PAGE), 7]

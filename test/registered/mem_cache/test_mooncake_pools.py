@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=22, suite="base-b-test-cpu")
+register_cpu_ci(est_time=14, suite="base-b-test-cpu")
 
 PROMPT = [*range(160), 7]
 

@@ -20,7 +20,7 @@ from rigs.stores.mooncake_cluster import MooncakeCluster
 from rigs.words_of_ranks import FAMILIES, PAGE, SOURCES, ask, assert_same_words, flags
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=88, suite="base-b-test-cpu")
+register_cpu_ci(est_time=66, suite="base-b-test-cpu")
 
 TWO: Final = ((1, 1), (2, 1))
 SIZES: Final = {

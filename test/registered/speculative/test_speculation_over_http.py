@@ -21,7 +21,7 @@ from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=21, suite="base-b-test-cpu")
+register_cpu_ci(est_time=13, suite="base-b-test-cpu")
 
 SIZES: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v3": {"num_attention_heads": 4, "num_key_value_heads": 4},
