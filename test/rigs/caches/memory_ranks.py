@@ -20,10 +20,6 @@ from sglang.srt.distributed.rank_group import RankGroup, RanksDiverged
 from sglang.srt.distributed.tensor_group import TensorGroup
 
 _DEADLINE_S: Final = 60.0
-TURN: Final = threading.RLock()
-"""Held by the rank that runs, where ranks take turns: one runs until it waits for the others.
-Threads that compete for Python's lock at each operation of torch take several times the CPU time.
-"""
 
 T = TypeVar("T")
 
@@ -59,7 +55,7 @@ class MemoryExchange:
         self.num_calls = 0
         """Collectives that every rank has made; a MIN of two rounds is two."""
         self._deadline_s = deadline_s
-        self._changed = threading.Condition(TURN)
+        self._changed = threading.Condition()
         self._calls: dict[int, _Call] = {}
         self._failure: BaseException | None = None
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rigs.caches.memory_ranks import TURN, MemoryExchange, MemoryTensorGroup
+from rigs.caches.memory_ranks import MemoryExchange, MemoryTensorGroup
 from rigs.models.tiny_models import StepDriver
 from sglang.srt.distributed.parallel_state import init_distributed_environment
 
@@ -50,8 +50,7 @@ class RankThreads:
         def on(rank: int) -> T:
             try:
                 torch.set_num_threads(1)
-                with TURN:
-                    return work(rank)
+                return work(rank)
             except BaseException as error:
                 for exchange in self._exchanges:
                     exchange.fail(error)

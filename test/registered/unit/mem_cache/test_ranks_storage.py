@@ -128,7 +128,7 @@ def test_each_object_is_written_once_and_read_on_all_ranks(
 
 
 def test_the_writing_is_shared_evenly() -> None:
-    prompts = [[*range(1000 * first, 1000 * first + 400), 7] for first in range(10)]
+    prompts = [[*range(1000 * first, 1000 * first + 400), 7] for first in range(20)]
 
     def make(group: RankGroup) -> CacheRig:
         return ShardedRig(l1_pages=2600, settings=L3, group=group)

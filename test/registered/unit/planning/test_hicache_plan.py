@@ -22,7 +22,7 @@ EXCERPT: Final = Path(__file__).parents[4] / "benchmark/data/mooncake_synthetic_
 TOKEN: Final = 36 * 2 * 8 * 128 * 2
 """Bytes of a token of Qwen3-8B."""
 LAYERS: Final = 7
-"""Those of the DeepSeek-V3.2 here, each of which takes 20 ms a plan; 61 are published."""
+"""Layers of DeepSeek-V3.2 here. It is published with 61, and a plan builds each one."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What processes that tests start are not to import again."""
+"""Processes that a test file starts do not import the file again."""
 
 from __future__ import annotations
 
