@@ -395,6 +395,7 @@ class ModelRunner:
             self.pools,
             num_logits=self.num_logits,
             show_progress=self.shows_progress,
+            chunk=self.model_config.state_chunk,
             capture_hidden=self.model.draft_layer is not None,
         )
         self._graphs.append(short_prefills)

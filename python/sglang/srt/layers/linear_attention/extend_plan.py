@@ -54,7 +54,7 @@ class ShortPlan(NamedTuple):
 
 
 class ChunkPlan(NamedTuple):
-    """Plan of a longer prefill on devices with fused kernels."""
+    """Plan of a prefill that devices with fused kernels compute in chunks."""
 
     bounds: torch.Tensor
     """See `ShortPlan`, for `track_lens` too."""
@@ -68,14 +68,31 @@ class ChunkPlan(NamedTuple):
         track_lens: Sequence[int] | None,
         device: torch.device | str,
         chunk: int = CHUNK,
+        padded: tuple[int, int] | None = None,
     ) -> ChunkPlan:
-        track = np.asarray(track_lens or [0] * len(num_new), dtype=np.int64)
-        new = np.asarray(num_new, dtype=np.int64)
+        """The plan of a batch.
+
+        Args:
+            padded: Requests and chunks of the plan; those after the batch's have no tokens. None:
+                the batch's alone.
+        """
+        count = len(num_new) if padded is None else padded[0]
+        new, track = (np.zeros(count, dtype=np.int64) for _ in range(2))
+        new[: len(num_new)] = num_new
+        track[: len(num_new)] = track_lens or 0
         counts = -(-track // chunk) - (-(new - track) // chunk)
-        requests = np.repeat(np.arange(len(num_new)), counts)
+        requests = np.repeat(np.arange(count), counts)
+        if padded is not None:
+            # After the last request's chunks it has no tokens left.
+            requests = np.pad(requests, (0, padded[1] - len(requests)), constant_values=count - 1)
         bounds, firsts = (np.concatenate([[0], sizes.cumsum()]) for sizes in (new, counts))
         ids = upload([bounds, track, requests, firsts], device)
         return cls(ids[0], ids[1], DeltaChunks(chunk, ids[2], ids[3]))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the plan."""
+        return [self.bounds, self.track_lens, self.chunks.requests, self.chunks.first_chunks]
 
 
 @dataclass(frozen=True, kw_only=True)

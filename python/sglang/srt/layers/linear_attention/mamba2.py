@@ -208,7 +208,7 @@ class Mamba2(torch.nn.Module):
         if forward_batch.forward_mode is ForwardMode.EXTEND:
             plan = kernel_plan_of(forward_batch, self.options.chunk)
             states = replace(states, bounds=plan.bounds, track_lens=plan.track_lens)
-            if isinstance(plan, ChunkPlan):
+            if isinstance(plan, ChunkPlan) and self._layout.takes_chunks:
                 return self._kernels.scan_in_chunks(
                     projected, self._layout, weights, eps, states, plan.chunks
                 )

@@ -124,7 +124,8 @@ class DeltaChunks(NamedTuple):
     requests: torch.Tensor
     """`[num_chunks]`: the request of each chunk, ascending."""
     first_chunks: torch.Tensor
-    """`[bs + 1]`: index of each request's first chunk; last, the number of chunks."""
+    """`[bs + 1]`: index of each request's first chunk; last, the number of chunks. The step may
+    have further chunks, without tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from rigs.layers.mamba_layers import mamba2, pool_of
 from rigs.models.kernel_layers import DEVICE, HALF, randn, relative_error
 from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.forward_batch_info import StateBatch
+from sglang.srt.layers.linear_attention.extend_plan import ChunkPlan
 from sglang.srt.layers.linear_attention.mamba2 import Mamba2
 from sglang.srt.layers.triton_ops.arguments import MOST_TAPS
 from sglang.srt.mem_cache.device.state_pool import MambaPool
@@ -183,3 +184,23 @@ def test_wide_convolutions_and_odd_heads_are_left_to_torch() -> None:
     assert mamba2(HALF, DEVICE, kernel=MOST_TAPS + 1)._kernels is None
     assert not mamba2(HALF, DEVICE)._layout.takes_chunks
     assert mamba2(HALF, DEVICE, **WHOLE)._layout.takes_chunks
+
+
+@pytest.mark.parametrize("track_lens", [None, [64, 0]])
+def test_padded_chunks_change_nothing(track_lens: list[int] | None) -> None:
+    """As in a captured prefill, which has room for more tokens, requests and chunks."""
+    layer = mamba2(torch.float32, DEVICE, chunk=32, **WHOLE)
+    layer._kernels = KERNELS
+    x, found = randn(200, 32, seed=9), []
+    for padded in (None, (4, 9)):
+        pool, nobody = pool_of(layer, torch.float32, torch.float32), [0] * (2 * bool(padded))
+        slots, first, targets = (ids([*own, *nobody]) for own in ([3, 7], [4, 7], [10, 11]))
+        plan = ChunkPlan.of([130, 20], track_lens, DEVICE, 32, padded)
+        states = StateBatch(slots=slots, first_slots=first, track_slots=targets, plan=plan)
+        own = x if padded else x[:150]
+        found.append((run_step(layer, pool, own, [130, 20], states), pool))
+    (want, want_pool), (got, pool) = found
+    assert relative_error(got[:150], want) < 1e-6
+    assert not got[150:].any(), "padding spreads no stale memory"
+    for buffer, wanted in zip(pool.buffers, want_pool.buffers, strict=True):
+        assert relative_error(buffer[:, 1:], wanted[:, 1:]) < 1e-6

@@ -278,7 +278,7 @@ def scan_in_chunks(
     states: DeltaStates,
     chunks: DeltaChunks,
 ) -> torch.Tensor:
-    """Like `scan_tokens`, for prefills of many tokens. Every token belongs to a request.
+    """Like `scan_tokens`, for prefills of many tokens.
 
     The kernels take `2 * head_dim * state_size / chunk` bytes a token and head for the states
     before the chunks, in addition to the channels and the outputs.
