@@ -34,6 +34,7 @@ class FusedKernels:
     add_and_round_ = staticmethod(add_and_round_)
     add_parts_rms_norm_ = staticmethod(norm.add_parts_rms_norm_)
     look_up_share = staticmethod(vocab.look_up_share)
+    argmax = staticmethod(vocab.argmax)
     argmax_of_ranks = staticmethod(vocab.argmax_of_ranks)
     plan_gemv = staticmethod(gemvs.plan)
     gemv = staticmethod(gemvs.gemv)

@@ -111,9 +111,9 @@ class VocabLogits:
     def argmax(self) -> torch.Tensor:
         """int64 `[n]`: the token with each row's greatest logit, like `whole().argmax(-1)`: the
         first of equal ones; NaN is greater than all numbers."""
-        if self._group.size == 1:
-            return self.part.argmax(dim=-1)
         kernels = fused_kernels(self.part.device)
+        if self._group.size == 1:
+            return self.part.argmax(dim=-1) if kernels is None else kernels.argmax(self.part)
         found = None
         if kernels is not None:
             found = kernels.argmax_of_ranks(

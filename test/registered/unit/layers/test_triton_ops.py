@@ -215,3 +215,19 @@ def test_rows_are_stored_as_fp8() -> None:
     fused_qkv.normalise_rotate_store_(x, None, (angles, sines), loc, *pools)
     assert torch.equal(pools[0][:4].float(), x[:, 8:10].to(torch.float8_e4m3fn).float())
     assert torch.equal(pools[1][:4].float(), x[:, 10:].to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("size", [7, 4096, 13000])
+def test_the_greatest_is_the_first_of_equal_ones_and_nan_beats_all(size: int) -> None:
+    nan, inf = float("nan"), float("inf")
+    logits = random(9, size, seed=30, dtype=torch.float32)
+    logits[1:3, [3, size - 2]] = 50.0
+    logits[3], logits[4] = 0.0, -inf
+    logits[4, 5] = -60.0
+    logits[5], logits[6, 2] = -inf, inf
+    logits[7, [1, size - 1]], logits[7, 3] = nan, inf
+    logits[8], logits[8, 4] = -1.0, -nan
+    want = torch.tensor([int(row.argmax()) for row in logits.cpu()])
+    assert torch.equal(vocab.argmax(logits).cpu(), want)
+    wider = torch.cat([logits, logits + 100.0], dim=1)
+    assert torch.equal(vocab.argmax(wider[:, :size]).cpu(), want)

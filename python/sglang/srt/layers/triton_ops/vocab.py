@@ -1,9 +1,10 @@
-"""Kernels of a vocabulary that is split over GPUs: lookup of embeddings, and argmax of logits.
+"""Kernels of a vocabulary that may be split over GPUs: lookup of embeddings, and argmax of logits.
 
 The lookup gives this rank's rows, and zeros for other ranks' rows. Argmax takes two launches: the
-first finds the greatest logit of each block of columns; the second waits for the peers and takes
-the greatest over all ranks. A key packs logit and token into one integer: the greatest key has the
-greatest logit, and among equal logits the first token.
+first finds the greatest logit of each block of columns; the second takes the greatest of all, on
+several ranks after a wait for the peers. torch's argmax takes 37 us for one row of 129,280 numbers.
+A key packs logit and token into one integer: the greatest key has the greatest logit, and among
+equal logits the first token.
 """
 
 from __future__ import annotations
@@ -106,6 +107,36 @@ def _join_keys_kernel(
             best = tl.maximum(best, keys)
         key = tl.max(best, axis=0)
         tl.store(tokens_ptr + row, 0x7FFFFFFF - (key & 0x7FFFFFFF))
+
+
+@triton.jit
+def _join_own_keys_kernel(
+    keys_ptr: tl.tensor, tokens_ptr: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """Take the greatest of a row's keys; BLOCK covers them."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < count
+    keys = tl.load(keys_ptr + row * count + cols, mask=inside, other=-0x7FFFFFFFFFFFFFFF)
+    tl.store(tokens_ptr + row, 0x7FFFFFFF - (tl.max(keys, axis=0) & 0x7FFFFFFF))
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """`VocabLogits.argmax` of a single rank: fp32 `[n, size]` with dense rows to int64 `[n]`."""
+    rows, size = logits.shape
+    count = triton.cdiv(size, _COLUMNS)
+    assert logits.stride(1) == 1
+    keys, found = (
+        torch.empty(shape, dtype=torch.int64, device=logits.device)
+        for shape in ((rows, count), rows)
+    )
+    _find_keys_kernel[(rows, count)](
+        logits, keys, logits.stride(0), size, 0, BLOCK=_COLUMNS, num_warps=8
+    )
+    _join_own_keys_kernel[(rows,)](
+        keys, found, count, BLOCK=triton.next_power_of_2(count), num_warps=1
+    )
+    return found
 
 
 def argmax_of_ranks(
