@@ -133,19 +133,19 @@ class _StagedLoad(PageLoad):
         self._stage = stage
         self._chunks = stage.start(slots.host_pages, slots.device)
         self._one_layer = None if loads_one_layer else _KernelCopy(pool, slots)
-        self._num_layers = pool.num_layers
+        self._num_layers, self._step = pool.num_layers, stage.layers_at_once(self._chunks)
         self._issued_until = 0
 
     def issue(self, layer: int) -> None:
         if layer < self._issued_until:
             return
-        if self._stage.layers_at_once == self._num_layers:
+        if self._step == self._num_layers:
             layers, in_order = range(self._num_layers), True
         else:
             # A load goes from layer 0 on; one that starts elsewhere is of that layer alone. So is
             # the last piece: when it is there, little is left to be computed.
             in_order = layer == self._issued_until
-            step = self._stage.layers_at_once if in_order and layer else 1
+            step = self._step if in_order and layer else 1
             layers = range(layer, max(layer + 1, min(layer + step, self._num_layers - 1)))
         if self._one_layer is not None and len(layers) == 1:
             self._one_layer.copy(layers, to_host=False)

@@ -12,7 +12,7 @@ Everything here is called inside a copy stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -53,14 +53,22 @@ class StagedLoadTuning:
 
     run_bytes: int = 512 * KIB
     state_bytes: int = 16 * MIB
-    """For pages of one slot. A load has few recurrent states. A layer of one is on the link for
-    0.04 ms, and a piece takes the CPU 0.2 ms, for which the forward waits."""
+    """For pages of one slot, as recurrent states are. A layer of one is on the link for 0.04 ms,
+    and a piece takes the CPU 0.6 ms, for which the forward waits."""
+    whole_bytes: int = 64 * MIB
+    """Longest page of one slot whose layers come at once, if a load fits a buffer. Meanwhile the
+    CPU prepares the forward, which takes it longer."""
 
-    def layers_at_once(self, part: PartRows, page_size: int) -> int:
+    def layers_at_once(self, part: PartRows, page_size: int, *, fits: bool) -> int:
         """The fewest layers that make runs long enough, in equal steps. Only the first layer comes
-        alone, because a forward waits for it."""
+        alone, because a forward waits for it.
+
+        Args:
+            fits: True if the load fits a buffer.
+        """
         num_layers = len(part.device_addresses)
-        if is_token_major(part, page_size):
+        is_short = page_size == 1 and part.rows.row_bytes * num_layers <= self.whole_bytes
+        if is_token_major(part, page_size) or (fits and is_short):
             return num_layers
         least = self.state_bytes if page_size == 1 else self.run_bytes
         wanted = -(-least // (part.rows.row_bytes * page_size))
@@ -231,8 +239,17 @@ class StagedLoad:
         engine: CopyEngine,
         tuning: StagedLoadTuning,
     ) -> None:
-        self.layers_at_once = tuning.layers_at_once(groups[0][0][0], page_size)
-        self._stage = _Stage(groups, page_size, self.layers_at_once, device, engine)
+        part = groups[0][0][0]
+        most = min(tuning.whole_bytes, _buffer_bytes(device_runtime(device)))
+        tuning = replace(tuning, whole_bytes=most)
+        self._layers = {
+            fits: tuning.layers_at_once(part, page_size, fits=fits) for fits in (False, True)
+        }
+        self._stage = _Stage(groups, page_size, max(self._layers.values()), device, engine)
+
+    def layers_at_once(self, chunks: Sequence[Chunk]) -> int:
+        """Most layers that `load` should copy at once."""
+        return self._layers[len(chunks) <= 1]
 
     def start(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> list[Chunk]:
         """Order a load after what the current stream has queued; returns the chunks for `load`.

@@ -319,7 +319,7 @@ def test_a_load_takes_as_few_layers_at_once_as_make_long_runs() -> None:
 
     def at_once(layout: str, run_bytes: int) -> int:
         part = parts_of(make_host_pool(device, layout), device)[0]
-        return StagedLoadTuning(run_bytes).layers_at_once(part, PAGE)
+        return StagedLoadTuning(run_bytes).layers_at_once(part, PAGE, fits=True)
 
     layer = PAGE * ROW
     assert [at_once("page_first_direct", n * layer) for n in (1, 2, 3, 9)] == [1, 2, 3, 3]
@@ -331,7 +331,8 @@ def test_a_load_takes_several_layers_of_a_state_at_once() -> None:
     mebibyte = 1 << 20
     rows = HostRows(2 * mebibyte, 1, 46 * mebibyte, 46 * mebibyte, 2 * mebibyte, 16)
     part = PartRows(rows, 0, tuple(range(0, 46 * mebibyte, 2 * mebibyte)), 2 * mebibyte)
-    assert StagedLoadTuning().layers_at_once(part, 1) == 8
+    assert StagedLoadTuning().layers_at_once(part, 1, fits=False) == 8
+    assert StagedLoadTuning().layers_at_once(part, 1, fits=True) == 23
 
 
 @pytest.mark.parametrize(
