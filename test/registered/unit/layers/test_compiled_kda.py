@@ -27,10 +27,10 @@ ONE: Final = {"EACH": 1, "TRACK": False, "EARLY": 1}
 SHORT: Final = {"EACH": 0, "TRACK": True, "EARLY": 0}
 CONVOLUTION: Final = {
     "QK_STEP": DIM, "V_STEP": DIM, "KEY_HEADS": 32, "REPEATS": 1, "KEY_DIM": DIM, "VALUE_DIM": DIM,
-    "TAPS": 4, "ROWS": 8, "BLOCK_D": DIM,
+    "TAPS": 4, "ROWS": 4, "BLOCK_D": DIM,
 }  # fmt: skip
 KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int]]] = {
-    "convolution": (chunked_convolution._convolve_kernel, CONVOLUTION, 8, 40),
+    "convolution": (chunked_convolution._convolve_kernel, CONVOLUTION, 4, 40),
     "gates": (chunks._gates_kernel, {}, 4, 40),
     "products": (chunks._products_kernel, {"BLOCK_D": 64}, 8, 112),
     "inverse": (chunked_delta_net._invert_kernel, {}, 4, 40),

@@ -17,7 +17,8 @@ STEPS: tl.constexpr = tl.constexpr(8)
 """Tokens of a run: a program convolves a token of each of its runs, then the next ones. At least
 the width of a convolution less 1."""
 RUNS_AT_ONCE = 8
-"""Most runs of a program."""
+_RUNS_OF_HEADS = 4
+"""Most runs of a program; and of one that takes a head of queries, keys or values."""
 INDICES = [
     "read_ptr", "write_ptr", "track_ptr", "bounds_ptr", "track_lens_ptr", "requests_ptr",
     "firsts_ptr",
@@ -250,9 +251,9 @@ def _keep_kernel(
     )  # fmt: skip
 
 
-def runs_of(chunks: DeltaChunks) -> tuple[int, int]:
+def runs_of(chunks: DeltaChunks, at_once: int = RUNS_AT_ONCE) -> tuple[int, int]:
     """Runs of a program, and programs of a chunk."""
-    runs = min(RUNS_AT_ONCE, chunks.size // STEPS.value)
+    runs = min(at_once, chunks.size // STEPS.value)
     return runs, chunks.size // (runs * STEPS.value)
 
 
@@ -278,13 +279,13 @@ def convolve_chunks(
     heads = key_heads * layout.repeats
     q, k = x.new_empty((2, num_tokens, key_heads, layout.key_dim))
     v = x.new_empty((num_tokens, heads, layout.value_dim))
-    runs, programs = runs_of(chunks)
+    runs, programs = runs_of(chunks, _RUNS_OF_HEADS)
     _convolve_kernel[(2 * key_heads + heads, len(chunks.requests), programs)](
         x, states.conv, weight, q, k, v, states.read_slots, states.bounds, states.track_lens,
         chunks.requests, chunks.first_chunks, x.stride(0), layout.key_dim**-0.5, CHUNK=chunks.size,
         TAPS=triton.next_power_of_2(layout.kernel), ROWS=runs,
         BLOCK_D=triton.next_power_of_2(max(layout.key_dim, layout.value_dim)),
-        num_warps=8, **_sizes(layout),
+        num_warps=4, **_sizes(layout),
     )  # fmt: skip
     return q, k, v
 
