@@ -263,10 +263,12 @@ class DecodeBatch:
         self._rows_of_last_step: list[Req] = []
         self._accepted: torch.Tensor | None = None
         """int64 `[rows]` on the device: accepted drafts of the last step; None: it had none."""
-        self._seq_lens = self._input_ids = self._last_loc = NO_SLOTS
-        self._rows = self._seeds = self._steps = NO_SLOTS
+        self._input_ids = self._last_loc = self._rows = self._seeds = NO_SLOTS
+        self._counts = NO_SLOTS.expand(2, 0)
+        """int64 `[2, bs]`: each request's `_seq_lens`, and the tokens that it generated before the
+        prepared step; a step that verifies drafts has the first row alone."""
         self._positions = NO_SLOTS
-        """int64 `[bs * width]`: positions of the tokens of a prepared verification."""
+        """int64 `[bs * width]`: positions of the tokens of a prepared step."""
         self._behind: Behind | None = None
         """The verification in flight that a prepared one follows."""
         self._states: StateBatch | None = None
@@ -289,6 +291,11 @@ class DecodeBatch:
         """Compute `width` tokens of each request from the next step on. No step is in flight."""
         self.width, self.is_stale = width, True
 
+    @property
+    def _seq_lens(self) -> torch.Tensor:
+        """int64 `[bs]` on the device: tokens with slots."""
+        return self._counts[0]
+
     def next_seq_lens(self) -> list[int]:
         if self.is_stale or self.width > 1:
             return [req.progress.next_seq_len for req in self.reqs]
@@ -302,12 +309,13 @@ class DecodeBatch:
         if self.width > 1:
             return self._prepare_verification()
         seq_lens_cpu = [length + 1 for length in self._seq_lens_cpu]
-        seq_lens = self._seq_lens + 1
-        slots = self._pools.allocator.alloc_decode(seq_lens, seq_lens_cpu, self._last_loc)
+        places, counts = self._seq_lens, self._counts + 1
+        slots = self._pools.allocator.alloc_decode(counts[0], seq_lens_cpu, self._last_loc)
         if slots is None:
             return False
-        self._pools.req_to_token_pool.write((self._rows, self._seq_lens), slots)
-        self._seq_lens, self._seq_lens_cpu, self._last_loc = seq_lens, seq_lens_cpu, slots
+        self._pools.req_to_token_pool.write((self._rows, places), slots)
+        self._positions, self._counts = places, counts
+        self._seq_lens_cpu, self._last_loc = seq_lens_cpu, slots
         return True
 
     def _prepare_verification(self) -> bool:
@@ -324,8 +332,8 @@ class DecodeBatch:
         rows = np.repeat([req.slots.row for req in self.reqs], width)
         places, rows_of_tokens = self._pools.columns(self._in_turn(before_cpu), rows)
         self._pools.req_to_token_pool.write((rows_of_tokens, places), slots)
-        self._positions = places
-        self._seq_lens, self._seq_lens_cpu, self._last_loc = seq_lens, seq_lens_cpu, slots
+        self._positions, self._counts = places, seq_lens.unsqueeze(0)
+        self._seq_lens_cpu, self._last_loc = seq_lens_cpu, slots
         return True
 
     def _in_turn(self, firsts: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -351,7 +359,7 @@ class DecodeBatch:
             forward=ForwardBatch(
                 forward_mode=ForwardMode.DECODE,
                 input_ids=self._input_ids,
-                positions=self._seq_lens - 1,
+                positions=self._positions,
                 req_pool_indices=self._rows,
                 seq_lens=self._seq_lens,
                 seq_lens_cpu=self._seq_lens_cpu,
@@ -364,7 +372,7 @@ class DecodeBatch:
             ),
             sampling_info=sampling_info,
             seeds=self._seeds,
-            steps=self._steps,
+            steps=self._counts[1],
         )
 
     def _verification(
@@ -418,8 +426,6 @@ class DecodeBatch:
         for req in self.reqs:
             req.progress.num_in_flight += self.width
         self._input_ids, self._accepted = next_token_ids, accepted
-        if self.width == 1:
-            self._steps = self._steps + 1
         self._rows_of_last_step = self.reqs.copy()
 
     def _rebuild(self) -> None:
@@ -427,15 +433,14 @@ class DecodeBatch:
         parts = [req.progress for req in reqs]
         self._seq_lens_cpu = self.next_seq_lens()
         num_rows, row_of = len(last_step), {req: row for row, req in enumerate(last_step)}
-        self._seq_lens, self._rows, self._seeds, self._steps, known, places = pools.columns(
-            self._seq_lens_cpu,
+        counts, self._rows, self._seeds, known, places = pools.columns(
+            [*self._seq_lens_cpu, *(_num_output(req) - 1 for req in reqs)],
             [req.slots.row for req in reqs],
             [req.spec.seed for req in reqs],
-            [_num_output(req) for req in reqs],
             [0 if part.num_in_flight else part.output_ids[-1] for part in parts],
             [row_of[req] if req.progress.num_in_flight else num_rows for req in reqs],
         )
-        self._behind = None
+        self._counts, self._behind = counts.view(2, -1), None
         if any(part.num_in_flight for part in parts):
             if self._accepted is None:
                 known = newest_tokens(self._input_ids, places, known)
