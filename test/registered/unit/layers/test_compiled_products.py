@@ -24,6 +24,7 @@ if triton.knobs.runtime.interpret:
 WEIGHT = {
     "N": 4096, "K": 7168, "FP8": False, "ZEROS": False, "HEIGHT": 1, "BLOCK_N": 128, "BLOCK_K": 128,
     "DEPTH": 1, "TILES": 4, "TMA": False, "CUDA": True,
+    "HALVES": False, "GATED": False, "LIMIT": 0.0, "ALPHA": 0.0,
 }  # fmt: skip
 CONSTANTS: dict[str, dict[str, Any]] = {
     "product": WEIGHT
@@ -140,7 +141,8 @@ def test_many_tokens_of_gpt_oss_spill_no_registers(outputs: int, with_factors: b
             **WEIGHT, "N": outputs, "K": 2880, "GROUP": 32, "BLOCK": 32, "TOP_K": 4,
             "USES": 1 if with_factors else 4, "FACTORS": with_factors, "BIAS": True,
             "TILE_ROWS": plan.tile_rows, "BLOCK_N": plan.outputs, "BLOCK_K": plan.block,
-            "TILES": plan.group,
+            "TILES": plan.group, "HALVES": plan.has_halves,
+            "GATED": plan.has_gates and not with_factors, **GATE,
         },
         plan.warps, plan.stages,
     )  # fmt: skip

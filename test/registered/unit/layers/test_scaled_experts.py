@@ -241,6 +241,22 @@ def test_clamped_gates_and_biases_equal_the_definition(kind: str, tokens: int) -
         assert relative_error(got, want) < bound_of(experts)
 
 
+@pytest.mark.parametrize("tokens", [6, 40])
+@pytest.mark.parametrize("has_gates", [False, True])
+def test_a_half_tile_equals_a_whole_one(has_gates: bool, tokens: int) -> None:
+    """A use may be in either, from run to run. Gates within the product change no bits either."""
+    experts, (weights, ids) = pair("fp4", EXPERTS), choice(tokens)
+    x = randn(tokens, 96, seed=tokens, dtype=HALF)
+    rows, outputs, block = (128, 128, 64) if DEVICE == "cuda" else (16, 64, 32)
+    whole = routed_experts.Plan(float("inf"), rows, outputs, block, 1, 4, 3)
+    got, want = (
+        routed_experts.run_scaled_routed_experts(x, weights, ids, *experts, plan, activation=GATE)
+        for plan in (replace(whole, has_halves=True, has_gates=has_gates), whole)
+    )
+    # The interpreter's sums depend on the width of a product.
+    assert torch.equal(got, want) if DEVICE == "cuda" else relative_error(got, want) < 1e-3
+
+
 def test_a_shared_expert_of_another_rule_is_added() -> None:
     experts, shared = pair("fp4", EXPERTS), pair("fp4", seed=7)
     x, (weights, ids) = randn(2, 96, seed=1, dtype=HALF), choice(2, TOP_K + 1)
@@ -276,7 +292,7 @@ def test_experts_without_tokens_are_not_read(kind: str) -> None:
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="too large for the interpreter")
 @pytest.mark.parametrize("tokens", [1, 8, 300])
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "int4", "fp4"])
 def test_shapes_of_models_give_the_same_bits_in_each_run(kind: str, tokens: int) -> None:
     """Features of DeepSeek-V3.2's and Kimi-K2-Thinking's experts."""
     if kind == "fp8":
@@ -285,7 +301,8 @@ def test_shapes_of_models_give_the_same_bits_in_each_run(kind: str, tokens: int)
             fp8_weight(EXPERTS, 1024, 2048, height=128),
         )
     else:
-        experts = int4_weight(EXPERTS, 4096, 1024), int4_weight(EXPERTS, 1024, 2048)
+        make = int4_weight if kind == "int4" else fp4_weight
+        experts = make(EXPERTS, 4096, 1024), make(EXPERTS, 1024, 2048)
     x, (weights, ids) = randn(tokens, 1024, seed=4, dtype=HALF), choice(tokens)
     given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=None)
     want = reference(x, weights, ids, experts)

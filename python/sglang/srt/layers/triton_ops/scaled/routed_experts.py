@@ -20,8 +20,8 @@ from sglang.srt.layers.triton_ops.arguments import (
     ScaledWeight,
 )
 from sglang.srt.layers.triton_ops.expert_order import ExpertTiles, order_by_expert
-from sglang.srt.layers.triton_ops.gating import silu_and_mul
-from sglang.srt.layers.triton_ops.rounding import quantize_activations, quantize_gated
+from sglang.srt.layers.triton_ops.gating import clamped_gate, rule_of, silu_and_mul
+from sglang.srt.layers.triton_ops.rounding import gate, quantize_activations, quantize_gated
 from sglang.srt.layers.triton_ops.routed_experts import (
     load_rows,
     load_weights,
@@ -61,6 +61,11 @@ class Plan:
     """Steps read ahead."""
     depth: int = 1
     """Parts of `block` inputs of a step, for fp8 weights."""
+    has_halves: bool = False
+    """True if tiles of an expert's last uses may be half as large, for 4-bit weights."""
+    has_gates: bool = False
+    """True if the first product computes the gates too, for 4-bit weights. This costs few uses more
+    than a kernel of its own."""
 
 
 # Field by field: most uses, rows of a tile, then outputs, block, group, warps, stages and depth.
@@ -80,8 +85,8 @@ _INT4_PLANS: Final = (
 _FP4_PLANS: Final = (
     Plan(6.0, 16, 64, 128, 1, 4, 3),
     *_INT4_PLANS[1:3],
-    Plan(128.0, 64, 128, 64, 4, 4, 4),
-    Plan(float("inf"), 128, 128, 64, 8, 4, 3),
+    Plan(128.0, 64, 128, 64, 4, 4, 4, has_halves=True),
+    Plan(float("inf"), 128, 128, 64, 8, 4, 3, has_halves=True, has_gates=True),
 )
 
 
@@ -101,8 +106,8 @@ def plan_of(uses: float, weight: ScaledWeight) -> Plan:
     return next((plan for plan in fitting if uses <= plan.most_uses), fitting[-1])
 
 
-@triton.jit(do_not_specialize=["bound", "num_rows", "stride"])
-def _product_kernel(
+@triton.jit
+def _multiply_tile(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -111,12 +116,13 @@ def _product_kernel(
     factors_ptr: tl.tensor,
     out_ptr: tl.tensor,
     order_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    count_ptr: tl.tensor,
-    bound: tl.tensor,
     num_rows: tl.tensor,
     stride: tl.tensor,
     bias_ptr: tl.tensor,
+    block: tl.tensor,
+    expert: tl.tensor,
+    begin: tl.tensor,
+    count: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     FP8: tl.constexpr,
@@ -127,24 +133,19 @@ def _product_kernel(
     TOP_K: tl.constexpr,
     USES: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     FACTORS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DEPTH: tl.constexpr,
-    TILES: tl.constexpr,
     TMA: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """Compute BLOCK_N outputs of an expert for the rows of one tile.
-
-    A row of `x` (there are `num_rows`) has USES uses: TOP_K if it is a token, or 1.
-    """
-    tile, block, expert, begin, count = tile_of_program(
-        table_ptr, bound, tl.cdiv(N, BLOCK_N), TILES
-    )
-    if tile >= tl.load(count_ptr):
-        return
+    """Compute BLOCK_N outputs of an expert for the rows of one tile, at most TILE_ROWS. GATED: half
+    as many activated features."""
     used, uses = uses_of_tile(order_ptr, begin, count, TILE_ROWS)
     rows = uses // USES
     FP4: tl.constexpr = scales_ptr.dtype.element_ty == tl.uint8
@@ -152,7 +153,14 @@ def _product_kernel(
     x_at = x_ptr + (rows * K)[None, :] + cols[:, None]
     first = expert * N + block * BLOCK_N
     end = (expert + 1) * N
-    own = tl.minimum(first + tl.arange(0, BLOCK_N), end - 1).to(tl.int64)
+    if GATED:
+        # Eight rows of gates, then those of up. A thread has both sums of a feature.
+        nth = tl.arange(0, BLOCK_N)
+        feature = block * (BLOCK_N // 2) + nth // 16 * 8 + nth % 8
+        own = tl.minimum(feature, N // 2 - 1) + nth % 16 // 8 * (N // 2)
+        own = (expert * N + own).to(tl.int64)
+    else:
+        own = tl.minimum(first + tl.arange(0, BLOCK_N), end - 1).to(tl.int64)
     GROUPS: tl.constexpr = K // GROUP
     LEFT: tl.constexpr = FP8 and TILE_ROWS >= ROWS_OF_LEFT
     ONE: tl.constexpr = HEIGHT % BLOCK_N == 0
@@ -203,10 +211,86 @@ def _product_kernel(
     if FACTORS:
         at = factors_ptr + uses // TOP_K * stride + uses % TOP_K
         acc *= by_token(tl.load(at, mask=used, other=0.0), LEFT)
-    outputs = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    to = out_ptr + by_token(uses * N, LEFT) + by_output(outputs, LEFT)
-    stored = by_token(used, LEFT) & by_output(outputs < N, LEFT)
-    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=stored)
+    dtype = out_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = N // 2 if GATED else N
+    OWN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    if GATED:
+        # Rounded at the same points as by `silu_and_mul`.
+        both = tl.reshape(acc.to(dtype).to(tl.float32), [BLOCK_N // 16, 2, 8, TILE_ROWS])
+        gates, ups = tl.split(tl.permute(both, [0, 2, 3, 1]))
+        acc = clamped_gate(gates, ups, LIMIT, ALPHA) if LIMIT > 0 else gate(gates, ups, dtype)
+        acc = tl.reshape(acc, [OWN, TILE_ROWS])
+    outputs = block * OWN + tl.arange(0, OWN)
+    to = out_ptr + by_token(uses * WIDTH, LEFT) + by_output(outputs, LEFT)
+    stored = by_token(used, LEFT) & by_output(outputs < WIDTH, LEFT)
+    tl.store(to, acc.to(dtype), mask=stored)
+
+
+@triton.jit(do_not_specialize=["bound", "num_rows", "stride"])
+def _product_kernel(
+    x_ptr: tl.tensor,
+    x_scales_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    bound: tl.tensor,
+    num_rows: tl.tensor,
+    stride: tl.tensor,
+    bias_ptr: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    FP8: tl.constexpr,
+    ZEROS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    USES: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    FACTORS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TILES: tl.constexpr,
+    HALVES: tl.constexpr,
+    TMA: tl.constexpr,
+    CUDA: tl.constexpr,
+) -> None:
+    """Compute BLOCK_N outputs of an expert for the rows of one tile, or with GATED the gate (with
+    LIMIT a clamped one) of as many.
+
+    A row of `x` (there are `num_rows`) has USES uses: TOP_K if it is a token, or 1. HALVES: a tile
+    with half of the rows, or fewer, is multiplied as a smaller one.
+    """
+    tile, block, expert, begin, count = tile_of_program(
+        table_ptr, bound, tl.cdiv(N, BLOCK_N), TILES
+    )
+    if tile >= tl.load(count_ptr):
+        return
+    if HALVES:  # noqa: SIM102 - known when this is compiled
+        if count <= TILE_ROWS // 2:
+            _multiply_tile(
+                x_ptr, x_scales_ptr, weight_ptr, scales_ptr, zeros_ptr, factors_ptr, out_ptr,
+                order_ptr, num_rows, stride, bias_ptr, block, expert, begin, count, N, K, FP8,
+                ZEROS, HEIGHT, GROUP, BLOCK, TOP_K, USES, BIAS, GATED, LIMIT, ALPHA, FACTORS,
+                TILE_ROWS // 2, BLOCK_N, BLOCK_K, DEPTH, TMA, CUDA,
+            )  # fmt: skip
+            return
+    _multiply_tile(
+        x_ptr, x_scales_ptr, weight_ptr, scales_ptr, zeros_ptr, factors_ptr, out_ptr, order_ptr,
+        num_rows, stride, bias_ptr, block, expert, begin, count, N, K, FP8, ZEROS, HEIGHT, GROUP,
+        BLOCK, TOP_K, USES, BIAS, GATED, LIMIT, ALPHA, FACTORS, TILE_ROWS, BLOCK_N, BLOCK_K,
+        DEPTH, TMA, CUDA,
+    )  # fmt: skip
 
 
 def _multiply(
@@ -218,6 +302,7 @@ def _multiply(
     tiles: ExpertTiles,
     plan: Plan,
     dtype: torch.dtype,
+    activation: ExpertActivation | None = None,
 ) -> torch.Tensor:
     """A product of all uses, `[num_uses, outputs]` of `dtype`.
 
@@ -227,10 +312,14 @@ def _multiply(
         weight: `[num_experts, outputs, inputs]`.
         bias: `[num_experts, outputs]`, added before the factors multiply; None: there is none.
         factors: fp32 `[num_tokens, top_k]`, which multiply the results; None: nothing does.
+        activation: Of outputs that are gates, then as many ups: the result has half as many. For
+            4-bit weights. None: there is none.
     """
     assert x.is_contiguous() and (bias is None or bias.is_contiguous())
     outputs, inputs = weight.shape[1:]
-    out = torch.empty((len(tiles.order), outputs), dtype=dtype, device=x.device)
+    gated = activation is not None
+    width = outputs // 2 if gated else outputs
+    out = torch.empty((len(tiles.order), width), dtype=dtype, device=x.device)
     tma = weight.is_fp8 and inputs % 16 == 0
     elements: Any = weight.elements
     if tma:
@@ -242,10 +331,11 @@ def _multiply(
         out if bias is None else bias,
         N=outputs, K=inputs, FP8=weight.is_fp8, ZEROS=weight.zeros is not None,
         HEIGHT=weight.height, GROUP=weight.group, BLOCK=weight.block, TOP_K=tiles.top_k,
-        USES=tiles.top_k if factors is None else 1, BIAS=bias is not None,
-        FACTORS=factors is not None, TILE_ROWS=plan.tile_rows, BLOCK_N=plan.outputs,
-        BLOCK_K=plan.block, DEPTH=plan.depth, TILES=plan.group, TMA=tma, CUDA=out.is_cuda,
-        num_warps=plan.warps, num_stages=plan.stages,
+        USES=tiles.top_k if factors is None else 1, BIAS=bias is not None, GATED=gated,
+        **rule_of(activation or "silu"), FACTORS=factors is not None, TILE_ROWS=plan.tile_rows,
+        BLOCK_N=plan.outputs, BLOCK_K=plan.block, DEPTH=plan.depth, TILES=plan.group,
+        HALVES=plan.has_halves, TMA=tma, CUDA=out.is_cuda, num_warps=plan.warps,
+        num_stages=plan.stages,
     )  # fmt: skip
     return out
 
@@ -282,11 +372,12 @@ def run_scaled_routed_experts(
     tiles = order_by_expert(ids, own, plan.tile_rows, has_others=own < total)
     first, last = (None, None) if biases is None else biases
     given, scales = quantize_activations(x, gate_up.group) if gate_up.is_fp8 else (x, None)
-    both = _multiply(given, scales, gate_up, first, None, tiles, plan, x.dtype)
+    gates = activation if plan.has_gates else None
+    inner = _multiply(given, scales, gate_up, first, None, tiles, plan, x.dtype, gates)
     if down.is_fp8 and activation == "silu":
-        inner, scales = quantize_gated(both, down.group)
-    else:
-        inner = silu_and_mul(both, activation)
+        inner, scales = quantize_gated(inner, down.group)
+    elif not plan.has_gates:
+        inner = silu_and_mul(inner, activation)
         if down.is_fp8:
             inner, scales = quantize_activations(inner, down.group)
     parts = _multiply(inner, scales, down, last, weights, tiles, plan, x.dtype)
