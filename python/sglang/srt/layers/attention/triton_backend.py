@@ -34,7 +34,11 @@ from sglang.srt.layers.triton_ops.attention.extend_attention import (
     plan_blocks,
     put_blocks,
 )
-from sglang.srt.layers.triton_ops.attention.online_softmax import merge_into_, warm_up_joins
+from sglang.srt.layers.triton_ops.attention.online_softmax import (
+    add_sinks_,
+    merge_into_,
+    warm_up_joins,
+)
 
 DENSE_HEAD_DIM = 128
 _MOST_JOINED = 2048
@@ -208,6 +212,9 @@ class TritonAttnBackend(AttentionBackend):
         # New tokens after a prefix are copied: see _attend_densely.
         copies = [part.contiguous() for part in views]
         prefix = copies[1].new_zeros((WARM_UP_PIECES[-1], *copies[1].shape[1:]))
+        if config.has_sinks:
+            lse = torch.zeros((heads, UNIT), device=config.device)
+            add_sinks_(copies[0][:UNIT], lse, lse[:, 0].contiguous())
         for tokens in range(UNIT, WARM_UP_TOKENS + 1, UNIT):
             for q, k, v in (views, copies):
                 dense_attention(q[:tokens], k[:tokens], v[:tokens], 1.0, causal=True)
@@ -247,7 +254,7 @@ def _attend_densely(
         part = dense_attention(q, piece_k, piece_v, scaling, causal=False)
         lse = merge_into_(out, lse, *part)
     if layer.sinks is not None:
-        out.mul_(torch.sigmoid(lse - layer.sinks.unsqueeze(1)).t().unsqueeze(2))
+        add_sinks_(out, lse, layer.sinks)
     return out[plan.pad :]
 
 

@@ -109,6 +109,10 @@ def test_every_way_to_attend_counts_sinks(monkeypatch: pytest.MonkeyPatch) -> No
         out.copy_(out * weight + other[0] * (1 - weight))
         return torch.logaddexp(lse, other[1])
 
+    def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+        given.append(sinks)
+        out.mul_(torch.sigmoid(lse - sinks.unsqueeze(1)).t().unsqueeze(2))
+
     def note(q: torch.Tensor, *rest: Any, sinks: torch.Tensor, **__: Any) -> torch.Tensor:
         given.append(sinks)
         return q.flatten(1)
@@ -116,6 +120,7 @@ def test_every_way_to_attend_counts_sinks(monkeypatch: pytest.MonkeyPatch) -> No
     for name, stub in (
         ("dense_attention", densely),
         ("merge_into_", merge),
+        ("add_sinks_", add_sinks),
         ("decode_attention", note),
         ("extend_attention", note),
     ):
@@ -143,5 +148,5 @@ def test_every_way_to_attend_counts_sinks(monkeypatch: pytest.MonkeyPatch) -> No
     backend._can_be_dense = False
     backend.init_forward_metadata(step)
     backend.forward(AttentionInputs(q, k, v), layer, step)
-    assert len(given) == 4 + (count < new)
+    assert len(given) == 5 + (count < new)
     assert all(one is layer.sinks for one in given)

@@ -30,6 +30,7 @@ from sglang.srt.layers.triton_ops.attention.extend_attention import (  # noqa: E
     extend_attention,
     plan_blocks,
 )
+from sglang.srt.layers.triton_ops.attention.online_softmax import add_sinks_  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 24
 
@@ -98,3 +99,14 @@ def test_new_tokens_count_a_sink_once(dtype: torch.dtype, splits: int) -> None:
         for i, (_, b, p, n) in enumerate(segments)
     ]
     assert_close(got, torch.cat(want), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_finished_attention_gets_a_sink(dtype: torch.dtype) -> None:
+    """As if the softmax had had one more logit."""
+    out = queries(5, HEADS, HEAD_DIM, dtype, DEVICE).contiguous()
+    lse, sinks = torch.linspace(-3, 3, HEADS * 5, device=DEVICE).view(HEADS, 5), sinks_of(HEADS)
+    share = (lse.double() - torch.logaddexp(lse.double(), sinks.double().unsqueeze(1))).exp()
+    want = out.double() * share.t().unsqueeze(2)
+    add_sinks_(out, lse, sinks)
+    assert_close(out, want.to(dtype), dtype)

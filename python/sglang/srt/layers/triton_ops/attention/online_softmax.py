@@ -254,6 +254,54 @@ def _merge_kernel(
     tl.store(a_ptr + at, merged.to(a.dtype), mask=inside)
 
 
+@triton.jit
+def _sinks_kernel(
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Grid `(num_tokens, heads / ROWS)`: one program scales ROWS heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)
+    is_head = heads < NUM_HEADS
+    lse = tl.load(lse_ptr + heads * num_tokens + token, mask=is_head, other=0.0)
+    share = 1.0 / (1.0 + tl.exp(tl.load(sinks_ptr + heads, mask=is_head, other=0.0) - lse))
+    inside = is_head[:, None] & (cols < HEAD_DIM)[None, :]
+    at = out_ptr + token * NUM_HEADS * HEAD_DIM + heads[:, None] * HEAD_DIM + cols[None, :]
+    out = tl.load(at, mask=inside, other=0.0)
+    tl.store(at, (out.to(tl.float32) * share[:, None]).to(out.dtype), mask=inside)
+
+
+def add_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Add one more logit to the softmax of each row of `out`, without a value.
+
+    Args:
+        out: Contiguous `[num_tokens, num_heads, head_dim]`.
+        lse: As in `merge_into_`.
+        sinks: fp32 `[num_heads]`.
+    """
+    num_tokens, num_heads, head_dim = out.shape
+    assert out.is_contiguous() and lse.is_contiguous()
+    rows = min(32, triton.next_power_of_2(num_heads))
+    _sinks_kernel[(num_tokens, triton.cdiv(num_heads, rows))](
+        out,
+        lse,
+        sinks,
+        num_tokens,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        ROWS=rows,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=4,
+    )
+
+
 def merge_into_(
     out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> torch.Tensor:
