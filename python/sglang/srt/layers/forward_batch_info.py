@@ -131,6 +131,8 @@ class AttentionInputs(NamedTuple):
     rows: torch.Tensor | None = None
     index_query: IndexQuery | None = None
     """`index` there."""
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    """A `Rotation`."""
 
 
 class AttentionLayer(Protocol):
@@ -146,7 +148,9 @@ class AttentionLayer(Protocol):
 
 
 class Attention(Protocol):
-    """The methods of an `AttentionBackend` that a layer calls; documented there."""
+    """What a layer uses of an `AttentionBackend`; documented there."""
+
+    rotates_in_decoding: bool
 
     def forward(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch

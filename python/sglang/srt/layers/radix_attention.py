@@ -64,6 +64,7 @@ class RadixAttention(torch.nn.Module):
         *,
         index: IndexQuery | None = None,
         gates: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> torch.Tensor:
         """Store the new keys and values, then attend.
 
@@ -75,6 +76,8 @@ class RadixAttention(torch.nn.Module):
                 None: all tokens attend.
             index: Queries that choose the tokens to attend to, for kinds of attention that choose.
             gates: The output is multiplied by their sigmoid; same shape as `q`. None: no gates.
+            rotation: By which a backend that `rotates_in_decoding` rotates queries and keys. None:
+                they are rotated already.
 
         Returns:
             `[num_tokens, num_heads * head_dim]`, or `[bs, ...]` with `rows`; nothing that counts if
@@ -99,6 +102,6 @@ class RadixAttention(torch.nn.Module):
             gated = backend.forward_decode_gated(q, gates, self, forward_batch)
             if gated is not None:
                 return gated
-        inputs = AttentionInputs(q, k, v, save_kv_cache, rows, index)
+        inputs = AttentionInputs(q, k, v, save_kv_cache, rows, index, rotation)
         out = backend.forward(inputs, self, forward_batch)
         return out if gates is None else scale_by_gates_(out, gates, rows)

@@ -167,8 +167,24 @@ class LlamaAttention(CachedAttention):
     def attend(self, x: torch.Tensor | RoundedRows, step: LayerStep) -> torch.Tensor:
         qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
         q, k, v = self._prepare(qkv, step)
-        is_stored = self.attn.kind == FULL_ATTENTION
-        return self.attn.forward(q, k, v, step.batch, save_kv_cache=not is_stored, rows=step.rows)
+        return self.attn.forward(
+            q,
+            k,
+            v,
+            step.batch,
+            save_kv_cache=self.attn.kind != FULL_ATTENTION,
+            rows=step.rows,
+            rotation=step.rotation if self._rotates_later(step) else None,
+        )
+
+    def _rotates_later(self, step: LayerStep) -> bool:
+        """True if the attention backend rotates queries and keys."""
+        kind, batch = self.attn.kind, step.batch
+        if kind != SLIDING_WINDOW or not batch.forward_mode.is_decode():
+            return False
+        assert batch.attn_backends is not None, "the runner sets them before the model runs"
+        is_whole = step.rotation.cos.shape[-1] == self.head_dim
+        return is_whole and batch.attn_backends[kind].rotates_in_decoding
 
     def _prepare(
         self, qkv: torch.Tensor, step: LayerStep
@@ -202,7 +218,9 @@ class LlamaAttention(CachedAttention):
                 *pool.kv_buffer_to_write(attn.layer_id),
             )
             return qk[:, : attn.num_heads], qk[:, attn.num_heads :], v
-        qk = apply_rotary(qk if norm is None else norm.forward(qk), rotation)
+        qk = qk if norm is None else norm.forward(qk)
+        if not self._rotates_later(step):
+            qk = apply_rotary(qk, rotation)
         q, k = qk[:, : attn.num_heads], qk[:, attn.num_heads :]
         if not has_window:
             pool.set_kv_buffer(attn, loc, k, v)

@@ -68,6 +68,9 @@ class AttentionBackend(ABC):
     the model uses it.
     """
 
+    rotates_in_decoding = False
+    """True if decode steps take queries and keys that are not rotated, with their rotation."""
+
     can_be_captured = False
     """True if graphs can capture decode steps; `init_forward_metadata_graph` runs before each
     capture and replay."""

@@ -35,6 +35,7 @@ class WindowTritonBackend(AttentionBackend):
 
     can_be_captured = True
     captures_extend = True
+    rotates_in_decoding = True
 
     def __init__(self, config: AttentionConfig) -> None:
         self._config = config
@@ -92,7 +93,8 @@ class WindowTritonBackend(AttentionBackend):
         slots = torch.zeros(1, dtype=torch.int64, device=config.device)
         rings = RingStep(k=buffer, v=buffer, slots=slots, first_slots=slots)
         sinks = q[0, :, 0].float() if config.has_sinks else None
-        decode_in_rings(q, k, k, rings, slots, 1.0, sinks)
+        cos = q[:, :1].contiguous()
+        decode_in_rings(q, k, k, rings, slots, 1.0, sinks, (cos, cos))
 
     def forward(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
@@ -103,8 +105,9 @@ class WindowTritonBackend(AttentionBackend):
         q, k, v = inputs.q, inputs.k, inputs.v
         rings = _rings_of(layer, forward_batch)
         if forward_batch.forward_mode.is_decode():
-            positions = forward_batch.positions
-            return decode_in_rings(q, k, v, rings, positions, layer.scaling, layer.sinks)
+            return decode_in_rings(
+                q, k, v, rings, forward_batch.positions, layer.scaling, layer.sinks, inputs.rotation
+            )
         states, step = forward_batch.states, self._step
         assert states is not None and step is not None, "the step was planned"
         last_only = inputs.rows is not None

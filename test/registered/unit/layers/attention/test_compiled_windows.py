@@ -25,6 +25,8 @@ OSS: Final = {"NUM_KV_HEADS": 8, "GROUP": 8, "HEAD_DIM": 64, "BLOCK_D": 64, "WIN
 """gpt-oss-120b's shape on one rank."""
 LARGE: Final = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 32}
 DECODE: Final = {"ROWS": 16, "EARLY": 1, "first_ptr": None}
+TURNED: Final = {"cos_ptr": None, "sin_ptr": None}
+"""Queries and keys are rotated already."""
 PAGED: Final = {"ROWS": 16, "JOINED_ROWS": 8, "JOINED_PARTS": 8, "BLOCK": 64, "GATED": False} | {
     "APART": False, "EARLY": 1, "EARLY_KV": True, "SPLIT": True,
 }  # fmt: skip
@@ -32,7 +34,7 @@ KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int]]] = {
     "decode": (window_decode._decode_kernel, DECODE | {"BLOCK": 128}, 4, 1),
     "copy": (window_decode._decode_kernel, {"ROWS": 16, "EARLY": 0, "BLOCK": 128}, 4, 1),
     "decode of long windows": (
-        window_decode._decode_kernel, DECODE | {"BLOCK": 128, "WINDOW": 1000}, 4, 1,
+        window_decode._decode_kernel, DECODE | TURNED | {"BLOCK": 128, "WINDOW": 1000}, 4, 1,
     ),
     "short prefill": (window_extend._extend_kernel, {"ROWS": 16, "BLOCK_N": 64}, 4, 3),
     "prefill": (window_extend._extend_kernel, {"ROWS": 128, "BLOCK_N": 32}, 8, 3),

@@ -17,6 +17,11 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16
 
 from rigs.layers.window_cases import Shape, Windows, Work  # noqa: E402
 from sglang.srt.layers.attention.window_triton_backend import WindowTritonBackend  # noqa: E402
+from sglang.srt.layers.triton_ops.attention.window_decode import (  # noqa: E402
+    RingStep,
+    decode_in_rings,
+)
+from sglang.srt.layers.triton_ops.rotation import rotate  # noqa: E402
 
 SHAPES = [Shape(8, 1, 16, 4), Shape(6, 2, 24, 12), Shape(2, 2, 16, 33), Shape(4, 2, 16, 130)]
 
@@ -70,3 +75,27 @@ def test_random_steps_equal_the_definition(seed: int) -> None:
         [Shape(4, 2, 16, 5), Shape(3, 1, 16, 16), Shape(2, 2, 16, 1)][seed], has_sinks=True
     )
     check(windows.walk(seed, 25))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_a_decode_step_rotates_as_a_kernel_before_it_does(dtype: torch.dtype) -> None:
+    """The same bits in the rings and in the output."""
+    numbers = torch.Generator().manual_seed(1)
+    shape = SHAPES[1]
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=numbers).to(DEVICE, dtype)
+
+    qkv = randn(3, shape.heads + 2 * shape.kv_heads, shape.head_dim)
+    q, k, v = torch.split(qkv, [shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    angles = randn(3, 1, shape.head_dim), randn(3, 1, shape.head_dim)
+    buffers = randn(2, 4, shape.kv_heads, shape.window, shape.head_dim)
+    slots, positions = (torch.tensor(x, device=DEVICE) for x in ([2, 0, 3], [40, 5, 12]))
+    found = []
+    for is_later in (True, False):
+        rings = RingStep(k=buffers[0].clone(), v=buffers[1].clone(), slots=slots)
+        own_q, own_k = (q, k) if is_later else (rotate(q, angles), rotate(k, angles))
+        left = angles if is_later else None
+        out = decode_in_rings(own_q, own_k, v, rings, positions, 0.2, angles=left)
+        found.append((out, rings.k, rings.v))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

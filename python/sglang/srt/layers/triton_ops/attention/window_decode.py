@@ -45,6 +45,28 @@ def attend_block(  # type: ignore[no-untyped-def]  # noqa: ANN201
     return peak, mass, acc
 
 
+@triton.jit
+def _rotated(
+    at: tl.tensor,
+    dims: tl.tensor,
+    inside: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Load heads and rotate them, rounded at the same points as by `rotation`.
+
+    Args:
+        at: Pointers to the heads, `[..., 1]`, or one.
+        cos: fp32, of each dimension; `sin` likewise, signed.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    own = tl.load(at + dims, mask=inside, other=0.0)
+    other = tl.load(at + tl.where(dims < HALF, dims + HALF, dims - HALF), mask=inside, other=0.0)
+    turned = (own.to(tl.float32) * cos).to(own.dtype).to(tl.float32)
+    return (turned + other.to(tl.float32) * sin).to(own.dtype)
+
+
 @triton.jit(
     do_not_specialize_on_alignment=["first_ptr", "slots_ptr", "positions_ptr"],
 )
@@ -59,6 +81,8 @@ def _decode_kernel(
     positions_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
     q_stride: tl.tensor,
     k_stride: tl.tensor,
     v_stride: tl.tensor,
@@ -74,7 +98,7 @@ def _decode_kernel(
 ) -> None:
     """Grid `(kv_heads, bs)`: one program stores one head's key and value of one token, and attends
     from the query heads of its group to the ring. If there is `first_ptr`, it copies the ring from
-    that slot."""
+    that slot; if there is `cos_ptr`, it rotates queries and key first."""
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
@@ -100,15 +124,25 @@ def _decode_kernel(
         # one does not use what it overwrites.
         k = tl.load(ring_k_ptr + at + where, mask=inside, other=0.0)
         v = tl.load(ring_v_ptr + at + where, mask=inside, other=0.0)
+    if cos_ptr is not None:
+        # Angles were written before the embedding lookup, which does not start early.
+        cos = tl.load(cos_ptr + request * HEAD_DIM + dims, mask=is_dim, other=0.0)
+        sin = tl.load(sin_ptr + request * HEAD_DIM + dims, mask=is_dim, other=0.0)
     await_kernels_before(EARLY)
-    new_at = kv_head * HEAD_DIM + dims
-    new_k = tl.load(k_ptr + request * k_stride + new_at, mask=is_dim, other=0.0)
-    new_v = tl.load(v_ptr + request * v_stride + new_at, mask=is_dim, other=0.0)
-    new_k = new_k.to(ring_k_ptr.dtype.element_ty)
+    new_k_at = k_ptr + request * k_stride + kv_head * HEAD_DIM
+    new_v_at = v_ptr + request * v_stride + kv_head * HEAD_DIM
+    new_v = tl.load(new_v_at + dims, mask=is_dim, other=0.0)
     new_v = new_v.to(ring_v_ptr.dtype.element_ty)
     q_inside = is_head[:, None] & is_dim[None, :]
-    q_at = request * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
-    q = tl.load(q_ptr + q_at, mask=q_inside, other=0.0)
+    q_at = q_ptr + request * q_stride + heads[:, None] * HEAD_DIM
+    if cos_ptr is not None:
+        cos, sin = cos.to(tl.float32), sin.to(tl.float32)
+        new_k = _rotated(new_k_at, dims, is_dim, cos, sin, HEAD_DIM)
+        q = _rotated(q_at, dims[None, :], q_inside, cos[None, :], sin[None, :], HEAD_DIM)
+    else:
+        new_k = tl.load(new_k_at + dims, mask=is_dim, other=0.0)
+        q = tl.load(q_at + dims[None, :], mask=q_inside, other=0.0)
+    new_k = new_k.to(ring_k_ptr.dtype.element_ty)
     peak, mass = begin_softmax(sinks_ptr, heads, is_head, 0, ROWS)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in range(0, end, BLOCK):
@@ -172,6 +206,7 @@ def decode_in_rings(
     positions: torch.Tensor,
     scaling: float,
     sinks: torch.Tensor | None = None,
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Store one token of each request in its ring, and attend from it to the last `window`.
 
@@ -181,6 +216,8 @@ def decode_in_rings(
         rings: If there are `first_slots`, the kernel copies the rings from them first.
         positions: Integer `[bs]`.
         sinks: `[num_heads]`: see `begin_softmax`.
+        angles: Cosines and signed sines, contiguous `[bs, 1, head_dim]` each, by which queries and
+            keys are rotated first; None: they are rotated already.
 
     Returns:
         `[bs, num_heads * head_dim]`.
@@ -203,6 +240,7 @@ def decode_in_rings(
         positions,
         out,
         sinks,
+        *(angles or (None, None)),
         q.stride(0),
         k.stride(0),
         v.stride(0),
