@@ -2,18 +2,20 @@
 
 Plain servers behind a router, and a prefill server and two decode servers behind another one; all
 over one Mooncake store of a master and three nodes. Clients ask questions with known answers,
-while processes are stopped, killed and restarted, and the link to the master is slow. The seed
-gives times and targets (`agenda.draw_agenda`). Rules:
+while processes are stopped, killed and restarted, the link to the master is slow, and a decode
+server becomes a prefill server and back. The seed gives times and targets (`agenda.draw_agenda`).
+Rules:
 
 - No answer is wrong, each request ends before its deadline, each question is answered.
 - A request fails only if a fault closed its door, and with an error that says so. Graceful restarts
-  behind a router and faults of the store fail none.
+  and changes of the role behind a router, and faults of the store, fail none.
 - Children of a killed server end by themselves. On SIGTERM each process ends in time, servers with
   status 0, and no port stays open.
 - All tiers served prompts. After the last fault L3 serves again, also decode servers that have just
   been started.
 
-Exit status 1 if one is broken; then the logs are kept.
+Exit status 1 if one is broken; then the logs are kept. The last table has the times of requests
+beside faults that were not on their way.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -62,6 +65,7 @@ from sglang.test.chaos.agenda import (
     Kind,
     broken_rules,
     draw_agenda,
+    latencies,
     summary,
 )
 from sglang.test.chaos.load import Load
@@ -86,6 +90,8 @@ _FLAGS: Final = (
     *("--hicache-storage-backend", "mooncake", "--enable-cache-report"),
     *("--hicache-storage-backend-extra-config", json.dumps(_STORE_SETTINGS)),
 )
+_ADMIN_KEY: Final = secrets.token_hex(16)
+_SWITCH_FLAGS: Final = ("--enable-pd-role-switch", "--admin-api-key", _ADMIN_KEY)
 _CACHE_FLAGS: Final = ("--hicache-ratio", "2", "--hicache-storage-prefetch-policy", "wait_complete")
 
 
@@ -160,24 +166,26 @@ class System:
         }
         plain = [f"server {number}" for number in range(num_servers)]
         decodes = [f"decode {number}" for number in range(NUM_DECODE)]
-        (bootstrap,) = self._new_ports(1)
-        engines = {name: self._engine(name, *_CACHE_FLAGS) for name in plain}
-        engines[PREFILL] = self._engine(
-            PREFILL,
-            *("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port"),
-            *(str(bootstrap), *_CACHE_FLAGS),
+        self._bootstrap_ports = dict(
+            zip((PREFILL, *decodes), self._new_ports(1 + NUM_DECODE), strict=True)
         )
-        for name in decodes:
+        engines = {name: self._engine(name, *_CACHE_FLAGS) for name in plain}
+        for name, bootstrap in self._bootstrap_ports.items():
             engines[name] = self._engine(
                 name,
-                *("--disaggregation-mode", "decode", "--enable-metrics"),
-                *("--disaggregation-decode-enable-offload-kvcache", *_CACHE_FLAGS),
+                *("--disaggregation-mode", "prefill" if name == PREFILL else "decode"),
+                *("--disaggregation-bootstrap-port", str(bootstrap), "--enable-metrics"),
+                *("--disaggregation-decode-enable-offload-kvcache",) * (name != PREFILL),
+                *(*_CACHE_FLAGS, *_SWITCH_FLAGS),
             )
         urls = self._urls
         self._routers = {
             POOL: self._router(POOL, [], [], [urls[name] for name in plain]),
             PD: self._router(
-                PD, [(urls[PREFILL], bootstrap)], [urls[name] for name in decodes], []
+                PD,
+                [(urls[PREFILL], self._bootstrap_ports[PREFILL])],
+                [urls[name] for name in decodes],
+                [],
             ),
         }
         self._processes: dict[str, ManagedProcess] = {
@@ -248,6 +256,11 @@ class System:
             time.sleep(event.seconds)
             self._link.delay = 0.0
             return
+        if event.kind == Kind.SWITCH:
+            self._switch(event.target, "prefill")
+            time.sleep(event.seconds)
+            self._switch(event.target, "decode")
+            return
         process = self._processes[event.target]
         if event.kind == Kind.STOP:
             os.killpg(process.pid, signal.SIGSTOP)
@@ -261,12 +274,43 @@ class System:
             else:
                 self._end(event.target, _END_S)
             self._start(event.target)
-        url = self._urls.get(event.target)
-        if url and not wait_until(lambda: self._is_known(url), _NOTICED_S, 0.2):
-            self.broken.append(f"{event.target} is back, but no router sends to it")
+        self._expect_known(event.target)
 
-    def _is_known(self, url: str) -> bool:
-        """True if a router found the server healthy with its last probes."""
+    def _switch(self, name: str, role: str) -> None:
+        """Change a server's role as docs/pd.md says it, or break a rule."""
+        url, router = self._urls[name], self._routers[PD].url
+        for one in self._workers():
+            if one["url"] == url:
+                _call("DELETE", f"{router}/workers/{one['id']}")
+        if not wait_until(lambda: url not in [one["url"] for one in self._workers()], _NOTICED_S):
+            self.broken.append(f"the router does not forget {name}")
+        status = 0
+
+        def switches() -> bool:
+            nonlocal status
+            status = _call("POST", f"{url}/pd_role_switch", {"new_role": role})
+            return status == 200
+
+        if not wait_until(switches, _NOTICED_S, 0.2):
+            self.broken.append(f"{name} does not become a {role} server: status {status}")
+        worker: dict[str, object] = {"url": url, "worker_type": role}
+        if role == "prefill":
+            worker["bootstrap_port"] = self._bootstrap_ports[name]
+        _call("POST", f"{router}/workers", worker)
+        self._expect_known(name)
+
+    def _expect_known(self, name: str) -> None:
+        """Break a rule unless a router soon finds the server healthy with its probes."""
+        url = self._urls.get(name)
+
+        def is_known() -> bool:
+            return any(one["url"] == url and one["is_healthy"] for one in self._workers())
+
+        if url and not wait_until(is_known, _NOTICED_S, 0.2):
+            self.broken.append(f"{name} is back, but no router sends to it")
+
+    def _workers(self) -> list[dict[str, Any]]:
+        """The servers that the routers know."""
         workers = []
         for router in self._routers.values():
             with (
@@ -274,7 +318,7 @@ class System:
                 urllib.request.urlopen(f"{router.url}/workers", timeout=10) as response,
             ):
                 workers += json.load(response)["workers"]
-        return any(one["url"] == url and one["is_healthy"] for one in workers)
+        return workers
 
     def _end(self, name: str, timeout: float) -> None:
         process = self._processes[name]
@@ -334,6 +378,20 @@ class System:
         self.broken += [f"port {port} is still open" for port in left]
 
 
+def _call(method: str, url: str, body: Mapping[str, object] | None = None) -> int:
+    """The status of a call as the operator; 0: no answer."""
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {_ADMIN_KEY}"}
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=_NOTICED_S) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
 def _metric(url: str, name: str) -> float:
     """The sum of a metric of a server over its labels."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
@@ -384,6 +442,7 @@ def run(seed: int, seconds: float, num_servers: int, log_dir: Path) -> list[str]
             system.expect_decode_tiers(load)
             system.end()
     print("\n".join(summary(load.attempts, load.spans)))
+    print("\n".join(latencies(load.attempts, load.spans)))
     slowest = max((one.ended - one.began for one in load.attempts), default=0.0)
     tokens = ", ".join(f"{tier} {load.cached[tier]}" for tier in TIERS)
     print(f"slowest request {slowest:.1f} s; cached tokens: {tokens}")

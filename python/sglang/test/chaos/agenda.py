@@ -41,6 +41,8 @@ class Kind(StrEnum):
     """SIGTERM, and a new start after its end."""
     DELAY = "delay"
     """All bytes come late for some seconds."""
+    SWITCH = "switch"
+    """A decode server is a prefill server for some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,13 @@ class Event:
     def label(self) -> str:
         """Kind and target, without the target's number."""
         return f"{self.kind} {self.target.rstrip('0123456789 ')}"
+
+    def touches(self) -> Collection[str]:
+        """Doors with the target on their way. The store is on none: requests compute what it
+        lacks."""
+        if self.target.startswith("server "):
+            return (self.target, POOL)
+        return (PD,) if self.target == PREFILL or self.target.startswith("decode ") else ()
 
     def excuses(self) -> Collection[str]:
         """Doors through which requests may fail. The store's faults excuse none."""
@@ -94,7 +103,7 @@ def draw_agenda(seed: int, seconds: float, num_servers: int) -> list[Event]:
         for group in (servers, decodes, [PREFILL])
     ]
     new_engines = [one for one in engines if one[0] != Kind.STOP]
-    choices = [*store, *engines, (Kind.DELAY, [LINK])]
+    choices = [*store, *engines, (Kind.DELAY, [LINK]), (Kind.SWITCH, decodes)]
     events: list[Event] = []
     at = 0.0
     while True:
@@ -190,3 +199,28 @@ def summary(attempts: Iterable[Attempt], spans: Sequence[Span]) -> list[str]:
         row = "".join(f"{counts[label, outcome]:9}" for outcome in Outcome)
         lines.append(f"{label:24}{times[label] or '':>7}{row}")
     return lines
+
+
+def latencies(attempts: Iterable[Attempt], spans: Sequence[Span]) -> list[str]:
+    """Lines on the seconds of right answers: in calm, and beside events whose targets were not on
+    the way. A request that saw any event on its way counts for neither."""
+    times: dict[str, list[float]] = {"calm": []}
+    for one in attempts:
+        seen = [span.event for span in spans if span.touches(one, 0.0)]
+        if one.outcome == Outcome.RIGHT and not any(one.door in ev.touches() for ev in seen):
+            label = f"beside {seen[-1].label}" if seen else "calm"
+            times.setdefault(label, []).append(one.ended - one.began)
+    times["beside any"] = [one for label, some in times.items() if label != "calm" for one in some]
+    lines = [f"{'untouched requests':32}{'number':>7}{'p50 s':>8}{'p99 s':>8}{'/ calm':>8}"]
+    calm = percentile(times["calm"], 0.99)
+    for label, some in sorted(times.items()):
+        p99 = percentile(some, 0.99)
+        ratio = f"{p99 / calm:8.2f}" if calm else f"{'':8}"
+        lines.append(f"{label:32}{len(some):7}{percentile(some, 0.5):8.2f}{p99:8.2f}{ratio}")
+    return lines
+
+
+def percentile(times: Sequence[float], share: float) -> float:
+    """The time that `share` of the times do not pass; 0: there are none."""
+    ordered = sorted(times)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

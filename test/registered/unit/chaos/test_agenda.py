@@ -22,6 +22,7 @@ from sglang.test.chaos.agenda import (
     Span,
     broken_rules,
     draw_agenda,
+    latencies,
     summary,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -57,7 +58,7 @@ def test_all_kinds_of_fault_come_within_minutes() -> None:
     engines = {f"{kind} {one}" for kind in ("stop", "kill", "restart")
                for one in ("server", "prefill", "decode")}  # fmt: skip
     store = {f"{kind} {one}" for kind in ("stop", "kill") for one in ("master", "node")}
-    assert labels == engines | store | {"delay link to the master"}
+    assert labels == engines | store | {"delay link to the master", "switch decode"}
 
 
 def test_all_servers_are_targets() -> None:
@@ -79,6 +80,7 @@ def test_all_servers_are_targets() -> None:
         (Kind.KILL, MASTER, set()),
         (Kind.KILL, "node 2", set()),
         (Kind.DELAY, LINK, set()),
+        (Kind.SWITCH, "decode 1", set()),
     ],
 )
 def test_an_event_excuses_some_doors(kind: Kind, target: str, doors: set[str]) -> None:
@@ -137,4 +139,29 @@ def test_the_table_counts_outcomes_by_event() -> None:
         ["event", "times", *Outcome],
         ["calm", "1", "0", "0", "0", "0", "0"],
         ["kill", "server", "2", "1", "0", "0", "2", "0", "0"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "doors"),
+    [("server 1", {"server 1", POOL}), (PREFILL, {PD}), ("decode 0", {PD}), ("node 2", set())],
+)
+def test_an_event_touches_the_doors_whose_way_it_is_on(target: str, doors: set[str]) -> None:
+    assert set(Event(0.0, Kind.STOP, target, 1.0).touches()) == doors
+
+
+def test_latencies_are_of_right_answers_beside_events_that_are_not_on_their_way() -> None:
+    attempts = [
+        Attempt(POOL, 1.0, 2.0, Outcome.RIGHT),
+        Attempt("server 0", 12.0, 15.0, Outcome.RIGHT),
+        Attempt(PD, 12.0, 14.0, Outcome.RIGHT),
+        attempt("server 0", 12.0),
+        Attempt(POOL, 12.0, 19.0, Outcome.RIGHT),
+        Attempt("server 1", 12.0, 19.0, Outcome.RIGHT),
+    ]
+    rows = [line.split()[-4:] for line in latencies(attempts, [KILL_AT_10])[1:]]
+    assert rows == [
+        ["2", "3.00", "3.00", "3.00"],
+        ["2", "3.00", "3.00", "3.00"],
+        ["1", "1.00", "1.00", "1.00"],
     ]
