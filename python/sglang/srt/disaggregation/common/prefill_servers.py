@@ -188,6 +188,8 @@ class PromptRead:
         for thread in threads:
             thread.join()
         for shard in self.shards:
+            if shard.has_settled:
+                self.rank.reads.sessions.leave(shard.session_id)
             if shard.metadata is not None:
                 self.server.clients.give_back(shard.client)
         with self._lock:
@@ -216,9 +218,8 @@ class PromptRead:
             pieces = rank.geometry.slices(layouts, self.room.number)
         except IncompatibleLayouts as error:
             raise incompatible(where, str(error)) from None
-        shards: list[ShardRead] = []
-        ways = zip(sources, self._clients, layouts, pieces, strict=True)
-        for route, client, layout, piece in ways:
+        shards: list[Shard] = []
+        for route, layout, piece in zip(sources, layouts, pieces, strict=True):
             theirs = RankPlace(route.rank, route.num_ranks, route.attn_tp_size)
             readers = theirs.partners(rank.place)
             shard = Shard(
@@ -231,9 +232,15 @@ class PromptRead:
                 piece=piece,
                 own=self.own,
             )
-            fails_at = None if shards else self.fails_at
-            shards.append(ShardRead(shard, rank.reads, client, self.fail, fails_at))
-        return shards
+            shards.append(shard)
+        reads: list[ShardRead] = []
+        for client, shard in zip(self._clients, shards, strict=True):
+            layout = shard.layout
+            # Nothing fails from here on, so each session that is entered is left again.
+            rank.reads.sessions.enter(layout.session_id, layout.instance_id, client.endpoint)
+            fails_at = None if reads else self.fails_at
+            reads.append(ShardRead(shard, rank.reads, client, self.fail, fails_at))
+        return reads
 
     def _give_up(self, why: str, error: Exception) -> None:
         self.fail(why)

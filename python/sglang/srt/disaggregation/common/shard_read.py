@@ -90,7 +90,7 @@ class SharedReads:
 
     Attributes:
         staging: Buffers for pages of ranks with other heads, and for packed pages.
-        sessions: Sessions of all prefill servers; a session is kept while it may be read from.
+        sessions: Sessions of all prefill servers.
         link: Costs that decide whether pages are packed; None: they are never packed.
     """
 
@@ -131,18 +131,21 @@ class ShardRead:
     attributes.
 
     Args:
+        shared: Its sessions have entered the shard's.
         client: Asks the prefill rank; its room is cancelled once the prompt has failed. It is
             closed if the shard fails.
         on_failure: Fails the prompt with this reason, maybe long before `has_ended`.
         fails_at: Step of `STEPS` that fails, for tests.
 
     Attributes:
+        session_id: The session that is read from.
         metadata: The metadata, set before `has_ended` if the whole shard was received.
         metadata_bytes: Bytes of the received first token, by the way that it came.
         num_bytes: Bytes of pages and states read so far.
         checked: Pages and states by the outcome of their check; see `Comparison`.
         seconds: Seconds during which reads were in flight, or pages were packed for them.
         has_ended: True once no read into the pages is in flight.
+        has_settled: True after `run` once no read is in flight, also of metadata.
         timeout: Seconds for each read, for a buffer, and for a further unit of packed pages.
     """
 
@@ -159,10 +162,11 @@ class ShardRead:
         self.num_bytes = 0
         self.seconds = 0.0
         self.checked: Counter[str] = Counter()
-        self.has_ended = False
+        self.has_ended = self.has_settled = False
         self.timeout = shared.timeouts.waiting
         self.staging = shared.staging
         self.client = client
+        self.session_id = shard.layout.session_id
         self._shard = shard
         self._shared = shared
         self._on_failure = on_failure
@@ -178,19 +182,14 @@ class ShardRead:
     def run(self) -> None:
         """Read the shard. Never raises. `has_ended` is true afterwards, unless the transport never
         lets go of the pages."""
-        layout, sessions = self._shard.layout, self._shared.sessions
-        has_session = False
         try:
-            sessions.enter(layout.session_id, layout.instance_id, self.client.endpoint)
-            has_session = True
             self.metadata = self._read_shard()
         except RoomFailed as error:
             self._fail(str(error), error)
         except Exception as error:
             logger.exception("a prompt could not be received")
             self._fail(f"receiving the prompt failed: {type(error).__name__}: {error}", error)
-        if self._settle() and has_session:
-            sessions.leave(layout.session_id)
+        self.has_settled = self._settle()
 
     def _fail(self, why: str, error: Exception) -> None:
         self._on_failure(why)
@@ -420,7 +419,7 @@ class ShardRead:
         """Begin a read. Raises RoomFailed."""
         try:
             transfer = self._shared.engine.begin(
-                self._shard.layout.session_id, TransferOp.READ, blocks, timeout=self.timeout
+                self.session_id, TransferOp.READ, blocks, timeout=self.timeout
             )
         except TransferError as error:
             raise RoomFailed(f"reading from the prefill server failed: {error}") from error
