@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.pd_rig import MooncakeMover, PdRig
+from rigs.disaggregation.pd_rig import EngineMover, PdRig
 from rigs.models.letters import Letters
 from rigs.schedulers.scheduler_rig import RIG_DEVICE, Collected, SchedulerRig, greedy, prompt
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
@@ -382,7 +382,7 @@ def test_an_aborted_read_lands_on_pages_that_nobody_uses(
     engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
 ) -> None:
     """The read is slow, its request is aborted, others run on all that is left, then it lands."""
-    mover = MooncakeMover(engine)
+    mover = EngineMover(engine)
     with PdRig(models["qwen3"], mover, **{**ARGS, "pool_tokens": 640}) as pair:
         mover.hold = True
         pair.until(lambda: bool(mover.begun), pair.request("slow", prompt(50, 300), greedy(4)))
@@ -409,7 +409,7 @@ def test_an_aborted_read_lands_on_pages_that_nobody_uses(
 def test_a_taken_room_is_refused(
     engine: MooncakeTransferEngine, models: dict[str, Path], single: SchedulerRig
 ) -> None:
-    mover = MooncakeMover(engine)
+    mover = EngineMover(engine)
     with PdRig(models["qwen3"], mover, **ARGS) as pair:
         mover.hold = True
         first = pair.request("first", PROMPTS[6], room=77)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from rigs.disaggregation.nixl_package import has_nixl
 from rigs.disaggregation.random_pd import run_seed
 from rigs.schedulers.random_requests import Extra
 from rigs.schedulers.random_seeds import assert_random_work
@@ -37,5 +38,6 @@ def test_ten_minutes_of_random_work() -> None:
         "with groups",
         "rounds with faults",
         "rounds without",
+        *(("over NIXL",) if has_nixl() else ()),
     )
     assert_random_work(590.0, run_seed, happened)

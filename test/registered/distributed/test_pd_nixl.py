@@ -6,7 +6,7 @@ import itertools
 import secrets
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ import torch
 from rigs.disaggregation.nixl_package import needs_nixl
 from rigs.disaggregation.pd_pair import NEVER_ASKED
 from rigs.disaggregation.pd_processes import RoleProcess
+from rigs.disaggregation.pd_ranks import PdRanks
 from rigs.disaggregation.pd_rig import PdRig
 from rigs.disaggregation.pd_servers import decode_server, prefill_server, router
 from rigs.models.letters import Letters
@@ -87,6 +88,46 @@ def test_every_kind_of_model_says_the_same_cold_and_cached(
                 alone.run(msgspec.structs.replace(one, bootstrap=None))
                 assert pair.result(one.rid).output_ids == alone.results[one.rid].output_ids
         assert pair.decode.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
+
+
+HEADS: Final[dict[str, Any]] = {"num_attention_heads": 8, "eos_token_id": None}
+DELTA: Final[dict[str, Any]] = {**HEADS, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "model_args", "prefill", "decode"),
+    [
+        ("qwen3", HEADS, 1, 4),
+        ("qwen3", HEADS, 4, 2),
+        ("qwen3_next", DELTA, 1, 2),
+        ("qwen3_next", DELTA, 2, 1),
+        ("ministral", HEADS, 4, 2),
+        ("gpt_oss", HEADS, 2, 1),
+    ],
+)
+def test_servers_of_unlike_ranks_say_the_same(
+    tiny_model: Callable[..., Path],
+    family: str,
+    model_args: dict[str, Any],
+    prefill: int,
+    decode: int,
+) -> None:
+    model = tiny_model(family, **model_args)
+    args = ARGS | {"max_requests": 8, "pool_tokens": 1024}
+    alone = SchedulerRig(model, **args)
+    with (
+        closing(NixlTransferEngine(LOOPBACK)) as engine,
+        PdRanks(model, prefill, decode, engine=engine, **args) as pair,
+    ):
+        for turn in ("cold", "cached on both sides"):
+            asked = [
+                pair.request(f"{turn} {number}", ids, greedy(12))
+                for number, ids in enumerate(PROMPTS)
+            ]
+            pair.run(*asked)
+            for one in asked:
+                alone.run(msgspec.structs.replace(one, bootstrap=None))
+                assert pair.result(one.rid).output_ids == alone.results[one.rid].output_ids
 
 
 # -- processes that die ----------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A prefill and a decode server under attack by strangers, beside honest traffic.
 
-    python -m rigs.disaggregation.pd_attacks --minutes 10 [--rate 4] [--secret]
+    python -m rigs.disaggregation.pd_attacks --minutes 10 [--rate 4] [--secret] [--backend nixl]
 
 The servers, the router, and a second prefill server that is stopped run on loopback, with the
 built-in model. Honest requests come through the router at a fixed rate, first undisturbed for a
@@ -28,6 +28,7 @@ import psutil
 from rigs.disaggregation.pd_servers import TCP, decode_server, prefill_server, router
 from rigs.disaggregation.strangers import ATTACKS, Targets, under_attack
 from rigs.servers.engine_server import EXACT, EngineServer
+from sglang.srt.arg_groups.disaggregation import TransferBackend
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import wait_until
 
@@ -130,15 +131,16 @@ class Deployment:
 
 
 @contextmanager
-def deployed(*, has_secret: bool) -> Iterator[Deployment]:
+def deployed(*, has_secret: bool, backend: str) -> Iterator[Deployment]:
     """The servers, the second prefill server stopped."""
+    flags = (*EXACT, "--disaggregation-transfer-backend", backend)
     env = dict(TCP)
     if has_secret:
         env[envs.SGLANG_DISAGGREGATION_SECRET.name] = secrets.token_hex(32)
     with ExitStack() as stack:
-        prefill, bootstrap = prefill_server(*EXACT, env=env)
-        other, other_port = prefill_server(*EXACT, env=env)
-        decode = decode_server(*EXACT, "--max-running-requests", str(_MAX_RUNNING), env=env)
+        prefill, bootstrap = prefill_server(*flags, env=env)
+        other, other_port = prefill_server(*flags, env=env)
+        decode = decode_server(*flags, "--max-running-requests", str(_MAX_RUNNING), env=env)
         for server in (prefill, other, decode):
             stack.enter_context(server)
         url = stack.enter_context(router([(prefill, bootstrap)], [decode]))
@@ -148,7 +150,7 @@ def deployed(*, has_secret: bool) -> Iterator[Deployment]:
         control = int(route["endpoint"].rpartition(":")[2])
         known = {control, bootstrap, port_of(prefill), port_of(decode)}
         data = sorted((ports_of(prefill) | ports_of(decode)) - known)
-        assert data, "Mooncake listens"
+        assert data, f"{backend} listens"
         targets = Targets(control, bootstrap, data, decode.url, other_port)
         yield Deployment(prefill, decode, url, targets)
 
@@ -302,10 +304,15 @@ async def attack(servers: Deployment, seconds: float, rate: float, names: Sequen
 
 
 def run_attacks(
-    seconds: float, rate: float = 4.0, names: Sequence[str] = tuple(ATTACKS), *, has_secret: bool
+    seconds: float,
+    rate: float = 4.0,
+    names: Sequence[str] = tuple(ATTACKS),
+    *,
+    has_secret: bool,
+    backend: str = TransferBackend.MOONCAKE,
 ) -> Report:
     """One run on servers of its own."""
-    with deployed(has_secret=has_secret) as servers:
+    with deployed(has_secret=has_secret, backend=backend) as servers:
         return asyncio.run(attack(servers, seconds, rate, names))
 
 
@@ -317,8 +324,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--attacks", nargs="+", default=list(ATTACKS), choices=list(ATTACKS), help="[all]"
     )
+    parser.add_argument(
+        "--backend",
+        default=TransferBackend.MOONCAKE,
+        choices=(TransferBackend.MOONCAKE, TransferBackend.NIXL),
+        help="transport [mooncake]",
+    )
     args = parser.parse_args(argv)
-    report = run_attacks(60 * args.minutes, args.rate, args.attacks, has_secret=args.secret)
+    report = run_attacks(
+        60 * args.minutes,
+        args.rate,
+        args.attacks,
+        has_secret=args.secret,
+        backend=args.backend,
+    )
     print("\n".join(report.lines()))
     return 0 if report.is_good else 1
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from rigs.disaggregation.pd_rig import CheckableRoleRig, LocalMover, MooncakeMover, one_rank
+from rigs.disaggregation.pd_rig import CheckableRoleRig, EngineMover, LocalMover, one_rank
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
 from sglang.srt.constants import BUILTIN_MODEL_DIR
@@ -187,7 +187,7 @@ class _Server:
             self._mover = LocalMover()
         else:
             self._engine = MooncakeTransferEngine(LOOPBACK)
-            self._mover = MooncakeMover(self._engine)
+            self._mover = EngineMover(self._engine)
         self._endpoint = ""
         self._is_paused = False
         self._messages: list[ToScheduler] = []

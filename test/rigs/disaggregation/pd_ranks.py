@@ -6,6 +6,7 @@ Ranks are threads (`RankRigs`); each has rooms or reads prompts by itself, and a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import msgspec
 from rigs.disaggregation.pd_pair import NEVER_ASKED, PdPair
 from rigs.disaggregation.pd_rig import (
     SLOW_BLOCKS,
+    EngineMover,
     LocalMover,
+    RigEngine,
     make_manager,
 )
 from rigs.schedulers.rank_rigs import RankRigs
@@ -41,6 +44,7 @@ class PdRanks(PdPair[RankRigs]):
         prefill_args: Arguments of the prefill server alone.
         decode_args: Arguments of the decode server alone.
         unit_bytes: Bytes of a unit of packed pages; None: pages are not packed.
+        engine: Carries the bytes for all ranks; None: memory is copied.
         args: Arguments of both; see `SchedulerRig`.
 
     Attributes:
@@ -58,12 +62,16 @@ class PdRanks(PdPair[RankRigs]):
         prefill_args: dict[str, Any] | None = None,
         decode_args: dict[str, Any] | None = None,
         unit_bytes: int | None = None,
+        engine: RigEngine | None = None,
         **args: Any,
     ) -> None:
         super().__init__()
         link = None if unit_bytes is None else SLOW_BLOCKS
         self._packing: dict[str, Any] = {"link": link, "unit_bytes": unit_bytes or UNIT_BYTES}
-        self.movers = [LocalMover() for _ in range(decode)]
+        self._new_mover: Callable[[], LocalMover] = (
+            LocalMover if engine is None else partial(EngineMover, engine)
+        )
+        self.movers = [self._new_mover() for _ in range(decode)]
         self.routes: list[Route] = []
         self._remakes: dict[RankGroup, RemakeRole] = {}
         self.endpoints: dict[int, str] = {}
@@ -92,7 +100,8 @@ class PdRanks(PdPair[RankRigs]):
         self, mode: DisaggregationMode
     ) -> Callable[[RankGroup, Sequence[BaseDevicePool]], MakeRole]:
         def make(group: RankGroup, pools: Sequence[BaseDevicePool]) -> MakeRole:
-            mover = LocalMover() if mode == DisaggregationMode.PREFILL else self.movers[group.rank]
+            reads = mode == DisaggregationMode.DECODE
+            mover = self.movers[group.rank] if reads else self._new_mover()
             manager = make_manager(mode, pools, mover, self._find, group, **self._packing)
             self._take_routes(manager.register_to_bootstrap(), group)
             self._remakes[group] = changing_role_of(manager, group)

@@ -1,6 +1,6 @@
 """A prefill and a decode scheduler in this process, which move keys and values between their pools.
 
-Mooncake's Transfer Engine carries the bytes, or `LocalMover`, which copies memory.
+A transport's engine carries the bytes, or `LocalMover`, which copies memory.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.disaggregation.roles import changing_role_of, role_of
 from sglang.srt.disaggregation.utils import MetadataBuffers
-from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
-    MooncakeTransferEngine,
-)
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
     BlockOutcome,
@@ -130,7 +127,7 @@ class LocalMover:
         self.gone: set[str] = set()
         self.forgotten: list[str] = []
         self._peers: dict[int, str] = {}
-        """Peer of each transfer, by its `id`."""
+        """Peer of each transfer that nobody finishes yet, by its `id`."""
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
         return 0
@@ -160,11 +157,14 @@ class LocalMover:
         return transfer
 
     def finish(self, transfer: Transfer) -> None:
-        """Move the transfer's bytes, or let it fail."""
+        """Move the transfer's bytes, or let it fail. Of several threads the first one does: bytes
+        that came a second time would come after the reader's checks."""
+        if (peer := self._peers.pop(id(transfer), None)) is None:
+            return
         error = self.fails(transfer.blocks)
         if error is None:
             try:
-                self.move(self._peers[id(transfer)], transfer.blocks)
+                self.move(peer, transfer.blocks)
                 transfer.end(0, len(transfer.blocks) - 1, BlockOutcome.DONE)
             except TransferError as failure:
                 error = failure
@@ -191,12 +191,13 @@ class LocalMover:
                 threading.Thread(target=self.finish, args=(transfer,), daemon=True).start()
 
 
-class MooncakeMover(LocalMover):
-    """A `LocalMover` through a Transfer Engine, from any process."""
+class EngineMover(LocalMover):
+    """A `LocalMover` through an engine, from any process."""
 
-    def __init__(self, engine: MooncakeTransferEngine) -> None:
+    def __init__(self, engine: RigEngine) -> None:
         super().__init__()
         self._engine = engine
+        self.stays_on_host = engine.stays_on_host
 
     def batch_register(self, ptrs: Sequence[int], lengths: Sequence[int]) -> int:
         return self._engine.batch_register(ptrs, lengths)
@@ -214,8 +215,10 @@ class MooncakeMover(LocalMover):
         self._engine.forget_peer(session_id)
 
     def move(self, peer: str, blocks: Sequence[Block]) -> None:
-        done = self._engine.transfer(peer, TransferOp.READ, blocks, timeout=30)
+        done = self._engine.begin(peer, TransferOp.READ, blocks, timeout=30)
         done.wait()
+        if done.error is not None:
+            raise done.error
         if not done.is_done:
             raise TransferError(f"{[outcome.value for outcome in done.outcomes]}")
 

@@ -11,14 +11,14 @@ doubled and delayed, reads hang and fail, rooms are given up, and prompts fail b
 then a request gives its words or ends with an error that names the step. After each round both
 sides are idle, their page ownership exact, and no room is open.
 
-Only the model's arithmetic and the carrier of the bytes are not real. A run is a function of its
-seed, except for the progress of threads.
+Only the model's arithmetic is not real, and the carrier of the bytes in most seeds: NIXL carries
+them in the others, if its package is there. A run is a function of its seed, except for the
+progress of threads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import random
 import socket
 import time
@@ -31,15 +31,17 @@ import msgspec
 
 from rigs.caches.host_damage import flip_any
 from rigs.disaggregation.control_proxy import ControlProxy
+from rigs.disaggregation.nixl_package import has_nixl
 from rigs.disaggregation.pd_pair import NEVER_ASKED
 from rigs.disaggregation.pd_rig import (
-    LocalMover,
     PdRig,
     RoleRig,
     one_rank,
 )
 from rigs.disaggregation.random_pd_setup import (
     NAMED,
+    FlippingEngineMover,
+    FlippingMover,
     attach,
     draw_args,
     draw_groups,
@@ -65,6 +67,7 @@ from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.prefill import PrefillRole
+from sglang.srt.distributed.device_communicators.nixl_transfer_engine import NixlTransferEngine
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
@@ -82,26 +85,8 @@ _REST_S: Final = 60.0
 _LONGEST_TICK_S: Final = 0.01
 """Most seconds by which the schedulers' clocks advance in a tick at rest."""
 _MOODS: Final = ("well", "quick", "slow", "hanging", "failing", "rotten", "forgetful", "mad")
-_FLIPS: Final = 0.1
-"""Share of the reads that flip a bit, while there are faults."""
 AWAY, SILENT = "away", "silent"
 """Hosts of prefill servers that do not exist, or do not answer."""
-
-
-class FlippingMover(LocalMover):
-    """A `LocalMover` that flips a bit of some reads while `flips` is set."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__()
-        self.flips = False
-        self._rng = rng
-
-    def move(self, peer: str, blocks: Sequence[Block]) -> None:
-        super().move(peer, blocks)
-        if self.flips and self._rng.random() < _FLIPS:
-            block = self._rng.choice(blocks)
-            at = block.local + self._rng.randrange(block.length)
-            ctypes.c_uint8.from_address(at).value ^= 1 << self._rng.randrange(8)
 
 
 @dataclass(slots=True)
@@ -158,6 +143,9 @@ class RandomPd:
         self.outcome = Outcome()
         self._requests = RandomRequests(self.rng, self.page_size)
         self._mover = FlippingMover(random.Random(seed))
+        self.uses_nixl = has_nixl() and random.Random(f"carrier of {seed}").random() < 0.3
+        if self.uses_nixl:
+            self.unit_bytes = None  # Its servers pack no pages.
         self._pending: dict[str, Pending] = {}
         self._late: list[tuple[int, RoleRig, ToScheduler]] = []
         """Messages for a group, and the step in which they arrive."""
@@ -187,6 +175,10 @@ class RandomPd:
             stack.enter_context(envs.SGLANG_MOONCAKE_SEND_AUX_TCP.override(self._seed % 2 == 1))
             stack.enter_context(self._watchdog)
             stack.enter_context(self.store)
+            if self.uses_nixl:
+                engine = NixlTransferEngine(LOOPBACK)
+                stack.callback(engine.close)
+                self._mover = FlippingEngineMover(random.Random(self._seed), engine)
             self._pair = stack.enter_context(
                 PdRig(
                     BUILTIN_MODEL_DIR,
@@ -224,7 +216,8 @@ class RandomPd:
                     self._round(injects=prob > 0)
             except BaseException as error:
                 error.add_note(
-                    f"after {self.outcome.steps} steps, units of {self.unit_bytes}, "
+                    f"after {self.outcome.steps} steps, {'over NIXL, ' * self.uses_nixl}units of "
+                    f"{self.unit_bytes}, "
                     f"{self.num_draft_tokens} tokens a step, {self.groups} groups, {self.state}, "
                     f"{self.args}"
                 )
@@ -448,6 +441,7 @@ class RandomPd:
         return len(sent.prompt) > min(limits)
 
     def _count(self) -> None:
+        self.outcome.counts["over NIXL"] += self.uses_nixl
         self.outcome.counts["with groups"] += self.groups != (1, 1)
         for name, rig in ((name, rig) for name, side in self.pair.sides.items() for rig in side):
             counters = rig.scheduler.state.counters

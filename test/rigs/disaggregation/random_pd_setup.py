@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from rigs.disaggregation.pd_rig import EngineMover, LocalMover, RigEngine
 from rigs.schedulers.random_setup import impatient
 from rigs.stores.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
 from sglang.srt.disaggregation.control import control_client
+from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 
@@ -45,6 +48,30 @@ NAMED: Final = re.compile(
     )
 )
 """Errors that say what failed."""
+
+
+_FLIPS: Final = 0.1
+"""Share of the reads that flip a bit, while there are faults."""
+
+
+class FlippingMover(LocalMover):
+    """A `LocalMover` that flips a bit of some reads while `flips` is set."""
+
+    def __init__(self, rng: random.Random, *args: RigEngine) -> None:
+        super().__init__(*args)
+        self.flips = False
+        self._rng = rng
+
+    def move(self, peer: str, blocks: Sequence[Block]) -> None:
+        super().move(peer, blocks)
+        if self.flips and self._rng.random() < _FLIPS:
+            block = self._rng.choice(blocks)
+            at = block.local + self._rng.randrange(block.length)
+            ctypes.c_uint8.from_address(at).value ^= 1 << self._rng.randrange(8)
+
+
+class FlippingEngineMover(FlippingMover, EngineMover):
+    """The same through an engine."""
 
 
 def draw_groups(seed: int) -> tuple[int, int]:

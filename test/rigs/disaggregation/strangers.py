@@ -50,7 +50,7 @@ class Targets:
     Attributes:
         control: Control port of the prefill server's only rank.
         bootstrap: Bootstrap port of the prefill server.
-        data: Ports of Mooncake in both servers.
+        data: Ports of the transport in both servers.
         decode: URL of the decode server.
         stopped: Bootstrap port of a prefill server whose processes are stopped.
     """
