@@ -236,7 +236,7 @@ class PromptRead:
         reads: list[ShardRead] = []
         for client, shard in zip(self._clients, shards, strict=True):
             layout = shard.layout
-            # Nothing fails from here on, so each session that is entered is left again.
+            # Nothing below fails; else sessions would stay entered.
             rank.reads.sessions.enter(layout.session_id, layout.instance_id, client.endpoint)
             fails_at = None if reads else self.fails_at
             reads.append(ShardRead(shard, rank.reads, client, self.fail, fails_at))
