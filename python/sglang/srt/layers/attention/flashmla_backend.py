@@ -1,4 +1,5 @@
-"""Sparse latent attention (DSA) on CUDA: FlashMLA's kernel reads the chosen rows of long prefills.
+"""Sparse latent attention (DSA) on CUDA: FlashMLA's kernel reads the chosen rows of many tokens, of
+prefills and of decode steps.
 
 All else is `LatentTritonBackend`.
 """
@@ -27,7 +28,7 @@ MASKED_CONTEXT: Final = 5120
 
 
 class FlashMLABackend(LatentTritonBackend):
-    """`LatentTritonBackend`, but a long prefill's chosen rows are read by FlashMLA.
+    """`LatentTritonBackend`, but FlashMLA reads the chosen rows of many tokens.
 
     Raises:
         ValueError: See `load_kernel`.
@@ -61,7 +62,7 @@ class FlashMLABackend(LatentTritonBackend):
         lists: SlotLists,
     ) -> torch.Tensor:
         topk = chosen.shape[1]
-        if len(q) < _FEWEST_TOKENS or lists.shortest < topk or topk % _CHOSEN:
+        if len(q) < _FEWEST_TOKENS or topk % _CHOSEN:
             return super()._attend_chosen(q, layer, pool, chosen, lists)
         heads, nope = layer.num_heads, layer.mla.qk_nope_head_dim
         query = q.new_empty((len(q), heads + -heads % _HEADS, RANK + ROPE))
@@ -87,7 +88,7 @@ def sparse_attention(
         kernel: Result of `load_kernel`.
         query: bf16 `[num_tokens, num_heads, 576]`: absorbed, then rotated; a multiple of 64 heads.
         pool: bf16 `[slots, 1, 576]`.
-        chosen: int32 `[num_tokens, topk]`; `topk` is a multiple of 128.
+        chosen: int32 `[num_tokens, topk]`; `topk` is a multiple of 128. -1 is no row.
         scaling: Factor of the scores.
 
     Returns:

@@ -79,8 +79,6 @@ class SlotLists:
     """Upper bound of `lens`."""
     one_list: bool = False
     """True if all tokens have the same row."""
-    shortest: int = 1
-    """Lower bound of `lens`."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -279,7 +277,7 @@ class LatentTritonBackend(AttentionBackend):
             choosing = masked
         if choosing < segment.end:
             own, at = slice(choosing, segment.end), choosing - segment.begin
-            lists = replace(long.lists.of(slice(at, None)), shortest=segment.prefix + at + 1)
+            lists = long.lists.of(slice(at, None))
             self._attend(q[own], layer, forward_batch, lists, index.of(own), out[own])
 
     def _attend_masked(

@@ -1,4 +1,4 @@
-"""FlashMLA for long prefills of sparse attention: the kernel against the definition, the backend
+"""FlashMLA for many tokens of sparse attention: the kernel against the definition, the backend
 against transformers. Without a GPU the backend calls the definition."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def defined(
     assert chosen.shape[1] == 1 and chosen.shape[2] % 128 == 0 and chosen.dtype == torch.int32
     found = []
     for one, slots in zip(q, chosen[:, 0].long(), strict=True):
-        rows = pool[slots, 0].to(one.dtype)
+        rows = pool[slots[slots >= 0], 0].to(one.dtype)
         weights = torch.softmax(one.float() @ rows.float().t() * scaling, dim=-1)
         found.append((weights @ rows[:, :rank].float()).to(q.dtype))
     return [torch.stack(found)]
@@ -92,6 +92,7 @@ def test_the_kernel_equals_the_definition(heads: int, topk: int) -> None:
 
     query, pool = values(70, heads, 576), values(4000, 1, 576)
     chosen = torch.randint(0, 4000, (70, topk), generator=generator).int().to(DEVICE)
+    chosen[3, 100:], chosen[5, 1:] = -1, -1
     (want,) = defined(query, pool, chosen.unsqueeze(1), 0.07, 512, None, None)
     got = sparse_attention(kernel, query, pool, chosen, 0.07)
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
@@ -121,12 +122,39 @@ def test_long_prefills_equal_transformers(tmp_path: Path, monkeypatch: pytest.Mo
     # Calls of the first layer. In the second only each request's last token attends. Tokens before
     # 140 attend under a mask, since the model has few heads. The chunk of 10 is too small. In the
     # last chunk, of 18, some tokens see fewer than they would choose.
-    assert kernel.tokens == [160 - 140, 40, 29]
+    assert kernel.tokens == [160 - 140, 40, 29, 18]
     if not ON_GPU:  # In bf16 the second layer's indexer chooses other tokens.
         of_long, of_short = reference(hf, long), reference(hf, short)
         rows = [of_short[139], *of_long[[159, 199, 209, 238, 239]], *of_short[[140, 119, 137]]]
         want = torch.stack(rows)
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(ON_GPU and not IS_INSTALLED, reason="needs sglang-kernel or sgl-flash-mla")
+def test_steps_of_many_requests_equal_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode step with contexts on both sides of the number of chosen rows."""
+    hf = save_tiny_checkpoint(tmp_path, "deepseek_v32", **SIZES)
+    monkeypatch.setattr(flashmla_backend, "_FEWEST_TOKENS", 3)
+    kernel = Kernel(flashmla_library.load_kernel() if ON_GPU else None)
+    monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: kernel)
+    if ON_GPU:
+        driver = StepDriver(
+            str(tmp_path), page_size=16, device=DEVICE, dtype="bfloat16", disable_cuda_graph=True,
+            attention_backend="flashmla",
+        )  # fmt: skip
+    else:
+        driver = latent_driver(tmp_path, DEVICE, backend=FlashMLABackend)
+    prompts = [prompt(length, length) for length in (30, 127, 160)]
+    for row, tokens in enumerate(prompts):
+        driver.extend([(row, tokens[:-1])])
+    kernel.tokens.clear()
+    found = driver.decode([(row, tokens[-1]) for row, tokens in enumerate(prompts)])
+    assert kernel.tokens == [3, 3]
+    if not ON_GPU:  # In bf16 the second layer's indexer chooses other tokens.
+        want = torch.stack([reference(hf, tokens)[-1] for tokens in prompts])
+        torch.testing.assert_close(found.next_token_logits.float(), want, rtol=1e-3, atol=1e-3)
 
 
 def logits(driver: StepDriver, long: list[int], short: list[int]) -> torch.Tensor:
@@ -148,7 +176,8 @@ def test_a_gpu_that_does_not_run_the_kernel_is_named_at_the_start(
 
     monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: refuse)
     monkeypatch.setattr(backend, "warm_up_projected", lambda *_: None)
-    mla = SimpleNamespace(qk_head_dim=192, v_head_dim=128)
+    monkeypatch.setattr(backend, "warm_up_latent_joins", lambda *_: None)
+    mla = SimpleNamespace(qk_head_dim=192, v_head_dim=128, kv_lora_rank=512)
     config = AttentionConfig(
         num_heads=6, specs={}, page_size=16, dtype=torch.bfloat16, device="cpu",
         mla=mla,  # type: ignore[arg-type]

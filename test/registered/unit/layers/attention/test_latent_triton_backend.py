@@ -97,6 +97,7 @@ def test_scores_and_choice_equal_the_definition(heads: int, dim: int) -> None:
         if length > 64:
             slots = slots[dsa_backend.choose_tokens(scores[i : i + 1, :length], 64)[0]]
         assert torch.equal(chosen[i, : len(slots)], slots)
+        assert (chosen[i, len(slots) :] == -1).all()
 
 
 @pytest.mark.parametrize("longest", [1000, 9000, 20000])

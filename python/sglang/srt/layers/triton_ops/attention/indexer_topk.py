@@ -232,8 +232,8 @@ def _choose_kernel(
     out = out_ptr + token * TOPK
     places = tl.arange(0, WIDTH)
     if length <= TOPK:
-        is_there = places < length
-        tl.store(out + places, tl.load(slots + places, mask=is_there, other=0), mask=is_there)
+        found = tl.load(slots + places, mask=places < length, other=-1)
+        tl.store(out + places, found, mask=places < TOPK)
         return
     scores = scores_ptr + token * scores_stride
     best = _keys(scores, places, length)
@@ -280,7 +280,7 @@ def choose_slots(
 
     Returns:
         int32 `[num_tokens, topk]`. A list of at most `topk` tokens is returned whole, followed by
-        garbage.
+        -1.
     """
     num_tokens, device = len(scores), scores.device
     assert scores.stride(0) % 4 == 0, "rows of scores are read in groups of four"
