@@ -37,10 +37,13 @@ JOINED_APART = (256, 32)
 kernel joins them, fast enough for so many."""
 LONG_SPLITS = (4, 16)
 LONG_TOKENS = 2048
-LONG_PROGRAMS = 8192
+LONG_PROGRAMS = 2048
 """Batches that fill the device are split too, because all would wait for one long context among
-short ones: into parts of at least `LONG_TOKENS`, over at most `LONG_PROGRAMS` programs. A program
-without work costs little."""
+short ones: into parts of at least `LONG_TOKENS`, over about `LONG_PROGRAMS` programs. Each program
+without work costs a nanosecond or two."""
+FULL_LAUNCH = (32, 1, 3)
+"""Tokens of a block, warps and stages of batches that fill the device, for heads of 128 in 16
+bits. One warp does not wait for others."""
 _EARLY_PROGRAMS = 256
 """Most programs that read keys and values before they wait. They need more registers, so a device
 has no room for twice as many at a time."""
@@ -299,14 +302,17 @@ def decode_attention(
         rows = batch_size * num_heads
         parts = torch.empty((rows, count, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((rows, count), dtype=torch.float32, device=q.device)
+    group = num_heads // num_kv_heads
     if launch is None:
         block_n = JOINED_APART[1] if splits == JOINED_APART else BLOCK_N
         launch = (block_n, 4, 2 if k_pool.element_size() > 1 else 5)
+        is_usual = head_dim == 128 and k_pool.element_size() == 2 and group <= 16
+        if least == LONG_TOKENS and is_usual:
+            launch = FULL_LAUNCH
     gate_arguments = (out, 0, 0)
     if gates is not None:
         assert gates.shape == q.shape and gates.stride(2) == 1
         gate_arguments = (gates, gates.stride(0), gates.stride(1))
-    group = num_heads // num_kv_heads
     block_n, num_warps, num_stages = launch
     starts = early_start(q, most_rows=SEVERAL_ROWS)
     has_room = joins_apart or num_kv_heads * batch_size * count <= _EARLY_PROGRAMS
@@ -338,7 +344,7 @@ def decode_attention(
         HEAD_DIM=head_dim,
         ROWS=max(16, triton.next_power_of_2(group)),
         JOINED_ROWS=joined_rows,
-        JOINED_PARTS=max(1, joined_at_once // joined_rows),
+        JOINED_PARTS=max(1, joined_at_once * min(num_warps, 4) // (4 * joined_rows)),
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK=block_n,
         SPLIT=count > 1,
