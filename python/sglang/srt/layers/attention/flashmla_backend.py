@@ -21,8 +21,9 @@ _HEADS: Final = 64
 """Heads come in multiples of this; others are padded with zeros."""
 _CHOSEN: Final = 128
 """Chosen rows come in multiples of this."""
-_FEWEST_TOKENS: Final = 64
-"""Fewer tokens do not fill the device: the kernel does not split a token's rows over programs."""
+_FEWEST_BLOCKS: Final = 48
+"""Fewest tokens times blocks of heads. Fewer do not fill the device: the kernel does not split a
+token's rows over programs."""
 MASKED_CONTEXT: Final = 5120
 """Tokens before this position attend under a mask; see `latent_triton_backend.MASKED_CONTEXT`."""
 
@@ -44,7 +45,7 @@ class FlashMLABackend(LatentTritonBackend):
         """
         super().warm_up()
         device, dtype = self._config.device, self._config.dtype
-        query = torch.zeros((_FEWEST_TOKENS, _HEADS, RANK + ROPE), dtype=dtype, device=device)
+        query = torch.zeros((_FEWEST_BLOCKS, _HEADS, RANK + ROPE), dtype=dtype, device=device)
         chosen = torch.zeros((len(query), _CHOSEN), dtype=torch.int32, device=device)
         try:
             sparse_attention(self._kernel, query, query[:1, :1], chosen, 1.0)
@@ -62,7 +63,7 @@ class FlashMLABackend(LatentTritonBackend):
         lists: SlotLists,
     ) -> torch.Tensor:
         topk = chosen.shape[1]
-        if len(q) < _FEWEST_TOKENS or topk % _CHOSEN:
+        if len(q) * -(-layer.num_heads // _HEADS) < _FEWEST_BLOCKS or topk % _CHOSEN:
             return super()._attend_chosen(q, layer, pool, chosen, lists)
         heads, nope = layer.num_heads, layer.mla.qk_nope_head_dim
         query = q.new_empty((len(q), heads + -heads % _HEADS, RANK + ROPE))

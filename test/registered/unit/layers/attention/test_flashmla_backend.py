@@ -106,7 +106,7 @@ def test_long_prefills_equal_transformers(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(backend, "SHORT_TOKENS", 20)
     monkeypatch.setattr(backend, "MASKED_TOKENS", 5)
     monkeypatch.setattr(flashmla_backend, "MASKED_CONTEXT", 70)
-    monkeypatch.setattr(flashmla_backend, "_FEWEST_TOKENS", 16)
+    monkeypatch.setattr(flashmla_backend, "_FEWEST_BLOCKS", 16)
     long, short = prompt(240, 1), prompt(150, 2)
     kernel = Kernel(flashmla_library.load_kernel() if ON_GPU else None)
     monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: kernel)
@@ -136,7 +136,7 @@ def test_steps_of_many_requests_equal_transformers(
 ) -> None:
     """A decode step with contexts on both sides of the number of chosen rows."""
     hf = save_tiny_checkpoint(tmp_path, "deepseek_v32", **SIZES)
-    monkeypatch.setattr(flashmla_backend, "_FEWEST_TOKENS", 3)
+    monkeypatch.setattr(flashmla_backend, "_FEWEST_BLOCKS", 3)
     kernel = Kernel(flashmla_library.load_kernel() if ON_GPU else None)
     monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: kernel)
     if ON_GPU:
