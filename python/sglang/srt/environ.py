@@ -352,6 +352,9 @@ class Envs:
         "Let kernels of few tokens start before the kernel before them has ended, on Hopper and "
         "later.",
     )
+    SGLANG_ENABLE_JIT_DEEPGEMM = _env_bool(
+        True, "Let DeepGEMM multiply fp8 experts of many tokens, where its package is installed."
+    )
     SGLANG_TORCH_PROFILER_DIR = _env_str("/tmp", "Folder of the traces of /start_profile.")
     SGLANG_FORWARD_UNKNOWN_TOOLS = _env_bool(
         False, "Return calls of tools that the request did not name; otherwise they stay text."

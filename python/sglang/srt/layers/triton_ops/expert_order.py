@@ -191,6 +191,13 @@ def _put_kernel(
     )  # fmt: skip
 
 
+def most_tiles(uses: int, num_experts: int, tile_rows: int) -> int:
+    """Most tiles that so many uses can have: each expert that is used has one, and one more for
+    each `tile_rows` further uses."""
+    used = min(uses, num_experts)
+    return used + (uses - used) // tile_rows
+
+
 def order_by_expert(
     ids: torch.Tensor, num_experts: int, tile_rows: int, *, has_others: bool = False
 ) -> ExpertTiles:
@@ -204,9 +211,7 @@ def order_by_expert(
     """
     assert ids.is_contiguous()
     total = ids.numel()
-    # Each expert that is used has one tile, and one more for each `tile_rows` further uses.
-    used = min(total, num_experts)
-    bound = used + (total - used) // tile_rows
+    bound = most_tiles(total, num_experts, tile_rows)
     # Separate tensors, because kernels are compiled again for pointers that are not aligned.
     ranks, order, counts, begins, tiles, table, count = (
         torch.empty(size, dtype=torch.int32, device=ids.device)

@@ -25,6 +25,7 @@ from sglang.srt.layers.triton_ops.early_start import (
     await_kernels_before,
     early_start,
 )
+from sglang.srt.layers.triton_ops.scaled.deep_gemm import dense_product
 from sglang.srt.layers.triton_ops.scaled.fp4 import load_fp4, load_fp4_scales, unbiased
 from sglang.srt.layers.triton_ops.scaled.groups import (
     ROWS_OF_LEFT,
@@ -299,14 +300,20 @@ def more_rows_of_library(tokens: int, weight: ScaledWeight) -> int:
 def multiply_fp8_by_library(
     x: RoundedRows, weight: ScaledWeight, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` by `torch.nn.functional.scaled_mm`: blocks of 128 inputs with 1 or 128
-    outputs, or one group of inputs.
+    """`x @ weight.T + bias` by DeepGEMM or `torch.nn.functional.scaled_mm`: blocks of 128 inputs
+    with 1 or 128 outputs, or one group of inputs.
 
     Args:
         x: Has `more_rows_of_library` rows of zeros after its tokens.
     """
-    inputs, x_scales = weight.shape[1], x.scales
+    (outputs, inputs), x_scales = weight.shape, x.scales
     scales = weight.scales
+    dense = dense_product(len(x), weight, out_dtype)
+    if dense is not None:
+        out = x.elements.new_empty((len(x.elements), outputs), dtype=out_dtype)
+        dense((x.elements, x_scales), (weight.elements, scales), out)
+        result = out[: len(x)]
+        return result if bias is None else result.add_(bias)
     if weight.group == inputs:
         x_recipe = recipe = ScalingType.RowWise
         scales = scales.repeat_interleave(weight.height, 0).t().contiguous()
