@@ -27,7 +27,11 @@ import triton.language as tl
 from sglang.srt.environ import envs
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.triton_ops.expert_order import most_tiles, order_by_expert
-from sglang.srt.layers.triton_ops.rounding import empty_rounded, quantize_activations
+from sglang.srt.layers.triton_ops.rounding import (
+    empty_rounded,
+    quantize_activations,
+    quantize_gated,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +204,29 @@ def _trial(library: Library, device: torch.device) -> list[float]:
     return out[:, -1, -1].tolist()
 
 
-def put_in_tiles(
+def run_in_tiles(
+    product: GroupedProduct,
+    x: torch.Tensor,
+    factors: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: ScaledWeight,
+    down: ScaledWeight,
+    *,
+    has_others: bool,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, summed in fp32; arguments as for
+    `run_scaled_routed_experts` and `order_by_expert`."""
+    placed, expert_of_row, places = _put_in_tiles(x, ids, gate_up, has_others=has_others)
+    both = _multiply_in_tiles(product, placed, gate_up, expert_of_row, x.dtype)
+    # A long prefill's tensors are large, so each ends with its last use.
+    del placed
+    gated = quantize_gated(both, _GROUP)
+    del both
+    parts = _multiply_in_tiles(product, gated, down, expert_of_row, x.dtype)
+    return _sum_from_tiles(parts, ids, places, factors, down.shape[0])
+
+
+def _put_in_tiles(
     x: torch.Tensor, ids: torch.Tensor, weight: ScaledWeight, *, has_others: bool
 ) -> tuple[Scaled, torch.Tensor, torch.Tensor]:
     """Round tokens, and copy them to the rows of their uses.
@@ -232,21 +258,21 @@ def put_in_tiles(
     return (elements, scales), expert_of_row, places
 
 
-def multiply_in_tiles(
+def _multiply_in_tiles(
     product: GroupedProduct,
     x: Scaled,
     weight: ScaledWeight,
     expert_of_row: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Each row of `put_in_tiles` times its expert's weight: `[rows, outputs]` of `dtype`, bf16.
+    """Each row of `_put_in_tiles` times its expert's weight: `[rows, outputs]` of `dtype`, bf16.
     Rows without uses have any numbers."""
     out = x[0].new_empty((len(x[0]), weight.shape[1]), dtype=dtype)
     product(x, (weight.elements, weight.scales), out, expert_of_row)
     return out
 
 
-def sum_from_tiles(
+def _sum_from_tiles(
     parts: torch.Tensor,
     ids: torch.Tensor,
     places: torch.Tensor,
@@ -257,7 +283,7 @@ def sum_from_tiles(
 
     Args:
         parts: `[rows, hidden_size]`.
-        places: From `put_in_tiles`, for `ids`.
+        places: From `_put_in_tiles`, for `ids`.
         factors: fp32 `[num_tokens, top_k]`, of any stride between tokens.
         num_experts: Ids from here on add nothing.
     """

@@ -29,12 +29,7 @@ from sglang.srt.layers.triton_ops.routed_experts import (
     tile_of_program,
     uses_of_tile,
 )
-from sglang.srt.layers.triton_ops.scaled.deep_gemm import (
-    grouped_product,
-    multiply_in_tiles,
-    put_in_tiles,
-    sum_from_tiles,
-)
+from sglang.srt.layers.triton_ops.scaled.deep_gemm import grouped_product, run_in_tiles
 from sglang.srt.layers.triton_ops.scaled.fp4 import load_fp4, load_fp4_scales, unbiased
 from sglang.srt.layers.triton_ops.scaled.groups import (
     ROWS_OF_LEFT,
@@ -379,11 +374,7 @@ def run_scaled_routed_experts(
     if plan is None and biases is None and activation == "silu":
         library = grouped_product(uses, x, gate_up, down)
     if library is not None:
-        placed, experts, places = put_in_tiles(x, ids, gate_up, has_others=own < total)
-        both = multiply_in_tiles(library, placed, gate_up, experts, x.dtype)
-        gated = quantize_gated(both, down.group)
-        parts = multiply_in_tiles(library, gated, down, experts, x.dtype)
-        return sum_from_tiles(parts, ids, places, weights, own)
+        return run_in_tiles(library, x, weights, ids, gate_up, down, has_others=own < total)
     plan = plan or plan_of(uses, gate_up)
     tiles = order_by_expert(ids, own, plan.tile_rows, has_others=own < total)
     first, last = (None, None) if biases is None else biases
