@@ -95,7 +95,7 @@ def choice(tokens: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_library_gives_what_the_kernel_gives(
     product: list[int], tokens: int, total: int
 ) -> None:
-    """With experts of more than a tile, without uses, and of other ranks."""
+    """Some experts have several tiles, some have none, and some are other ranks'."""
     gate_up, down = weights()
     x = randn(tokens, HIDDEN, seed=1, dtype=torch.bfloat16)
     factors, ids = choice(tokens, total)
@@ -106,7 +106,7 @@ def test_the_library_gives_what_the_kernel_gives(
     want = run(x, factors, ids, gate_up, down, plan, num_experts=total)
     assert not product
     got = run(x, factors, ids, gate_up, down, num_experts=total)
-    # As many rows as twice the tokens' power of two can need.
+    # The rows that the next power of two tokens can need.
     bound = deep_gemm.most_tiles({30: 32, 70: 128, 40: 64}[tokens] * TOP_K, EXPERTS, 128)
     assert product == [bound * 128] * 2
     assert got.shape == want.shape and got.dtype == want.dtype

@@ -1,12 +1,11 @@
 """fp8 products by DeepGEMM, where its package is installed: of layers, and of many tokens' experts.
 
-The grouped product multiplies rows in tiles of 128, each with the weights of one expert. So the
-rounded rows of all uses are copied into the tiles of `ExpertTiles`, and a token's sum reads them
-there.
+The grouped product multiplies tiles of 128 rows, and a tile has one expert. The rounded rows of all
+uses are copied into the tiles of `ExpertTiles`; a token's sum reads the results there.
 
 DeepGEMM compiles a kernel for the sizes of a product when it first runs, which takes seconds, and
-keeps it on disk. So only products run whose sizes the warm-up meets: experts have as many rows as
-the next power of two tokens needs, layers as many tokens as a graph or a whole chunk has.
+keeps it on disk. It therefore gets only sizes that the warm-up meets: experts have as many rows as
+the next power of two tokens needs, and layers as many tokens as a graph or a whole chunk has.
 
 Source of the library: https://github.com/deepseek-ai/DeepGEMM.
 """
