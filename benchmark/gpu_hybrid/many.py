@@ -1,9 +1,9 @@
 """Decode steps of many requests after prompts of 2,048 tokens, against the bytes that they read.
 
-The first 12 layers have random weights in their published format. A step reads each weight once,
-the experts that one of its tokens or more choose (their expected number if all choices are equally
-likely), and the keys, values and states of its requests. The limit is the time of this at the speed
-of a large copy in the same run.
+The first 12 layers have random weights in their published format, or in `--weights`. A step reads
+each weight once, the experts that one of its tokens or more choose (their expected number if all
+choices are equally likely), and the keys, values and states of its requests. The limit is the time
+of this at the speed of a large copy in the same run.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ def chosen_share(shape: dict[str, Any], tokens: int) -> float:
     return float(1 - (1 - shape["num_experts_per_tok"] / experts) ** tokens)
 
 
-def measure_many(family: str, model: str, requests: int, report: Report) -> None:
+def measure_many(family: str, model: str, args: argparse.Namespace, report: Report) -> None:
+    requests: int = args.requests
     driver = StepDriver(
         model, page_size=_PAGE, pool_tokens=requests * (_LENGTH + _PAGE), max_requests=requests,
         device="cuda", load_format="dummy", cuda_graph_max_bs=requests,
+        attention_backend=args.attention_backend,
     )  # fmt: skip
     for row in range(requests):
         driver.extend([(row, prompt(row, _LENGTH))])
@@ -48,7 +50,7 @@ def measure_many(family: str, model: str, requests: int, report: Report) -> None
     runner = driver.runner
     cache = requests * (_LENGTH * runner.kv_bytes_per_token() + runner.state_bytes())
     least_ms = (weights + cache) / limits.copy_bytes_per_s * 1e3
-    case = {"family": family, "requests": requests, "tokens": _LENGTH}
+    case = {"family": family, "requests": requests, "tokens": _LENGTH, "weights": args.weights}
     report.add("weights", weights / 1e9, "GB", case)
     report.add("cache", cache / 1e9, "GB", case)
     report.add("decode", step_ms, "ms", case, limit=least_ms)
@@ -58,13 +60,16 @@ def measure_many(family: str, model: str, requests: int, report: Report) -> None
 
 def run(args: argparse.Namespace, report: Report) -> None:
     for family in args.families:
-        with model_of(family, layers=_LAYERS) as model:
-            measure_many(family, model, args.requests, report)
+        layers = min(_LAYERS, SHAPES[family][2].get("num_hidden_layers", _LAYERS))
+        with model_of(family, weights=args.weights, layers=layers) as model:
+            measure_many(family, model, args, report)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_families(parser)
     parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--weights", choices=("bf16", "fp8"), default="bf16", help="format")
+    parser.add_argument("--attention-backend")
 
 
 COMMAND: Final = Command(run=run, add_options=add_options, devices=("cuda",))

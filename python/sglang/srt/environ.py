@@ -353,7 +353,7 @@ class Envs:
         "later.",
     )
     SGLANG_ENABLE_JIT_DEEPGEMM = _env_bool(
-        True, "Let DeepGEMM multiply fp8 experts of many tokens, where its package is installed."
+        True, "Let DeepGEMM multiply fp8 weights, where its package is installed."
     )
     SGLANG_TORCH_PROFILER_DIR = _env_str("/tmp", "Folder of the traces of /start_profile.")
     SGLANG_FORWARD_UNKNOWN_TOOLS = _env_bool(
