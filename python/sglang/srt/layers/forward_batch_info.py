@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import Event, on_device
+from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 
 if TYPE_CHECKING:
@@ -163,6 +164,14 @@ class Attention(Protocol):
         layer: AttentionLayer,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor | None: ...
+
+    def forward_decode_rounded(
+        self,
+        q: torch.Tensor,
+        weight: ScaledWeight,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+    ) -> RoundedRows | None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from sglang.srt.layers.activation import scale_by_gates_
 from sglang.srt.layers.attention_kind import FULL_ATTENTION, AttentionKind
 from sglang.srt.layers.forward_batch_info import AttentionInputs, ForwardBatch, IndexQuery
 from sglang.srt.layers.rotary_embedding import Rotation
+from sglang.srt.layers.triton_ops.arguments import RoundedRows, Weight, takes_rounded
 
 
 class LayerStep(NamedTuple):
@@ -105,3 +106,16 @@ class RadixAttention(torch.nn.Module):
         inputs = AttentionInputs(q, k, v, save_kv_cache, rows, index, rotation)
         out = backend.forward(inputs, self, forward_batch)
         return out if gates is None else scale_by_gates_(out, gates, rows)
+
+    def forward_rounded(
+        self, q: torch.Tensor, weight: Weight, forward_batch: ForwardBatch
+    ) -> RoundedRows | None:
+        """`forward` without gates, for a step whose keys and values are stored, rounded for the
+        product with `weight`. None: nothing is done, and the caller attends by `forward`."""
+        scaled = takes_rounded(weight, len(q))
+        is_decode = forward_batch.forward_mode.is_decode() and not forward_batch.stores_only
+        if scaled is None or not is_decode or forward_batch.context_share is not None:
+            return None
+        assert forward_batch.attn_backends is not None, "the runner sets them before the model runs"
+        backend = forward_batch.attn_backends[self.kind]
+        return backend.forward_decode_rounded(q, scaled, self, forward_batch)

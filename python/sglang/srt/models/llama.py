@@ -106,8 +106,8 @@ class CachedAttention(torch.nn.Module, ABC):
         return self.o_proj.forward(self.attend(x, step), residual)
 
     @abstractmethod
-    def attend(self, x: torch.Tensor | RoundedRows, step: LayerStep) -> torch.Tensor:
-        """`forward` before its projection; see `RadixAttention.forward`."""
+    def attend(self, x: torch.Tensor | RoundedRows, step: LayerStep) -> torch.Tensor | RoundedRows:
+        """`forward` before its projection, perhaps rounded for it; see `RadixAttention.forward`."""
 
 
 class LlamaAttention(CachedAttention):
@@ -164,15 +164,20 @@ class LlamaAttention(CachedAttention):
     def first_weight(self) -> Weight:
         return self.qkv_proj.weight
 
-    def attend(self, x: torch.Tensor | RoundedRows, step: LayerStep) -> torch.Tensor:
+    def attend(self, x: torch.Tensor | RoundedRows, step: LayerStep) -> torch.Tensor | RoundedRows:
         qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
         q, k, v = self._prepare(qkv, step)
+        is_stored = self.attn.kind == FULL_ATTENTION
+        if is_stored and step.rows is None:
+            rounded = self.attn.forward_rounded(q, self.o_proj.weight, step.batch)
+            if rounded is not None:
+                return rounded
         return self.attn.forward(
             q,
             k,
             v,
             step.batch,
-            save_kv_cache=self.attn.kind != FULL_ATTENTION,
+            save_kv_cache=not is_stored,
             rows=step.rows,
             rotation=step.rotation if self._rotates_later(step) else None,
         )

@@ -16,6 +16,7 @@ from rigs.models.scaled_weights import dequantized, fp8_weight
 from rigs.models.scaled_weights import product as product_of
 from sglang.srt.environ import envs
 from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
+from sglang.srt.layers.triton_ops.expert_order import most_tiles
 from sglang.srt.layers.triton_ops.rounding import quantize_activations
 from sglang.srt.layers.triton_ops.scaled import deep_gemm, routed_experts
 from sglang.srt.layers.triton_ops.scaled.deep_gemm import Scaled, dense_product, grouped_product
@@ -107,7 +108,7 @@ def test_the_library_gives_what_the_kernel_gives(
     assert not product
     got = run(x, factors, ids, gate_up, down, num_experts=total)
     # The rows that the next power of two tokens can need.
-    bound = deep_gemm.most_tiles({30: 32, 70: 128, 40: 64}[tokens] * TOP_K, EXPERTS, 128)
+    bound = most_tiles({30: 32, 70: 128, 40: 64}[tokens] * TOP_K, EXPERTS, 128)
     assert product == [bound * 128] * 2
     assert got.shape == want.shape and got.dtype == want.dtype
     assert relative_error(got, want.double()) < 3e-2
@@ -154,7 +155,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A package that is found. Nothing is cached."""
     module = SimpleNamespace(fp8_gemm_nt=dense, m_grouped_fp8_gemm_nt_contiguous=defined)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(deep_gemm.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(importlib, "import_module", lambda name: module)
     return module
 
 

@@ -12,6 +12,7 @@ import torch
 from sglang.srt.configs.mla_config import MLAConfig
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
 from sglang.srt.layers.forward_batch_info import AttentionInputs, AttentionLayer, ForwardBatch
+from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
 from sglang.srt.mem_cache.device.state_spec import KVSpec, PoolName, StateSpec
 
 
@@ -146,6 +147,17 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor | None:
         """`forward_decode`, multiplied by the sigmoid of `gates`, which have the shape of `q`.
         None: the backend leaves the gates to the caller."""
+        return None
+
+    def forward_decode_rounded(
+        self,
+        q: torch.Tensor,
+        weight: ScaledWeight,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+    ) -> RoundedRows | None:
+        """`forward_decode`, and `ForwardBatch.begin_layer` before, rounded as `round_rows` does for
+        the product with `weight`. None: the backend leaves both to the caller."""
         return None
 
     def forward(

@@ -25,6 +25,7 @@ from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
 from sglang.srt.layers.triton_ops.attention.decode_attention import decode_attention, make_arrivals
 from sglang.srt.layers.triton_ops.attention.extend_attention import (
     ExtendWork,
@@ -39,6 +40,7 @@ from sglang.srt.layers.triton_ops.attention.online_softmax import (
     merge_into_,
     warm_up_joins,
 )
+from sglang.srt.layers.triton_ops.scaled.linear import empty_rows
 
 DENSE_HEAD_DIM = 128
 _MOST_JOINED = 2048
@@ -155,6 +157,20 @@ class TritonAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         return self._decode(q, None, layer, forward_batch)
 
+    def forward_decode_rounded(
+        self,
+        q: torch.Tensor,
+        weight: ScaledWeight,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+    ) -> RoundedRows | None:
+        # A head is a group.
+        rounded = empty_rows(len(q), weight, q.dtype) if weight.group == layer.head_dim else None
+        if rounded is not None:
+            forward_batch.begin_layer(layer.layer_id)
+            self._decode(q, None, layer, forward_batch, rounded)
+        return rounded
+
     def forward_decode_gated(
         self,
         q: torch.Tensor,
@@ -170,6 +186,7 @@ class TritonAttnBackend(AttentionBackend):
         gates: torch.Tensor | None,
         layer: AttentionLayer,
         forward_batch: ForwardBatch,
+        rounded: RoundedRows | None = None,
     ) -> torch.Tensor:
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         rows, lens = forward_batch.req_pool_indices, forward_batch.seq_lens
@@ -187,6 +204,7 @@ class TritonAttnBackend(AttentionBackend):
             written=forward_batch.most_new_tokens,
             gates=gates,
             sinks=layer.sinks,
+            rounded=rounded,
         )
 
     def warm_up(self) -> None:

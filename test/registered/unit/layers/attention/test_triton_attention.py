@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,10 @@ from rigs.models.attention_cases import (  # noqa: E402
     attend,
 )
 from rigs.models.attention_cases import queries as queries_on  # noqa: E402
+from rigs.models.scaled_weights import fp8_weight  # noqa: E402
 from sglang.srt.layers.attention.dense_attention import UNIT, plan_dense  # noqa: E402
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend  # noqa: E402
+from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight  # noqa: E402
 from sglang.srt.layers.triton_ops.attention import online_softmax  # noqa: E402
 from sglang.srt.layers.triton_ops.attention.decode_attention import (  # noqa: E402
     LONG_TOKENS,
@@ -50,6 +54,8 @@ from sglang.srt.layers.triton_ops.attention.online_softmax import (  # noqa: E40
     split_range,
 )
 from sglang.srt.layers.triton_ops.attention.page_indices import page_indices  # noqa: E402
+from sglang.srt.layers.triton_ops.scaled import linear  # noqa: E402
+from sglang.srt.layers.triton_ops.scaled.linear import empty_rows, round_rows  # noqa: E402
 
 DTYPES = [torch.float32, HALF, *([FP8] if ON_GPU else [])]
 SHAPES = [(8, 2, 128), (6, 2, 16), (7, 1, 80), (2, 2, 64)]
@@ -108,6 +114,43 @@ def test_decoding_applies_gates(
     got = decode_attention(q, *at, head_dim**-0.5, arrivals, gates=gates, splits=splits)
     assert not arrivals.any()
     assert_close(got, plain * gates.flatten(1).sigmoid(), dtype)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (3, 1)])
+@pytest.mark.parametrize("splits", [(1, 1), (4, 100), (4, LONG_TOKENS)])
+def test_decoding_rounds_each_head(heads: tuple[int, int], splits: tuple[int, int]) -> None:
+    """As a kernel of its own does, for one part and for several; in a backend, only for weights
+    with groups of a head's size, and for products that need no more rows."""
+    lens = [1, 130, 300, 2 * LONG_TOKENS + 5]
+    pool = PagedContexts(lens, heads[1], 128, page_size=16, dtype=HALF, device=DEVICE)
+    q, arrivals = queries(len(lens), heads[0], 128, HALF), make_arrivals(DEVICE)
+    at = pool.k, pool.v, pool.table, pool.rows, torch.tensor(lens, device=DEVICE)
+    weight = fp8_weight(128, heads[0] * 128, height=128)
+    want = round_rows(decode_attention(q, *at, 0.09, arrivals, splits=splits), weight)
+    rounded = empty_rows(len(lens), weight, HALF)
+    assert rounded is not None
+    decode_attention(q, *at, 0.09, arrivals, rounded=rounded, splits=splits)
+    assert not arrivals.any()
+    assert torch.equal(rounded.elements.view(torch.uint8), want.elements.view(torch.uint8))
+    assert torch.equal(rounded.scales, want.scales)
+
+
+def test_a_backend_rounds_where_a_head_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    layer = SimpleNamespace(head_dim=128, layer_id=7)
+    batch = SimpleNamespace(begin_layer=begun.append)
+    monkeypatch.setattr(TritonAttnBackend, "_decode", lambda *_: None)
+    backend = TritonAttnBackend.__new__(TritonAttnBackend)
+    q = queries(3, 2, 128, HALF)
+
+    def found(weight: ScaledWeight) -> RoundedRows | None:
+        return backend.forward_decode_rounded(q, weight, layer, batch)  # type: ignore[arg-type]
+
+    rounded = found(fp8_weight(128, 256, height=128))
+    assert rounded is not None and rounded.elements.shape == (3, 256) and begun == [7]
+    assert found(fp8_weight(128, 256, group=256)) is None
+    monkeypatch.setattr(linear, "_more_rows", lambda *_: 1)
+    assert found(fp8_weight(128, 256, height=128)) is None and begun == [7]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.arguments import RoundedRows
 from sglang.srt.layers.triton_ops.attention.online_softmax import (
     attend_range,
     begin_softmax,
@@ -27,6 +28,7 @@ from sglang.srt.layers.triton_ops.early_start import (
     early_start,
 )
 from sglang.srt.layers.triton_ops.gating import gated
+from sglang.srt.layers.triton_ops.rounding import round_groups
 
 BLOCK_N = 64
 PROGRAMS = 512
@@ -82,6 +84,7 @@ def _decode_kernel(
     least: tl.tensor,
     written: tl.tensor,
     sinks_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -165,15 +168,35 @@ def _decode_kernel(
                 tl.store(counter, 0)
                 _join(
                     parts_ptr, lse_ptr, out_ptr, gates_ptr + request * gates_stride, gates_step,
-                    request, kv_head, parts, splits,
+                    scales_ptr, request, kv_head, parts, splits, q_ptr.dtype.element_ty,
                     NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, JOINED_ROWS, JOINED_PARTS, GATED,
                 )  # fmt: skip
             return
-    out = acc.to(out_ptr.dtype.element_ty)
+    out = acc.to(q_ptr.dtype.element_ty)
     if GATED:
         at = gates_ptr + request * gates_stride + heads[:, None] * gates_step + dims[None, :]
         out = gated(out, tl.load(at, mask=inside, other=0.0))
-    tl.store(out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :], out, mask=inside)
+    _store(out, out_ptr, scales_ptr, out_row, heads, is_head, request, dims, inside, HEAD_DIM)
+
+
+@triton.jit
+def _store(
+    out: tl.tensor,
+    out_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    rows: tl.tensor,
+    heads: tl.tensor,
+    is_head: tl.tensor,
+    request: tl.tensor,
+    dims: tl.tensor,
+    inside: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+) -> None:
+    """Store the output of some heads; in fp8 each head is a group with a scale."""
+    if out_ptr.dtype.element_ty == tl.float8e4nv:
+        out, scales = round_groups(out.to(tl.float32))
+        tl.store(scales_ptr + heads * tl.num_programs(1) + request, scales, mask=is_head)
+    tl.store(out_ptr + rows[:, None] * HEAD_DIM + dims[None, :], out, mask=inside)
 
 
 @triton.jit
@@ -183,10 +206,12 @@ def _join(
     out_ptr: tl.tensor,
     gates_ptr: tl.tensor,
     gates_step: tl.tensor,
+    scales_ptr: tl.tensor,
     request: tl.tensor,
     kv_head: tl.tensor,
     parts: tl.tensor,
     splits: tl.tensor,
+    DTYPE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -221,11 +246,11 @@ def _join(
         acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], axis=1)
         peak = new_peak
     inside = is_head[:, None] & (dims < HEAD_DIM)[None, :]
-    out = (acc / mass[:, None]).to(out_ptr.dtype.element_ty)
+    out = (acc / mass[:, None]).to(DTYPE)
     if GATED:
         at = gates_ptr + head[:, None] * gates_step + dims[None, :]
         out = gated(out, tl.load(at, mask=inside, other=0.0))
-    tl.store(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], out, mask=inside)
+    _store(out, out_ptr, scales_ptr, row, head, is_head, request, dims, inside, HEAD_DIM)
 
 
 def make_arrivals(device: torch.device | str) -> torch.Tensor:
@@ -265,6 +290,7 @@ def decode_attention(
     written: int = 1,
     gates: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    rounded: RoundedRows | None = None,
     splits: tuple[int, int] | None = None,
     launch: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
@@ -282,11 +308,13 @@ def decode_attention(
         gates: `[bs, num_heads, head_dim]` with dense rows; the output is multiplied by their
             sigmoid. None: no gates.
         sinks: `[num_heads]`: see `begin_softmax`.
+        rounded: Memory for the result of a step without gates, with a scale for each head: what
+            `quantize_activations` makes of the result otherwise. None: it is not rounded.
         splits: In the form of `plan_splits`; None: its result.
         launch: Tokens per block, warps, stages; None: the fastest.
 
     Returns:
-        `[bs, num_heads * head_dim]`.
+        `[bs, num_heads * head_dim]`, of the dtype of `q`, or the elements of `rounded`.
     """
     batch_size, num_heads, head_dim = q.shape
     num_kv_heads = k_pool.shape[1]
@@ -296,7 +324,12 @@ def decode_attention(
     count, least = splits
     # One program would take as long to join many parts as all programs took to read the context.
     joins_apart = gates is not None and count > 1 and least < LONG_TOKENS
-    out = torch.empty((batch_size, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    if rounded is None:
+        out = torch.empty((batch_size, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    else:
+        out = rounded.elements
+        assert gates is None and head_dim == triton.next_power_of_2(head_dim)
+        assert rounded.scales.shape == (batch_size, num_heads)
     parts, lse = out, out
     if count > 1:
         rows = batch_size * num_heads
@@ -339,6 +372,7 @@ def decode_attention(
         least,
         written,
         sinks,
+        out if rounded is None else rounded.scales,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,

@@ -42,6 +42,16 @@ def round_rows(x: torch.Tensor, weight: ScaledWeight, *, is_gated: bool = False)
     return RoundedRows(elements=elements, scales=scales, num_tokens=len(x), dtype=x.dtype)
 
 
+def empty_rows(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> RoundedRows | None:
+    """Memory for `round_rows`, for a kernel that rounds its own result; None: the product needs
+    rows of zeros after the tokens."""
+    if _more_rows(tokens, weight):
+        return None
+    device = weight.elements.device
+    elements, scales = empty_rounded(tokens, weight.shape[1], weight.group, device)
+    return RoundedRows(elements=elements, scales=scales, num_tokens=tokens, dtype=dtype)
+
+
 def add_and_round_(
     x: torch.Tensor | None,
     residual: torch.Tensor,
