@@ -30,6 +30,8 @@ WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
     [
         ("llama", {}),
         ("qwen3", WIDE),
+        # A head is a group, so attention rounds.
+        ("qwen3", WIDE | {"head_dim": 128}),
         ("qwen3_moe", {}),
         # All experts, because rounding would choose others.
         ("minimax_m2", {"num_experts_per_tok": 8}),
