@@ -125,7 +125,7 @@ def test_the_kernel_stays_where_the_library_does_not_fit(product: list[int]) -> 
     assert grouped_product(10, x, fp8_weight(EXPERTS, 64, 96, height=32, group=32)) is None
 
 
-@pytest.mark.parametrize("tokens", [65, 128, 256])
+@pytest.mark.parametrize("tokens", [193, 256])
 def test_a_layer_gives_the_definition(product: list[int], tokens: int) -> None:
     weight = fp8_weight(256, 384, height=128)
     x = randn(tokens, 384, seed=1, dtype=torch.bfloat16)
@@ -141,13 +141,13 @@ def test_a_layer_stays_with_sizes_that_a_warm_up_meets(product: list[int]) -> No
     weight, dtype = fp8_weight(256, 384, height=128), torch.bfloat16
     found = [
         tokens
-        for tokens in (100, 256, 257, 4000, 4096, 8000, 8192, 16384)
+        for tokens in (192, 193, 256, 257, 4096, 8191, 8192, 16384)
         if dense_product(tokens, weight, dtype) is not None
     ]
-    assert found == [100, 256, 4096, 8192]
-    assert dense_product(100, weight, torch.float32) is None
-    assert dense_product(100, fp8_weight(256, 384), dtype) is None
-    assert dense_product(100, fp8_weight(64, 384, height=64), dtype) is None
+    assert found == [193, 256, 8192]
+    assert dense_product(256, weight, torch.float32) is None
+    assert dense_product(256, fp8_weight(256, 384), dtype) is None
+    assert dense_product(256, fp8_weight(64, 384, height=64), dtype) is None
 
 
 @pytest.fixture

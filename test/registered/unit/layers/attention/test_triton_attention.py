@@ -69,7 +69,8 @@ def queries(tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> torch
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    ("page_size", "splits"), [(1, (1, 1)), (16, (4, 100)), (64, None), (128, (16, 1))]
+    ("page_size", "splits"),
+    [(1, (1, 1)), (16, (4, 100)), (64, None), (128, (16, 1)), (16, (4, LONG_TOKENS))],
 )
 def test_decode_is_right(
     shape: tuple[int, int, int], dtype: torch.dtype, page_size: int, splits: tuple[int, int] | None
@@ -234,9 +235,9 @@ def test_a_short_question_after_a_long_prefix_is_split() -> None:
 
 def test_splits_of_decode_fill_the_device() -> None:
     assert [plan_splits(bs, 8)[0] for bs in (1, 4, 16, 32)] == [32, 16, 4, 2]
-    assert [plan_splits(bs, 8) for bs in (64, 128, 256)] == [(4, 2048)] * 3
+    assert [plan_splits(bs, 8) for bs in (64, 128, 256)] == [(16, 2048), (8, 2048), (4, 2048)]
     gated = [plan_splits(bs, 2, is_gated=True) for bs in (1, 2, 4, 256)]
-    assert gated == [(256, 32), (32, 64), (32, 64), (4, 2048)]
+    assert gated == [(256, 32), (32, 64), (32, 64), (16, 2048)]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

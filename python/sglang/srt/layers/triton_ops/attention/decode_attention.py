@@ -39,10 +39,10 @@ JOINED_APART = (256, 32)
 kernel joins them, fast enough for so many."""
 LONG_SPLITS = (4, 16)
 LONG_TOKENS = 2048
-LONG_PROGRAMS = 2048
+LONG_PROGRAMS = 8192
 """Batches that fill the device are split too, because all would wait for one long context among
-short ones: into parts of at least `LONG_TOKENS`, over about `LONG_PROGRAMS` programs. Each program
-without work costs a nanosecond or two."""
+short ones: into parts of at least `LONG_TOKENS`, over at most `LONG_PROGRAMS` programs. A program
+without work costs little."""
 FULL_LAUNCH = (32, 1, 3)
 """Tokens of a block, warps and stages of batches that fill the device, for heads of 128 in 16
 bits. One warp does not wait for others."""

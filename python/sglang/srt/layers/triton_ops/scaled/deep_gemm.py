@@ -5,7 +5,7 @@ uses are copied into the tiles of `ExpertTiles`; a token's sum reads the results
 
 DeepGEMM compiles a kernel for the sizes of a product when it first runs, which takes seconds, and
 keeps it on disk. It therefore gets only sizes that the warm-up meets: experts have as many rows as
-the next power of two tokens needs, and layers as many tokens as a graph or a whole chunk has.
+the next power of two tokens needs, and layers as many tokens as a large graph or a whole chunk has.
 
 Source of the library: https://github.com/deepseek-ai/DeepGEMM.
 """
@@ -44,9 +44,9 @@ GroupedProduct = Callable[[Scaled, Scaled, torch.Tensor, torch.Tensor], None]
 PACKAGE: Final = "deep_gemm"
 TILE_ROWS: Final = 128
 _GROUP: Final = 128
-_STEP_TOKENS: Final = 256
-_CHUNKS: Final = frozenset({4096, 8192})
-"""Tokens of a layer's products: up to those of the largest graph, and those of whole chunks."""
+_STEP_TOKENS: Final = range(193, 257)
+_CHUNK: Final = 8192
+"""Tokens of a layer's products: those of the largest graphs, and those of a whole chunk."""
 _FEWEST_TOKENS: Final = 1024
 """Fewer are in graphs, whose capture cannot wait for a compiler."""
 _FEWEST_USES: Final = 256
@@ -143,7 +143,7 @@ def dense_product(tokens: int, weight: ScaledWeight, dtype: torch.dtype) -> Dens
         weight: `[outputs, inputs]`.
         dtype: Of the result.
     """
-    is_met = tokens <= _STEP_TOKENS or tokens in _CHUNKS
+    is_met = tokens in _STEP_TOKENS or tokens == _CHUNK
     if not is_met or dtype != torch.bfloat16 or not _is_taken(weight):
         return None
     library = load_library(weight.elements.device)

@@ -13,7 +13,6 @@ from sglang.srt.layers.triton_ops.rounding import (
     quantize_activations,
     quantize_gated,
 )
-from sglang.srt.layers.triton_ops.scaled.deep_gemm import dense_product
 from sglang.srt.layers.triton_ops.scaled.gemv import scaled_gemv
 from sglang.srt.layers.triton_ops.scaled.int4 import dequantize_int4
 from sglang.srt.layers.triton_ops.scaled.product import (
@@ -23,10 +22,11 @@ from sglang.srt.layers.triton_ops.scaled.product import (
 )
 
 _FEW_TOKENS: Final = 64
+_FEW_OUTPUTS: Final = 4096
 _FEW_TOKENS_OF_INT4: Final = 256
-"""For fp8 weights, the kernels of this project take up to `_FEW_TOKENS` tokens, for narrow ones
-more (`_few_tokens`); for 4-bit weights up to `_FEW_TOKENS_OF_INT4`. For more tokens a library is
-faster, even if it has to dequantize 4-bit weights first."""
+"""For fp8 weights, the kernels of this project take up to `_FEW_TOKENS` tokens, and twice that for
+at most `_FEW_OUTPUTS` outputs; for 4-bit weights up to `_FEW_TOKENS_OF_INT4`. For more tokens a
+library is faster, even if it has to dequantize 4-bit weights first."""
 
 
 def round_rows(x: torch.Tensor, weight: ScaledWeight, *, is_gated: bool = False) -> RoundedRows:
@@ -118,20 +118,10 @@ def _more_rows(tokens: int, weight: ScaledWeight) -> int:
 
 def _by_library(tokens: int, weight: ScaledWeight) -> bool:
     """True if a library multiplies so many tokens and an fp8 weight."""
-    fits = all(size % 16 == 0 for size in weight.shape)
-    if tokens <= _FEW_TOKENS or not weight.elements.is_cuda or not fits:
-        return False
-    return tokens > _few_tokens(*weight.shape) or (
-        dense_product(tokens, weight, torch.bfloat16) is not None
-    )
-
-
-def _few_tokens(outputs: int, inputs: int) -> int:
-    """Most tokens for which cuBLAS is not faster, since it divides narrow weights among too few
-    programs (benchmark/results/2026-11-29-gpu-fp8-libraries.md)."""
-    if outputs <= 4096:
-        return _FEW_TOKENS * (4 if inputs <= 4096 else 2)
-    return _FEW_TOKENS * (2 if outputs <= 6144 and inputs <= 4096 else 1)
+    outputs, inputs = weight.shape
+    few = _FEW_TOKENS * (2 if outputs <= _FEW_OUTPUTS else 1)
+    fits = outputs % 16 == 0 and inputs % 16 == 0
+    return tokens > few and weight.elements.is_cuda and fits
 
 
 def _dequantize_and_multiply(
