@@ -27,7 +27,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 register_cpu_ci(est_time=9, suite="base-a-test-cpu")
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
 
-EXAMPLES = 50
+EXAMPLES = 30
 """The nightly profile beside this file sets more."""
 
 

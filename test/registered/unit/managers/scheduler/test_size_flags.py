@@ -15,7 +15,7 @@ register_cpu_ci(est_time=11, suite="base-a-test-cpu")
 
 @settings(
     # The nightly test beside this one tries more.
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
