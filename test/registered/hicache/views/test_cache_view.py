@@ -49,7 +49,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
         "--hicache-storage-prefetch-policy", "wait_complete",
         env={envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.name: str(folder)},
     ) as running:  # fmt: skip
-        for seed in (*range(6), 5, 5, 0):
+        # L1 may evict a prompt that L2 does not have yet, so more than L2 holds lie between the 0s.
+        for seed in (0, 6, 7, *range(1, 6), 5, 5, 0):
             running.generate(prompt(seed), max_new_tokens=2)
         running.request("POST", "/generate", {
             "input_ids": prompt(9), "stream": True, "sampling_params": {"max_new_tokens": 3},
