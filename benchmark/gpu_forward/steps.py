@@ -66,7 +66,7 @@ def measure_prefill(
         rested.append(model.seconds(batch))
     work = StepWork(
         new_tokens=new, pairs=new * prefix + new * (new + 1) / 2, last_pairs=prefix + new,
-        read_kv_bytes=prefix * model.runner.kv_bytes_per_token(), logits=1,
+        read_kv_bytes=int(prefix * model.runner.kv_bytes_per_token()), logits=1,
     )  # fmt: skip
     least = least_seconds(model.runner.model_config, work, limits)
     median = sorted(seconds[1:])[1]

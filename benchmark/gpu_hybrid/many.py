@@ -48,7 +48,7 @@ def measure_many(family: str, model: str, args: argparse.Namespace, report: Repo
     limits = measure_limits("cuda", torch.bfloat16)
     weights = active_bytes(driver, SHAPES[family][2], chosen_share(SHAPES[family][2], requests))
     runner = driver.runner
-    cache = requests * (_LENGTH * runner.kv_bytes_per_token() + runner.state_bytes())
+    cache = requests * (int(_LENGTH * runner.kv_bytes_per_token()) + runner.state_bytes())
     least_ms = (weights + cache) / limits.copy_bytes_per_s * 1e3
     case = {"family": family, "requests": requests, "tokens": _LENGTH, "weights": args.weights}
     report.add("weights", weights / 1e9, "GB", case)

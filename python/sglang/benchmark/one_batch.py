@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Final
 
 import torch
@@ -110,14 +111,14 @@ def prefill_work(batch_size: int, input_len: int) -> StepWork:
     )
 
 
-def decode_work(batch_size: int, context_len: int, kv_bytes_per_token: int) -> StepWork:
+def decode_work(batch_size: int, context_len: int, kv_bytes_per_token: Fraction | int) -> StepWork:
     """The work for one token of each of `batch_size` requests with `context_len` tokens."""
     context = batch_size * context_len
     return StepWork(
         new_tokens=batch_size,
         pairs=context,
         last_pairs=context,
-        read_kv_bytes=context * kv_bytes_per_token,
+        read_kv_bytes=int(context * kv_bytes_per_token),
         logits=batch_size,
     )
 

@@ -46,7 +46,7 @@ _LONGEST_TOKENS: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCost:
-    """Bytes of one item of a pool: a token, or the state of one prefix."""
+    """Bytes of one item of a pool: a token or several, or the state of one prefix."""
 
     name: str
     item: str
@@ -66,14 +66,14 @@ def pool_cost(spec: StateSpec, page_size: int) -> PoolCost:
     """
     share = spec.share
     objects = share.total // (share.end - share.begin)
-    tokens = page_size if spec.item is ItemKind.TOKEN else 1
+    items = page_size // spec.stride if spec.item is ItemKind.TOKEN else 1
     return PoolCost(
         name=spec.name,
-        item=spec.item,
+        item=spec.item if spec.stride == 1 else f"{spec.stride} {spec.item}s",
         dtype=str(spec.dtype).removeprefix("torch."),
         layers=len(spec.layers),
         rank_bytes=spec.num_bytes,
-        store_bytes=objects * (spec.num_bytes + TRAILER_BYTES / tokens),
+        store_bytes=objects * (spec.num_bytes + TRAILER_BYTES / items),
     )
 
 
@@ -142,7 +142,7 @@ def device_tier(
     num_states = 0 if sizes.states is None else sizes.states.amount
     tier = Tier(
         name="L1",
-        rank_bytes=sizes.tokens.amount * token_bytes + sizes.state_bytes,
+        rank_bytes=int(sizes.tokens.amount * token_bytes) + sizes.state_bytes,
         tokens=sizes.tokens.amount,
         states=num_states,
         reason=sizes.tokens.reason,
@@ -207,7 +207,7 @@ def store_tier(size_bytes: float, costs: ModelCosts, page_size: int) -> Tier:
 def store_bytes_per_token(costs: ModelCosts, page_size: int) -> float:
     """Bytes of one token in L3, of all ranks together."""
     return sum(
-        pool_cost(spec, page_size).store_bytes
+        pool_cost(spec, page_size).store_bytes / spec.stride
         for spec in costs.specs
         if spec.item is ItemKind.TOKEN
     )
@@ -245,7 +245,7 @@ def read_or_compute(
         prefill_s: Seconds in which the server computes a prompt of so many tokens.
     """
     prefill = TYPICAL_PROMPT / prefill_s(TYPICAL_PROMPT)
-    token_bytes = bytes_per_token(costs.specs)
+    token_bytes = float(bytes_per_token(costs.specs))
     read = machine.l3_bytes_per_s.value / token_bytes
     rates = Rates(reads=int(read), prefills=int(prefill))
     return ReadOrCompute(

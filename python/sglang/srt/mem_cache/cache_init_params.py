@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
@@ -45,7 +46,7 @@ class CacheInitParams:
     """See `StateComponent.pages_alone`."""
     tenant_key: bytes | None = None
     """Secret of the labels of tenants, at most 64 bytes; None: a new one."""
-    bytes_per_token: int = 0
+    bytes_per_token: Fraction | int = 0
     """Bytes of a token in the pages of all pools."""
     session_share: float = 0.0
     """Part of each tier that hints of sessions may keep."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 from functools import partial
 from typing import Protocol
 
@@ -40,12 +41,15 @@ from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.hidden_rows import HiddenRows, hidden_spec
 from sglang.srt.mem_cache.device.memory_pool import HybridReqToTokenPool, KVCache, ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools, resolve_kv_dtype
+from sglang.srt.mem_cache.device.request_pool import RequestPool
 from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
     PoolName,
+    bytes_per_request,
     bytes_per_state,
     bytes_per_token,
+    check_page_size,
 )
 from sglang.srt.model_executor.cuda_graph_runner import (
     MAX_BATCH_SIZE,
@@ -143,11 +147,23 @@ class ModelRunner:
         if config.model_config.has_draft_layer and self.state_bytes():
             layer, size = config.model_config.num_hidden_layers, config.model_config.hidden_size
             self.state_specs += (hidden_spec(layer, size, config.model_config.dtype),)
+        check_page_size(self.state_specs, config.page_size)
         if self.cp_group.size > 1 and self.state_bytes():
             raise ValueError(
                 f"--attn-cp-size {self.cp_group.size}: {config.model_config.state_noun}s of "
                 f"{config.model_config.architecture} stand for whole prefixes, so ranks cannot "
                 "split a prefill: leave it at 1, and split heads (--tp-size)"
+            )
+        unsplit = [
+            spec.name
+            for spec in self.state_specs
+            if spec.stride > 1 or spec.item is ItemKind.REQUEST
+        ]
+        if self.cp_group.size > 1 and unsplit:
+            raise ValueError(
+                f"--attn-cp-size {self.cp_group.size}: ranks cannot split a prefill of "
+                f"{config.model_config.architecture}, whose state '{unsplit[0]}' groups tokens: "
+                "leave it at 1"
             )
         # Before the weights are loaded, to report a wrong name at once.
         layers, page_size = self.model.attention_layers(), config.page_size
@@ -242,13 +258,17 @@ class ModelRunner:
         """Bytes that the model's weights take on this rank."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
-    def kv_bytes_per_token(self) -> int:
+    def kv_bytes_per_token(self) -> Fraction:
         """Bytes of one token over all paged pools and layers on this rank."""
         return bytes_per_token(self.state_specs)
 
     def state_bytes(self) -> int:
         """Bytes of one recurrent state over all layers on this rank; 0: the model has none."""
         return bytes_per_state(self.state_specs)
+
+    def request_bytes(self) -> int:
+        """Bytes that a running request takes beside tokens and states, on this rank."""
+        return bytes_per_request(self.state_specs)
 
     def graph_bytes(self) -> int:
         """Estimated device memory, in bytes, of captured steps; 0: there are none."""
@@ -299,6 +319,7 @@ class ModelRunner:
                 page_size,
                 self.config.device,
                 max_running_requests if num_states is None else num_states,
+                max_running_requests,
             )
         self.req_to_token_pool = self._make_row_pool(max_running_requests)
         self.token_to_kv_pool = kv_pool(self.pools)
@@ -331,9 +352,13 @@ class ModelRunner:
         context_len = self.model_config.context_len + self.config.num_draft_tokens - 1
         device = self.config.device
         states = state_pool(self.pools.values())
+        of_requests = [pool for pool in self.pools.values() if isinstance(pool, RequestPool)]
         if states is not None:
-            return HybridReqToTokenPool(rows, context_len, device, states)
+            hybrid = HybridReqToTokenPool(rows, context_len, device, states)
+            hybrid.request_pools = of_requests
+            return hybrid
         pool = ReqToTokenPool(rows, context_len, device)
+        pool.request_pools = of_requests
         if self.config.num_draft_tokens > 1:
             config = self.model_config
             pool.last_hidden = HiddenRows(rows, config.hidden_size, config.dtype, device)

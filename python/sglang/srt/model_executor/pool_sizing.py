@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from sglang.srt.constants import GB, GIB, MIB
@@ -119,7 +120,7 @@ class DeviceMemory:
 def size_kv_pool(
     memory: DeviceMemory,
     *,
-    kv_bytes_per_token: int,
+    kv_bytes_per_token: Fraction | int,
     page_size: int,
     max_total_tokens: int | None = None,
     state_bytes: int = 0,
@@ -159,7 +160,7 @@ def size_kv_pool(
             f"{page_size} or a prompt and its output, {MIN_TOKENS}: raise --mem-fraction-static or "
             "--max-total-tokens, or use a smaller --page-size"
         )
-    need = (tokens + page_size) * kv_bytes_per_token
+    need = int((tokens + page_size) * kv_bytes_per_token)
     if need > available_bytes:
         raise ValueError(
             f"the KV pool of {tokens} tokens ({reason}) needs {need / GIB:.2f} GiB and "
@@ -219,7 +220,7 @@ def size_states(
 def size_pools(
     memory: DeviceMemory,
     *,
-    kv_bytes_per_token: int,
+    kv_bytes_per_token: Fraction | int,
     state_bytes: int,
     page_size: int,
     context_len: int,
@@ -277,8 +278,8 @@ def memory_parts(
         tokens, states: Sizes of L1; see `PoolSizes`.
         graph_bytes, exchange_bytes: See `DeviceMemory`.
     """
-    items = {ItemKind.TOKEN: tokens + page_size, ItemKind.STATE: states + 1}
-    pools = {str(spec.name): items[spec.item] * spec.num_bytes for spec in specs}
+    slots = {ItemKind.TOKEN: tokens + page_size, ItemKind.STATE: states + 1}
+    pools = {str(spec.name): slots[spec.item] // spec.stride * spec.num_bytes for spec in specs}
     return {"weights": weight_bytes, **pools, "graphs": graph_bytes, "exchange": exchange_bytes}
 
 

@@ -306,7 +306,7 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
         max_states=server_args.max_mamba_cache_size,
         max_running_requests=server_args.max_running_requests,
     )
-    pool_bytes = (size.amount + page_size) * runner.kv_bytes_per_token()
+    pool_bytes = int((size.amount + page_size) * runner.kv_bytes_per_token())
     rows = size_running_requests(
         pool_tokens=size.amount,
         context_len=runner.model_config.context_len,

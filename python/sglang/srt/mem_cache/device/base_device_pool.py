@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
-from sglang.srt.mem_cache.device.state_spec import StateSpec
+from sglang.srt.mem_cache.device.state_spec import StateSpec, check_page_size
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -42,11 +42,11 @@ class BaseDevicePool:
     Attributes:
         spec: Spec of the state, with the model's layers that have it.
         size: Slots that can be handed out.
-        page_size: Slots of a page: tokens, or 1 if a slot holds the state of a whole prefix.
+        page_size: Slots of a page: tokens, or 1 if a slot holds the state of a prefix or a request.
         dtype: Dtype of the values as they are read.
         store_dtype: Dtype of the buffers.
         layer_transfer_counter: Orders readers after loads; None: there are no loads.
-        parts: For each buffer of the spec its layers, each contiguous `[slots, *shape]`, with the
+        parts: For each buffer of the spec its layers, each contiguous `[items, *shape]`, with the
             padding. fp8 is stored as bytes. A subclass makes them.
     """
 
@@ -66,6 +66,20 @@ class BaseDevicePool:
         self.device = torch.device(device)
         self.layer_transfer_counter: LayerTransferCounter | None = None
         self._place = {layer: place for place, layer in enumerate(spec.layers)}
+
+    @property
+    def page_items(self) -> int:
+        """Items of a page: `page_size`, unless an item stands for several tokens."""
+        return self.page_size // self.spec.stride
+
+    def items_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Items of whole pages: int64 `[pages * page_items]`.
+
+        Args:
+            slots: int64 `[pages * page_size]`, on any device: the pages' slots in order.
+        """
+        stride = self.spec.stride
+        return slots if stride == 1 else slots[::stride] // stride
 
     @property
     def auxiliary_pools(self) -> tuple[BaseDevicePool, ...]:
@@ -118,7 +132,7 @@ class BaseDevicePool:
         return (
             [layer.data_ptr() for layer in layers],
             [layer.nbytes for layer in layers],
-            [layer[0].nbytes * self.page_size for layer in layers],
+            [layer[0].nbytes * self.page_items for layer in layers],
         )
 
 
@@ -126,7 +140,8 @@ class PagedDevicePool(BaseDevicePool):
     """Token slots in pages: one zeroed tensor for each buffer of the spec, cut into its layers.
 
     Slots `[0, page_size)` are the padding page, which has no owner: padded batches write there.
-    Slots `[page_size, size + page_size)` are handed out by an allocator.
+    Slots `[page_size, size + page_size)` are handed out by an allocator. Slot s lies in item
+    `s // spec.stride`; a layer has `(size + page_size) // spec.stride` items.
     """
 
     host_pool = "sglang.srt.mem_cache.host.host_pool.HostKVCache"
@@ -136,22 +151,23 @@ class PagedDevicePool(BaseDevicePool):
     ) -> None:
         """
         Args:
-            spec: Spec of the state, whose item is a token.
+            spec: Spec of the state, whose item is a token, or several.
             size: Token slots besides the padding page.
             page_size: Tokens per page.
 
         Raises:
-            ValueError: A size is not positive, or `size` is not whole pages.
+            ValueError: A size is not positive, `size` is not whole pages, or see `check_page_size`.
         """
         if min(size, page_size) < 1 or size % page_size:
             raise ValueError(f"need size and page_size >= 1 and whole pages: {size=}, {page_size=}")
+        check_page_size((spec,), page_size)
         super().__init__(spec, size, device, page_size)
         # Zeroed, since padded batches read the padding page, and garbage may be NaN. Layers are
         # equally far apart, so that one copy takes a page of all of them.
         self.parts = tuple(
             list(
                 torch.zeros(
-                    (len(spec.layers), size + page_size, *buffer.shape),
+                    (len(spec.layers), (size + page_size) // spec.stride, *buffer.shape),
                     dtype=_stored_dtype(buffer.dtype),
                     device=self.device,
                 ).unbind(0)
@@ -160,10 +176,12 @@ class PagedDevicePool(BaseDevicePool):
         )
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy slots `src_loc` to `tgt_loc` (int64 `[n]`) in every layer."""
+        """Copy slots `src_loc` to `tgt_loc` (int64 `[n]`) in every layer; whole pages if an item
+        stands for several."""
+        target, source = self.items_of(tgt_loc), self.items_of(src_loc)
         for part in self.parts:
             for buffer in part:
-                buffer[tgt_loc] = buffer[src_loc]
+                buffer[target] = buffer[source]
 
 
 def held_layers(layer_num: int, start_layer: int | None, end_layer: int | None) -> tuple[int, ...]:

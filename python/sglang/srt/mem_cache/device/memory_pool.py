@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.device.state_spec import KVSpec, StateSpec
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
+    from sglang.srt.mem_cache.device.request_pool import RequestPool
     from sglang.srt.mem_cache.device.state_pool import StatePool
 
 
@@ -44,9 +45,11 @@ class ReqToTokenPool:
             keeps none.
         last_hidden: Hidden states for drafts, by row; None: nothing is drafted, or `mamba_pool`'s
             slots have them.
+        request_pools: Pools with a slot for each row, which is zeroed when a request gets the row.
     """
 
     mamba_pool: StatePool | None = None
+    request_pools: Sequence[RequestPool] = ()
     last_hidden: HiddenRows | None = None
 
     def __init__(
@@ -86,8 +89,12 @@ class ReqToTokenPool:
         without_row = [req for req in reqs if req.req_pool_idx is None]
         if len(without_row) > len(self._free_rows):
             return None
-        for req in without_row:
-            req.req_pool_idx = self._free_rows.pop()
+        new_rows = [self._free_rows.pop() for _ in without_row]
+        for req, row in zip(without_row, new_rows, strict=True):
+            req.req_pool_idx = row
+        if new_rows:
+            for pool in self.request_pools:
+                pool.zero(new_rows)
         return [req.req_pool_idx for req in reqs if req.req_pool_idx is not None]
 
     def free(self, req: HasReqPoolIdx) -> None:

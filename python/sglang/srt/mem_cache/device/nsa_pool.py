@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.device.state_spec import PoolName, StateBuffer, StateS
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec(StateSpec):
-    """An indexer key per token: `index_k` `[index_head_dim]`, in the slots of the KV pool; in fp8,
+    """An indexer key per item: `index_k` `[index_head_dim]`, in the slots of the KV pool; in fp8,
     as many bytes as `fp8_rows` says.
 
     Raises:
@@ -45,8 +45,10 @@ class IndexerSpec(StateSpec):
         check_fp8(self, "indexer keys")
 
     @classmethod
-    def of(cls, layers: Sequence[int], index_head_dim: int, dtype: torch.dtype) -> IndexerSpec:
-        """The spec of keys of `index_head_dim` elements in `layers`.
+    def of(
+        cls, layers: Sequence[int], index_head_dim: int, dtype: torch.dtype, *, stride: int = 1
+    ) -> IndexerSpec:
+        """The spec of keys of `index_head_dim` elements in `layers`, one for each `stride` tokens.
 
         Raises:
             ValueError: Keys of this size have no form in fp8, or the class raises it.
@@ -63,6 +65,7 @@ class IndexerSpec(StateSpec):
             layers=tuple(layers),
             buffers=(StateBuffer("index_k", (width,), dtype),),
             index_head_dim=index_head_dim,
+            stride=stride,
         )
 
 
@@ -70,8 +73,8 @@ class NSAIndexerPool(PagedDevicePool):
     """Indexer keys of token slots.
 
     Attributes:
-        index_k_buffer: For each layer `[size + page_size, index_head_dim]`; in fp8 bytes, which
-            `fp8_rows.read_rows` reads.
+        index_k_buffer: For each layer `[(size + page_size) // stride, index_head_dim]`; in fp8
+            bytes, which `fp8_rows.read_rows` reads.
     """
 
     host_pool = "sglang.srt.mem_cache.host.pool_kinds.NSAIndexerPoolHost"
@@ -90,10 +93,10 @@ class NSAIndexerPool(PagedDevicePool):
     def set_index_k_buffer(
         self, layer: LayerOrId, loc: torch.Tensor, index_k: torch.Tensor
     ) -> None:
-        """Store the keys of new tokens. Does not wait, since a load fills other slots.
+        """Store new keys. Does not wait, since a load fills other slots.
 
         Args:
-            loc: int64 `[n]`: slots.
+            loc: int64 `[n]`: items; slots, unless an item stands for several tokens.
             index_k: `[n, index_head_dim]`, any float dtype.
         """
         buffer = self.index_k_buffer[self.place_to_write(layer)]
@@ -220,12 +223,13 @@ class NSATokenToKVPool(MLATokenToKVPool):
         """A copy of the stored keys of a sequence, `[seq_len, index_head_dim]` or, in fp8, bytes.
 
         Args:
-            seq_len: Tokens.
-            page_indices: int `[n]`: its pages in order, at least what the tokens need.
+            seq_len: Keys.
+            page_indices: int `[n]`: its pages in order, at least what the keys need.
         """
-        within = torch.arange(self.page_size, device=page_indices.device)
-        slots = page_indices.to(torch.int64)[:, None] * self.page_size + within
-        return self.get_index_k_buffer(layer_id)[slots.view(-1)[:seq_len]]
+        size = self.index_pool.page_items
+        within = torch.arange(size, device=page_indices.device)
+        items = page_indices.to(torch.int64)[:, None] * size + within
+        return self.get_index_k_buffer(layer_id)[items.view(-1)[:seq_len]]
 
     def get_index_k_scale_continuous(self, *_: object, **__: object) -> NoReturn:
         """Refused: there are no scales apart from the keys."""

@@ -20,8 +20,16 @@ from sglang.srt.mem_cache.device.nsa_pool import (
     NSASpec,
     NSATokenToKVPool,
 )
+from sglang.srt.mem_cache.device.request_pool import RequestPool
+from sglang.srt.mem_cache.device.row_pool import RowPool, RowSpec
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool, state_pool
-from sglang.srt.mem_cache.device.state_spec import ItemKind, KVSpec, PoolName, StateSpec
+from sglang.srt.mem_cache.device.state_spec import (
+    ItemKind,
+    KVSpec,
+    PoolName,
+    StateSpec,
+    check_page_size,
+)
 
 Spec = TypeVar("Spec", bound=StateSpec)
 MakePool = Callable[[Spec, int, int, torch.device | str], BaseDevicePool]
@@ -47,6 +55,7 @@ def make_pools(
     page_size: int,
     device: torch.device | str,
     num_states: int = 0,
+    num_requests: int = 0,
 ) -> dict[PoolName, BaseDevicePool]:
     """Make a pool for each spec; all or none.
 
@@ -56,14 +65,21 @@ def make_pools(
             numbers.
         page_size: Tokens of a page.
         num_states: Slots besides padding of a pool of states of whole prefixes.
+        num_requests: Rows besides padding of a pool of states of running requests.
 
     Raises:
         ValueError: A kind of state has no pool class; two specs have the same name; the pool whose
-            slots an auxiliary pool shares is missing or has other items; or two kinds of states of
-            whole prefixes have slots of their own. Names the state. No memory is taken then.
+            slots an auxiliary pool shares is missing or has other items; two kinds of states of
+            whole prefixes have slots of their own; or a stride does not divide the page size. Names
+            the state. No memory is taken then.
     """
     _check_specs(specs)
-    sizes = {ItemKind.TOKEN: (size, page_size), ItemKind.STATE: (num_states, 1)}
+    check_page_size(specs, page_size)
+    sizes = {
+        ItemKind.TOKEN: (size, page_size),
+        ItemKind.STATE: (num_states, 1),
+        ItemKind.REQUEST: (num_requests, 1),
+    }
     pools: dict[PoolName, BaseDevicePool] = {}
     for spec in specs:
         if spec.name not in pools:
@@ -125,8 +141,8 @@ def kv_pool(pools: Mapping[PoolName, BaseDevicePool]) -> KVCache:
 
 @dataclass(frozen=True, slots=True)
 class ModelPools:
-    """Pools of all kinds of state that a model keeps. The first is the primary pool: prefixes are
-    made of its pages.
+    """Pools of all kinds of state that prefixes of a model keep. The first is the primary pool:
+    prefixes are made of its pages.
 
     Raises:
         ValueError: A name repeats; a pool has layers that the model does not have; or it shares the
@@ -162,10 +178,10 @@ class ModelPools:
         """The pools of a model, the primary pool first.
 
         Args:
-            pools: Pools in the order of the model's specs.
+            pools: Pools in the order of the model's specs. States of running requests are left out.
             num_layers: Layers of the model on this rank; None: up to the last layer with state.
         """
-        all_pools = tuple(pools)
+        all_pools = tuple(pool for pool in pools if pool.spec.item is not ItemKind.REQUEST)
         last = max((pool.end_layer for pool in all_pools), default=-1)
         return cls(all_pools, last + 1 if num_layers is None else num_layers)
 
@@ -187,6 +203,8 @@ def _make_plain_pool(
     """The pool of a kind of state that has no class of its own."""
     if spec.item is ItemKind.STATE:
         return StatePool.from_spec(spec, size, page_size, device)
+    if spec.item is ItemKind.REQUEST:
+        return RequestPool.from_spec(spec, size, page_size, device)
     return PagedDevicePool(spec, size, page_size, device)
 
 
@@ -195,6 +213,7 @@ register_pool(MLASpec, MLATokenToKVPool.from_spec)
 register_pool(NSASpec, NSATokenToKVPool.from_spec)
 register_pool(IndexerSpec, NSAIndexerPool)
 register_pool(MambaSpec, MambaPool.from_spec)
+register_pool(RowSpec, RowPool.from_spec)
 register_pool(StateSpec, _make_plain_pool)
 
 

@@ -1,15 +1,15 @@
 """Kinds of state that a model keeps: their names, shapes and layers. Plain data, any thread.
 
 A model describes its state by `StateSpec`s, from which the pools of all tiers and their sizes
-follow. Units: an item is the content of one slot of a pool in one layer: one token's part, or one
-state.
-"""
+XX"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from math import prod
+from fractions import Fraction
+from math import lcm, prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 
 
 class PoolName(StrEnum):
-    """Kinds of state that a model keeps per token or per prefix; the pool part of object keys."""
+    """Kinds of state that a model keeps; the pool part of object keys."""
 
     KV = "kv"
     MAMBA = "mamba"
     INDEXER = "indexer"
     SWA = "swa"
     HIDDEN = "hidden"
+    C128 = "c128"
+    COMPRESSOR = "compressor"
+    OPEN_GROUP = "open_group"
 
 
 class PoolHitPolicy(StrEnum):
@@ -36,12 +39,15 @@ class PoolHitPolicy(StrEnum):
 
 
 class ItemKind(StrEnum):
-    """Unit of state that one slot of a pool holds."""
+    """Unit of state that one slot of a pool stands for."""
 
     TOKEN = "token"
     """One token; slots come in pages."""
     STATE = "state"
     """A whole prefix."""
+    REQUEST = "request"
+    """A running request: a state without snapshots, which no tier caches. Slots are the rows of
+    `ReqToTokenPool`."""
 
 
 class RankSplit(StrEnum):
@@ -92,8 +98,9 @@ class StateSpec:
     """One kind of state of a model, on one rank.
 
     Raises:
-        ValueError: There are no layers or no buffers, the layers are not ascending, or a state of
-            whole prefixes has another hit policy than `TRAILING_PAGES`.
+        ValueError: There are no layers or no buffers, the layers are not ascending, a state of
+            whole prefixes has another hit policy than `TRAILING_PAGES`, a state of a request shares
+            slots, or one of the two has a stride.
     """
 
     name: PoolName
@@ -106,6 +113,9 @@ class StateSpec:
     share: RankShare = RankShare()
     indices_from_pool: PoolName | None = None
     """The pool whose slots this one shares (an auxiliary pool). None if it has its own slots."""
+    stride: int = 1
+    """Tokens that one item stands for: slot s lies in item s // stride. All paged pools have the
+    same slots and pages of as many tokens; the pool with the smallest stride is the primary one."""
 
     def __post_init__(self) -> None:
         if not self.layers or not self.buffers or sorted(set(self.layers)) != list(self.layers):
@@ -117,6 +127,16 @@ class StateSpec:
         if self.item is ItemKind.STATE and self.hit_policy is not trailing:
             raise ValueError(
                 f"state '{self.name}' stands for a whole prefix: its hit_policy is {trailing}"
+            )
+        if self.stride < 1 or (self.item is not ItemKind.TOKEN and self.stride > 1):
+            raise ValueError(
+                f"state '{self.name}' has a stride of {self.stride} and an item for each "
+                f"{self.item}: only items of tokens have a stride of 2 or more"
+            )
+        if self.item is ItemKind.REQUEST and self.indices_from_pool is not None:
+            raise ValueError(
+                f"state '{self.name}' is in the rows of requests: it cannot share the slots of "
+                f"'{self.indices_from_pool}'"
             )
 
     @property
@@ -188,12 +208,36 @@ class KVSpec(StateSpec):
         return self.buffers[1].shape[1]
 
 
-def bytes_per_token(specs: tuple[StateSpec, ...]) -> int:
-    """Bytes that one token takes in the paged pools of `specs`, over all layers, on this rank."""
-    return sum(spec.num_bytes for spec in specs if spec.item is ItemKind.TOKEN)
+def bytes_per_token(specs: Iterable[StateSpec]) -> Fraction:
+    """Bytes that one token takes in the paged pools of `specs`, over all layers, on this rank. For
+    whole pages, the product is a whole number."""
+    paged = (spec for spec in specs if spec.item is ItemKind.TOKEN)
+    return sum((Fraction(spec.num_bytes, spec.stride) for spec in paged), Fraction(0))
 
 
-def bytes_per_state(specs: tuple[StateSpec, ...]) -> int:
-    """Bytes that the state of one prefix takes in the other pools of `specs`, over all layers, on
-    this rank."""
+def bytes_per_state(specs: Iterable[StateSpec]) -> int:
+    """Bytes that the state of one prefix takes in the pools of `specs`, over all layers, on this
+    rank."""
     return sum(spec.num_bytes for spec in specs if spec.item is ItemKind.STATE)
+
+
+def bytes_per_request(specs: Iterable[StateSpec]) -> int:
+    """Bytes that a running request takes in its own pools of `specs`, over all layers, on this
+    rank."""
+    return sum(spec.num_bytes for spec in specs if spec.item is ItemKind.REQUEST)
+
+
+def check_page_size(specs: Iterable[StateSpec], page_size: int) -> None:
+    """Check that pages have whole items.
+
+    Raises:
+        ValueError: A stride does not divide `page_size`; names the least page size that works.
+    """
+    strides = {spec.stride: spec for spec in specs}
+    unfit = [stride for stride in strides if page_size % stride]
+    if unfit:
+        stride = max(unfit)
+        raise ValueError(
+            f"--page-size {page_size}: an item of state '{strides[stride].name}' stands for "
+            f"{stride} tokens, and a page has whole items; use a multiple of {lcm(*strides)}"
+        )

@@ -21,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Final, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -145,7 +146,7 @@ class TenantUse:
         self,
         registry: CollectorRegistry | None = None,
         key: bytes | None = None,
-        bytes_per_token: int = 0,
+        bytes_per_token: Fraction | int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.decisions: DecisionLog | None = None
@@ -257,7 +258,7 @@ class TenantUse:
             metrics.evicted.labels(label, "others").inc(use.evicted_others)
 
     def _bytes(self, tokens: int) -> int:
-        return tokens * self._bytes_per_token
+        return int(tokens * self._bytes_per_token)
 
     def _with_held(self) -> Iterator[tuple[_Use, Mapping[str, int]]]:
         """The use by each label, and the tokens that it holds by tier."""
