@@ -80,12 +80,12 @@ class MarksPoolHost(HostKVCache):
     of the mark's bytes."""
 
     @classmethod
-    def slot_bytes(cls, device_pool: BaseDevicePool) -> int:
+    def item_bytes(cls, device_pool: BaseDevicePool) -> int:
         return MARK_BYTES * device_pool.layer_num // device_pool.page_size
 
     @classmethod
     def shortest_part_bytes(cls, device_pool: BaseDevicePool) -> int:
-        return cls.slot_bytes(device_pool)
+        return cls.item_bytes(device_pool)
 
     def _device_parts(self, device_pool: BaseDevicePool) -> tuple[tuple[torch.Tensor, ...], ...]:
         assert isinstance(device_pool, MarksPool)

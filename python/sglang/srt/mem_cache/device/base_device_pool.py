@@ -78,8 +78,7 @@ class BaseDevicePool:
         Args:
             slots: int64 `[pages * page_size]`, on any device: the pages' slots in order.
         """
-        stride = self.spec.stride
-        return slots if stride == 1 else slots[::stride] // stride
+        return whole_items(slots, self.spec.stride)
 
     @property
     def auxiliary_pools(self) -> tuple[BaseDevicePool, ...]:
@@ -182,6 +181,11 @@ class PagedDevicePool(BaseDevicePool):
         for part in self.parts:
             for buffer in part:
                 buffer[target] = buffer[source]
+
+
+def whole_items(slots: torch.Tensor, stride: int) -> torch.Tensor:
+    """The items of whole pages; see `BaseDevicePool.items_of`."""
+    return slots if stride == 1 else slots[::stride] // stride
 
 
 def held_layers(layer_num: int, start_layer: int | None, end_layer: int | None) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class PageHasher(ABC):
         """Begin to hash pages, in order with the current stream.
 
         Args:
-            slots: int64 `[pages * page_size]`, the slots of whole pages, on the device or the CPU.
+            slots: int64 `[pages * page_size]`, the items of whole pages, on the device or the CPU.
 
         Returns:
             One tensor, uint8 `[pages, 16]`: digests, the most significant byte first.

@@ -29,7 +29,7 @@ class CudaPageHasher(PageHasher):
 
     Args:
         parts: See `Parts`.
-        page_size: Tokens.
+        page_size: Items of a page.
         by_token: True if the bytes of a part are token by token; False: layer by layer.
 
     Raises:

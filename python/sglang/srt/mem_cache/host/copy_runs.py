@@ -1,7 +1,8 @@
 """Rows of a host pool and of its device pool, and lists of plain copies (address, address, bytes)
 of them, made without a Python loop over pages.
 
-A *row* is one token of one layer of one part of a page (K, V, a latent vector). Pure data.
+A *row* is one token of one layer of one part of a page (K, V, a latent vector), or an item that
+stands for several tokens; `page_size` counts them. Pure data.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ class PageRuns:
 
     Args:
         part: The part on both sides.
-        page_size: Tokens.
+        page_size: Rows of a page in one layer.
         max_layers: Consecutive layers that a buffer holds.
         max_pages: Pages that a buffer holds.
 
@@ -308,7 +309,7 @@ def runs_from_pool(
 
     Args:
         parts: Parts with a page of a layer in one run on both sides.
-        page_size: Tokens.
+        page_size: Rows of a page in one layer.
         host_pages: int64 `[n]`; `device_pages` likewise.
     """
     sources, destinations, sizes = [], [], []

@@ -48,7 +48,7 @@ def _cut(
     """The `index`-th of `num_groups` equal pieces of each run of `lengths`.
 
     Args:
-        items: See `HostKVCache.page_items`.
+        items: See `HostKVCache.buffers_by_page`.
         lengths: See `StateBuffer.head_parts`.
         index: Index of the piece, from 0.
         num_groups: Divides each of `lengths`.
@@ -92,7 +92,7 @@ class HeadGroupPool:
         self._parts: list[_Part] = []
         self.page_bytes = 0
         """Bytes of the group in one page, without the L3 trailer."""
-        for items, buffer in zip(pool.page_items(), spec.buffers, strict=True):
+        for items, buffer in zip(pool.buffers_by_page(), spec.buffers, strict=True):
             part = _cut(items, buffer.head_parts, index, num_groups, self.page_bytes)
             self._parts.append(part)
             self.page_bytes = part.end

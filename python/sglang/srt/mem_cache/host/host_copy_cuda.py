@@ -21,6 +21,7 @@ import torch
 
 from sglang.srt.constants import KIB
 from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.mem_cache.device.base_device_pool import whole_items
 from sglang.srt.mem_cache.host.copy_engine import CopyEngine
 from sglang.srt.mem_cache.host.copy_runs import (
     PartRows,
@@ -55,7 +56,7 @@ class EngineUse:
     """True if copy engines also load a layer that comes alone."""
 
     @classmethod
-    def of(cls, parts: Sequence[PartRows], page_size: int, io_backend: str) -> EngineUse:
+    def of(cls, parts: Sequence[PartRows], page_items: int, io_backend: str) -> EngineUse:
         """Choose the fastest way. `direct`: copy engines move pages that are runs, even short ones.
 
         Layers that are not parts of a page (`layer_first`) are short runs. Engines write them at
@@ -66,16 +67,16 @@ class EngineUse:
         with the next layers. That raised 32,768 tokens of indexer keys (16 KB) from 0.78 to 0.91 of
         the link's speed, and latent rows (72 KB) from 0.96 to 0.97.
         """
-        layer_bytes = min(part.rows.row_bytes for part in parts) * page_size
+        layer_bytes = min(part.rows.row_bytes for part in parts) * page_items
         first = parts[0]
-        if not pages_are_runs(first, page_size):
+        if not pages_are_runs(first, page_items):
             return cls(load=layer_bytes >= _LONG_RUN_BYTES, backup=False)
-        longest = max(part.rows.row_bytes for part in parts) * page_size
+        longest = max(part.rows.row_bytes for part in parts) * page_items
         one = longest >= _LONG_RUN_BYTES
         if io_backend == IoBackend.DIRECT:
             return cls(load=True, backup=True, load_of_one_layer=one)
         is_long = suits_copy_engines(layer_bytes * len(first.device_addresses))
-        load = is_long and not is_token_major(first, page_size)
+        load = is_long and not is_token_major(first, page_items)
         return cls(load=load, backup=is_long, load_of_one_layer=one)
 
 
@@ -86,7 +87,7 @@ class _Slots:
     host_pages: npt.NDArray[np.int64]
     """int64 `[n]`."""
     device: torch.Tensor
-    """int64 `[n * page_size]` on the device, in order with the current stream."""
+    """int64 `[n * page_items]` on the device: items, in order with the current stream."""
 
 
 class _KernelCopy(PageLoad):
@@ -111,7 +112,7 @@ class _KernelCopy(PageLoad):
                 table,
                 group[0].device_stride,
                 self._host_pages,
-                self._pool.pools.page_size,
+                self._pool.pools.page_items,
                 self._device_slots,
                 layers,
                 to_host=to_host,
@@ -162,7 +163,7 @@ class CudaPageCopier(PageCopier):
         self.parts = tuple(
             part_rows(host, device) for host, device in zip(pools.host, pools.device, strict=True)
         )
-        page_size = pools.page_size
+        page_items = pools.page_items
         self.pools = pools
         self.device = pools.device[0][0].device
         self.runtime = device_runtime(self.device)
@@ -170,7 +171,7 @@ class CudaPageCopier(PageCopier):
         self.load_tuning = LOAD_TUNING
         self.backup_tuning = BACKUP_TUNING
         self.staged_load_tuning = StagedLoadTuning()
-        self.engine_use = {io: EngineUse.of(self.parts, page_size, io) for io in _BACKENDS}
+        self.engine_use = {io: EngineUse.of(self.parts, page_items, io) for io in _BACKENDS}
         first = self.parts[0]
         same = all(
             (part.rows, part.device_stride) == (first.rows, first.device_stride)
@@ -179,7 +180,7 @@ class CudaPageCopier(PageCopier):
         together = [self.parts] if same else [(part,) for part in self.parts]
         self.groups = [(group, self._device_table(group)) for group in together]
         """Parts with equal rows move in one launch; with each its table of device addresses."""
-        layer_bytes = sum(part.rows.row_bytes for part in self.parts) * page_size
+        layer_bytes = sum(part.rows.row_bytes for part in self.parts) * page_items
         self._mean_run_bytes = layer_bytes / len(self.parts)
         self._has_grids = all(have_grids(part) for part in self.parts)
         self._engine: CopyEngine | None = None
@@ -200,7 +201,7 @@ class CudaPageCopier(PageCopier):
             return
         if self._staged is None:
             self._staged = StagedBackup(
-                self.groups, self.pools.page_size, self.device, self._copy_engine()
+                self.groups, self.pools.page_items, self.device, self._copy_engine()
             )
         self._staged.backup(slots.host_pages, slots.device)
 
@@ -216,7 +217,7 @@ class CudaPageCopier(PageCopier):
         first = self.parts[0]
         return (
             self.engine_use[io_backend].backup
-            and first.rows.has_page_runs(self.pools.page_size)
+            and first.rows.has_page_runs(self.pools.page_items)
             and first.has_device_runs
             and self._mean_run_bytes >= (_GRID_RUN_BYTES if self._has_grids else _LONG_RUN_BYTES)
         )
@@ -224,7 +225,7 @@ class CudaPageCopier(PageCopier):
     def _backup_runs(self, host: torch.Tensor, device: torch.Tensor) -> None:
         host_pages, device_pages = self.pools.pages(host, device)
         assert device_pages is not None, "the slots are on the CPU"
-        pages = self.pools.page_size, host_pages, device_pages
+        pages = self.pools.page_items, host_pages, device_pages
         stream = self.runtime.current_stream_handle()
         if not self._has_grids:
             self._copy_engine().copy(runs_from_pool(self.parts, *pages), stream)
@@ -243,7 +244,7 @@ class CudaPageCopier(PageCopier):
         if self._staged_load is None:
             self._staged_load = StagedLoad(
                 self.groups,
-                self.pools.page_size,
+                self.pools.page_items,
                 self.device,
                 self._copy_engine(),
                 self.staged_load_tuning,
@@ -259,7 +260,8 @@ class CudaPageCopier(PageCopier):
         pages, _ = self.pools.pages(host, device)
         # Made on another stream and maybe freed there while this one still reads it.
         self.runtime.keep_for_current_stream(device)
-        return _Slots(pages, self.runtime.stage_to_device(device))
+        items = whole_items(device, self.pools.stride)
+        return _Slots(pages, self.runtime.stage_to_device(items))
 
     def _copy_engine(self) -> CopyEngine:
         if self._engine is None:

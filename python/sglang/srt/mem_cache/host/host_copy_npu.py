@@ -34,13 +34,13 @@ class _Part:
     """Keys or values, or some columns of latent rows."""
 
     host: torch.Tensor
-    """`[pages, layers, page_size, elements of a token]`, contiguous."""
+    """`[pages, layers, page_items, elements of an item]`, contiguous."""
     layers: tuple[torch.Tensor, ...]
-    """Layers of the device pool, each `[pages, page_size, elements of a token]`."""
+    """Layers of the device pool, each `[pages, page_items, elements of an item]`."""
 
     @classmethod
     def of(
-        cls, host_layers: Sequence[torch.Tensor], device: Sequence[torch.Tensor], page_size: int
+        cls, host_layers: Sequence[torch.Tensor], device: Sequence[torch.Tensor], page_items: int
     ) -> _Part:
         """Raises ValueError if a page is not one run of host memory, layer by layer."""
         first = host_layers[0]
@@ -58,9 +58,9 @@ class _Part:
             )
         return cls(
             host=first.as_strided(
-                (pages, count, page_size, width), (count * elements, elements, width, 1)
+                (pages, count, page_items, width), (count * elements, elements, width, 1)
             ),
-            layers=tuple(pages_of(buffer, page_size) for buffer in device),
+            layers=tuple(pages_of(buffer, page_items) for buffer in device),
         )
 
 
@@ -70,7 +70,7 @@ class NpuPageCopier(PageCopier):
     def __init__(self, pools: PoolPair, *, buffer_bytes: int = BUFFER_BYTES) -> None:
         """Raises ValueError if the host pool's layout is none of those that work."""
         self._parts = [
-            _Part.of(host, device, pools.page_size)
+            _Part.of(host, device, pools.page_items)
             for host, device in zip(pools.host, pools.device, strict=True)
         ]
         self._pools = pools

@@ -110,8 +110,10 @@ class HostKVCache(HostPageList):
         self.layer_num = device_pool.layer_num
         self.start_layer = device_pool.start_layer
         self.end_layer = device_pool.end_layer
+        self.page_items = page_size // device_pool.spec.stride
+        """Items of a page: `page_size`, unless an item stands for several tokens."""
         self.size_per_token = self.get_size_per_token()
-        self.page_bytes = self.size_per_token * page_size
+        self.page_bytes = self.size_per_token * self.page_items
         """Bytes of one page, all its buffers, without the L3 trailer."""
         self.page_num = page_num or self._size_in_pages(host_to_device_ratio, host_size)
         self.size = self.page_num * page_size
@@ -127,7 +129,7 @@ class HostKVCache(HostPageList):
         HostPageList.__init__(self, self.page_num, page_size)
 
     def _size_in_pages(self, ratio: float, size_gb: float) -> int:
-        wanted = size_gb * GB or ratio * self.device_pool.size * self.size_per_token
+        wanted = size_gb * GB or ratio * device_bytes(self.device_pool, self.size_per_token)
         setting = f"--hicache-size {size_gb} GB" if size_gb else f"--hicache-ratio {ratio}"
         return pages_in(wanted, self.page_bytes, type(self).__name__, setting)
 
@@ -161,34 +163,34 @@ class HostKVCache(HostPageList):
         return tuple(map(tuple, device_pool.parts))
 
     def _part_shape(self, item: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of a part in host memory; `item`: shape of a slot in a layer."""
+        """Shape of a part in host memory; `item`: shape of an item in a layer."""
         match self.layout:
             case HostLayout.LAYER_FIRST:
-                return (self.layer_num, self.size, *item)
+                return (self.layer_num, self.page_num * self.page_items, *item)
             case HostLayout.PAGE_FIRST:
-                return (self.size, self.layer_num, *item)
+                return (self.page_num * self.page_items, self.layer_num, *item)
             case _:
-                return (self.page_num, self.layer_num, self.page_size, *item)
+                return (self.page_num, self.layer_num, self.page_items, *item)
 
     @classmethod
-    def slot_bytes(cls, device_pool: BaseDevicePool) -> int:
-        """Bytes of one slot over all layers, known before any memory is taken."""
+    def item_bytes(cls, device_pool: BaseDevicePool) -> int:
+        """Bytes of one item over all layers, known before any memory is taken."""
         return device_pool.spec.num_bytes
 
     @classmethod
     def shortest_part_bytes(cls, device_pool: BaseDevicePool) -> int:
-        """Bytes of one slot over all layers in the shortest part of a page (keys or values). They
+        """Bytes of one item over all layers in the shortest part of a page (keys or values). They
         decide layout and I/O."""
         spec = device_pool.spec
         return min(buffer.num_bytes for buffer in spec.buffers) * len(spec.layers)
 
     def get_size_per_token(self) -> int:
-        """Bytes of one token's state over all layers."""
-        return self.slot_bytes(self.device_pool)
+        """Bytes of one item over all layers: a token's state, or that of several."""
+        return self.item_bytes(self.device_pool)
 
     def get_ksize_per_token(self) -> int:
-        """Bytes of the first part of a page (keys), per token, over all layers."""
-        return self._parts[0].nbytes // self.size
+        """Bytes of the first part of a page (keys), per item, over all layers."""
+        return self._parts[0].nbytes // (self.page_num * self.page_items)
 
     def init_kv_buffer(self) -> list[torch.Tensor]:
         """Allocate the buffers: contiguous tensors that hold whole pages."""
@@ -263,11 +265,11 @@ class HostKVCache(HostPageList):
             parts = self._device_parts(device_pool)
             by_token = page_byte_order(self.layout) == PageByteOrder.TOKEN_MAJOR
             hasher = make_page_hasher(
-                parts, self.page_size, by_token=by_token, pool=device_pool.spec.name
+                parts, self.page_items, by_token=by_token, pool=device_pool.spec.name
             )
             self._hasher = (device_pool, hasher)
         hasher = self._hasher[1]
-        return None if hasher is None else hasher.digests(device_indices)
+        return None if hasher is None else hasher.digests(device_pool.items_of(device_indices))
 
     def _paired_with(self, device_pool: BaseDevicePool) -> PoolPair:
         """The pages of this pool and of `device_pool`, layer by layer."""
@@ -278,20 +280,21 @@ class HostKVCache(HostPageList):
             ),
             device=self._device_parts(device_pool),
             page_size=self.page_size,
+            stride=device_pool.spec.stride,
             host_pages=self.page_num,
             device_pages=device_pool.size // self.page_size + 1,
         )
 
     def _layer_pages(self, part: torch.Tensor, layer: int) -> torch.Tensor:
-        """A layer of a part by pages, a view `[page, slot, elements]`."""
+        """A layer of a part by pages, a view `[page, item, elements]`."""
         match self.layout:
             case HostLayout.LAYER_FIRST:
                 pages = part[layer]
             case HostLayout.PAGE_FIRST:
-                pages = part.view(self.page_num, self.page_size, *part.shape[1:])[:, :, layer]
+                pages = part.view(self.page_num, self.page_items, *part.shape[1:])[:, :, layer]
             case _:
                 pages = part[:, layer]
-        return pages.view(self.page_num, self.page_size, -1)
+        return pages.view(self.page_num, self.page_items, -1)
 
     # -- bytes, for L3 -----------------------------------------------------------------------------
 
@@ -305,7 +308,7 @@ class HostKVCache(HostPageList):
         """Everything that decides the meaning of a page's bytes, except their order; part of the
         namespace. The same on all ranks, however many split the heads."""
         page_bytes = self._over_all_heads(self.page_bytes)
-        return f"{self.dtype} {self.layer_num} {self.page_size} {page_bytes}"
+        return f"{self.dtype} {self.layer_num} {self.page_items} {page_bytes}"
 
     def _over_all_heads(self, size: int) -> int:
         """`size`, a number for this rank's heads, scaled to all heads of the model."""
@@ -396,8 +399,8 @@ class HostKVCache(HostPageList):
             raise ValueError("a page of unlike parts has only its flat form")
         parts = (len(items),) if len(items) > 1 else ()
         if page_byte_order(self.layout) == PageByteOrder.TOKEN_MAJOR:
-            return (*parts, self.page_size, self.layer_num, *items[0])
-        return (*parts, self.layer_num, self.page_size, *items[0])
+            return (*parts, self.page_items, self.layer_num, *items[0])
+        return (*parts, self.layer_num, self.page_items, *items[0])
 
     def gather_pages(self, indices: torch.Tensor, out: torch.Tensor) -> None:
         """Copy pages into the rows of `out`, uint8 `[pages, page_bytes]`, in page byte order."""
@@ -434,20 +437,25 @@ class HostKVCache(HostPageList):
         pages = whole_pages(indices, self.page_size, self.page_num)
         self.checksums.keep(pages, as_rows([one or NO_CHECKSUM for one in known]))
 
-    def page_items(self) -> list[torch.Tensor]:
+    def buffers_by_page(self) -> list[torch.Tensor]:
         """For each buffer of the spec a view of its bytes: uint8 `[page, *outer, length, bytes]`,
-        where `length` is the first dimension of an item and `outer` are layers and tokens in the
+        where `length` is the first dimension of an item and `outer` are layers and items in the
         order of the layout. Each buffer must be one part here."""
         found = []
         for part, buffer in zip(self._parts, self.device_pool.spec.buffers, strict=True):
             raw, length = part.view(-1).view(torch.uint8), buffer.shape[0]
             if self.is_zero_copy:
-                outer = self.layer_num * self.page_size
+                outer = self.layer_num * self.page_items
                 found.append(raw.view(self.page_num, outer, length, -1))
                 continue
-            by_layer = raw.view(self.layer_num, self.page_num, self.page_size, length, -1)
+            by_layer = raw.view(self.layer_num, self.page_num, self.page_items, length, -1)
             found.append(by_layer.transpose(0, 1))
         return found
+
+
+def device_bytes(pool: BaseDevicePool, item_bytes: int) -> int:
+    """Bytes of the slots of `pool` that requests can own."""
+    return pool.size // pool.spec.stride * item_bytes
 
 
 def pages_in(budget: float, page_bytes: int, pool: str, setting: str) -> int:

@@ -63,15 +63,22 @@ class PoolPair:
     vectors and rotated parts), each by layers."""
 
     host: tuple[tuple[torch.Tensor, ...], ...]
-    """Views `[host_pages, page_size, elements]` of host memory, equally far apart in each part."""
+    """Views `[host_pages, page_items, elements]` of host memory, equally far apart in each part."""
     device: tuple[tuple[torch.Tensor, ...], ...]
-    """Layers on the device, `[slots, ...]`: contiguous rows, equally far apart in the layers of a
+    """Layers on the device, `[items, ...]`: contiguous rows, equally far apart in the layers of a
     part. They adjoin, unless a part is some columns of a buffer."""
     page_size: int
-    """Tokens."""
+    """Slots of a page."""
     host_pages: int
     device_pages: int
     """The padding page included."""
+    stride: int = 1
+    """Slots that share an item."""
+
+    @property
+    def page_items(self) -> int:
+        """Items of a page."""
+        return self.page_size // self.stride
 
     def pages(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor
@@ -103,7 +110,7 @@ class PageLoad(ABC):
 class PageCopier(ABC):
     """Copies whole pages between two pools.
 
-    Slots on the host are int64 `[tokens]` on the CPU; those on the device, equally many, on the
+    Slots on the host are int64 `[slots]` on the CPU; those on the device, equally many, on the
     CPU or the device. `io_backend` is one of `IoBackend`.
     """
 
@@ -195,10 +202,10 @@ def _each(pages: PageIndex) -> Sequence[int]:
 
 
 def _layer_pairs(pools: PoolPair) -> list[list[PagePair]]:
-    """Per layer its parts, `[pages, page_size, bytes of a token]` each."""
+    """Per layer its parts, `[pages, page_items, bytes of an item]` each."""
     return [
         [
-            (page_view(host), page_view(pages_of(device, pools.page_size)))
+            (page_view(host), page_view(pages_of(device, pools.page_items)))
             for host, device in zip(host_parts, device_parts, strict=True)
         ]
         for host_parts, device_parts in zip(
@@ -207,10 +214,10 @@ def _layer_pairs(pools: PoolPair) -> list[list[PagePair]]:
     ]
 
 
-def pages_of(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
+def pages_of(buffer: torch.Tensor, page_items: int) -> torch.Tensor:
     """A layer of a device pool by whole pages, the padding page included."""
-    whole = len(buffer) // page_size
-    return buffer[: whole * page_size].view(whole, page_size, -1)
+    whole = len(buffer) // page_items
+    return buffer[: whole * page_items].view(whole, page_items, -1)
 
 
 def page_index(pages: npt.NDArray[np.int64]) -> PageIndex:

@@ -96,7 +96,7 @@ class _Stage:
 
     Args:
         groups: The parts of a page, in one group or two.
-        page_size: Tokens.
+        page_size: Rows of a page in one layer.
         layers: Layers of each page that a buffer holds.
     """
 

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.host.host_memory import (
     spare_host_bytes,
 )
 from sglang.srt.mem_cache.host.host_memory_turn import host_memory_turn
-from sglang.srt.mem_cache.host.host_pool import HostKVCache, pages_in
+from sglang.srt.mem_cache.host.host_pool import HostKVCache, device_bytes, pages_in
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.host.page_copier import check_has_copier
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
@@ -52,17 +52,17 @@ class _Plan:
         return self.device_pool.spec.name
 
     @property
-    def slot_bytes(self) -> int:
-        return self.host_pool_class.slot_bytes(self.device_pool)
+    def item_bytes(self) -> int:
+        return self.host_pool_class.item_bytes(self.device_pool)
 
     @property
     def device_bytes(self) -> int:
         """Bytes that requests can own on the device."""
-        return self.device_pool.size * self.slot_bytes
+        return device_bytes(self.device_pool, self.item_bytes)
 
     @property
     def page_bytes(self) -> int:
-        return self.device_pool.page_size * self.slot_bytes
+        return self.device_pool.page_items * self.item_bytes
 
 
 def build_kv_host_stack(
@@ -171,7 +171,7 @@ def _build_in_turn(
             io_backend,
             layout,
             has_storage,
-            plans[0].host_pool_class.shortest_part_bytes(device_pool) * device_pool.page_size,
+            plans[0].host_pool_class.shortest_part_bytes(device_pool) * device_pool.page_items,
             has_states=state_pool(pools.pools) is not None,
             is_shared_by_sizes=is_shared_by_sizes,
             known=[
@@ -222,7 +222,7 @@ def _host_pool_class(pool: BaseDevicePool) -> type[HostKVCache]:
 
 def _pages_of_pools(plans: Sequence[_Plan], size: _Size) -> dict[PoolName, int]:
     """Pages of each pool; pools that share slots have equally many."""
-    device_bytes = sum(plan.device_bytes for plan in plans)
+    in_all = sum(plan.device_bytes for plan in plans)
     owners: dict[PoolName, PoolName] = {}  # Whose slots each pool has; they come before it.
     for plan in plans:
         shared = plan.device_pool.spec.indices_from_pool
@@ -235,7 +235,7 @@ def _pages_of_pools(plans: Sequence[_Plan], size: _Size) -> dict[PoolName, int]:
         # Pools that share its slots share its part of the memory.
         together = [one for one in plans if owners[one.name] == name]
         share = sum(one.device_bytes for one in together)
-        budget = size.bytes_for(share, device_bytes)
+        budget = size.bytes_for(share, in_all)
         page_bytes = sum(one.page_bytes for one in together)
         pages[name] = pages_in(budget, page_bytes, name, size.setting)
     return pages
