@@ -95,6 +95,7 @@ class FakeReceiver(BaseKVReceiver):
         *,
         state_indices: Sequence[int] = (),
         decode_prefix_len: int = 0,
+        request_row: int | None = None,
     ) -> None:
         self.pages = list(kv_indices)
         self.first_page = decode_prefix_len // self._servers.page_size

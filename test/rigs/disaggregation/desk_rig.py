@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferError
 from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.base.timeouts import Timeouts
 from sglang.srt.disaggregation.common.conn import CommonKVPrefillManager, CommonKVSender
+from sglang.srt.disaggregation.common.geometry import StateSlots
 from sglang.srt.disaggregation.common.room_checksums import RoomChecksums
 from sglang.srt.disaggregation.common.room_server import RoomServer
 from sglang.srt.disaggregation.control.control_client import ControlClient
@@ -49,7 +50,7 @@ class _NoChecksums:
     def draw_pages(self, pages: Sequence[int]) -> list[list[bytes]]:
         return []
 
-    def draw_state(self, slot: int) -> list[bytes]:
+    def draw_state(self, slots: StateSlots) -> list[bytes]:
         return []
 
 

@@ -203,6 +203,7 @@ class PrefillRole(Role):
             l3_wait_seconds=report.stages.l3_wait,
             prefill_seconds=prefill_seconds,
             state_slot=None if rows.mamba_pool is None else rows.state_of(req.slots.row),
+            request_row=req.slots.row if rows.request_pools else None,
             hidden=None if rows.last_hidden is None else rows.last_hidden.read(req.slots.row),
         )
         room.held = req, reason or FinishReason(type="length", length=len(outputs))

@@ -38,6 +38,9 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     state_slot: int | None = None
     """Slot, in the prefill server's pool, of the recurrent state after the prompt's last token;
     None: the model has none."""
+    request_row: int | None = None
+    """The request's row in the prefill server's pools of states without snapshots; None: the model
+    has none."""
     hidden: bytes | None = None
     """The hidden state of the prompt's last token, in the model's dtype, with which drafts begin;
     None: nothing is drafted, or the recurrent state has it."""

@@ -214,6 +214,7 @@ class BaseKVReceiver(KVPoller):
         *,
         state_indices: Sequence[int] = (),
         decode_prefix_len: int = 0,
+        request_row: int | None = None,
     ) -> None:
         """Ask for the prompt, and read it. `poll` was `WaitingForInput`. All ranks call this for
         the same requests in the same order.
@@ -223,6 +224,8 @@ class BaseKVReceiver(KVPoller):
             state_indices: Slot for the prompt's recurrent state; (): the model has none.
             decode_prefix_len: Number of leading tokens whose pages this server has already; a
                 multiple of the page size.
+            request_row: The request's row, which has its state without snapshots; None: the model
+                has none.
         """
 
     @property

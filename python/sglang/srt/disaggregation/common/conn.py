@@ -39,6 +39,7 @@ from sglang.srt.disaggregation.common.geometry import (
     STAGING_BYTES,
     PoolGeometry,
     RankPlace,
+    StateSlots,
 )
 from sglang.srt.disaggregation.common.metadata_reader import (
     CONTROL,
@@ -342,8 +343,8 @@ class CommonKVSender(BaseKVSender):
         Args:
             row: Row that has the metadata until the room ends; None: it is sent inline.
         """
-        state = metadata.state_slot
-        state_checksums = [] if state is None else self._mgr.checksums.draw_state(state)
+        slots = StateSlots(metadata.state_slot, metadata.request_row)
+        state_checksums = self._mgr.checksums.draw_state(slots) if slots else []
         with self._rooms.lock:
             room = self._room
             room.state_checksums = state_checksums
@@ -401,6 +402,7 @@ class CommonKVReceiver(BaseKVReceiver):
         *,
         state_indices: Sequence[int] = (),
         decode_prefix_len: int = 0,
+        request_row: int | None = None,
     ) -> None:
         group = self._group
         assert group is not None and self._asked.sources, "the prefill server has the request"
@@ -409,7 +411,7 @@ class CommonKVReceiver(BaseKVReceiver):
         own = OwnSlots(
             pages=kv_indices,
             first_page=decode_prefix_len // page_size,
-            state=next(iter(state_indices), None),
+            states=StateSlots(next(iter(state_indices), None), request_row),
         )
         self._read = self._servers.read(group, self._asked, own)
 

@@ -28,6 +28,7 @@ from sglang.srt.disaggregation.control.protocol import (
 )
 from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
+from sglang.srt.mem_cache.device.request_pool import RequestPool
 from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import ItemKind, StateBuffer, StateSpec
 
@@ -35,6 +36,31 @@ STAGING_BYTES: Final = 32 * MIB
 """Least bytes of a buffer that pages are read into."""
 _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Dtypes of the words that copies of raw memory move, by their bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Slots of one prompt in the pools of states of a rank. None: the model has no such pool.
+
+    Attributes:
+        prefix: Slot of the state of the whole prompt.
+        request: Row of the request, for its state without snapshots.
+    """
+
+    prefix: int | None = None
+    request: int | None = None
+
+    def __bool__(self) -> bool:
+        return (self.prefix, self.request) != (None, None)
+
+    def has_same_kinds(self, other: StateSlots) -> bool:
+        """True if both have slots in the same kinds of pools."""
+        kinds = ItemKind.STATE, ItemKind.REQUEST
+        return all((self.of(kind) is None) == (other.of(kind) is None) for kind in kinds)
+
+    def of(self, kind: ItemKind) -> int | None:
+        """The slot in pools whose items are `kind`."""
+        return self.request if kind is ItemKind.REQUEST else self.prefix
 
 
 class IncompatibleLayouts(ValueError):
@@ -78,14 +104,16 @@ class PoolGeometry:
     Attributes:
         pools: The pools, in the same order on servers of the same model.
         facts: Everything that determines the bytes of a head, for errors.
-        tensors: Tensors of the pools; of paged pools one for each buffer, `[slots, ...]`.
+        tensors: Tensors of the pools; of paged pools one for each buffer, `[items, ...]`.
         num_heads: Heads of the whole model in each pool.
+        kinds: Kind of the items of each pool.
     """
 
     pools: tuple[PoolLayout, ...]
     facts: dict[str, str]
     tensors: tuple[torch.Tensor, ...]
     num_heads: tuple[int, ...]
+    kinds: tuple[ItemKind, ...]
 
     @classmethod
     def of(
@@ -115,19 +143,20 @@ class PoolGeometry:
             num_heads = share.end - share.begin
             parts = [_parts(buffer, num_heads) for buffer in spec.buffers for _ in spec.layers]
             buffers = list(map(PoolBuffer, addresses, page_bytes, parts))
-            is_state = spec.item is ItemKind.STATE
+            is_state = spec.item is not ItemKind.TOKEN
             layouts.append(
                 PoolLayout(spec.name, is_state, pool.page_size, share.begin, share.end, buffers)
             )
             if isinstance(pool, PagedDevicePool):
                 tensors += [buffer for part in pool.parts for buffer in part]
-            elif isinstance(pool, StatePool):
+            elif isinstance(pool, StatePool | RequestPool):
                 tensors += pool.buffers
             facts[f"pool {spec.name}"] = _shapes(spec, num_heads, pool.dtype)
             facts[f"layers of pool {spec.name}"] = str(list(spec.layers))
             facts[f"heads of pool {spec.name}"] = str(share.total)
         heads = tuple(pool.spec.share.total for pool in pools)
-        return cls(tuple(layouts), facts, tuple(tensors), heads)
+        kinds = tuple(pool.spec.item for pool in pools)
+        return cls(tuple(layouts), facts, tuple(tensors), heads, kinds)
 
     @property
     def addresses(self) -> list[int]:
@@ -230,15 +259,17 @@ class PoolGeometry:
                     else:
                         ranges = _head_ranges((own, mine), (their, other), begin, end)
                     if own.is_state:
-                        shard_slice.states.append(_States(mine, other, ranges))
+                        kind = self.kinds[place]
+                        shard_slice.states.append(_States(kind, mine, other, ranges))
                         continue
                     tensor = self._tensor_at[mine.address]
+                    items = mine.page_bytes // tensor[0].nbytes
                     if is_whole:
                         shard_slice.wholes.append(
                             WholeBuffer(other.address, mine.page_bytes, tensor)
                         )
                     else:
-                        shard_slice.cuts.append(CutBuffer.of(tensor, own.page_size, other, ranges))
+                        shard_slice.cuts.append(CutBuffer.of(tensor, items, other, ranges))
         return slices
 
 
@@ -253,7 +284,7 @@ class WholeBuffer:
     Attributes:
         address: Address of the other rank's buffer.
         page_bytes: Bytes of a page, on both sides.
-        own: This rank's buffer, `[slots, ...]`.
+        own: This rank's buffer, `[items, ...]`.
     """
 
     address: int
@@ -273,7 +304,7 @@ class CutBuffer:
     Attributes:
         address: Address of the other rank's buffer.
         page_bytes: Bytes of a page on the other rank.
-        own: This rank's buffer as words `[pages, page_size, words of an item]`.
+        own: This rank's buffer as words `[pages, page_items, words of an item]`.
         ranges: Head ranges in words of an item.
     """
 
@@ -284,14 +315,14 @@ class CutBuffer:
 
     @classmethod
     def of(
-        cls, tensor: torch.Tensor, page_size: int, other: PoolBuffer, ranges: list[_HeadRange]
+        cls, tensor: torch.Tensor, page_items: int, other: PoolBuffer, ranges: list[_HeadRange]
     ) -> CutBuffer:
         """Args:
-        tensor: This rank's buffer, `[slots, ...]`.
+        tensor: This rank's buffer, `[items, ...]`.
         ranges: Head ranges in bytes.
         """
-        raw = tensor.view(-1, page_size, tensor[0].numel()).view(torch.uint8)
-        numbers = [raw.shape[2], other.page_bytes // page_size, *(n for s in ranges for n in s)]
+        raw = tensor.view(-1, page_items, tensor[0].numel()).view(torch.uint8)
+        numbers = [raw.shape[2], other.page_bytes // page_items, *(n for s in ranges for n in s)]
         size = next(size for size in _WORDS if not any(number % size for number in numbers))
         in_words = [(own // size, their // size, length // size) for own, their, length in ranges]
         return cls(other.address, other.page_bytes, raw.view(_WORDS[size]), in_words)
@@ -311,6 +342,7 @@ class CutBuffer:
 
 @dataclass(frozen=True, slots=True)
 class _States:
+    kind: ItemKind
     mine: PoolBuffer
     other: PoolBuffer
     ranges: list[_HeadRange]
@@ -369,17 +401,18 @@ class ShardSlice:
             for page, remote, count in runs
         ]
 
-    def state_blocks(self, theirs: int, own: int) -> list[Block]:
-        """Blocks that read the recurrent state in slot `theirs` into slot `own`."""
-        return [
-            Block(
-                one.mine.address + own * one.mine.page_bytes + here,
-                one.other.address + theirs * one.other.page_bytes + there,
-                length,
-            )
-            for one in self.states
-            for here, there, length in one.ranges
-        ]
+    def state_blocks(self, theirs: StateSlots, own: StateSlots) -> list[Block]:
+        """Blocks that read the states in slots `theirs` into slots `own`, which have the same
+        kinds."""
+        blocks: list[Block] = []
+        for one in self.states:
+            source, target = theirs.of(one.kind), own.of(one.kind)
+            if source is None or target is None:
+                continue
+            mine = one.mine.address + target * one.mine.page_bytes
+            other = one.other.address + source * one.other.page_bytes
+            blocks += [Block(mine + here, other + there, size) for here, there, size in one.ranges]
+        return blocks
 
 
 def _page_rows(tensor: torch.Tensor, page_bytes: int) -> torch.Tensor:
@@ -418,6 +451,10 @@ def _shapes(spec: StateSpec, num_heads: int, dtype: object) -> str:
         shapes.append(f"{buffer.name}{shape}")
         if buffer.dtype != spec.dtype:
             shapes[-1] += f" {buffer.dtype}"
+    if spec.stride > 1:
+        shapes.append(f"for {spec.stride} tokens")
+    if spec.item is ItemKind.REQUEST:
+        shapes.append("for a request")
     return f"{' '.join(shapes)} {dtype}"
 
 

@@ -8,9 +8,11 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
+from sglang.srt.disaggregation.common.geometry import StateSlots
 from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.page_digests import (
@@ -27,8 +29,13 @@ _NONE = b""
 @dataclass(frozen=True, slots=True)
 class _Pool:
     name: str
-    page_size: int
+    kind: ItemKind
+    page_items: int
     hasher: PageHasher | None
+
+
+_Pages: TypeAlias = tuple[_Pool, Sequence[int]]
+"""A pool, and the numbers of pages or states there."""
 
 
 class RoomChecksums:
@@ -45,10 +52,10 @@ class RoomChecksums:
         self._pools: list[_Pool] = []
         self._state_pools: list[_Pool] = []
         for pool in pools:
-            name, is_state = pool.spec.name, pool.spec.item is ItemKind.STATE
-            hasher = make_page_hasher(pool.parts, pool.page_size, by_token=False, pool=name)
-            known = self._state_pools if is_state else self._pools
-            known.append(_Pool(name, pool.page_size, hasher))
+            name, kind = pool.spec.name, pool.spec.item
+            hasher = make_page_hasher(pool.parts, pool.page_items, by_token=False, pool=name)
+            known = self._pools if kind is ItemKind.TOKEN else self._state_pools
+            known.append(_Pool(name, kind, pool.page_items, hasher))
         self._runtime = device_runtime(pools[0].device)
         self._stream = self._runtime.make_side_stream()
         self._stream.follow()  # The stream must see the tables of the hashers.
@@ -60,13 +67,13 @@ class RoomChecksums:
         where a pool is not hashed, and an empty list for pages that are not drawn."""
         with self._lock:
             drawn = [self._drawn_pages.takes_next() for _ in pages]
-        return self._digests_of(self._pools, pages, drawn)
+        return self._digests_of(self._pages_of(pages), drawn)
 
-    def draw_state(self, slot: int) -> list[bytes]:
-        """The checksums of a state in all pools of states, as `draw_pages`."""
+    def draw_state(self, slots: StateSlots) -> list[bytes]:
+        """The checksums of a prompt's states in all pools of states, as `draw_pages`."""
         with self._lock:
             drawn = [self._drawn_states.takes_next()]
-        return self._digests_of(self._state_pools, [slot], drawn)[0]
+        return self._digests_of(self._states_of(slots), drawn)[0]
 
     def compare_pages(
         self, names: Collection[str], pages: Sequence[int], expected: Sequence[Sequence[bytes]]
@@ -78,33 +85,44 @@ class RoomChecksums:
             pages: Pages of this server.
             expected: For each page what `draw_pages` has returned there.
         """
-        found = self._digests_of(self._pools, pages, [bool(known) for known in expected])
+        found = self._digests_of(self._pages_of(pages), [bool(known) for known in expected])
         return _compare(self._pools, names, found, expected)
 
     def compare_state(
-        self, names: Collection[str], slot: int, expected: Sequence[bytes]
+        self, names: Collection[str], slots: StateSlots, expected: Sequence[bytes]
     ) -> Comparison:
-        """Like `compare_pages`, but for a state."""
-        found = self._digests_of(self._state_pools, [slot], [bool(expected)])
+        """Like `compare_pages`, but for the states of a prompt."""
+        found = self._digests_of(self._states_of(slots), [bool(expected)])
         return _compare(self._state_pools, names, found, [expected])
 
-    def _digests_of(
-        self, pools: Sequence[_Pool], pages: Sequence[int], drawn: Sequence[bool]
-    ) -> list[list[bytes]]:
+    def _pages_of(self, pages: Sequence[int]) -> list[_Pages]:
+        return [(pool, pages) for pool in self._pools]
+
+    def _states_of(self, slots: StateSlots) -> list[_Pages]:
+        found = []
+        for pool in self._state_pools:
+            slot = slots.of(pool.kind)
+            assert slot is not None, f"a prompt has a slot in pool {pool.name}"
+            found.append((pool, [slot]))
+        return found
+
+    def _digests_of(self, pools: Sequence[_Pages], drawn: Sequence[bool]) -> list[list[bytes]]:
         """Checksums of the pages that are `drawn`; an empty list for the others."""
-        hashed = list(itertools.compress(pages, drawn))
-        if not hashed:
+        if not any(drawn):
             return [[] for _ in drawn]
+        num_hashed = sum(drawn)
         self._runtime.enter_thread()
         columns = []
         with self._lock, self._stream.use():
             begun = [
-                None if pool.hasher is None else pool.hasher.digests(_slots(pool, hashed))
-                for pool in pools
+                None
+                if pool.hasher is None
+                else pool.hasher.digests(_items(pool, list(itertools.compress(pages, drawn))))
+                for pool, pages in pools
             ]
         for copies in begun:
             if copies is None:
-                columns.append([_NONE] * len(hashed))
+                columns.append([_NONE] * num_hashed)
                 continue
             (digests,) = copies.wait()
             assert digests is not None
@@ -150,6 +168,6 @@ def _compare(
     return result
 
 
-def _slots(pool: _Pool, pages: Sequence[int]) -> torch.Tensor:
-    first = torch.tensor(pages, dtype=torch.int64) * pool.page_size
-    return (first[:, None] + torch.arange(pool.page_size)).reshape(-1)
+def _items(pool: _Pool, pages: Sequence[int]) -> torch.Tensor:
+    first = torch.tensor(pages, dtype=torch.int64) * pool.page_items
+    return (first[:, None] + torch.arange(pool.page_items)).reshape(-1)

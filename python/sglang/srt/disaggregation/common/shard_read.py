@@ -16,13 +16,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
 from sglang.srt.disaggregation.base.timeouts import Timeouts
-from sglang.srt.disaggregation.common.geometry import ShardSlice
+from sglang.srt.disaggregation.common.geometry import ShardSlice, StateSlots
 from sglang.srt.disaggregation.common.metadata_reader import (
     CONTROL,
     TRANSPORT,
@@ -76,12 +76,12 @@ class OwnSlots:
     Attributes:
         pages: Pages for the prompt's pages from `first_page` on.
         first_page: Number of leading pages of the prompt that this server has already.
-        state: Slot for the prompt's recurrent state; None: the model has none.
+        states: Slots for the prompt's states.
     """
 
     pages: Sequence[int]
     first_page: int = 0
-    state: int | None = None
+    states: StateSlots = field(default_factory=StateSlots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,12 +221,11 @@ class ShardRead:
         shard, own = self._shard, self._shard.own
         self._fail_at("asking")
         first_token = self._read_pages()
-        theirs = first_token.state_slot
-        if (theirs is None) != (own.state is None):
-            raise RoomFailed("the prefill server has not sent the slot of the recurrent state")
-        if theirs is not None and own.state is not None:
-            # The state is complete once the first token is known.
-            self._read_blocks(shard.piece.state_blocks(theirs, own.state), len(own.pages))
+        theirs = StateSlots(first_token.state_slot, first_token.request_row)
+        if not theirs.has_same_kinds(own.states):
+            raise RoomFailed("the prefill server has not sent the slots of the prompt's states")
+        # States are complete once the first token is known.
+        self._read_blocks(shard.piece.state_blocks(theirs, own.states), len(own.pages))
         self._verify(theirs)
         self._fail_at("confirming")
         received = Received(shard.room, shard.reader, shard.part)
@@ -234,17 +233,17 @@ class ShardRead:
             raise RoomFailed("the prefill server let go of the pages while they were read")
         return first_token
 
-    def _verify(self, their_state: int | None) -> None:
+    def _verify(self, their_states: StateSlots) -> None:
         """Compare what was read with its checksums; read once more what differs. Raises
         RoomFailed if it differs again."""
         own, check, names = self._shard.own, self._shared.checksums, self._shard.piece.whole_pools
-        chosen, has_state = list(range(len(own.pages))), their_state is not None
+        chosen, has_state = list(range(len(own.pages))), bool(their_states)
         for attempt in ("first", "second"):
             mine = [own.pages[at] for at in chosen]
             pages = check.compare_pages(names, mine, [self._checksums[at] for at in chosen])
             state = Comparison()
-            if has_state and own.state is not None:
-                state = check.compare_state(names, own.state, self._state_checksums)
+            if has_state:
+                state = check.compare_state(names, own.states, self._state_checksums)
             self.checked += pages.outcomes + state.outcomes
             if not pages.damaged and not state.damaged:
                 return
@@ -260,8 +259,8 @@ class ShardRead:
             chosen, has_state = [chosen[at] for at in pages.damaged], bool(state.damaged)
             again = [own.pages[at] for at in chosen]
             blocks = self._shard.piece.page_blocks([self._theirs[at] for at in chosen], again)
-            if has_state and their_state is not None and own.state is not None:
-                blocks += self._shard.piece.state_blocks(their_state, own.state)
+            if has_state:
+                blocks += self._shard.piece.state_blocks(their_states, own.states)
             self._read_blocks(blocks, len(own.pages))
 
     def _fail_at(self, step: str) -> None:

@@ -38,14 +38,14 @@ class PoolBuffer(msgspec.Struct, frozen=True, array_like=True):
     address: int
     page_bytes: int
     head_parts: list[int] = []
-    """Bytes of the runs of an item (a token, or a state), together the whole item; each run is
+    """Bytes of the runs of an item (of tokens, or a state), together the whole item; each run is
     split evenly by heads. Empty if the item cannot be cut."""
 
 
 class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
     name: str
     is_state: bool
-    """True if the pool has recurrent states, each of a whole prompt, and not pages of tokens."""
+    """True if the pool has states, each of a whole prompt or of a request, and not pages."""
     page_size: int
     begin: int
     """First of the model's heads `[begin, end)` in the pool. State without heads is one head, which

@@ -96,6 +96,7 @@ class FakeKVReceiver(BaseKVReceiver):
         *,
         state_indices: Sequence[int] = (),
         decode_prefix_len: int = 0,
+        request_row: int | None = None,
     ) -> None:
         self._has_slots = True
 

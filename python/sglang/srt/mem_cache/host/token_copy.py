@@ -1,9 +1,9 @@
 """Triton kernel that moves tokens between a device pool and page-locked host memory.
 
-A *row* is one token of one layer of one part of a page (K, V), or an item of several tokens. The host side may have any of the
-layouts whose rows are whole: a row's address is linear in (host page, token in page, layer). The
-kernel reads and writes host memory itself, so a token is as good as a page: nothing depends on
-runs.
+A *row* is one token of one layer of one part of a page (K, V), or an item of several tokens. The
+host side may have any of the layouts whose rows are whole: a row's address is linear in (host page,
+token in page, layer). The kernel reads and writes host memory itself, so a token is as good as a
+page: nothing depends on runs.
 
 Importing this module needs triton.
 """

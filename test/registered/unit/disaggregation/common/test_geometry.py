@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.common.geometry import (
     PoolGeometry,
     RankPlace,
     ShardSlice,
+    StateSlots,
 )
 from sglang.srt.disaggregation.common.staging import rounds
 from sglang.srt.disaggregation.control.protocol import KVLayout
@@ -321,7 +322,10 @@ def test_every_rank_gets_its_heads_whoever_has_them(
             assert all(sink.geometry.incompatibility(layout) is None for layout in known)
             num_bytes = 0
             for peer, shard_slice in zip(peers, sink.geometry.slices(known, draw), strict=True):
-                blocks = [*shard_slice.page_blocks(theirs, own), *shard_slice.state_blocks(3, 5)]
+                blocks = [
+                    *shard_slice.page_blocks(theirs, own),
+                    *shard_slice.state_blocks(StateSlots(3), StateSlots(5)),
+                ]
                 move(blocks)
                 num_bytes += sum(block.length for block in blocks)
                 num_bytes += 4 * cut_bytes(shard_slice)
@@ -344,8 +348,10 @@ def test_what_the_other_rank_has_beside_is_left_alone() -> None:
     shard_slice, _ = sink.geometry.slices(layouts, 0)
     assert not shard_slice.page_blocks([1, 2], [4, 5])
     read_cuts(shard_slice, [1, 2], [4, 5], capacity=1000)
-    move(shard_slice.state_blocks(1, 1))
-    assert len(shard_slice.state_blocks(1, 1)) == 2 * (1 + 3), "a layer: temporal, and conv's runs"
+    move(shard_slice.state_blocks(StateSlots(1), StateSlots(1)))
+    assert len(shard_slice.state_blocks(StateSlots(1), StateSlots(1))) == 2 * (1 + 3), (
+        "a layer: temporal, and conv's runs"
+    )
     for buffer in (*sink.kv.k_buffer, *sink.kv.v_buffer):
         pages = buffer.view(-1, PAGE, *buffer.shape[1:])
         assert pages[4:6, :, :2].all() or buffer is sink.kv.k_buffer[0]
@@ -366,7 +372,7 @@ def test_heads_that_cannot_be_cut_out_are_refused_by_name() -> None:
 
     whole, half, rest = marks(0, 2), marks(0, 1), marks(1, 2)
     (shard_slice,) = whole.slices([layout_of(marks(0, 2))], 0)
-    assert len(shard_slice.state_blocks(1, 2)) == 1
+    assert len(shard_slice.state_blocks(StateSlots(1), StateSlots(2))) == 1
     with pytest.raises(
         IncompatibleLayouts, match=r"pool mamba has heads 0 to 1 there, 0 to 2 here, .*tp"
     ):
