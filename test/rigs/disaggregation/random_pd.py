@@ -19,6 +19,7 @@ progress of threads.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import socket
 import time
@@ -59,7 +60,7 @@ from rigs.schedulers.random_checks import (
 )
 from rigs.schedulers.random_requests import RandomRequests, Sent
 from rigs.schedulers.random_seeds import Outcome
-from rigs.schedulers.random_setup import speculation, text_args
+from rigs.schedulers.random_setup import draw_group, speculation, text_args
 from rigs.schedulers.scheduler_rig import Collected
 from rigs.schedulers.step_watchdog import Watchdog
 from rigs.stores.object_store import ObjectStore
@@ -133,6 +134,9 @@ class RandomPd:
             self.args["decode"] |= small_l1(self.page_size)
         if self.args["decode"].get("enable_hierarchical_cache") and apart.random() < 0.5:
             self.args["decode"]["disaggregation_decode_retraction_backup"] = "host_pool"
+        if self.state.num_states and self.num_draft_tokens == 1:
+            group = draw_group(random.Random(f"groups of {seed}"), self.page_size)
+            self.state = dataclasses.replace(self.state, group=group)
         self.groups = draw_groups(seed)
         may_swap = not self.damages_l2 and apart.random() < 0.7 and self.groups == (1, 1)
         self._swaps = random.Random(seed) if may_swap else None

@@ -25,8 +25,18 @@ from sglang.srt.mem_cache.device.memory_pool import (
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.nsa_pool import NSASpec, NSATokenToKVPool
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
+from sglang.srt.mem_cache.device.request_pool import RequestPool
+from sglang.srt.mem_cache.device.row_pool import RowPool, RowSpec
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool
-from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, RankSplit
+from sglang.srt.mem_cache.device.state_spec import (
+    ItemKind,
+    KVSpec,
+    PoolName,
+    RankShare,
+    RankSplit,
+    StateBuffer,
+    StateSpec,
+)
 
 _ALL_HEADS: Final = RankShare(RankSplit.HEADS, 0, 1, 1)
 _MOST_HEADS: Final = 16
@@ -38,6 +48,8 @@ _NAMES: Final = {
     "temporal": "recurrent states",
     "conv": "convolution states",
     "hidden": "hidden states",
+    "rows": "rows of groups",
+    "group": "open groups",
 }
 """Names of spec buffers in error messages."""
 _MARKS: Final = dict(
@@ -68,6 +80,9 @@ class CheckableState:
     """The heads of this rank."""
     drafts: bool = False
     """True if it has a draft layer behind the others, which has state for each token."""
+    group: int = 0
+    """Tokens of a group, which has a row in a pool of its own once it is whole; a request has the
+    fact of its open group. 0: there are no groups. Needs states, and no drafts."""
 
     @property
     def token_layers(self) -> tuple[int, ...]:
@@ -111,6 +126,13 @@ class FactBuffer:
 
 MakeStates = Callable[[MambaSpec, int], MambaPool]
 """Makes the pool of some states; arguments: spec, slots."""
+MakeRequests = Callable[[StateSpec, int], RequestPool]
+"""Makes the pool of states of running requests; arguments: spec, rows."""
+
+
+def on_cpu(spec: StateSpec, size: int) -> RequestPool:
+    """A pool of states of `size` running requests."""
+    return RequestPool(spec, size, "cpu")
 
 
 @dataclass(slots=True)
@@ -122,12 +144,14 @@ class CheckablePools:
         page_size: Tokens of a page.
         pool_tokens: Slots of L1, in whole pages.
         make_states: Makes the pool of the states.
+        make_requests: Makes the pool of open groups.
     """
 
     state: CheckableState
     page_size: int
     pool_tokens: int
     make_states: MakeStates
+    make_requests: MakeRequests = on_cpu
     kv: KVCache = field(init=False)
     states: MambaPool | None = field(init=False, default=None)
     tokens: list[FactBuffer] = field(init=False)
@@ -136,6 +160,10 @@ class CheckablePools:
     """Buffers of recurrent states."""
     hidden: StatePool | None = field(init=False, default=None)
     """Hidden states beside the recurrent ones, for the draft layer."""
+    groups: list[FactBuffer] = field(init=False, default_factory=list)
+    """Buffers of whole groups."""
+    open: list[FactBuffer] = field(init=False, default_factory=list)
+    """Buffers of open groups, by rows of requests; made with the rows."""
 
     def __post_init__(self) -> None:
         state, heads = self.state, self.state.heads
@@ -150,6 +178,17 @@ class CheckablePools:
             for pool in paged
             for one in _buffers(pool, pool.parts, heads if not state.is_sparse else RankShare())
         ]
+        if state.group:
+            spec_of_rows = RowSpec.of(
+                state.token_layers,
+                8,
+                torch.float32,
+                stride=state.group,
+                name=PoolName.C128,
+                indices_from_pool=PoolName.KV,
+            )
+            rows = RowPool.from_spec(spec_of_rows, self.pool_tokens, self.page_size, "cpu")
+            self.groups = _buffers(rows, rows.parts, RankShare())
         if state.num_states:
             count = heads.end - heads.begin
             spec = MambaSpec.of_shapes(
@@ -181,7 +220,9 @@ class CheckablePools:
     def model_pools(self) -> ModelPools:
         """All pools, the primary pool first."""
         states = [pool for pool in (self.states, self.hidden) if pool is not None]
-        return ModelPools.of([self.kv, *self.kv.auxiliary_pools, *states], self.state.num_layers)
+        groups = [one.pool for one in self.groups]
+        paged = [self.kv, *self.kv.auxiliary_pools, *groups]
+        return ModelPools.of([*paged, *states], self.state.num_layers)
 
     @property
     def hidden_marks(self) -> Words:
@@ -196,7 +237,18 @@ class CheckablePools:
             if self.state.drafts:
                 rows.last_hidden = HiddenRows(max_requests, HIDDEN_SIZE, torch.float32, "cpu")
             return rows
-        return HybridReqToTokenPool(max_requests, context_len, "cpu", self.states)
+        hybrid = HybridReqToTokenPool(max_requests, context_len, "cpu", self.states)
+        if self.state.group:
+            spec = StateSpec(
+                name=PoolName.OPEN_GROUP,
+                layers=self.state.state_layers,
+                buffers=(StateBuffer("group", (8,), torch.float32),),
+                item=ItemKind.REQUEST,
+            )
+            pool = self.make_requests(spec, max_requests)
+            self.open = _buffers(pool, pool.parts, RankShare())
+            hybrid.request_pools = [pool]
+        return hybrid
 
 
 def _buffers(

@@ -102,10 +102,14 @@ class Step:
             if layer in state.state_layers:
                 for buffer in self.pools.prefixes:
                     self._run_states(buffer, layer)
+                for buffer in self.pools.open:
+                    self._run_open_groups(buffer, layer)
             if layer in state.token_layers:
                 begin_layer(layer)
                 for buffer in self.pools.tokens:
                     self._run_tokens(buffer, layer)
+                for buffer in self.pools.groups:
+                    self._run_groups(buffer, layer)
 
     def _begin(self, ends: Words) -> None:
         """Compute the new facts, which follow the facts `ends`."""
@@ -160,6 +164,44 @@ class Step:
             f"(slot {one.state.read}, {int(bad.any(axis=1).sum())} such in the batch): "
             f"holds {holds} and not {should}"
         )
+
+    # ---- groups of tokens ----------------------------------------------------------------------
+
+    def _run_open_groups(self, buffer: FactBuffer, layer: int) -> None:
+        """Check the open group of each request, and go on with it: the fact of the last token, or
+        zeros if it ends a group."""
+        words, marks, size = buffer.read(layer), buffer.marks[layer], self.pools.state.group
+        assert self._ends is not None, "the layer's recurrent states come first"
+        for one, end, new in zip(self.contexts, self._ends, self._new, strict=True):
+            wanted = end ^ marks if one.num_old % size else np.zeros_like(marks)
+            if not np.array_equal(words[one.row], wanted):
+                holds = words[one.row, 0]
+                raise WrongContext(
+                    f"row {one.row}, layer {layer}, {buffer.name} behind {one.num_old} tokens: "
+                    f"holds {describe(holds ^ marks[0]) if holds.any() else 'zeros'}"
+                )
+            words[one.row] = new[-1] ^ marks if len(one.slots) % size else 0
+
+    def _run_groups(self, buffer: FactBuffer, layer: int) -> None:
+        """Store the last fact of each group that the new tokens end, and check those of all
+        groups."""
+        words, marks, size = buffer.read(layer), buffer.marks[layer], self.pools.state.group
+        assert self._all is not None, "the layer's tokens come first"
+        begin = 0
+        for one in self.contexts:
+            ends = np.arange(size - 1, len(one.slots), size)
+            items, wanted = one.slots[ends] // size, self._all[begin + ends][:, None] ^ marks
+            begin += len(one.slots)
+            is_new = ends >= one.num_old
+            words[items[is_new]] = wanted[is_new]
+            bad = (words[items] != wanted).any(axis=(1, 2))
+            if bad.any():
+                at = int(np.argmax(bad))
+                raise WrongContext(
+                    f"row {one.row}, layer {layer}, {buffer.name}, the one that ends at position "
+                    f"{ends[at]} of {len(one.slots)} (item {items[at]}): holds "
+                    f"{describe(words[items[at], 0] ^ marks[0])}"
+                )
 
     # ---- tokens --------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from rigs.schedulers.checkable_model import (
 )
 from rigs.schedulers.checkable_pools import CheckablePools, CheckableState
 from rigs.schedulers.checkable_step import Context, StateUse, Step, expect
-from rigs.schedulers.lagging_device import LaggingDevice, LaggingStates
+from rigs.schedulers.lagging_device import LaggingDevice, LaggingRequests, LaggingStates
 from rigs.schedulers.scheduler_rig import SchedulerRig
 from sglang.srt.arg_groups.speculative import num_draft_tokens
 from sglang.srt.layers.forward_batch_info import ForwardBatch
@@ -84,12 +84,17 @@ class CheckableWorker(TpModelWorker):
     ) -> None:
         self._tolerates_damage = tolerates_damage
         state = dataclasses.replace(state, drafts=num_draft_tokens > 1)
-        make_states = (
-            partial(MambaPool, device="cpu")
-            if device is None
-            else partial(LaggingStates, lagging=device)
-        )
-        self._pools = CheckablePools(state, page_size, pool_tokens, make_states)
+        if device is None:
+            make_states = partial(MambaPool, device="cpu")
+            self._pools = CheckablePools(state, page_size, pool_tokens, make_states)
+        else:
+            self._pools = CheckablePools(
+                state,
+                page_size,
+                pool_tokens,
+                partial(LaggingStates, lagging=device),
+                partial(LaggingRequests, lagging=device),
+            )
         self._submit: Callable[[Callable[[], None]], None] = (
             (lambda work: work()) if device is None else device.submit
         )

@@ -21,7 +21,9 @@ import torch
 from sglang.srt.hardware_backend import device_runtime as runtimes
 from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.hardware_backend.device_runtime import CopyStream, HostCopies
+from sglang.srt.mem_cache.device.request_pool import RequestPool
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
+from sglang.srt.mem_cache.device.state_spec import StateSpec
 
 _CURRENT: Final = threading.local()
 
@@ -99,6 +101,17 @@ class LaggingStates(MambaPool):
 
     def zero(self, slots: torch.Tensor) -> None:
         self._lagging.submit(lambda: MambaPool.zero(self, slots))
+
+
+class LaggingRequests(RequestPool):
+    """States of running requests that are zeroed in order with the steps."""
+
+    def __init__(self, spec: StateSpec, size: int, lagging: LaggingDevice) -> None:
+        super().__init__(spec, size, "cpu")
+        self._lagging = lagging
+
+    def zero(self, rows: Sequence[int]) -> None:
+        self._lagging.submit(lambda: RequestPool.zero(self, rows))
 
 
 class LaggingRuntime(CpuRuntime):

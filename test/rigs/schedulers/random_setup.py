@@ -49,6 +49,11 @@ def speculation(num_draft_tokens: int) -> dict[str, Any]:
     return {"speculative_algorithm": "NEXTN", "speculative_num_steps": num_draft_tokens - 1}
 
 
+def draw_group(rng: random.Random, page_size: int) -> int:
+    """Tokens of a group, see `CheckableState`: mostly several, of which a page has one or more."""
+    return rng.choice([0, *(size for size in (2, 4, 16, 64) if page_size % size == 0)])
+
+
 def text_args() -> dict[str, Any]:
     """Arguments of a rig whose requests have stop strings and grammars."""
     backend = partial(HandBackend, vocab_size=VOCAB_SIZE)
@@ -101,6 +106,8 @@ class Setup:
     """True if pages of L2 change their bytes now and then."""
     num_draft_tokens: int = field(default=1, repr=False)
     """Tokens of a decode step for each request; above 1, all but one are drafts."""
+    group: int = field(default=0, repr=False)
+    """See `CheckableState`."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setup:
@@ -136,7 +143,8 @@ class Setup:
         has_checksums = self.verify_checksum and self.heads < 2
         damages = rng.random() < 0.5 and self.tiers > 1 and has_checksums
         drafts = rng.choice((1, 1, 2, 4, 9))
-        return dataclasses.replace(self, damages_l2=damages, num_draft_tokens=drafts)
+        group = draw_group(rng, self.page_size) if self.num_states and drafts == 1 else 0
+        return dataclasses.replace(self, damages_l2=damages, num_draft_tokens=drafts, group=group)
 
     @classmethod
     def _draw_dense(cls, rng: random.Random) -> Setup:
@@ -182,7 +190,10 @@ class Setup:
     def state(self) -> CheckableState:
         """State that the model keeps, of all heads."""
         return CheckableState(
-            is_sparse=self.is_sparse, num_states=self.num_states, alignment=self.alignment
+            is_sparse=self.is_sparse,
+            num_states=self.num_states,
+            alignment=self.alignment,
+            group=self.group,
         )
 
     def rig_args(self) -> dict[str, Any]:

@@ -233,7 +233,9 @@ class SchedulerRig:
     def pools(self) -> list[BaseDevicePool]:
         """Device pools of the model."""
         known = self.model_pools
-        return [self.worker.token_to_kv_pool] if known is None else list(known.pools)
+        if known is None:
+            return [self.worker.token_to_kv_pool]
+        return [*known.pools, *self.worker.req_to_token_pool.request_pools]
 
     def request(
         self, rid: str, input_ids: list[int], params: SamplingParams | None = None, **fields: Any

@@ -356,11 +356,10 @@ class DecodeRole(Role):
         pages = slots.div(page_size, rounding_mode="floor").tolist()
         state_slot = None if rows.mamba_pool is None else rows.state_of(req.slots.row)
         request_row = req.slots.row if rows.request_pools else None
-        # The same wait covers the zeroing of a recurrent state, which never comes without pages:
-        # the tree gives no state of a whole prompt, since its last token has to be computed.
+        # The same wait covers the zeroing of states. A recurrent state never comes without pages:
+        # the tree gives none of a whole prompt, since its last token has to be computed. A state
+        # of the request comes with a recurrent one.
         assert pages or state_slot is None, "the last token of a hybrid's prompt is not cached"
-        if request_row is not None and not pages:
-            rows.req_to_token[request_row, :1].tolist()  # Wait for its zeroing, too.
         one.receiver.send_metadata(
             pages,
             state_indices=() if state_slot is None else (state_slot,),

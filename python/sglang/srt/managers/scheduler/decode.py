@@ -142,7 +142,8 @@ class DecodeScheduler:
     def _back_up(self, req: Req) -> None:
         """Copy to L2 what only L1 has of a retracted request. The tree has its pages: they stay in
         L1 until their copies have landed, and are loaded when the request is scheduled again. L2
-        evicts pages of waiting requests last."""
+        evicts pages of waiting requests last. A state in the request's row is not kept: it is empty
+        where the pages end."""
         state, hicache = self._state, self._state.hicache
         assert hicache is not None, "otherwise nothing is backed up"
         match = hicache.match_prefix(

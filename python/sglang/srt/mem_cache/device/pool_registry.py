@@ -70,8 +70,8 @@ def make_pools(
     Raises:
         ValueError: A kind of state has no pool class; two specs have the same name; the pool whose
             slots an auxiliary pool shares is missing or has other items; two kinds of states of
-            whole prefixes have slots of their own; or a stride does not divide the page size. Names
-            the state. No memory is taken then.
+            whole prefixes have slots of their own; there is none beside a state of requests; or a
+            stride does not divide the page size. Names the state. No memory is taken then.
     """
     _check_specs(specs)
     check_page_size(specs, page_size)
@@ -122,6 +122,13 @@ def _check_specs(specs: Sequence[StateSpec]) -> None:
             f"states '{owners[0]}' and '{owners[1]}' stand for whole prefixes and have slots of "
             f"their own: let '{owners[1]}' share those of '{owners[0]}' (indices_from_pool)"
         )
+    for spec in specs:
+        if spec.item is ItemKind.REQUEST and not owners:
+            # A prompt whose pages are all cached would begin at its last token, within a page.
+            raise ValueError(
+                f"state '{spec.name}' of running requests needs a state of whole prefixes beside "
+                "it, so that every request begins at a page boundary"
+            )
 
 
 def kv_pool(pools: Mapping[PoolName, BaseDevicePool]) -> KVCache:

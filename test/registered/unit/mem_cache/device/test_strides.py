@@ -39,7 +39,14 @@ OPEN = StateSpec(
     buffers=(StateBuffer("values", (5,), torch.float32), StateBuffer("gates", (3,), torch.int16)),
     item=ItemKind.REQUEST,
 )
-SPECS = (ROWS, KEYS, FAR, OPEN)
+RING = StateSpec(
+    name=PoolName.SWA,
+    layers=(0,),
+    buffers=(StateBuffer("ring", (4,), torch.float32),),
+    item=ItemKind.STATE,
+    hit_policy=PoolHitPolicy.TRAILING_PAGES,
+)
+SPECS = (ROWS, KEYS, FAR, RING, OPEN)
 
 
 class Request:
@@ -47,7 +54,7 @@ class Request:
 
 
 def test_pools_have_an_item_for_each_stride_of_tokens() -> None:
-    pools = make_pools(SPECS, 512, 256, "cpu", num_requests=3)
+    pools = make_pools(SPECS, 512, 256, "cpu", 2, num_requests=3)
     rows, keys, far = pools[PoolName.KV], pools[PoolName.INDEXER], pools[PoolName.C128]
     assert isinstance(rows, RowPool) and isinstance(far, RowPool)
     assert isinstance(keys, NSAIndexerPool)
@@ -61,7 +68,7 @@ def test_pools_have_an_item_for_each_stride_of_tokens() -> None:
 
 
 def test_whole_pages_of_slots_have_whole_items() -> None:
-    far = make_pools(SPECS, 512, 256, "cpu", num_requests=1)[PoolName.C128]
+    far = make_pools(SPECS, 512, 256, "cpu", 2, num_requests=1)[PoolName.C128]
     assert far.items_of(torch.arange(256, 768)).tolist() == [2, 3, 4, 5]
     assert isinstance(far, RowPool)
     far.set_kv_buffer(3, torch.tensor([3]), torch.full((1, 8), 2.0), torch.empty(0))
@@ -82,7 +89,7 @@ def test_a_page_size_that_a_stride_does_not_divide_is_refused(page_size: int) ->
     with pytest.raises(ValueError, match=message):
         check_page_size(SPECS, page_size)
     with pytest.raises(ValueError, match=message):
-        make_pools(SPECS, 2 * page_size, page_size, "cpu", num_requests=1)
+        make_pools(SPECS, 2 * page_size, page_size, "cpu", 2, num_requests=1)
     with pytest.raises(ValueError, match="'c128'"):
         PagedDevicePool(FAR, 2 * page_size, page_size, "cpu")
 
@@ -106,12 +113,16 @@ def test_strides_and_requests_that_mean_nothing_are_refused() -> None:
         replace(OPEN, indices_from_pool=PoolName.KV)
     with pytest.raises(ValueError, match="'kv': rows are not kept in float8_e4m3fn; use --kv-cac"):
         RowSpec.of((0,), 8, torch.float8_e4m3fn)
+    with pytest.raises(
+        ValueError, match=r"'open_group' of running requests needs a state of whole"
+    ):
+        make_pools((ROWS, OPEN), 512, 256, "cpu", num_requests=1)
     with pytest.raises(ValueError, match="cannot have 0 rows"):
         RequestPool(OPEN, 0, "cpu")
 
 
 def test_a_request_begins_with_zeros_in_its_row() -> None:
-    pools = make_pools(SPECS, 512, 256, "cpu", num_requests=3)
+    pools = make_pools(SPECS, 512, 256, "cpu", 2, num_requests=3)
     own = pools[PoolName.OPEN_GROUP]
     assert isinstance(own, RequestPool)
     rows = ReqToTokenPool(3, 8, "cpu")
@@ -128,6 +139,6 @@ def test_a_request_begins_with_zeros_in_its_row() -> None:
 
 
 def test_prefixes_keep_no_state_of_a_request() -> None:
-    pools = make_pools(SPECS, 512, 256, "cpu", num_requests=1)
+    pools = make_pools(SPECS, 512, 256, "cpu", 2, num_requests=1)
     kept = ModelPools.of(pools.values(), 4).pools
-    assert [pool.spec.name for pool in kept] == ["kv", "indexer", "c128"]
+    assert [pool.spec.name for pool in kept] == ["kv", "indexer", "c128", "swa"]
