@@ -19,8 +19,10 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
     StateSpec,
+    bytes_per_request,
     bytes_per_state,
     bytes_per_token,
+    check_page_size,
 )
 from sglang.srt.mem_cache.l3.prefetch_cost import PendingRead, is_rejected, slower_reads
 from sglang.srt.mem_cache.storage.page_trailer import TRAILER_BYTES
@@ -67,13 +69,14 @@ def pool_cost(spec: StateSpec, page_size: int) -> PoolCost:
     share = spec.share
     objects = share.total // (share.end - share.begin)
     items = page_size // spec.stride if spec.item is ItemKind.TOKEN else 1
+    stored = objects * (spec.num_bytes + TRAILER_BYTES / items)
     return PoolCost(
         name=spec.name,
         item=spec.item if spec.stride == 1 else f"{spec.stride} {spec.item}s",
         dtype=str(spec.dtype).removeprefix("torch."),
         layers=len(spec.layers),
         rank_bytes=spec.num_bytes,
-        store_bytes=objects * (spec.num_bytes + TRAILER_BYTES / items),
+        store_bytes=0.0 if spec.item is ItemKind.REQUEST else stored,
     )
 
 
@@ -97,6 +100,7 @@ def device_tier(
     """L1 of each rank, and its `memory_parts`. Raises ValueError if the model does not fit; names
     the flag."""
     assert args.page_size is not None, "resolved"
+    check_page_size(costs.specs, args.page_size)
     kind = machine.kind
     graphs = 0
     if kind.captures_graphs and not args.disable_cuda_graph:
@@ -138,6 +142,7 @@ def device_tier(
         full_memory_ratio=args.mamba_full_memory_ratio,
         max_states=args.max_mamba_cache_size,
         max_running_requests=args.max_running_requests,
+        request_bytes=bytes_per_request(costs.specs),
     )
     num_states = 0 if sizes.states is None else sizes.states.amount
     tier = Tier(
@@ -155,6 +160,7 @@ def device_tier(
         page_size=args.page_size,
         graph_bytes=graphs,
         exchange_bytes=exchange,
+        requests=0 if sizes.requests is None else sizes.requests.amount,
     )
 
 

@@ -21,6 +21,9 @@ MIN_TOKENS = 2
 """A token of a prompt and one of its output: with fewer, no request can be served."""
 FULL_MEMORY_RATIO = 0.9
 """Bytes of recurrent states per byte of keys and values."""
+REQUESTS_SHARE = 0.125
+"""Most bytes of requests' own states per byte of all pools, unless the user asks for more
+requests."""
 REQ_TABLE_BYTES = 256 * MIB
 """Upper bound of the table of requests' slots, unless the user asks for more requests."""
 _SLOT_BYTES = 4
@@ -43,6 +46,10 @@ class PoolSizes(NamedTuple):
     """Recurrent states; None: the model has none."""
     state_bytes: int
     """Bytes that all recurrent states take, the padding's included."""
+    requests: Sizing | None
+    """Requests that have a state of their own; None: the model has none such."""
+    request_bytes: int
+    """Bytes that these states take, the padding's included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +139,7 @@ def size_kv_pool(
         kv_bytes_per_token: Bytes of one token's keys and values over all layers.
         page_size: Tokens per page. One more page is needed for padding.
         max_total_tokens: Upper bound from the user.
-        state_bytes: Bytes that recurrent states will take.
+        state_bytes: Bytes that recurrent states, and states of requests, will take.
         context_len: Longest context of the model. Unless the user asks for a size, a GPU's pool
             holds at most `MAX_RUNNING_REQUESTS` of them, to leave memory free for small models.
 
@@ -217,6 +224,34 @@ def size_states(
     return Sizing(states, reason)
 
 
+def size_request_states(
+    *, budget_bytes: int, request_bytes: int, max_running_requests: int | None = None
+) -> Sizing:
+    """Decide how many running requests have a state of their own, besides padding.
+
+    Args:
+        budget_bytes: Bytes of all device pools: see `DeviceMemory`.
+        request_bytes: Bytes of the state of one request over all layers.
+        max_running_requests: Number from the user; None: at most `MAX_RUNNING_REQUESTS`, in
+            `REQUESTS_SHARE` of the budget.
+
+    Raises:
+        ValueError: Not one fits, or fewer than the user asks for; names the flags.
+    """
+    requests, reason = max_running_requests, f"--max-running-requests {max_running_requests}"
+    if requests is None:
+        share = int(budget_bytes * REQUESTS_SHARE)
+        requests = min(MAX_RUNNING_REQUESTS, share // request_bytes - 1)
+        reason = f"{REQUESTS_SHARE:.1%} of the memory for states of requests"
+    if requests < 1 or (requests + 1) * request_bytes > budget_bytes:
+        raise ValueError(
+            f"states of {max(requests, 0)} running requests of {request_bytes / MIB:.1f} MiB "
+            f"({reason}), one more for padding, do not fit into {budget_bytes / GIB:.2f} GiB: "
+            "raise --mem-fraction-static, or set --max-running-requests lower"
+        )
+    return Sizing(requests, reason)
+
+
 def size_pools(
     memory: DeviceMemory,
     *,
@@ -229,18 +264,29 @@ def size_pools(
     full_memory_ratio: float | None = None,
     max_states: int | None = None,
     max_running_requests: int | None = None,
+    request_bytes: int = 0,
 ) -> PoolSizes:
-    """Divide the memory between recurrent states and tokens.
+    """Divide the memory between states of requests, recurrent states and tokens.
 
     Args:
         state_bytes: Bytes of one recurrent state over all layers; 0: the model has none.
+        request_bytes: Bytes of the state of a running request; 0: the model has none.
 
-    The other arguments, and the errors, are those of `size_states` and `size_kv_pool`.
+    The other arguments, and the errors, are those of `size_request_states`, `size_states` and
+    `size_kv_pool`.
     """
-    states = None
+    states = requests = None
+    all_request_bytes = 0
+    if request_bytes:
+        requests = size_request_states(
+            budget_bytes=memory.pool_budget().amount,
+            request_bytes=request_bytes,
+            max_running_requests=max_running_requests,
+        )
+        all_request_bytes = (requests.amount + 1) * request_bytes
     if state_bytes:
         states = size_states(
-            budget_bytes=memory.pool_budget().amount,
+            budget_bytes=memory.pool_budget().amount - all_request_bytes,
             state_bytes=state_bytes,
             keeps_snapshots=keeps_snapshots,
             full_memory_ratio=full_memory_ratio,
@@ -253,10 +299,10 @@ def size_pools(
         kv_bytes_per_token=kv_bytes_per_token,
         page_size=page_size,
         max_total_tokens=max_total_tokens,
-        state_bytes=all_state_bytes,
+        state_bytes=all_state_bytes + all_request_bytes,
         context_len=context_len,
     )
-    return PoolSizes(tokens, states, all_state_bytes)
+    return PoolSizes(tokens, states, all_state_bytes, requests, all_request_bytes)
 
 
 def memory_parts(
@@ -268,6 +314,7 @@ def memory_parts(
     page_size: int,
     graph_bytes: int,
     exchange_bytes: int,
+    requests: int = 0,
 ) -> dict[str, int]:
     """Bytes of a rank's device memory, by what takes them: the weights, each pool by its name with
     its padding, CUDA graphs with verifications of drafts, which are estimated, and what experts
@@ -275,10 +322,14 @@ def memory_parts(
 
     Args:
         specs: Specs of the model's state on the rank.
-        tokens, states: Sizes of L1; see `PoolSizes`.
+        tokens, states, requests: Sizes of L1; see `PoolSizes`.
         graph_bytes, exchange_bytes: See `DeviceMemory`.
     """
-    slots = {ItemKind.TOKEN: tokens + page_size, ItemKind.STATE: states + 1}
+    slots = {
+        ItemKind.TOKEN: tokens + page_size,
+        ItemKind.STATE: states + 1,
+        ItemKind.REQUEST: requests + 1,
+    }
     pools = {str(spec.name): slots[spec.item] // spec.stride * spec.num_bytes for spec in specs}
     return {"weights": weight_bytes, **pools, "graphs": graph_bytes, "exchange": exchange_bytes}
 
@@ -305,6 +356,7 @@ def size_running_requests(
     available_bytes: int,
     max_running_requests: int | None = None,
     states: int | None = None,
+    own_states: int | None = None,
 ) -> Sizing:
     """Decide how many requests may run at once.
 
@@ -314,6 +366,7 @@ def size_running_requests(
     Args:
         available_bytes: Memory of the device that weights, pools and states leave free.
         states: Number of recurrent states; each request needs one. None: the model has none.
+        own_states: Number of states of requests, likewise.
 
     Raises:
         ValueError: `max_running_requests` is less than 1, or their table does not fit.
@@ -330,6 +383,8 @@ def size_running_requests(
         size = Sizing(max_running_requests, f"--max-running-requests {max_running_requests}")
     if states is not None and states < size.amount:
         size = Sizing(states, f"one for each of {states} states")
+    if own_states is not None and own_states < size.amount:
+        size = Sizing(own_states, f"one for each of {own_states} states of requests")
     table_bytes = _SLOT_BYTES * context_len * size.amount
     if table_bytes > available_bytes:
         raise ValueError(

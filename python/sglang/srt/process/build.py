@@ -294,7 +294,7 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     # The collective below keeps them from taking a part before all have read it.
     group.reduce_min(torch.zeros(1, dtype=torch.int64))
     memory = memory_beside(runner, server_args)
-    size, states, all_state_bytes = size_pools(
+    size, states, state_bytes, own_states, request_bytes = size_pools(
         memory,
         kv_bytes_per_token=runner.kv_bytes_per_token(),
         state_bytes=runner.state_bytes(),
@@ -305,14 +305,16 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
         full_memory_ratio=server_args.mamba_full_memory_ratio,
         max_states=server_args.max_mamba_cache_size,
         max_running_requests=server_args.max_running_requests,
+        request_bytes=runner.request_bytes(),
     )
     pool_bytes = int((size.amount + page_size) * runner.kv_bytes_per_token())
     rows = size_running_requests(
         pool_tokens=size.amount,
         context_len=runner.model_config.context_len,
-        available_bytes=memory.own_available_bytes - pool_bytes - all_state_bytes,
+        available_bytes=memory.own_available_bytes - pool_bytes - state_bytes - request_bytes,
         max_running_requests=server_args.max_running_requests,
         states=None if states is None else states.amount,
+        own_states=None if own_states is None else own_states.amount,
     )
     wanted = [size.amount, rows.amount, *([] if states is None else [states.amount])]
     tokens, requests, *num_states = group.reduce_min(torch.tensor(wanted)).tolist()
@@ -330,6 +332,7 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
         page_size=page_size,
         graph_bytes=memory.graph_bytes,
         exchange_bytes=memory.exchange_bytes,
+        requests=requests,
     )
     lines = [
         f"L1: {tokens} tokens in pages of {page_size}, {gigabytes:.2f} GB on "

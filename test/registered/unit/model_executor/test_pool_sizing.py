@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 from typing import Any
 
 import pytest
+import torch
 
 from sglang.srt.constants import GIB, MIB
+from sglang.srt.mem_cache.device.state_spec import ItemKind, PoolName, StateBuffer, StateSpec
 from sglang.srt.model_executor.pool_sizing import (
     DeviceMemory,
     Sizing,
+    memory_parts,
     size_kv_pool,
+    size_pools,
+    size_request_states,
     size_running_requests,
     size_states,
 )
@@ -203,3 +209,58 @@ def test_no_more_requests_run_than_have_states() -> None:
     got = size_running_requests(**pool, states=9)
     assert (got.amount, got.reason) == (9, "one for each of 9 states")
     assert size_running_requests(**pool, max_running_requests=12, states=9).amount == 9
+
+
+def test_tokens_may_cost_fractions_of_bytes() -> None:
+    """An item of 1,000 bytes for 64 tokens, and 3 bytes for each token: 1,192 bytes a page."""
+    each = Fraction(1000, 64) + 3
+    got = size_of_pool(**{**BASE, "kv_bytes_per_token": each})
+    assert got.amount == (GIB // 1192 - 1) * 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "requests"),
+    [({}, 15), ({"request_bytes": 1}, 256), ({"max_running_requests": 100}, 100)],
+)
+def test_states_of_requests_are_bounded(fields: dict[str, Any], requests: int) -> None:
+    wish: dict[str, Any] = {"budget_bytes": GIB, "request_bytes": 8 * MIB}
+    assert size_request_states(**{**wish, **fields}).amount == requests
+
+
+def test_states_of_requests_that_do_not_fit_are_refused() -> None:
+    wish: dict[str, Any] = {"budget_bytes": GIB, "request_bytes": 8 * MIB}
+    with pytest.raises(ValueError, match=r"128 running requests .*--max-running-requests 128\), o"):
+        size_request_states(**wish, max_running_requests=128)
+    with pytest.raises(ValueError, match=r"states of 0 running .*12\.5% of the memory"):
+        size_request_states(budget_bytes=GIB, request_bytes=GIB // 8)
+
+
+def test_states_of_requests_come_before_states_and_tokens() -> None:
+    memory = DeviceMemory(has_own_memory=False, total_bytes=24 * GIB, available_bytes=20 * GIB)
+    wish: dict[str, Any] = {
+        "kv_bytes_per_token": 1024,
+        "state_bytes": MIB,
+        "page_size": 64,
+        "context_len": 4096,
+        "keeps_snapshots": True,
+        "max_states": 99,
+    }
+    got = size_pools(memory, **wish, request_bytes=8 * MIB)
+    assert got.requests is not None and got.requests.amount == 15
+    assert got.request_bytes == 16 * 8 * MIB
+    assert got.tokens.amount == (GIB - 128 * MIB - 100 * MIB) // 1024 - 64
+    rows = size_running_requests(
+        pool_tokens=got.tokens.amount, context_len=4096, available_bytes=GIB, own_states=15
+    )
+    assert (rows.amount, rows.reason) == (15, "one for each of 15 states of requests")
+
+
+def test_memory_by_pool_counts_items_and_rows() -> None:
+    buffers = (StateBuffer("rows", (5,), torch.float32),)
+    rows = StateSpec(name=PoolName.C128, layers=(0, 2), buffers=buffers, stride=16)
+    own = StateSpec(name=PoolName.OPEN_GROUP, layers=(1,), buffers=buffers, item=ItemKind.REQUEST)
+    parts = memory_parts(
+        (rows, own), weight_bytes=0, tokens=128, states=0, page_size=64, graph_bytes=0,
+        exchange_bytes=0, requests=3,
+    )  # fmt: skip
+    assert (parts["c128"], parts["open_group"]) == (192 // 16 * 40, 4 * 20)
