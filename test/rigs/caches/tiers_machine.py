@@ -400,6 +400,6 @@ class StateTiers(Tiers):
                 above = node.get_prefix_hash_values(self.page)
                 keys = attached.pools.keys([*above, *node.page_hashes(self.page)])
                 trailing = PoolHitPolicy.TRAILING_PAGES
-                state = PoolTransfer(PoolName.MAMBA, keys=keys[-1:], hit_policy=trailing)
+                state = PoolTransfer(rig.mamba.spec.name, keys=keys[-1:], hit_policy=trailing)
                 hit = attached.client.batch_exists_v2(keys, pool_transfers=[state])
                 assert hit.kv_hit_pages == len(keys)
