@@ -98,9 +98,9 @@ class StateSpec:
     """One kind of state of a model, on one rank.
 
     Raises:
-        ValueError: There are no layers or no buffers, the layers are not ascending, a state of
-            whole prefixes has another hit policy than `TRAILING_PAGES`, a state of a request shares
-            slots, or one of the two has a stride.
+        ValueError: There are no layers or no buffers; the layers are not ascending; a state of
+            whole prefixes has another hit policy than `TRAILING_PAGES`; a state of a request shares
+            slots; or a state has a stride.
     """
 
     name: PoolName
