@@ -24,11 +24,22 @@ from sglang.srt.disaggregation.common.geometry import (
 from sglang.srt.disaggregation.common.staging import rounds
 from sglang.srt.disaggregation.control.protocol import KVLayout
 from sglang.srt.distributed.device_communicators.transfer_types import Block
-from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
+from sglang.srt.mem_cache.device.pool_registry import make_pools
+from sglang.srt.mem_cache.device.row_pool import RowPool, RowSpec
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec
-from sglang.srt.mem_cache.device.state_spec import KVSpec, RankShare, RankSplit
+from sglang.srt.mem_cache.device.state_spec import (
+    ItemKind,
+    KVSpec,
+    PoolHitPolicy,
+    PoolName,
+    RankShare,
+    RankSplit,
+    StateBuffer,
+    StateSpec,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -383,3 +394,78 @@ def test_models_of_other_heads_do_not_fit() -> None:
     here, there = geometry_of(make_pool(head_num=2)), geometry_of(make_pool(head_num=4))
     why = here.incompatibility(layout_of(there))
     assert why is not None and "heads of pool kv 4 there, 2 here" in why
+
+
+@pytest.mark.parametrize(("prefill", "decode"), SIZES)
+def test_items_of_several_tokens_and_states_of_requests_move(prefill: int, decode: int) -> None:
+    """Heads of an item are cut out like those of a token; a row moves as a whole."""
+
+    def pools_of(rank: int, ranks: int, *, is_filled: bool) -> dict[PoolName, BaseDevicePool]:
+        share = heads_of(rank, ranks)
+        count = share.end - share.begin
+        kv = KVSpec.of_heads((0, 1), count, 3, torch.bfloat16, share=share)
+        rows = RowSpec.of(
+            (1,), 5, torch.float32, stride=4, name=PoolName.C128, indices_from_pool=PoolName.KV
+        )
+        ring = StateSpec(
+            name=PoolName.SWA,
+            layers=(0,),
+            buffers=(StateBuffer("ring", (2,), torch.float32),),
+            item=ItemKind.STATE,
+            hit_policy=PoolHitPolicy.TRAILING_PAGES,
+        )
+        own = StateSpec(
+            name=PoolName.OPEN_GROUP,
+            layers=(0, 1),
+            buffers=(StateBuffer("group", (3,), torch.int16),),
+            item=ItemKind.REQUEST,
+        )
+        specs = (dataclasses.replace(kv, stride=2), rows, ring, own)
+        made = make_pools(specs, PAGES * 4, 4, "cpu", num_states=9, num_requests=9)
+        for number, pool in enumerate(made.values() if is_filled else ()):
+            for part in pool.parts:
+                for layer in part:
+                    items = torch.arange(len(layer)).view(-1, *[1] * (layer.dim() - 1))
+                    layer.copy_(number * 100 + items.expand_as(layer))
+                    if layer.dim() == 3:
+                        heads = torch.arange(share.begin, share.end)[None, :, None]
+                        layer += 25 * heads.to(layer.dtype)
+        return made
+
+    sources = [pools_of(rank, prefill, is_filled=True) for rank in range(prefill)]
+    layouts = [layout_of(geometry_of(*one.values())) for one in sources]
+    for rank in range(decode):
+        mine = pools_of(rank, decode, is_filled=False)
+        wanted = pools_of(rank, decode, is_filled=True)
+        geometry = geometry_of(*mine.values())
+        peers = RankPlace(rank, decode, decode).partners(RankPlace(0, prefill, prefill))
+        known = [layouts[peer] for peer in peers]
+        assert all(geometry.incompatibility(layout) is None for layout in known)
+        for shard_slice in geometry.slices(known, rank):
+            move(shard_slice.page_blocks([2, 3, 7], [4, 5, 1]))
+            move(shard_slice.state_blocks(StateSlots(3, 6), StateSlots(5, 2)))
+            read_cuts(shard_slice, [2, 3, 7], [4, 5, 1], capacity=300)
+        moved = {4: 2, 5: 3, 1: 7}
+        for name, pool in mine.items():
+            pages = {PoolName.SWA: {5: 3}, PoolName.OPEN_GROUP: {2: 6}}.get(name, moved)
+            size = pool.page_items
+            for part, want in zip(pool.parts, wanted[name].parts, strict=True):
+                for got, full in zip(part, want, strict=True):
+                    expected = torch.zeros_like(full)
+                    for own, their in pages.items():
+                        expected[own * size : (own + 1) * size] = full[
+                            their * size : (their + 1) * size
+                        ]
+                    assert torch.equal(got, expected), name
+
+
+def test_another_stride_is_named() -> None:
+    def rows(stride: int) -> PoolGeometry:
+        return geometry_of(
+            RowPool.from_spec(RowSpec.of((0,), 5, torch.float32, stride=stride), 8, 4, "cpu")
+        )
+
+    why = rows(2).incompatibility(layout_of(rows(4)))
+    assert (
+        why is not None and "pool kv rows[5] for 4 tokens torch.float32 there, rows[5] for 2" in why
+    )
