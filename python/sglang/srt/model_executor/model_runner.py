@@ -61,7 +61,7 @@ from sglang.srt.model_executor.cuda_graph_runner import (
 from sglang.srt.model_executor.expert_ranks import expert_ranks
 from sglang.srt.model_executor.extend_graph_runner import TOKEN_COUNTS, ExtendGraphRunner
 from sglang.srt.model_executor.graph_capture import uncaptured
-from sglang.srt.model_executor.runner_config import ModelRunnerConfig
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig, check_groups
 from sglang.srt.model_executor.warm_up import run_step, warm_up_batches, warm_up_masks
 from sglang.srt.model_loader.loader import build_model, load_weights
 from sglang.srt.model_loader.weight_seed import register_weights
@@ -154,17 +154,7 @@ class ModelRunner:
                 f"{config.model_config.architecture} stand for whole prefixes, so ranks cannot "
                 "split a prefill: leave it at 1, and split heads (--tp-size)"
             )
-        unsplit = [
-            spec.name
-            for spec in self.state_specs
-            if spec.stride > 1 or spec.item is ItemKind.REQUEST
-        ]
-        if self.cp_group.size > 1 and unsplit:
-            raise ValueError(
-                f"--attn-cp-size {self.cp_group.size}: ranks cannot split a prefill of "
-                f"{config.model_config.architecture}, whose state '{unsplit[0]}' groups tokens: "
-                "leave it at 1"
-            )
+        check_groups(config, self.state_specs, self.cp_group.size)
         # Before the weights are loaded, to report a wrong name at once.
         layers, page_size = self.model.attention_layers(), config.page_size
         self.attn_backends = self._make_attention_backends(layers, page_size)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.rendezvous import Rendezvous
 from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.layers.placement import ExpertRanks
+from sglang.srt.mem_cache.device.state_spec import ItemKind, StateSpec
 from sglang.srt.model_loader.weight_source import SeedAddress
 
 
@@ -61,3 +63,29 @@ class ModelRunnerConfig:
     """Tokens of a decode step for each request; above 1 the model has its draft layer."""
     transfer_engine: SharedTransferEngine | None = None
     """Engine of features that transfer this process's memory; None: no such feature is on."""
+
+
+def check_groups(config: ModelRunnerConfig, specs: Iterable[StateSpec], cp_size: int) -> None:
+    """Refuse what groups of tokens do not support.
+
+    Args:
+        specs: Specs of the state that the model caches.
+        cp_size: Ranks that split the tokens of prefills.
+
+    Raises:
+        ValueError: Ranks split prefills of a model that groups tokens, or drafts are verified that
+            an open group would have to forget. Names the flag and the state.
+    """
+    model = config.model_config.architecture
+    for spec in specs:
+        is_open = spec.item is ItemKind.REQUEST
+        if cp_size > 1 and (is_open or spec.stride > 1):
+            raise ValueError(
+                f"--attn-cp-size {cp_size}: ranks cannot split a prefill of {model}, whose state "
+                f"'{spec.name}' groups tokens: leave it at 1"
+            )
+        if config.num_draft_tokens > 1 and is_open:
+            raise ValueError(
+                f"--speculative-algorithm: state '{spec.name}' of {model} would keep tokens of "
+                "drafts that are rejected: remove it"
+            )

@@ -12,11 +12,14 @@ import torch
 
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.layers.forward_batch_info import compute_extend_positions
+from sglang.srt.mem_cache.device.row_pool import RowSpec
+from sglang.srt.mem_cache.device.state_spec import ItemKind, PoolName, StateBuffer, StateSpec
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.runner_config import ModelRunnerConfig
+from sglang.srt.model_executor.runner_config import ModelRunnerConfig, check_groups
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -157,3 +160,22 @@ def test_decoding_greedily_goes_on_as_prefill_would(checkpoint: Path) -> None:
 def test_positions_continue_each_prefix() -> None:
     assert compute_extend_positions([0, 5], [2, 3], "cpu").tolist() == [0, 1, 5, 6, 7]
     assert compute_extend_positions([], [], "cpu").tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "cp_size", "message"),
+    [
+        ({"num_draft_tokens": 2}, 1, "--speculative-algorithm: state 'open_group' of Qwen3For"),
+        ({}, 2, "--attn-cp-size 2: .* Qwen3ForCausalLM, whose state 'kv' groups tokens"),
+    ],
+)
+def test_groups_of_tokens_refuse_drafts_and_split_prefills(
+    fields: dict[str, Any], cp_size: int, message: str
+) -> None:
+    model = ModelConfig.from_path(str(BUILTIN_MODEL_DIR))
+    rows = RowSpec.of((0,), 4, torch.float32, stride=4)
+    buffers = (StateBuffer("group", (2,), torch.float32),)
+    own = StateSpec(name=PoolName.OPEN_GROUP, layers=(0,), buffers=buffers, item=ItemKind.REQUEST)
+    with pytest.raises(ValueError, match=message):
+        check_groups(ModelRunnerConfig(model_config=model, **fields), (rows, own), cp_size)
+    check_groups(ModelRunnerConfig(model_config=model), (rows, own), 1)
