@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from sglang.srt.configs.compressed_fields import check_compressed
 from sglang.srt.configs.kda_config import check_kda
 
 TEXT_CONFIG: Final = "text_config"
@@ -87,6 +88,9 @@ _ROPE: Final = _words("""
     mscale_all_dim finetuned
 """)
 """Fields of `rope_parameters` and `rope_scaling`. `RopeConfig` reads them, but `finetuned`."""
+
+_ROPES: Final = _words("main compress")
+"""Objects of `rope_parameters` that have such fields each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +214,36 @@ _DEEPSEEK_V32: Final = ConfigFields(
     },
     num_draft_layers=_LATENT_DRAFTS,
 )
+_DEEPSEEK_V4: Final = ConfigFields(
+    model_types=_words("deepseek_v4"),
+    read=_words("""
+        q_lora_rank qk_rope_head_dim o_groups o_lora_rank sliding_window
+        compress_rates compress_rope_theta index_n_heads index_head_dim index_topk
+        hc_mult hc_sinkhorn_iters hc_eps mlp_layer_types swiglu_limit
+        n_routed_experts num_experts_per_tok moe_intermediate_size routed_scaling_factor
+    """),
+    read_by_class=_words("""
+        compress_ratios compress_rate_csa compress_rate_hca num_hash_layers num_local_experts
+    """),
+    # No reference computes the layers that draft.
+    harmless=_words("num_nextn_predict_layers router_jitter_noise"),
+    fixed={
+        "attention_bias": (False,),
+        "expert_dtype": ("fp4", "fp8"),
+        "layer_types": (
+            "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+        ),
+        "mlp_layer_types": ("hash_moe", "moe"),
+        "n_shared_experts": (1,),
+        # The weights of a token's experts are always divided by their sum.
+        "norm_topk_prob": (True,),
+        "num_key_value_heads": (1,),
+        "scoring_func": ("sqrtsoftplus",),
+        "tie_word_embeddings": (False,),
+        "topk_method": ("noaux_tc",),
+    },
+    check=check_compressed,
+)  # fmt: skip
 _KIMI_K25: Final = ConfigFields(
     model_types=_words("kimi_k25"),
     harmless=_VISION
@@ -232,6 +266,7 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         fixed={**_DEEPSEEK_V32.fixed, "indexer_types": ("full",), "index_topk_freq": (1,)},
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "DeepseekV4ForCausalLM": _DEEPSEEK_V4,
     "Glm4MoeForCausalLM": ConfigFields(
         model_types=_words("glm4_moe"),
         read=_SIGMOID_EXPERTS | _words("attention_bias use_qk_norm first_k_dense_replace"),
@@ -468,7 +503,11 @@ def _with_rope(values: Mapping[str, Any], harmless: frozenset[str]) -> Iterator[
     for name in ("rope_parameters", "rope_scaling"):
         rope = values.get(name)
         for inner, value in rope.items() if isinstance(rope, dict) else ():
-            if inner not in _ROPE | harmless:
+            if inner in _ROPES and isinstance(value, dict):
+                for field_name, one in value.items():
+                    if field_name not in _ROPE:
+                        yield f"{name}.{inner}.{field_name}", one
+            elif inner not in _ROPE | harmless:
                 yield f"{name}.{inner}", value
 
 

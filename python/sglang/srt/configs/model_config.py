@@ -44,8 +44,14 @@ _STATE_CHUNKS: Final = (16, 32, 64, 128)
 RING_BYTES: Final = 8 << 20
 """Most bytes of a prefix's windows: the keys and values of all layers with a window, over all
 ranks. Each snapshot is a copy of them, and so is each object of L3."""
+_ALL_WINDOWED: Final = frozenset({"deepseek_v4"})
+"""Model types whose layers all have a window, beside what else they attend to."""
 _LAYER_LISTS: Final = ("layers_block_type", "hybrid_override_pattern")
 """Other names of `layer_types`."""
+_PARTIAL: Final = frozenset({"glm4_moe", "minimax_m2", "deepseek_v4"})
+"""Model types that rotate a part of a head's dimensions."""
+_ROPE_PARTS: Final = {"deepseek_v4": "main"}
+"""Settings in `rope_parameters` of the layers without compressed rows."""
 _UNROTATED: Final = frozenset({"nemotron_h"})
 """Model types whose attention knows no positions."""
 _EPS_OF_TYPE: Final = {"nemotron_h": "layer_norm_epsilon"}
@@ -87,7 +93,7 @@ class ModelConfig:
     sliding_window: int | None = None
     """Tokens that a token of the `sliding_window_layers` sees, itself included."""
     sliding_window_layers: tuple[int, ...] = ()
-    """Layers with a window that is shorter than `context_len`."""
+    """Layers with a window that is shorter than `context_len`, or beside compressed rows."""
     ssm_dtype: torch.dtype = torch.float32
     """Dtype of recurrent states in the pool."""
     quantization: QuantizationConfig | None = None
@@ -177,11 +183,12 @@ class ModelConfig:
                 f"num_key_value_heads={kv_heads}, and head_dim={head_dim} must be even"
             )
         linear_layers = _linear_attention_layers(hf, raw)
-        may_be_partial = bool(linear_layers) or hf.model_type in ("glm4_moe", "minimax_m2")
+        may_be_partial = bool(linear_layers) or hf.model_type in _PARTIAL
         if hf.model_type in _UNROTATED:
             rope = RopeConfig(rope_type="none")
         else:
-            rope = RopeConfig.from_hf(hf, may_be_partial=may_be_partial)
+            part = _ROPE_PARTS.get(hf.model_type)
+            rope = RopeConfig.from_hf(hf, may_be_partial=may_be_partial, part=part)
         if rope.rotary_dim(head_dim) not in range(2, head_dim + 1, 2):
             raise ValueError(
                 f"config.json: partial_rotary_factor={rope.partial_rotary_factor} of "
@@ -191,7 +198,9 @@ class ModelConfig:
         windowed_layers = _sliding_window_layers(hf, context_len)
         own_dtype = _resolve_dtype(dtype, (hf, whole), directory)
         if windowed_layers:
-            _check_rings(hf, len(windowed_layers), kv_heads * head_dim, own_dtype)
+            # Keys of DeepSeek-V4 are values.
+            parts = 1 if hf.model_type in _ALL_WINDOWED else 2
+            _check_rings(hf, len(windowed_layers), kv_heads * head_dim * parts, own_dtype)
         vocab_size = positive_int(hf, "vocab_size")
         return cls(
             model_path=str(directory),
@@ -324,11 +333,15 @@ def _state_chunk(hf: PretrainedConfig) -> int | None:
 
 
 def _sliding_window_layers(hf: PretrainedConfig, context_len: int) -> tuple[int, ...]:
-    """Layers with a window that is shorter than the longest context.
+    """Layers with a window that is shorter than the longest context, and those that have one
+    beside what else they attend to.
 
     Raises:
         ValueError: The window is no positive integer, or all layers have it.
     """
+    if hf.model_type in _ALL_WINDOWED:
+        positive_int(hf, "sliding_window")
+        return tuple(range(hf.num_hidden_layers))
     types = getattr(hf, "layer_types", None) or []
     if hf.model_type == "mistral" and hf.sliding_window is not None:
         types = ["sliding_attention"] * hf.num_hidden_layers
@@ -349,9 +362,9 @@ def _check_rings(hf: PretrainedConfig, num_layers: int, features: int, dtype: to
 
     Args:
         num_layers: Layers with a window.
-        features: Elements of the keys of one token and layer; values have as many.
+        features: Elements of the keys and values of one token and layer.
     """
-    elements = num_layers * hf.sliding_window * features * 2
+    elements = num_layers * hf.sliding_window * features
     found = elements * dtype.itemsize
     if found <= RING_BYTES:
         return

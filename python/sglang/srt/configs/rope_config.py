@@ -19,7 +19,7 @@ class RopeConfig:
     """One of `SUPPORTED_ROPE_TYPES`, or "none" for models that rotate nothing."""
     theta: float = DEFAULT_THETA
     partial_rotary_factor: float = 1.0
-    """Part of a head's dimensions that rotate: the first ones."""
+    """Part of a head's dimensions that rotate: the first ones, of DeepSeek-V4 the last ones."""
     factor: float = 1.0
     """All but `default`: the factor by which the context was extended."""
     low_freq_factor: float = 1.0
@@ -48,11 +48,14 @@ class RopeConfig:
         return int(head_dim * self.partial_rotary_factor)
 
     @classmethod
-    def from_hf(cls, hf_config: Any, *, may_be_partial: bool = False) -> RopeConfig:
+    def from_hf(
+        cls, hf_config: Any, *, may_be_partial: bool = False, part: str | None = None
+    ) -> RopeConfig:
         """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (older).
 
         Args:
             may_be_partial: True if the architecture can rotate a part of a head's dimensions.
+            part: Name of the settings in `rope_parameters`, where there are several; None: one.
 
         Raises:
             ValueError: The scaling type or a partial rotation is not supported, or a field is
@@ -62,6 +65,8 @@ class RopeConfig:
             hf_config, "rope_scaling", None
         )
         params: Mapping[str, Any] = raw if isinstance(raw, Mapping) else {}
+        if part is not None:
+            params = params[part]
         theta = params.get("rope_theta") or getattr(hf_config, "rope_theta", None) or DEFAULT_THETA
         rope_type = params.get("rope_type") or params.get("type") or "default"
         if rope_type not in SUPPORTED_ROPE_TYPES:

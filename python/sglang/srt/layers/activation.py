@@ -41,7 +41,7 @@ def clamped_gate(gate_up: torch.Tensor, rule: ClampedGate) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=rule.limit)
     weight = (gate * rule.alpha).sigmoid_().mul_(gate)
-    return up.clamp(-rule.limit, rule.limit).add_(1).mul_(weight)
+    return up.clamp(-rule.limit, rule.limit).add_(rule.shift).mul_(weight)
 
 
 def activate_by(activation: ExpertActivation) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -63,6 +63,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
             activation=ClampedGate(
                 limit=_positive_or(hf, "swiglu_limit", 7.0),
                 alpha=_positive_or(hf, "swiglu_alpha", 1.702),
+                shift=1.0,
             ),
             has_bias=True,
             has_alternating_stacks=True,

@@ -87,7 +87,7 @@ def test_a_step_ends_its_product_before_the_next_step(name: str) -> None:
 
 
 MOE: Any = {"HIDDEN": 2880, "FEATURES": 2880, "TOP_K": 4, "PLACES": 4}
-GATE: Any = {"BIAS": True, "LIMIT": 7.0, "ALPHA": 1.702}
+GATE: Any = {"BIAS": True, "LIMIT": 7.0, "ALPHA": 1.702, "SHIFT": 1.0}
 
 
 def fp4_weight(outputs: int, inputs: int) -> ScaledWeight:

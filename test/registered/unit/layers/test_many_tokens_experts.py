@@ -134,7 +134,7 @@ def test_the_sum_is_that_of_the_cpu(
     assert_near(run(layer, x, chosen), layer, x, chosen)
 
 
-GATE = ClampedGate(limit=1.0, alpha=1.702)
+GATE = ClampedGate(limit=1.0, alpha=1.702, shift=1.0)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

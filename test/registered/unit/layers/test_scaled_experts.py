@@ -25,7 +25,7 @@ from sglang.test.ci.ci_register import register_cuda_ci
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
 EXPERTS, TOP_K = 5, 3
-GATE = ClampedGate(limit=1.0, alpha=1.702)
+GATE = ClampedGate(limit=1.0, alpha=1.702, shift=1.0)
 Pair = tuple[ScaledWeight, ScaledWeight]
 
 

@@ -262,4 +262,4 @@ def test_the_gate_is_the_familys_if_the_configuration_lacks_it(tmp_path: Path) -
     for name in ("swiglu_limit", "swiglu_alpha"):
         delattr(config.hf_config, name)
     found = GptOssForCausalLM.decoder_options(config).sparse
-    assert found is not None and found.activation == ClampedGate(limit=7.0, alpha=1.702)
+    assert found is not None and found.activation == ClampedGate(limit=7.0, alpha=1.702, shift=1.0)

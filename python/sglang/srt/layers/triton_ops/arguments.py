@@ -320,11 +320,12 @@ Weight: TypeAlias = torch.Tensor | ScaledWeight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedGate:
-    """An activation of gate and up: `(up + 1) * gate * sigmoid(alpha * gate)`, of a gate of at most
-    `limit` and an up within `[-limit, limit]`."""
+    """An activation of gate and up: `(up + shift) * gate * sigmoid(alpha * gate)`, of a gate of at
+    most `limit` and an up within `[-limit, limit]`."""
 
     limit: float
-    alpha: float
+    alpha: float = 1.0
+    shift: float = 0.0
 
 
 ExpertActivation: TypeAlias = Literal["silu", "squared_relu"] | ClampedGate

@@ -84,6 +84,7 @@ def _gate_up_kernel(
     BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute ROWS features of an expert for all its tokens, in the program of its first token.
@@ -133,7 +134,7 @@ def _gate_up_kernel(
             if BIAS:
                 wide += tl.load(bias_ptr + features).to(tl.float32)
                 ups += tl.load(bias_ptr + FEATURES + features).to(tl.float32)
-            inner = clamped_gate(wide, ups, LIMIT, ALPHA)
+            inner = clamped_gate(wide, ups, LIMIT, ALPHA, SHIFT)
         else:
             wide = tl.sum(gate_sum, axis=1)
             inner = wide / (1.0 + tl.exp(-wide)) * tl.sum(up_sum, axis=1)

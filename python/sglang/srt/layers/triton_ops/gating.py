@@ -22,24 +22,29 @@ class GateRule(TypedDict):
     LIMIT: float
     """See `ClampedGate`; 0: SiLU."""
     ALPHA: float
+    SHIFT: float
 
 
 def rule_of(activation: ExpertActivation) -> GateRule:
     """The constant arguments of a kernel with gates of that kind."""
     if isinstance(activation, ClampedGate):
-        return {"LIMIT": activation.limit, "ALPHA": activation.alpha}
-    return {"LIMIT": 0.0, "ALPHA": 0.0}
+        return {"LIMIT": activation.limit, "ALPHA": activation.alpha, "SHIFT": activation.shift}
+    return {"LIMIT": 0.0, "ALPHA": 0.0, "SHIFT": 0.0}
 
 
 @triton.jit
 def clamped_gate(
-    gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr, ALPHA: tl.constexpr
+    gate: tl.tensor,
+    up: tl.tensor,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
 ) -> tl.tensor:
     """See `ClampedGate`; fp32. NaN stays NaN."""
     every: tl.constexpr = tl.PropagateNan.ALL
     gate = tl.minimum(gate, LIMIT, propagate_nan=every)
     up = tl.minimum(tl.maximum(up, -LIMIT, propagate_nan=every), LIMIT, propagate_nan=every)
-    return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + SHIFT)
 
 
 @triton.jit
@@ -51,6 +56,7 @@ def _silu_and_mul_kernel(
     EVEN: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Grid `(num_tokens, size / BLOCK)`: one program computes BLOCK features of one token."""
@@ -65,7 +71,7 @@ def _silu_and_mul_kernel(
         up = tl.load(x_ptr + row * 2 * size + size + cols, mask=cols < size, other=0.0)
     wide = gate.to(tl.float32)
     if LIMIT > 0:
-        out = clamped_gate(wide, up.to(tl.float32), LIMIT, ALPHA).to(gate.dtype)
+        out = clamped_gate(wide, up.to(tl.float32), LIMIT, ALPHA, SHIFT).to(gate.dtype)
     else:
         activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
         out = (activated * up.to(tl.float32)).to(gate.dtype)

@@ -164,6 +164,7 @@ def _gate_up_kernel(
     BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
 ) -> None:
     """Compute `silu(gate) * up`, with LIMIT a clamped gate, or without a gate max(up, 0)^2, of
     BLOCK_F features for the rows of one tile. BIAS comes with LIMIT."""
@@ -198,7 +199,7 @@ def _gate_up_kernel(
             at = bias_ptr + expert * 2 * FEATURES + own
             gate += tl.load(at).to(tl.float32)[:, None]
             up += tl.load(at + FEATURES).to(tl.float32)[:, None]
-        inner = clamped_gate(gate, up, LIMIT, ALPHA)
+        inner = clamped_gate(gate, up, LIMIT, ALPHA, SHIFT)
     elif GATED:
         inner = gate / (1.0 + tl.exp(-gate)) * up
     else:

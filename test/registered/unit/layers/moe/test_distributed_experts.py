@@ -38,7 +38,7 @@ def experts(placement: TensorPlacement, has_bias: bool) -> RoutedExperts:
         FEATURES,
         placement=placement,
         has_bias=has_bias,
-        activation=ClampedGate(limit=7.0, alpha=1.7) if has_bias else "silu",
+        activation=ClampedGate(limit=7.0, alpha=1.7, shift=1.0) if has_bias else "silu",
     )
     fill(layer)
     return layer

@@ -201,7 +201,7 @@ def biased_experts(rank: int = 0, size: int = 1) -> RoutedExperts:
         placement=TensorPlacement(
             dtype=torch.float32, device="cpu", tp_group=group, prefix="mlp.experts"
         ),
-        activation=ClampedGate(limit=1.5, alpha=1.3),
+        activation=ClampedGate(limit=1.5, alpha=1.3, shift=1.0),
         has_bias=True,
         has_alternating_stacks=True,
     )

@@ -77,6 +77,7 @@ def _gate_up_kernel(
     BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute ROWS features of an expert for all its tokens, in the program of its first token.
@@ -127,7 +128,7 @@ def _gate_up_kernel(
         dtype = inner_ptr.dtype.element_ty
         gates, ups = tl.split(tl.reshape(totals.to(dtype).to(tl.float32), [ROWS, 2]))
         if LIMIT > 0:
-            inner = clamped_gate(gates, ups, LIMIT, ALPHA)
+            inner = clamped_gate(gates, ups, LIMIT, ALPHA, SHIFT)
         else:
             inner = gate(gates, ups, dtype)
         own = tl.where(place < TOP_K, current % per_token, TOP_K)

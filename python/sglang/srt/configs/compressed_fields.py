@@ -1,0 +1,107 @@
+"""Checks DeepSeek-V4's lists of layers in config.json. Needs no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+_MOST_RATIO: Final = 1 << 16
+_TYPES: Final = {
+    0: "sliding_attention",
+    4: "compressed_sparse_attention",
+    128: "heavily_compressed_attention",
+}
+"""Layer types by their number in `compress_ratios`."""
+_RATES: Final = {
+    _TYPES[4]: ("compress_rate_csa", 4),
+    _TYPES[128]: ("compress_rate_hca", 128),
+}
+"""Older names of the fields of `compress_rates`, and their defaults."""
+
+
+def check_compressed(raw: Mapping[str, Any]) -> None:
+    """Check a config.json of DeepSeek-V4.
+
+    Raises:
+        ValueError: A list of layers or a ratio is impossible, or contradicts another field. One
+            line that names the field, with the remedy.
+    """
+    count = raw.get("num_hidden_layers", 43)
+    drafts = raw.get("num_nextn_predict_layers") or 0
+    for name, more in (("layer_types", 0), ("mlp_layer_types", 0), ("compress_ratios", drafts)):
+        items = raw.get(name)
+        if items is not None and not (
+            isinstance(items, list) and len(items) in (count, count + more)
+        ):
+            raise ValueError(
+                f"config.json: {name}={_shown(items)} must name each of num_hidden_layers={count} "
+                "layers: copy the checkpoint again"
+            )
+    _check_rates(raw)
+    _check_ratios(raw)
+    hashed, types = raw.get("num_hash_layers"), raw.get("mlp_layer_types")
+    if hashed is not None and not _is_int(hashed, 0, count):
+        raise ValueError(
+            f"config.json: num_hash_layers={_shown(hashed)} must be an integer from 0 to "
+            f"num_hidden_layers={count}"
+        )
+    if None not in (hashed, types) and types.count("hash_moe") != hashed:
+        raise ValueError(
+            f"config.json: num_hash_layers={hashed} contradicts mlp_layer_types={_shown(types)}: "
+            "remove one"
+        )
+
+
+def _check_rates(raw: Mapping[str, Any]) -> None:
+    rates = raw.get("compress_rates")
+    if rates is not None and not (isinstance(rates, dict) and set(rates) == set(_RATES)):
+        raise ValueError(
+            f"config.json: compress_rates={_shown(rates)} must have a number for "
+            f"{' and '.join(_RATES)}"
+        )
+    for kind, (older, _) in _RATES.items():
+        value, old = (rates or {}).get(kind), raw.get(older)
+        for field, found in ((f"compress_rates.{kind}", value), (older, old)):
+            if found is not None and not _is_int(found, 1, _MOST_RATIO):
+                raise ValueError(
+                    f"config.json: {field}={_shown(found)} must be an integer from 1 to "
+                    f"{_MOST_RATIO}"
+                )
+        if None not in (value, old) and value != old:
+            raise ValueError(
+                f"config.json: {older}={old} contradicts compress_rates.{kind}={value}: remove one"
+            )
+
+
+def _check_ratios(raw: Mapping[str, Any]) -> None:
+    """Check `compress_ratios`, the ratio of each layer and of each that drafts."""
+    ratios = raw.get("compress_ratios")
+    if ratios is None:
+        return
+    bad = [one for one in ratios if not _is_int(one, 0, 128) or one not in _TYPES]
+    if bad:
+        raise ValueError(
+            f"config.json: compress_ratios has {_shown(bad[0])}: {', '.join(map(str, _TYPES))} are "
+            "supported"
+        )
+    types = raw.get("layer_types")
+    if types is not None and [_TYPES[one] for one in ratios[: len(types)]] != types:
+        raise ValueError(
+            f"config.json: compress_ratios={_shown(ratios)} contradicts layer_types="
+            f"{_shown(types)}: remove one"
+        )
+    for kind, (older, ratio) in _RATES.items():
+        said = raw.get(older, (raw.get("compress_rates") or {}).get(kind))
+        if said not in (None, ratio) and ratio in ratios:
+            raise ValueError(
+                f"config.json: compress_ratios of {ratio} contradicts compress_rates.{kind}={said}:"
+                " remove one"
+            )
+
+
+def _is_int(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _shown(value: object) -> str:
+    return " ".join(str(value).split())[:60]
