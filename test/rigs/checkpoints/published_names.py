@@ -14,6 +14,12 @@ _PATTERNS: dict[str, dict[str, str]] = {
         r"^language_model\.model\.blocks\.": "language_model.model.layers.",
         r"^model\.(mm_projector|vision_tower)\.": r"\1.",
     },
+    "deepseek_v4": {
+        r"^model\.": "",
+        r"^embed_tokens\.": "embed.",
+        r"^hc_head\.hc_": "hc_head_",
+        r"\.attn\.norm\.": ".attn.kv_norm.",
+    },
     # transformers names all layers as those with experts.
     "kimi_linear": {r"\.block_sparse_moe\.(gate|up|down)_proj\.": r".mlp.\1_proj."},
 }

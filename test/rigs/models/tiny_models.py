@@ -46,6 +46,8 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssForCausalLM
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
@@ -72,6 +74,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
+    "deepseek_v4": (DeepseekV4Config, DeepseekV4ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "glm_moe_dsa_shared": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
@@ -128,6 +131,35 @@ _INDEXED: dict[str, Any] = {
     "index_n_heads": 16,
     "index_head_dim": 24,
 }
+_COMPRESSED: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "partial_rotary_factor": 1 / 3,
+    "q_lora_rank": 24,
+    "layer_types": [
+        "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+    "sliding_window": 12,
+    "o_groups": 2,
+    "o_lora_rank": 20,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 5,
+    "hc_sinkhorn_iters": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    # Many gates and ups of random weights exceed it.
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
 _HYBRID: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -181,6 +213,7 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2},
     "deepseek_v32": {**_INDEXED, "n_group": 4, "topk_group": 2},
+    "deepseek_v4": _COMPRESSED,
     "glm_moe_dsa": {**_INDEXED, "indexer_rope_interleave": True},
     "glm_moe_dsa_shared": {
         **_INDEXED,
@@ -299,6 +332,9 @@ def save_tiny_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+            if name.endswith("tid2eid"):
+                scores = torch.rand(len(buffer), config.n_routed_experts, generator=generator)
+                buffer.copy_(scores.argsort(dim=1)[:, : buffer.shape[1]])
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
             # transformers raises small steps in prefills, but not in decoding.

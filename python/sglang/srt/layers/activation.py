@@ -76,21 +76,36 @@ class GatedMLP(torch.nn.Module):
     """`down(silu(gate(x)) * up(x))`; each rank has some of the intermediate features."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, bias: bool, placement: TensorPlacement
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        placement: TensorPlacement,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        activation: ExpertActivation = "silu",
     ) -> None:
-        """Raises ValueError: the ranks do not divide the intermediate size."""
+        """Args:
+        names: Names of gate, up and down projection in a checkpoint.
+        activation: What is computed between them; another than SiLU has no kernel here.
+
+        Raises:
+            ValueError: The ranks do not divide the intermediate size.
+        """
         super().__init__()
+        gate, up, down = names
         size = placement.share(intermediate_size, "features of the feed-forward layers")
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size,
-            [("gate_proj", size), ("up_proj", size)],
+            [(gate, size), (up, size)],
             bias=bias,
             placement=placement,
         )
         self.down_proj = RowParallelLinear(
-            size, hidden_size, bias=bias, placement=placement.at("down_proj")
+            size, hidden_size, bias=bias, placement=placement.at(down)
         )
-        self._kernels = fused_kernels(placement.device)
+        self._activate = activate_by(activation)
+        self._kernels = fused_kernels(placement.device) if activation == "silu" else None
 
     @property
     def first_weight(self) -> Weight:
@@ -126,7 +141,7 @@ class GatedMLP(torch.nn.Module):
             down = takes_rounded(self.down_proj.weight, len(x))
             if down is not None:
                 return kernels.round_rows(both, down, is_gated=True)
-        return silu_and_mul(both)
+        return self._activate(both)
 
 
 class SquaredReluMLP(torch.nn.Module):

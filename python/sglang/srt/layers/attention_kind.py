@@ -16,6 +16,10 @@ MLA: Final = AttentionKind("mla")
 DSA: Final = AttentionKind("dsa")
 """Like `MLA`, but a token sees only the tokens that an indexer chooses."""
 
+COMPRESSED: Final = AttentionKind("compressed")
+"""A token sees the last tokens, and rows that stand for groups of earlier ones; all heads share one
+key of a token or group, which is its value too."""
+
 SLIDING_WINDOW: Final = AttentionKind("sliding_window")
 """Like `FULL_ATTENTION`, but a token sees only the last tokens; their keys and values are a state
 of the whole prefix."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -96,6 +98,17 @@ class ZeroCenteredRMSNorm(RMSNorm):
     def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
         scale = self.weight.float() + 1.0
         return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
+
+
+class WideRMSNorm(RMSNorm):
+    """Normalises and multiplies by a weight of fp32 in fp32, then rounds. It has no kernel."""
+
+    def __init__(self, size: int, eps: float, *, placement: TensorPlacement) -> None:
+        super().__init__(size, eps, placement=replace(placement, dtype=torch.float32))
+        self._kernels = None
+
+    def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 class QKNorm(WeightedLayer):

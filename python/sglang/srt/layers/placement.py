@@ -185,6 +185,9 @@ class WeightSlot:
     more dimension of that size, after `dim`."""
     lead: Share | None = None
     """This rank's part of the first dimension, before `dim`; None: all."""
+    below: int | None = None
+    """Elements are integers from 0, less than this, and different in each row; None: any numbers.
+    """
 
     @classmethod
     def of(cls, dest: torch.Tensor, share: Share | None = None, dim: int = 0) -> WeightSlot:

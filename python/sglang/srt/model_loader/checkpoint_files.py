@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _PLAIN_DTYPES: Final = frozenset(("F64", "F32", "F16", "BF16"))
 """Dtypes of weights that are not quantized."""
+_INT_DTYPES: Final = frozenset(("I64", "I32", "I16"))
+"""Dtypes of tables of integers."""
 _COMPARED_ELEMENTS: Final = 1 << 22
 """Elements that are compared at a time."""
 _Signature: TypeAlias = tuple[int, int, int]
@@ -189,6 +191,22 @@ def _of_index(
     return {name: tensor for name, tensor in state.items() if str(name) not in others}
 
 
+def _checked_table(
+    opened: Any, name: str, dtype: str, below: int, file: Path
+) -> torch.Tensor:
+    """A table of `WeightSlot.below`. Raises ValueError: it has other elements."""
+    if dtype in _INT_DTYPES:
+        table: torch.Tensor = opened.get_tensor(name)
+        ordered = table.sort(dim=-1).values
+        is_inside = not ordered.numel() or 0 <= int(ordered.min()) <= int(ordered.max()) < below
+        if is_inside and not (ordered[..., 1:] == ordered[..., :-1]).any():
+            return table
+    raise ValueError(
+        f"{file}: tensor {name!r} of {dtype} must have integers from 0 to {below - 1}, each at "
+        "most once in a row: the weights and config.json are not of the same model"
+    )
+
+
 def _are_equal(first: RawTensor, second: RawTensor, dtype: torch.dtype) -> bool:
     """True if two matrices have equal elements in a dtype."""
     shape = tuple(first.shape)
@@ -298,6 +316,9 @@ class _SafetensorsFiles:
         if slot is None:
             return
         dtype = stored.get_dtype()
+        if slot.below is not None:
+            slot.fill(_checked_table(opened, name, dtype, slot.below, file))
+            return
         if dtype not in _PLAIN_DTYPES:
             raise ValueError(
                 f"{file}: tensor {name!r} is {dtype} and has no scales: the weights and "

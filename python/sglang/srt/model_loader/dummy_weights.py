@@ -81,6 +81,9 @@ class DummyWeights:
         for name, slot in slots.take_all():
             shape, device = weight_shape(slot), slot.dest.device
             dtype = slot.dest.dtype
+            if slot.below is not None:
+                slot.fill(_table(name, shape, self._seed, slot.below, device))
+                continue
             if len(shape) < 2 or shape[-2] == 1:  # small
                 slot.fill(dummy_tensor(name, shape, self._seed, dtype=dtype, device=device))
                 continue
@@ -202,6 +205,15 @@ def dummy_tensor(
     centre = 1.0 if name.endswith("norm.weight") else 0.0
     row = RandomTensor(name, (1, *shape), seed, dtype, device, spread=0.1, centre=centre)
     return row[:, :].view(shape)
+
+
+def _table(
+    name: str, shape: tuple[int, ...], seed: int, below: int, device: torch.device | str
+) -> torch.Tensor:
+    """Consecutive integers from a random one in each row, modulo `below`."""
+    first = RandomTensor(name, (shape[0], 1), seed, torch.float32, device, spread=0.5, centre=0.5)
+    begin = (first[:, :] * below).long()
+    return (begin + torch.arange(shape[1], device=device)) % below
 
 
 def _hash(places: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

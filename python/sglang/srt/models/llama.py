@@ -350,7 +350,7 @@ class LlamaForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, placement: TensorPlacement) -> None:
         super().__init__()
         options = self.decoder_options(config)
-        self.model = LlamaModel(config, options, placement.at(self.model_prefix))
+        self.model = self._make_model(config, options, placement.at(self.model_prefix))
         self.lm_head = (
             None
             if config.tie_word_embeddings
@@ -379,6 +379,11 @@ class LlamaForCausalLM(CausalLM):
         bias = bool(getattr(config.hf_config, "attention_bias", False))
         mlp_bias = bool(getattr(config.hf_config, "mlp_bias", False))
         return DecoderOptions(qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)
+
+    def _make_model(
+        self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement
+    ) -> LlamaModel:
+        return LlamaModel(config, options, placement)
 
     @classmethod
     def draft_names(cls, config: ModelConfig) -> DraftNames:

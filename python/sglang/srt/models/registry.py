@@ -13,6 +13,7 @@ from sglang.srt.models.deepseek_v2 import (
     Kimi_K25ForConditionalGeneration,
     KimiK25ForConditionalGeneration,
 )
+from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from sglang.srt.models.gpt_oss import GptOssForCausalLM
 from sglang.srt.models.kimi_linear import KimiLinearForCausalLM
@@ -41,6 +42,7 @@ MODEL_CLASSES: Mapping[str, type[LlamaForCausalLM]] = MappingProxyType(
         "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
         "DeepseekV32ForCausalLM": DeepseekV32ForCausalLM,
         "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
+        "DeepseekV4ForCausalLM": DeepseekV4ForCausalLM,
         "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
         "GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM,
         "GptOssForCausalLM": GptOssForCausalLM,

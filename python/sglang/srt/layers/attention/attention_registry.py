@@ -15,11 +15,19 @@ import torch
 
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
+from sglang.srt.layers.attention.compressed_backend import CompressedTorchBackend
 from sglang.srt.layers.attention.dsa_backend import DSATorchNativeBackend
 from sglang.srt.layers.attention.mla_backend import MLATorchNativeBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.window_backend import WindowTorchBackend
-from sglang.srt.layers.attention_kind import DSA, FULL_ATTENTION, MLA, SLIDING_WINDOW, AttentionKind
+from sglang.srt.layers.attention_kind import (
+    COMPRESSED,
+    DSA,
+    FULL_ATTENTION,
+    MLA,
+    SLIDING_WINDOW,
+    AttentionKind,
+)
 from sglang.srt.mem_cache.device.fp8_rows import FP8
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec
@@ -242,6 +250,5 @@ for _kind in DEVICE_KINDS.values():
         register_attention_backend(DSA, "flashmla", _kind.name, _make_flashmla)
     register_attention_backend(MLA, "torch_native", _kind.name, MLATorchNativeBackend)
     register_attention_backend(DSA, "torch_native", _kind.name, DSATorchNativeBackend)
-    register_attention_backend(
-        SLIDING_WINDOW, "torch_native", _kind.name, WindowTorchBackend, takes_sinks=True
-    )
+    for _of, _make in ((SLIDING_WINDOW, WindowTorchBackend), (COMPRESSED, CompressedTorchBackend)):
+        register_attention_backend(_of, "torch_native", _kind.name, _make, takes_sinks=True)

@@ -69,8 +69,8 @@ def window_spec(
 def ring_buffers(
     layer: AttentionLayer, forward_batch: ForwardBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rings of a layer, `[slots, num_kv_heads, window, head_dim]` each, `k` and `v`. Waits for
-    a load that fills them.
+    """The rings of a layer, `[slots, num_kv_heads, window, head_dim]` each, `k` and `v`, which are
+    one ring if keys are values. Waits for a load that fills them.
 
     Raises:
         ValueError: The step verifies drafts.
@@ -84,8 +84,7 @@ def ring_buffers(
     pool = forward_batch.pools[PoolName.SWA]
     assert isinstance(pool, StatePool)
     place = pool.wait_for_layer(layer.layer_id)
-    k, v = (buffer[place] for buffer in pool.buffers)
-    return k, v
+    return pool.buffers[0][place], pool.buffers[-1][place]
 
 
 class _Rings(NamedTuple):

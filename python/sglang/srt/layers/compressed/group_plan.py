@@ -16,6 +16,7 @@ import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch, StateBatch
 from sglang.srt.layers.linear_attention.extend_plan import upload
+from sglang.srt.layers.rotary_embedding import Rotation
 
 _Ids = npt.NDArray[np.int64]
 
@@ -33,7 +34,7 @@ class Span(NamedTuple):
     """New tokens before the request's snapshot; 0: none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class GroupPlan:
     """Indices for the groups of a step; int64 on the device. A *source* is an index among the
     step's tokens, followed by the `open_` tokens and the `last_` tokens."""
@@ -67,6 +68,8 @@ class GroupPlan:
     tracked: torch.Tensor
     tracked_sources: torch.Tensor
     """Likewise of the last group before a snapshot."""
+    rotation: Rotation | None = None
+    """Angles of `positions`, which the model sets."""
 
     @classmethod
     def of(cls, spans: list[Span], ratio: int, device: torch.device | str) -> GroupPlan:

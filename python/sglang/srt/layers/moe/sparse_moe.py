@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.activation import GatedMLP, SquaredReluMLP
@@ -37,7 +38,7 @@ class RouterOptions:
 
     Qwen3-MoE, Qwen3-Next: softmax, no groups. DeepSeek-V2's `greedy` and `group_limited_greedy`:
     softmax, `group_score="max"`. DeepSeek-V3's `noaux_tc`: sigmoid, `group_score="top2_sum"`, and a
-    correction bias.
+    correction bias. DeepSeek-V4: square root of softplus, no groups; some layers choose by token.
 
     Raises:
         ValueError: The numbers contradict one another.
@@ -46,7 +47,7 @@ class RouterOptions:
     num_experts: int
     top_k: int
     """Experts for each token."""
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     renormalize: bool = True
     """If true, the weights of a token are divided by their sum."""
     num_groups: int = 1
@@ -91,7 +92,10 @@ class RouterOptions:
 
 
 def select_experts(
-    logits: torch.Tensor, options: RouterOptions, correction_bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    options: RouterOptions,
+    correction_bias: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts of each token, best first; among equals the lower id comes first.
 
@@ -101,15 +105,23 @@ def select_experts(
         logits: fp32 `[num_tokens, num_experts]`.
         correction_bias: fp32 `[num_experts]`, added to the scores for the choice, but not for the
             weights.
+        ids: int64 `[num_tokens, top_k]`: the choice, if it is known.
 
     Returns:
         Weights, fp32 `[num_tokens, top_k]`, and ids, int64 `[num_tokens, top_k]`.
     """
-    scores = logits.sigmoid() if options.scoring == "sigmoid" else logits.softmax(dim=-1)
-    ranking = scores if correction_bias is None else scores + correction_bias
-    if options.is_grouped:
-        ranking = _within_best_groups(ranking, options)
-    ids = _best(ranking, options.top_k)
+    match options.scoring:
+        case "sigmoid":
+            scores = logits.sigmoid()
+        case "sqrt_softplus":
+            scores = F.softplus(logits).sqrt_()
+        case _:
+            scores = logits.softmax(dim=-1)
+    if ids is None:
+        ranking = scores if correction_bias is None else scores + correction_bias
+        if options.is_grouped:
+            ranking = _within_best_groups(ranking, options)
+        ids = _best(ranking, options.top_k)
     weights = scores.gather(-1, ids)
     if options.renormalize:
         # Sigmoids can all be 0. The addition changes no other sum.
@@ -145,6 +157,8 @@ class SharedExpertOptions:
     intermediate_size: int
     name: str = "shared_experts"
     """The expert's name in a checkpoint."""
+    names: ExpertNames = EXPERT_NAMES
+    """Names of its projections there."""
     has_gate: bool = False
     """If true, its output is scaled by the sigmoid of a projection called `{name}_gate`."""
 
@@ -168,7 +182,10 @@ class SparseMoeOptions:
     bias_name: str = "gate.e_score_correction_bias"
     """Name of the router's correction bias, below the block's."""
     activation: ExpertActivation = "silu"
-    """Of all experts; a shared expert has no clamped gate."""
+    """Of all experts."""
+    table_size: int | None = None
+    """Tokens of the vocabulary, if a table `tid2eid` has the experts of each; None: scores choose.
+    """
     router_name: str = "gate"
     """Name of the router, below the block's."""
     has_bias: bool = False
@@ -198,10 +215,30 @@ class Router(WeightedLayer):
             if options.has_correction_bias
             else None
         )
+        self.table: torch.nn.Parameter | None = None
+        """int64 `[table_size, top_k]`: the experts of each token."""
+        if options.table_size is not None:
+            shape = options.table_size, self.options.top_k
+            self.table = placement.empty(*shape, dtype=torch.int64)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[num_tokens, hidden_size]` to weights and ids; see `select_experts`."""
-        return select_experts(self.logits(x).float(), self.options, self.correction_bias)
+    @property
+    def has_kernel(self) -> bool:
+        """True if a kernel makes the choice from `logits`."""
+        return self.table is None and self.options.scoring != "sqrt_softplus"
+
+    def forward(
+        self, x: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[num_tokens, hidden_size]` to weights and ids; see `select_experts`.
+
+        Args:
+            tokens: int64 `[num_tokens]`, for a router with a table.
+        """
+        ids = None
+        if self.table is not None:
+            assert tokens is not None, "the table is by token"
+            ids = self.table[tokens]
+        return select_experts(self.logits(x).float(), self.options, self.correction_bias, ids)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, hidden_size]` to `[num_tokens, num_experts]` of the weight's dtype."""
@@ -213,6 +250,9 @@ class Router(WeightedLayer):
             yield f"{self.prefix}.bias", WeightSlot.of(self.bias)
         if self.correction_bias is not None:
             yield self._bias_name, WeightSlot.of(self.correction_bias)
+        if self.table is not None:
+            slot = WeightSlot.of(self.table)
+            yield f"{self.prefix}.tid2eid", replace(slot, below=self.options.num_experts)
 
 
 class SparseMoeBlock(torch.nn.Module):
@@ -259,14 +299,18 @@ class SparseMoeBlock(torch.nn.Module):
         self.shared_expert_gate: MergedColumnParallelLinear | None = None
         """The sigmoid of its output scales the shared expert's; the same on every rank."""
         if shared is not None:
-            assert not isinstance(options.activation, ClampedGate), "no family has that"
-            make_shared = GatedMLP if options.activation == "silu" else SquaredReluMLP
-            self.shared_expert = make_shared(
-                hidden_size,
-                shared.intermediate_size,
-                bias=False,
-                placement=placement.at(shared.name),
-            )
+            sizes = hidden_size, shared.intermediate_size
+            own = placement.at(shared.name)
+            if options.activation == "squared_relu":
+                self.shared_expert = SquaredReluMLP(*sizes, bias=False, placement=own)
+            else:
+                self.shared_expert = GatedMLP(
+                    *sizes,
+                    bias=False,
+                    placement=own,
+                    names=shared.names,
+                    activation=options.activation,
+                )
             if shared.has_gate:
                 gate = (f"{shared.name}_gate", Share(0, 1, 1))
                 # A single output, which is dequantized if a checkpoint quantizes it.
@@ -329,21 +373,25 @@ class SparseMoeBlock(torch.nn.Module):
         self.experts.run_idle(self.gate.options.top_k)
 
     def forward(
-        self, x: torch.Tensor | RoundedRows, residual: torch.Tensor
+        self,
+        x: torch.Tensor | RoundedRows,
+        residual: torch.Tensor,
+        tokens: torch.Tensor | None = None,
     ) -> tuple[ToAdd, torch.Tensor]:
         """Run router and experts.
 
         Args:
             x: `[num_tokens, hidden_size]`.
             residual: `[num_tokens, hidden_size]`; its memory may be used.
+            tokens: int64 `[num_tokens]`, for a router with a table.
 
         Returns:
             The tensor that remains to be added to the residual (None: nothing), and the residual.
         """
         assert isinstance(x, torch.Tensor), "there is no first weight"
         shared_weight: torch.Tensor | None = None
-        if self._kernels is None:
-            weights, ids = self.gate.forward(x)
+        if self._kernels is None or not self.gate.has_kernel:
+            weights, ids = self.gate.forward(x, tokens)
             if self.shared_expert_gate is not None:
                 shared_weight = self.shared_expert_gate.forward(x).sigmoid_()
         else:

@@ -27,6 +27,7 @@ class PoolName(StrEnum):
     C128 = "c128"
     COMPRESSOR = "compressor"
     OPEN_GROUP = "open_group"
+    OPEN_C128 = "open_c128"
 
 
 class PoolHitPolicy(StrEnum):
