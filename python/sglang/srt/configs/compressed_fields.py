@@ -62,9 +62,9 @@ def _check_rates(raw: Mapping[str, Any]) -> None:
     for kind, (older, _) in _RATES.items():
         value, old = (rates or {}).get(kind), raw.get(older)
         for field, found in ((f"compress_rates.{kind}", value), (older, old)):
-            if found is not None and not _is_int(found, 1, _MOST_RATIO):
+            if found is not None and not _is_int(found, 2, _MOST_RATIO):
                 raise ValueError(
-                    f"config.json: {field}={_shown(found)} must be an integer from 1 to "
+                    f"config.json: {field}={_shown(found)} must be an integer from 2 to "
                     f"{_MOST_RATIO}"
                 )
         if None not in (value, old) and value != old:

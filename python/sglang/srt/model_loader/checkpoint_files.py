@@ -191,9 +191,7 @@ def _of_index(
     return {name: tensor for name, tensor in state.items() if str(name) not in others}
 
 
-def _checked_table(
-    opened: Any, name: str, dtype: str, below: int, file: Path
-) -> torch.Tensor:
+def _checked_table(opened: Any, name: str, dtype: str, below: int, file: Path) -> torch.Tensor:
     """A table of `WeightSlot.below`. Raises ValueError: it has other elements."""
     if dtype in _INT_DTYPES:
         table: torch.Tensor = opened.get_tensor(name)

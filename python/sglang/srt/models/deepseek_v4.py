@@ -73,7 +73,11 @@ class _Indexer(torch.nn.Module):
     `layers/mla/`, of keys that are compressed."""
 
     def __init__(
-        self, settings: CompressedConfig, config: ModelConfig, placement: TensorPlacement, layer: int
+        self,
+        settings: CompressedConfig,
+        config: ModelConfig,
+        placement: TensorPlacement,
+        layer: int,
     ) -> None:
         super().__init__()
         self.settings = settings
@@ -164,9 +168,7 @@ class DeepseekV4Attention(torch.nn.Module):
         is_sparse = layer_id in settings.sparse_layers
         options = _compressor_options(settings, config, dim, buffer=0)
         if not is_sparse:
-            options = replace(
-                options, ratio=ratio, open_pool=PoolName.OPEN_C128, overlap_pool=None
-            )
+            options = replace(options, ratio=ratio, open_pool=PoolName.OPEN_C128, overlap_pool=None)
         self.compressor = GroupCompressor(options, placement.at("compressor"), layer_id)
         if is_sparse:
             self.indexer = _Indexer(settings, config, placement.at("indexer"), layer_id)
@@ -376,10 +378,9 @@ class DeepseekV4ForCausalLM(LlamaForCausalLM):
                     indices_from_pool=PoolName.SWA,
                 )
             )
-            if settings.sparse_ratio > 1:
-                shapes = [(settings.sparse_ratio - 1, 4 * one) for one in dims]
-                specs.append(_open_spec(PoolName.OPEN_GROUP, sparse, names, shapes, dtype))
-        if heavy and settings.heavy_ratio > 1:
+            shapes = [(settings.sparse_ratio - 1, 4 * one) for one in dims]
+            specs.append(_open_spec(PoolName.OPEN_GROUP, sparse, names, shapes, dtype))
+        if heavy:
             shape = settings.heavy_ratio - 1, 2 * dim
             specs.append(_open_spec(PoolName.OPEN_C128, heavy, ("row_tokens",), [shape], dtype))
         return tuple(specs)

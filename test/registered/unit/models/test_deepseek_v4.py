@@ -12,12 +12,15 @@ from transformers import PreTrainedModel
 
 from rigs.models.model_oracle import (
     assert_close,
+    assert_errs_like_bf16,
     assert_greedy_words,
     assert_logits_of_batches,
     prompt,
     reference,
 )
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from sglang.srt.mem_cache.device.state_pool import StatePool
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
@@ -26,7 +29,7 @@ PUBLISHED: dict[str, Any] = {
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
     "sliding_window": 128,
     "hc_sinkhorn_iters": 20,
-    "index_topk": 48,
+    "index_topk": 40,
     "max_position_embeddings": 4096,
     "eos_token_id": None,
 }
@@ -62,3 +65,158 @@ def test_logits_around_groups_equal_transformers(
     for place in (length, length + 1):
         both = driver.decode([(0, tokens[place]), (1, tokens[place])]).next_token_logits
         assert_close(both, want[[place, place]])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 15, 16, 17, 37, 100])
+def test_any_chunks_of_a_prompt_give_the_same_logits(tmp_path: Path, chunk: int) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "deepseek_v4")
+    driver = StepDriver(tmp_path, page_size=16)
+    tokens = prompt(100, 5)
+    want = reference(hf, tokens)
+    for begin in range(0, len(tokens), chunk):
+        end = min(begin + chunk, len(tokens))
+        got = driver.extend([(0, tokens[begin:end])]).next_token_logits
+        assert_close(got, want[end - 1 : end])
+
+
+def test_chunks_of_127_equal_transformers(model: tuple[Path, PreTrainedModel]) -> None:
+    path, hf = model
+    tokens = prompt(640, 6)
+    want = reference(hf, tokens)
+    driver = StepDriver(path, page_size=256)
+    for begin in range(0, len(tokens), 127):
+        end = min(begin + 127, len(tokens))
+        got = driver.extend([(0, tokens[begin:end])]).next_token_logits
+        assert_close(got, want[end - 1 : end])
+
+
+def test_words_over_edges_equal_transformers(model: tuple[Path, PreTrainedModel]) -> None:
+    path, hf = model
+    assert_greedy_words(hf, StepDriver(path, page_size=128), prompt(70, 4), count=200, chunk=33)
+
+
+SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param({"layer_types": [SPARSE] * 4}, id="sparse-alone"),
+        pytest.param({"layer_types": [HEAVY] * 4}, id="heavy-alone"),
+        pytest.param(
+            {"layer_types": [HEAVY, HEAVY, SPARSE, "sliding_attention"]}, id="window-last"
+        ),
+        pytest.param({"mlp_layer_types": ["moe"] * 4}, id="no-table"),
+        pytest.param({"mlp_layer_types": ["hash_moe"] * 4}, id="tables-alone"),
+        pytest.param({"rope_parameters": None}, id="no-yarn"),
+        pytest.param({"hc_mult": 2, "hc_sinkhorn_iters": 1}, id="two-streams"),
+        pytest.param({"compress_rates": {SPARSE: 2, HEAVY: 8}}, id="short-groups"),
+        pytest.param({"compress_rates": {SPARSE: 2, HEAVY: 2}}, id="equal-groups"),
+        pytest.param({"index_topk": 1}, id="one-row"),
+        pytest.param({"sliding_window": 1}, id="window-1"),
+        pytest.param({"sliding_window": 300}, id="window-beyond-prompts"),
+        pytest.param({"max_shard_size": "60KB"}, id="shards"),
+    ],
+)
+def test_variants_equal_transformers(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "deepseek_v4", **overrides)
+    assert_logits_of_batches(hf, StepDriver(tmp_path, page_size=16))
+
+
+@pytest.mark.parametrize("at", [16, 32, 48])
+def test_requests_continue_from_a_snapshot_of_a_prefill(tmp_path: Path, at: int) -> None:
+    """A snapshot lies at the end of a page, so no group is open there."""
+    hf = save_tiny_checkpoint(tmp_path, "deepseek_v4")
+    driver = StepDriver(tmp_path, page_size=16, num_states=20)
+    tokens, other = prompt(70, 5), prompt(40, 6)
+    want, want_other = reference(hf, tokens), reference(hf, other)
+    got = driver.extend([(0, other[:30]), (1, tokens[:60])], {1: (18, at)}).next_token_logits
+    assert_close(got, torch.stack([want_other[29], want[59]]))
+    driver.continue_from(18, 1, [2, 3], at)
+    got = driver.extend([(0, other[30:]), (2, tokens[at:61]), (3, tokens[at:])])
+    assert_close(got.next_token_logits, torch.stack([want_other[39], want[60], want[69]]))
+    assert_close(driver.decode([(1, tokens[60])]).next_token_logits, want[60:61])
+
+
+@pytest.mark.parametrize("is_extend", [True, False])
+def test_a_step_reads_a_snapshot_and_leaves_it_as_it_is(tmp_path: Path, is_extend: bool) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "deepseek_v4")
+    driver = StepDriver(tmp_path, page_size=16, num_states=20)
+    tokens = prompt(60, 7)
+    want = reference(hf, tokens)
+    driver.extend([(0, tokens[:32])], {0: (18, 32)})
+    pools = [driver.runner.pools[name] for name in (PoolName.SWA, PoolName.COMPRESSOR)]
+    before = [part[:, 18].clone() for pool in pools for part in buffers_of(pool)]
+    table = driver.runner.req_to_token_pool.req_to_token
+    table[1, :32], driver.lens[1] = table[0, :32], 32
+
+    def from_snapshot(batch: Any) -> None:
+        batch.states.first_slots = torch.tensor([18])
+
+    step = (
+        driver.extend([(1, tokens[32:39])], before=from_snapshot)
+        if is_extend
+        else driver.decode([(1, tokens[32])], before=from_snapshot)
+    )
+    end = driver.lens[1]
+    assert_close(step.next_token_logits, want[end - 1 : end])
+    after = [part[:, 18] for pool in pools for part in buffers_of(pool)]
+    assert all(map(torch.equal, before, after))
+    for place in range(end, 50):
+        got = driver.decode([(1, tokens[place])]).next_token_logits
+        assert_close(got, want[place : place + 1])
+
+
+def buffers_of(pool: object) -> tuple[torch.Tensor, ...]:
+    assert isinstance(pool, StatePool)
+    return pool.buffers
+
+
+def test_requests_continue_from_a_snapshot_of_decoding(tmp_path: Path) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "deepseek_v4")
+    driver = StepDriver(tmp_path, page_size=16, num_states=20)
+    tokens = prompt(70, 8)
+    want = reference(hf, tokens)
+    driver.extend([(0, tokens[:31])])
+    driver.decode([(0, tokens[31])], {0: (18, 1)})
+    driver.decode([(0, tokens[32])])
+    driver.continue_from(18, 0, [1], 32)
+    for place in range(32, 54):
+        got = driver.decode([(1, tokens[place])]).next_token_logits
+        assert_close(got, want[place : place + 1])
+
+
+def test_a_row_that_another_request_used_starts_anew(tmp_path: Path) -> None:
+    """Nothing of the open group of a row's last request is read."""
+    hf = save_tiny_checkpoint(tmp_path, "deepseek_v4")
+    driver = StepDriver(tmp_path, page_size=16)
+    driver.extend([(0, prompt(31, 9))])
+    tokens = prompt(40, 10)
+    want = reference(hf, tokens)
+    driver.lens[0] = 0
+    assert_close(driver.extend([(0, tokens[:9])]).next_token_logits, want[8:9])
+    assert_close(driver.extend([(0, tokens[9:])]).next_token_logits, want[39:])
+
+
+def test_bf16_errs_like_transformers(tmp_path: Path) -> None:
+    hf = save_tiny_checkpoint(tmp_path, "deepseek_v4", dtype=torch.bfloat16)
+    assert_errs_like_bf16(hf, StepDriver(tmp_path, page_size=16), prompt(120, 3), 40)
+
+
+def test_items_of_each_pool(tmp_path: Path) -> None:
+    """A row and a key for 4 tokens in two layers, a row for 16 in one; one ring in all layers."""
+    save_tiny_checkpoint(tmp_path, "deepseek_v4")
+    driver = StepDriver(tmp_path, page_size=16, pool_tokens=64, max_requests=3, num_states=5)
+    found = {
+        str(name): (pool.spec.layers, [tuple(part[0].shape) for part in pool.parts])
+        for name, pool in driver.runner.pools.items()
+    }
+    assert found == {
+        "kv": ((1, 3), [(20, 24)]),
+        "indexer": ((1, 3), [(20, 16)]),
+        "c128": ((2,), [(5, 24)]),
+        "swa": ((0, 1, 2, 3), [(6, 1, 12, 24)]),
+        "compressor": ((1, 3), [(6, 4, 48), (6, 4, 32)]),
+        "open_group": ((1, 3), [(4, 3, 96), (4, 3, 64)]),
+        "open_c128": ((2,), [(4, 15, 48)]),
+    }

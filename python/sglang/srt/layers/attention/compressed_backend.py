@@ -190,9 +190,7 @@ class CompressedTorchBackend(WindowTorchBackend):
             own = slice(begin, begin + step)
             keys = buffer[items[chosen[own]]].unsqueeze(1).to(q.dtype)
             of_own = mask[own, None, None]
-            parts.append(
-                attend(q[own].unsqueeze(1), keys, keys, scale=layer.scaling, mask=of_own)
-            )
+            parts.append(attend(q[own].unsqueeze(1), keys, keys, scale=layer.scaling, mask=of_own))
         out = torch.cat([part.out for part in parts])
         lse = torch.cat([part.lse for part in parts]).squeeze(1)
         lse = lse.masked_fill((counts == 0).unsqueeze(1), -torch.inf)

@@ -83,9 +83,7 @@ class GroupCompressor(torch.nn.Module):
         self.position = _Position(options, placement.at("ape"))
         self.norm = WideRMSNorm(options.dim, options.eps, placement=placement.at("norm"))
 
-    def rows(
-        self, x: torch.Tensor, plan: GroupPlan, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
+    def rows(self, x: torch.Tensor, plan: GroupPlan, forward_batch: ForwardBatch) -> torch.Tensor:
         """The rows of the groups that a step finishes, `[groups, dim]`. Keeps what later steps
         need of its tokens.
 

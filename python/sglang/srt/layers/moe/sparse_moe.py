@@ -23,7 +23,6 @@ from sglang.srt.layers.placement import (
     WeightSlot,
 )
 from sglang.srt.layers.triton_ops.arguments import (
-    ClampedGate,
     ExpertActivation,
     ExpertChoice,
     ExpertWeights,
