@@ -1,0 +1,128 @@
+"""Windows, compressed rows and unfinished groups in every tier: words as transformers'."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rigs.models.model_oracle import GreedyOracle
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=25, suite="base-a-test-cpu")
+
+PAGE = 16
+WORDS = 24
+PROMPTS = [prompt(1, 77), prompt(2, 45), prompt(1, 77)[:50] + prompt(3, 19)]
+STORED: dict[str, Any] = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 3.0,
+    "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete",
+    "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": PAGE}),
+}
+"""Settings with all tiers."""
+
+
+@pytest.fixture(scope="module", name="oracle")
+def make_oracle(tmp_path_factory: pytest.TempPathFactory) -> GreedyOracle:
+    return GreedyOracle(tmp_path_factory.mktemp("compressed"), "deepseek_v4")
+
+
+@pytest.fixture(name="make_rig")
+def rig_maker(oracle: GreedyOracle) -> Iterator[Any]:
+    made = []
+
+    def make(**args: Any) -> SchedulerRig:
+        settings = {"page_size": PAGE, "num_states": 14, "chunked_prefill_size": 32, **args}
+        made.append(SchedulerRig(oracle.path, **settings))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+def cached(rig: SchedulerRig, rid: str) -> tuple[int, int, int]:
+    """Tokens of a request's prompt that came from L1, L2 and L3."""
+    last = rig.results[rid].last
+    assert last is not None
+    details = last.cached_tokens_details
+    return details.device, details.host, details.storage
+
+
+def assert_answers(rig: SchedulerRig, oracle: GreedyOracle) -> None:
+    for tokens, words in zip(PROMPTS, rig.generate(PROMPTS, WORDS), strict=True):
+        oracle.assert_words(tokens, words, WORDS)
+
+
+def test_an_answer_is_continued_from_its_last_page(
+    make_rig: Any, oracle: GreedyOracle
+) -> None:
+    rig = make_rig(mamba_track_interval=PAGE)
+    assert_answers(rig, oracle)
+    longer = [*PROMPTS[1], *oracle.words(PROMPTS[1], WORDS), 5, 6, 7]
+    rig.run(rig.request("next", longer, greedy(WORDS)))
+    oracle.assert_words(longer, rig.results["next"].output_ids, WORDS)
+    assert cached(rig, "next") == (64, 0, 0), "the last snapshot of decoding"
+    rig.check()
+
+
+@pytest.mark.parametrize("tier", ["L1", "L2", "L3"])
+@pytest.mark.parametrize("hit", [16, 32, 48, 64])
+def test_a_hit_that_ends_at_any_page_is_continued(
+    make_rig: Any, oracle: GreedyOracle, hit: int, tier: str
+) -> None:
+    """At the first of these pages the window is not full, and no group comes before the first."""
+    rig = make_rig(**({} if tier == "L1" else STORED))
+    known = prompt(7, hit + 1)
+    rig.generate([known], 1)
+    if tier != "L1":
+        rig.settle()
+        rig.tree.evict(EvictParams(num_tokens=10_000))
+    if tier == "L3":
+        rig = make_rig(**STORED)
+    asked = [*known[:hit], known[hit] ^ 1, *prompt(8, 30)]
+    rig.run(rig.request("fork", asked, greedy(WORDS)))
+    assert cached(rig, "fork") == tuple(hit if one == tier else 0 for one in ("L1", "L2", "L3"))
+    oracle.assert_words(asked, rig.results["fork"].output_ids, WORDS)
+    rig.check()
+
+
+def test_words_are_right_after_retractions(make_rig: Any, oracle: GreedyOracle) -> None:
+    rig = make_rig(pool_tokens=208, num_states=8, schedule_conservativeness=0.1)
+    for _ in range(3):
+        assert_answers(rig, oracle)
+    assert rig.scheduler.state.counters.retractions > 0
+    rig.check()
+
+
+def test_a_request_keeps_its_prefix_while_all_others_are_evicted(
+    make_rig: Any, oracle: GreedyOracle
+) -> None:
+    rig = make_rig()
+    known = prompt(7, 65)
+    rig.generate([known], 1)
+    asked = [*known, *prompt(8, 20)]
+    rig.step(rig.request("runs", asked, greedy(WORDS)))
+    for _ in range(WORDS):
+        rig.tree.evict(EvictParams(num_tokens=10_000, mamba_num=100))
+        rig.check()
+        rig.step()
+    rig.run()
+    assert cached(rig, "runs") == (64, 0, 0)
+    oracle.assert_words(asked, rig.results["runs"].output_ids, WORDS)
+
+
+def test_pages_of_an_open_group_are_not_published(make_rig: Any) -> None:
+    """What is cached of a prompt ends at the last whole page, and so at the end of a group."""
+    rig = make_rig()
+    rig.generate([prompt(9, 47)], 1)
+    assert rig.tree.total_size() == 32
+    rig.run(rig.request("again", [*prompt(9, 47), 3], greedy(1)))
+    assert cached(rig, "again") == (32, 0, 0)
