@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import Final
 
 from transformers import PretrainedConfig
@@ -58,10 +57,10 @@ class CompressedConfig:
         return self.heavy_ratio if layer_id in self.heavy_layers else None
 
     @property
-    def page_step(self) -> int:
-        """Tokens of which a page has a multiple, so that no group spans two pages."""
-        used = [self.sparse_ratio] if self.sparse_layers else []
-        return lcm(*used, *([self.heavy_ratio] if self.heavy_layers else []))
+    def ratios(self) -> set[int]:
+        """The ratios of all layers with rows. A page has whole groups of each."""
+        kinds = (self.sparse_layers, self.sparse_ratio), (self.heavy_layers, self.heavy_ratio)
+        return {ratio for layers, ratio in kinds if layers}
 
     @classmethod
     def from_hf(cls, hf: PretrainedConfig) -> CompressedConfig:

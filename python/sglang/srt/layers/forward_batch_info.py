@@ -85,7 +85,7 @@ class StateBatch:
     `commit_verified`. They leave the running states as they are."""
     plan: object | None = None
     """Extend only: the plan that layers of linear attention share. The first of them makes it; see
-    `extend_plan_of` and `kernel_plan_of`."""
+    `extend_plan_of` and `kernel_plan_of`. Any step: the `StepGroups` of layers that compress."""
 
     @property
     def read_slots(self) -> torch.Tensor:

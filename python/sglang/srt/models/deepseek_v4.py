@@ -20,7 +20,7 @@ from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.attention.compressed_backend import CompressedAttention
 from sglang.srt.layers.attention_kind import COMPRESSED
 from sglang.srt.layers.compressed.compressor import CompressorOptions, GroupCompressor
-from sglang.srt.layers.compressed.group_plan import GroupPlan, groups_of
+from sglang.srt.layers.compressed.group_plan import GroupPlan, groups_of, plan_groups
 from sglang.srt.layers.compressed.hyper_connection import (
     HyperConnection,
     HyperHead,
@@ -293,9 +293,7 @@ class DeepseekV4Model(LlamaModel):
             LayerStep(rotary.forward(positions), forward_batch)
             for rotary in (self.rotary_emb, self.rows_rotary)
         ]
-        for ratio in {settings.ratio(i) for i in range(len(self.layers))} - {None}:
-            assert ratio is not None
-            plan = groups_of(forward_batch, ratio)
+        for plan in plan_groups(forward_batch, settings.ratios).values():
             plan.rotation = self.rows_rotary.forward(plan.positions)
         embedded = self.embed_tokens.forward(input_ids)
         streams = embedded.unsqueeze(1).repeat(1, self._streams, 1)

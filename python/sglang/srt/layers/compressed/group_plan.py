@@ -7,6 +7,7 @@ a ratio.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -136,25 +137,24 @@ class GroupPlan:
         return cls(ratio=ratio, is_first=(ids["positions"] == 0)[:, None, None], **ids)
 
 
-@dataclass(frozen=True, slots=True)
-class StepGroups:
-    """The plans of a step, by ratio; see `groups_of`."""
+class StepGroups(dict[int, GroupPlan]):
+    """The plans of a step, by ratio."""
 
-    spans: list[Span]
-    plans: dict[int, GroupPlan]
+
+def plan_groups(forward_batch: ForwardBatch, ratios: Iterable[int]) -> StepGroups:
+    """Make the plans of a step, which replace those of the last step with these states."""
+    states, device = states_of(forward_batch), forward_batch.input_ids.device
+    spans = _spans(forward_batch, states)
+    made = StepGroups({ratio: GroupPlan.of(spans, ratio, device) for ratio in ratios})
+    states.plan = made
+    return made
 
 
 def groups_of(forward_batch: ForwardBatch, ratio: int) -> GroupPlan:
-    """The plan of a step for layers of a ratio; the first of them makes it."""
-    states = states_of(forward_batch)
-    device = forward_batch.input_ids.device
-    if states.plan is None:
-        states.plan = StepGroups(_spans(forward_batch, states), {})
-    step = states.plan
-    assert isinstance(step, StepGroups)
-    if ratio not in step.plans:
-        step.plans[ratio] = GroupPlan.of(step.spans, ratio, device)
-    return step.plans[ratio]
+    """The plan of a step for layers of a ratio."""
+    plans = states_of(forward_batch).plan
+    assert isinstance(plans, StepGroups), "the model makes it"
+    return plans[ratio]
 
 
 def states_of(forward_batch: ForwardBatch) -> StateBatch:

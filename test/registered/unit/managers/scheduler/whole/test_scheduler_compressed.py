@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,9 +60,7 @@ def assert_answers(rig: SchedulerRig, oracle: GreedyOracle) -> None:
         oracle.assert_words(tokens, words, WORDS)
 
 
-def test_an_answer_is_continued_from_its_last_page(
-    make_rig: Any, oracle: GreedyOracle
-) -> None:
+def test_an_answer_is_continued_from_its_last_page(make_rig: Any, oracle: GreedyOracle) -> None:
     rig = make_rig(mamba_track_interval=PAGE)
     assert_answers(rig, oracle)
     longer = [*PROMPTS[1], *oracle.words(PROMPTS[1], WORDS), 5, 6, 7]
