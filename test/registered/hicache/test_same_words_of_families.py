@@ -139,6 +139,8 @@ def check_every_tier(server: ForkedServer, cold: Asked) -> None:
         ("nemotron_h", "file", SMALL_STATES),
         ("ministral", "mooncake", STATES),
         ("gpt_oss", "file", STATES),
+        ("deepseek_v4", "file", STATES),
+        nightly("deepseek_v4", "mooncake", STATES),
     ],
 )
 def test_every_tier_of_any_server_gives_the_words_of_no_cache(

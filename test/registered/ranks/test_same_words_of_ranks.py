@@ -33,6 +33,7 @@ SIZES: Final = {
     "qwen3_5": TWO,
     "nemotron_h": TWO,
     "gpt_oss": TWO,
+    "deepseek_v4": TWO,
 }
 """Numbers of ranks, and how many of them divide a prompt; the first is the reference."""
 WITH_LIKE_LAYERS: Final = ("minimax_m2", "kimi_linear", "qwen3_5")

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, Final
 
 LATENT: Final = ("deepseek_v3", "glm_moe_dsa", "kimi_linear")
-STATES: Final = ("gpt_oss", "kimi_linear", "qwen3_next")
+STATES: Final = ("deepseek_v4", "gpt_oss", "kimi_linear", "qwen3_next")
 DRAFTING: Final = ("deepseek_v3", "glm_moe_dsa", "qwen3_next")
 
 
@@ -49,7 +49,7 @@ class Mix:
 
 
 LEVELS: Final[dict[str, Sequence[Any]]] = {
-    "family": (*DRAFTING, "kimi_linear", "nemotron_h", "gpt_oss"),
+    "family": (*DRAFTING, "kimi_linear", "nemotron_h", "gpt_oss", "deepseek_v4"),
     "kv_cache_dtype": ("auto", "fp8_e4m3"),
     "num_drafts": (0, 3, 8),
     "max_requests": (8, 68),

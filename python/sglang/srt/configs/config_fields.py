@@ -218,12 +218,13 @@ _DEEPSEEK_V4: Final = ConfigFields(
     model_types=_words("deepseek_v4"),
     read=_words("""
         q_lora_rank qk_rope_head_dim o_groups o_lora_rank sliding_window
-        compress_rates compress_rope_theta index_n_heads index_head_dim index_topk
-        hc_mult hc_sinkhorn_iters hc_eps mlp_layer_types swiglu_limit
+        compress_rates index_n_heads index_head_dim index_topk
+        hc_mult hc_sinkhorn_iters hc_eps swiglu_limit
         n_routed_experts num_experts_per_tok moe_intermediate_size routed_scaling_factor
     """),
     read_by_class=_words("""
-        compress_ratios compress_rate_csa compress_rate_hca num_hash_layers num_local_experts
+        compress_ratios compress_rate_csa compress_rate_hca compress_rope_theta num_hash_layers
+        num_local_experts
     """),
     # No reference computes the layers that draft.
     harmless=_words("num_nextn_predict_layers router_jitter_noise"),

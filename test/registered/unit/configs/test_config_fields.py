@@ -208,6 +208,7 @@ FAMILIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
                                               "topk_group": 2}),
     "DeepseekV3ForCausalLM": ("deepseek_v3", {}),
     "DeepseekV32ForCausalLM": ("deepseek_v32", {}),
+    "DeepseekV4ForCausalLM": ("deepseek_v4", {}),
     "Glm4MoeForCausalLM": ("glm4_moe", {}),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", {}),
     "GptOssForCausalLM": ("gpt_oss", {}),
@@ -265,7 +266,7 @@ def kda(**changes: Any) -> dict[str, Any]:
     return {"num_hidden_layers": 27, "linear_attn_config": settings}
 
 
-LLAMA, KIMI, QWEN2, QWEN3, QWEN3_5, V3, V32, M2 = (
+LLAMA, KIMI, QWEN2, QWEN3, QWEN3_5, V3, V32, V4, M2 = (
     f"{name}ForCausalLM"
     for name in (
         "Llama",
@@ -275,10 +276,15 @@ LLAMA, KIMI, QWEN2, QWEN3, QWEN3_5, V3, V32, M2 = (
         "Qwen3_5",
         "DeepseekV3",
         "DeepseekV32",
+        "DeepseekV4",
         "MiniMaxM2",
     )
 )
 NEMOTRON_H = "NemotronHForCausalLM"
+TWO: Final[dict[str, Any]] = {"num_hidden_layers": 2}
+WINDOW, SPARSE, HEAVY = (
+    "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -309,6 +315,43 @@ NEMOTRON_H = "NemotronHForCausalLM"
         (V3, {"moe_layer_freq": [1, 2]}, "moe_layer_freq=2"),
         (V3, {"index_topk": 2048}, "index_topk=2048"),
         (V32, {"indexer_types": ["full", "shared"]}, "indexer_types='shared'"),
+        (V4, {"layer_types": ["full_attention"]}, "layer_types='full_attention' is not supported"),
+        (V4, {**TWO, "layer_types": [SPARSE]}, "layer_types=.* must name each of .*_layers=2"),
+        (V4, {**TWO, "mlp_layer_types": ["moe"]}, "mlp_layer_types=.* must name each of"),
+        (V4, {**TWO, "compress_ratios": [4, 128, 0]}, "compress_ratios=.* must name each of"),
+        (V4, {**TWO, "compress_ratios": [4, 8]}, "compress_ratios has 8: 0, 4, 128 are supported"),
+        (V4, {**TWO, "compress_ratios": [4, True]}, "compress_ratios has True"),
+        (
+            V4,
+            {**TWO, "compress_ratios": [4, 0], "layer_types": [SPARSE, HEAVY]},
+            "compress_ratios=.* contradicts layer_types=.*: remove one",
+        ),
+        (
+            V4,
+            {**TWO, "compress_ratios": [4, 0], "compress_rate_csa": 8},
+            f"compress_ratios of 4 contradicts compress_rates.{SPARSE}=8: remove one",
+        ),
+        (V4, {"compress_rates": {SPARSE: 4}}, "compress_rates=.* must have a number for"),
+        (V4, {"compress_rates": {SPARSE: 4, HEAVY: 1}}, f"{HEAVY}=1 must be an integer from 2"),
+        (
+            V4,
+            {"compress_rate_hca": 64, "compress_rates": {SPARSE: 4, HEAVY: 128}},
+            "compress_rate_hca=64 contradicts .*=128: remove one",
+        ),
+        (V4, {**TWO, "num_hash_layers": 3}, "num_hash_layers=3 must be an integer from 0 to"),
+        (
+            V4,
+            {**TWO, "num_hash_layers": 1, "mlp_layer_types": ["moe", "moe"]},
+            "num_hash_layers=1 contradicts mlp_layer_types=",
+        ),
+        (V4, {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported"),
+        (V4, {"n_shared_experts": 2}, "n_shared_experts=2 is not supported"),
+        (V4, {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+        (
+            V4,
+            {"rope_parameters": {"main": {"alpha": 2}, "compress": {}}},
+            "rope_parameters.main.alpha=2",
+        ),
         (M2, {"attn_type_list": [1, 0]}, "attn_type_list=0 is not supported"),
         (M2, {"qk_norm_type": "per_head"}, "qk_norm_type='per_head' is not supported"),
         (M2, {"shared_intermediate_size": 8}, "shared_intermediate_size=8: remove"),

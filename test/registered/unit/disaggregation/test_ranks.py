@@ -44,6 +44,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "nemotron_h": HEADS,
     "ministral": HEADS,
     "gpt_oss": HEADS,
+    "deepseek_v4": HEADS,
 }
 LONG: Final = PROMPTS[4]
 ARGS: Final[dict[str, Any]] = {
@@ -103,6 +104,9 @@ CASES: Final = [
     nightly("ministral", 1, 1, 1),
     ("ministral", 4, 2, 1),
     ("gpt_oss", 2, 1, 1),
+    ("deepseek_v4", 1, 1, 1),
+    ("deepseek_v4", 2, 1, 1),
+    nightly("deepseek_v4", 1, 2, 1),
 ]
 """Family, ranks of prefill, ranks of decode, over how many of prefill's prompts are split."""
 

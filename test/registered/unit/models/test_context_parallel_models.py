@@ -204,6 +204,7 @@ def test_ranks_compute_their_share_alone(tmp_path: Path) -> None:
         pytest.param("nemotron_h", False, "recurrent states of NemotronHForC", id="one-block"),
         pytest.param("ministral", False, "windows of MinistralForC", id="windows"),
         pytest.param("gpt_oss", False, "windows of GptOssForC", id="sinks"),
+        pytest.param("deepseek_v4", False, "windows of DeepseekV4ForC", id="compressed"),
     ],
 )
 def test_models_with_states_of_whole_prefixes_are_refused(
