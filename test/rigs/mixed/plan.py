@@ -63,7 +63,7 @@ LEVELS: Final[dict[str, Sequence[Any]]] = {
 }
 """Values of each field of `Mix`. The families are each kind of state once: latent rows, these with
 indexer keys, recurrent states of delta nets, of Mamba-2 and, beside latent rows, of KDA;
-and windows with sinks."""
+windows with sinks; and windows beside compressed rows."""
 
 
 @cache

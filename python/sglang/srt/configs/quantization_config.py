@@ -25,6 +25,8 @@ INT8: Final = "I8"
 WORDS: Final = "I32"
 BYTES: Final = "U8"
 """Dtypes of elements, as safetensors names them."""
+OF_EXPERT: Final = ".experts."
+"""Part of the name of a routed expert's tensor."""
 
 
 class Packing(Enum):
@@ -41,6 +43,8 @@ class Packing(Enum):
     BLOCKS = "mxfp4"
     """`[..., outputs, groups, bytes of a group]`: a byte has two consecutive inputs of one output,
     which are e2m1 floats."""
+    PAIRS = "fp4"
+    """`[outputs, inputs / 2]`: likewise, without a dimension of groups."""
 
 
 class ZeroPoints(Enum):
@@ -77,6 +81,17 @@ class QuantizationConfig:
     """True if the files have plain weights, which are rounded to this format at load."""
     is_reordered: bool = False
     """True if the inputs of a group are spread over the weight (GPTQ's `desc_act`)."""
+    experts: QuantizationConfig | None = None
+    """Format of the routed experts' weights; None: as the others'."""
+
+    def of(self, name: str) -> QuantizationConfig:
+        """The format of the weight with this name."""
+        return self.experts if self.experts is not None and OF_EXPERT in name else self
+
+    @property
+    def is_float4(self) -> bool:
+        """True for 4-bit floats with scales that are exponents."""
+        return self.packing in (Packing.BLOCKS, Packing.PAIRS)
 
     @property
     def may_have_negative_scales(self) -> bool:
@@ -92,9 +107,16 @@ class QuantizationConfig:
         if self.block is not None:
             sizes = ("all" if size < 0 else str(size) for size in self.block)
             words += f", a scale for {' x '.join(sizes)}"
+        if self.experts is not None:
+            words += f"; experts of {self.experts.bits} bits"
         return words
 
 
+_MX_GROUP: Final = 32
+"""Inputs that share a scale in OCP's MX formats."""
+_FP4_EXPERTS: Final = QuantizationConfig(
+    method="fp8", packing=Packing.PAIRS, bits=4, elements=INT8, block=(1, _MX_GROUP)
+)
 AT_LOAD: Final = QuantizationConfig(method="fp8", block=(128, 128), is_at_load=True)
 """DeepSeek's format, to which `--quantization fp8` converts plain weights."""
 
@@ -143,6 +165,9 @@ def quantization_of(
             f"config.json: {_FIELD}.quant_method={method!r} is not supported: "
             f"supported are {', '.join(_PARSERS)}"
         )
+    if "expert_dtype" in config:
+        # DeepSeek-V4 has it beside the object, and later models in it.
+        stated = {"expert_dtype": config["expert_dtype"], **stated}
     return parse(stated)
 
 
@@ -154,9 +179,12 @@ def _fp8(stated: dict[str, Any]) -> QuantizationConfig:
     """Elements of 8-bit floats, with scales of blocks, of outputs or of the whole weight."""
     _one_of(stated, "fmt", ("e4m3", "float8_e4m3fn", None))
     _one_of(stated, "activation_scheme", ("dynamic", "static", None))
-    if stated.get("weight_block_size") is None:
-        return QuantizationConfig(method="fp8")
-    return QuantizationConfig(method="fp8", block=_block(stated, "weight_block_size"))
+    _one_of(stated, "scale_fmt", ("ue8m0", "float", None))
+    _one_of(stated, "expert_dtype", ("fp8", "fp4", None))
+    experts = _FP4_EXPERTS if stated.get("expert_dtype") == "fp4" else None
+    has_blocks = stated.get("weight_block_size") is not None
+    block = _block(stated, "weight_block_size") if has_blocks else None
+    return QuantizationConfig(method="fp8", block=block, experts=experts)
 
 
 def _awq(stated: dict[str, Any]) -> QuantizationConfig:
@@ -201,10 +229,6 @@ def _gptq(stated: dict[str, Any]) -> QuantizationConfig:
         zero_offset=0 if stated.get("checkpoint_format") == "gptq_v2" else 1,
         is_reordered=bool(stated.get("desc_act")),
     )
-
-
-_MX_GROUP: Final = 32
-"""Inputs that share a scale in OCP's MX formats."""
 
 
 def _mxfp4(stated: dict[str, Any]) -> QuantizationConfig:

@@ -16,7 +16,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization_config import Packing
 from sglang.srt.layers.layer_weight import SCALES, weight_shape
 from sglang.srt.layers.quantization.quantized_tensor import ScaledTensor, TiledTensor, blocks_of
-from sglang.srt.layers.weight_format import FormatOf
+from sglang.srt.layers.weight_format import FormatOf, WeightFormat
 from sglang.srt.model_loader.rounded_weights import (
     FP8_MAX,
     format_of_rounded,
@@ -65,8 +65,13 @@ class DummyWeights:
 
     def formats(self) -> FormatOf:
         """See `WeightSource`."""
-        config, format_ = self._config, self._format
-        return lambda name: format_ if config is not None and is_rounded(name, config) else None
+        return self._format_of
+
+    def _format_of(self, name: str) -> WeightFormat | None:
+        config = self._config
+        if config is None or not is_rounded(name, config):
+            return None
+        return format_of_rounded(config.of(name), self._dtype)
 
     def has_own_head(self, head: str, embedding: str) -> bool:
         """See `WeightSource`. Random weights are as config.json says."""
@@ -87,15 +92,17 @@ class DummyWeights:
             if len(shape) < 2 or shape[-2] == 1:  # small
                 slot.fill(dummy_tensor(name, shape, self._seed, dtype=dtype, device=device))
                 continue
-            if self._config is None or self._format is None or not is_rounded(name, self._config):
+            format_ = self._format_of(name)
+            if self._config is None or format_ is None:
                 slot.fill(RandomTensor(name, shape, self._seed, dtype, device))
                 continue
-            if self._config.packing is Packing.NONE:
+            config = self._config.of(name)
+            if config.packing is Packing.NONE:
                 values = RandomTensor(name, shape, self._seed, self._dtype, device)
-                slots.fill_quantized(name, slot, values.in_fp8(self._format.block))
+                slots.fill_quantized(name, slot, values.in_fp8(format_.block))
                 continue
             whole = dummy_tensor(name, shape, self._seed, dtype=self._dtype, device=device)
-            weight = rounded(whole, self._config, self._dtype, self._format.scales)
+            weight = rounded(whole, config, self._dtype, format_.scales)
             slots.fill_quantized(name, slot, weight)
 
 

@@ -25,6 +25,7 @@ from sglang.srt.layers.quantization.quantized_tensor import (
     NO_SCALE,
     WORD_BITS,
     BlockFloatTensor,
+    GroupedBytes,
     PackedTensor,
     QuantizedTensor,
     RawTensor,
@@ -38,6 +39,8 @@ from sglang.srt.model_loader.weight_files import REMEDY
 _SCALES: Final = ("_scale_inv", "_scale")
 """Suffixes that turn a weight's name into the name of its scales. Weights are multiplied by either
 tensor, although the first name says inverse."""
+_WEIGHT: Final = ".weight"
+"""DeepSeek-V4's files have `.scale` in its place."""
 _OF_ACTIVATIONS: Final = frozenset(
     """input_scale input_zero_point input_global_scale output_scale output_zero_point
     q_scale k_scale v_scale prob_scale""".split()
@@ -83,6 +86,7 @@ class QuantizedWeight:
     def shape(self, stored: tuple[int, ...], config: QuantizationConfig) -> tuple[int, ...]:
         """Shape of the weight, whose elements are stored in the shape `stored`; words that are no
         matrix are no weight, and keep theirs, and so do blocks of another size."""
+        config = config.of(self.name)
         if config.packing is Packing.BLOCKS:
             assert config.block is not None
             if len(stored) < 3 or 2 * stored[-1] != config.block[1]:
@@ -93,6 +97,8 @@ class QuantizedWeight:
             return stored
         count = WORD_BITS // config.bits
         match config.packing:
+            case Packing.PAIRS:
+                return stored[0], 2 * stored[1]
             case Packing.ROWS:
                 return stored[0], stored[1] * count
             case Packing.COLUMNS:
@@ -108,12 +114,13 @@ class QuantizedWeight:
         Args:
             dtype_of: The dtype of a tensor in the files, as safetensors names it.
         """
+        config = config.of(self.name)
         if config.packing is Packing.NONE:
             dtype = dtype_of(self.elements)
             why = None if dtype == FP8 else f"elements of {dtype}"
             return WeightFormat(block=config.block or (1, -1), why_dequantized=why)
         assert config.block is not None
-        if config.packing is Packing.BLOCKS:
+        if config.is_float4:
             return WeightFormat(bits=4, block=config.block, scales=EXPONENTS)
         scales = _SCALE_DTYPES.get(dtype_of(self.scales))
         why = None
@@ -131,12 +138,12 @@ class QuantizedWeight:
             why_dequantized=why,
         )
 
-    @staticmethod
-    def check_elements(dtype: str, config: QuantizationConfig) -> None:
+    def check_elements(self, dtype: str, config: QuantizationConfig) -> None:
         """Raise ValueError if elements of this dtype, as safetensors names it, are not those that
         quantization_config says."""
-        if dtype != config.elements:
-            raise ValueError(f"elements of {dtype} must be {config.elements}")
+        wanted = config.of(self.name).elements
+        if dtype != wanted:
+            raise ValueError(f"elements of {dtype} must be {wanted}")
 
     def open(
         self,
@@ -158,8 +165,13 @@ class QuantizedWeight:
             ValueError: Scales, zero points or groups do not fit the weight, or are impossible.
         """
         scales = read(self.scales)
-        if config.packing is Packing.BLOCKS:
+        config = config.of(self.name)
+        if config.is_float4:
             assert config.block is not None
+            if config.packing is Packing.PAIRS:
+                elements = GroupedBytes(elements, config.block[1] // 2)
+                if scales.dtype == torch.float8_e8m0fnu:
+                    scales = scales.view(torch.uint8)
             self._check_exponents(scales)
             return BlockFloatTensor(elements, scales, config.block[1], dtype, device)
         if not scales.dtype.is_floating_point:
@@ -294,7 +306,10 @@ class QuantizedNames:
     def _weight(self, name: str, packing: Packing) -> QuantizedWeight | None:
         """The quantized weight whose elements are in tensor `name`; None: there is none."""
         if packing is Packing.NONE:
-            scales = self._first(*(name + suffix for suffix in _SCALES))
+            others = [name + suffix for suffix in _SCALES]
+            if name.endswith(_WEIGHT):
+                others.append(f"{name.removesuffix(_WEIGHT)}.scale")
+            scales = self._first(*others)
             if scales is None:
                 return None
             return QuantizedWeight(name=name, elements=name, scales=scales)

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.configs.quantization_config import Packing, QuantizationConfig
+from sglang.srt.configs.quantization_config import OF_EXPERT, Packing, QuantizationConfig
 from sglang.srt.layers.quantization.quantized_tensor import (
     E2M1,
     E8M0,
@@ -31,12 +31,11 @@ FP8_MAX: Final = 448.0
 """The greatest number of e4m3."""
 _INT4_MAX: Final = 7
 _PLAIN: Final = re.compile(
-    r"(^|\.)(lm_head|embed_tokens|embeddings|gate|shared_expert_gate|router|kv_b_proj|weights_proj"
+    r"(^|\.)(lm_head|head|embed_tokens|embeddings|embed|compressor\.wkv|compressor\.wgate|gate|shared_expert_gate|router|kv_b_proj|weights_proj"
     r"|([qkv]_)?conv1d|in_proj_ba|in_proj_b|in_proj_a|b_proj|[fg]_[ab]_proj|eh_proj|fc"
     r"|\w*norm(?:_f)?)\.weight$"
 )
 _STACKED: Final = re.compile(r"\.experts\.((?:gate_)?up_proj|down_proj)$")
-_OF_EXPERT: Final = ".experts."
 
 
 def is_rounded(name: str, config: QuantizationConfig) -> bool:
@@ -48,7 +47,7 @@ def is_rounded(name: str, config: QuantizationConfig) -> bool:
     them in a format; the input projection of a draft layer because published checkpoints do so.
     """
     is_weight = name.endswith(".weight") or _STACKED.search(name) is not None
-    if config.packing is Packing.BLOCKS and _OF_EXPERT not in name:
+    if config.packing is Packing.BLOCKS and OF_EXPERT not in name:
         return False
     return is_weight and _PLAIN.search(name) is None
 
@@ -61,7 +60,7 @@ def format_of_rounded(config: QuantizationConfig, dtype: torch.dtype) -> WeightF
     """
     if config.packing is Packing.NONE:
         return WeightFormat(block=config.block or (1, -1))
-    if config.packing is Packing.BLOCKS:
+    if config.is_float4:
         assert config.block is not None
         return WeightFormat(bits=4, block=config.block, scales=EXPONENTS)
     if config.bits != 4 or config.is_reordered or dtype not in (torch.bfloat16, torch.float16):
@@ -93,7 +92,7 @@ def rounded(
         return ScaledTensor(
             elements.view(values.shape), grid, (height, width), dtype, values.device
         )
-    if config.packing is Packing.BLOCKS:
+    if config.is_float4:
         return _to_mxfp4(values, width, dtype)
     if lead or inputs % (WORD_BITS // 4):
         raise ValueError(

@@ -286,6 +286,32 @@ class BlockFloatTensor(QuantizedTensor):
         return values.mul_(factors[:, blocks_of(columns, self._group)])
 
 
+class GroupedBytes:
+    """Bytes `[outputs, bytes]` of a checkpoint, as the blocks of a `BlockFloatTensor`.
+
+    Args:
+        raw: int8 or uint8.
+        size: Bytes of a group.
+
+    Raises:
+        ValueError: An output has no whole groups.
+    """
+
+    def __init__(self, raw: RawTensor, size: int) -> None:
+        outputs, width = raw.shape
+        if width % size:
+            raise ValueError(f"{width} bytes of an output are no groups of {size}")
+        self._raw, self._size = raw, size
+        self.shape: tuple[int, ...] = (outputs, width // size, size)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        rows, groups, within = index
+        begin, end, _ = groups.indices(self.shape[1])
+        found = self._raw[rows, begin * self._size : end * self._size]
+        grouped = found.contiguous().view(torch.uint8).unflatten(1, (-1, self._size))
+        return grouped[..., within].contiguous()
+
+
 class _FourBits(Protocol):
     """A weight of elements of 4 bits."""
 
