@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from rigs.checkpoints import deepseek_v4
+
 _FP8: Final = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -375,23 +377,6 @@ _GPT_OSS_120B: Final = {
     **_GPT_OSS, **_MXFP4, "num_hidden_layers": 36, "num_local_experts": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 18,
 }  # fmt: skip
-_DEEPSEEK_V4: Final = {
-    **_COMMON, "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4",
-    "vocab_size": 129280, "hidden_size": 4096, "moe_intermediate_size": 2048,
-    "num_hidden_layers": 43, "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512,
-    "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024,
-    "sliding_window": 128, "compress_ratios": [0, 0, *([4, 128] * 20), 4, 0],
-    "compress_rope_theta": 160000, "rope_theta": 10000, "index_n_heads": 64, "index_head_dim": 128,
-    "index_topk": 512, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "num_hash_layers": 3,
-    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6,
-    "norm_topk_prob": True, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc", "swiglu_limit": 10.0, "num_nextn_predict_layers": 1,
-    "max_position_embeddings": 1048576, "attention_bias": False, "tie_word_embeddings": False,
-    "rope_scaling": {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1,
-                     "original_max_position_embeddings": 65536},
-    "expert_dtype": "fp4",
-    "quantization_config": {**_FP8, "scale_fmt": "ue8m0"},
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +416,7 @@ PUBLISHED: Final = {
             "index_topk": 2048,
         },
     ),
-    "DeepSeek-V4-Flash": Published(284, _DEEPSEEK_V4),
+    "DeepSeek-V4-Flash": Published(284, {**_COMMON, **deepseek_v4.FLASH}),
     "Kimi-K2-Instruct": Published(1026, _KIMI),
     "Kimi-K2.5": Published(1026, _KIMI_K25),
     "Kimi-Linear-48B-A3B": Published(49.1, _KIMI_LINEAR),

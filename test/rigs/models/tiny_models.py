@@ -55,6 +55,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForCa
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHForCausalLM
 
+from rigs.checkpoints import deepseek_v4
 from rigs.checkpoints.published_names import name_as_published
 from rigs.checkpoints.vision_configs import KIMI_VISION, beside_vision
 from rigs.drafts.tiny_drafts import save_draft
@@ -131,35 +132,6 @@ _INDEXED: dict[str, Any] = {
     "index_n_heads": 16,
     "index_head_dim": 24,
 }
-_COMPRESSED: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 24,
-    "partial_rotary_factor": 1 / 3,
-    "q_lora_rank": 24,
-    "layer_types": [
-        "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
-        "compressed_sparse_attention",
-    ],
-    "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
-    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
-    "sliding_window": 12,
-    "o_groups": 2,
-    "o_lora_rank": 20,
-    "index_n_heads": 16,
-    "index_head_dim": 16,
-    "index_topk": 5,
-    "hc_sinkhorn_iters": 6,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    # Many gates and ups of random weights exceed it.
-    "swiglu_limit": 1.5,
-    "rope_parameters": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
-    },
-}  # fmt: skip
 _HYBRID: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -213,7 +185,7 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2},
     "deepseek_v32": {**_INDEXED, "n_group": 4, "topk_group": 2},
-    "deepseek_v4": _COMPRESSED,
+    "deepseek_v4": deepseek_v4.TINY,
     "glm_moe_dsa": {**_INDEXED, "indexer_rope_interleave": True},
     "glm_moe_dsa_shared": {
         **_INDEXED,

@@ -1,4 +1,5 @@
-"""Checks DeepSeek-V4's lists of layers in config.json. Needs no transformers."""
+"""The fields of DeepSeek-V4 in config.json, and checks of its lists of layers. Needs no
+transformers."""
 
 from __future__ import annotations
 
@@ -105,3 +106,37 @@ def _is_int(value: object, least: int, most: int) -> bool:
 
 def _shown(value: object) -> str:
     return " ".join(str(value).split())[:60]
+
+
+DEEPSEEK_V4: Final[Mapping[str, Any]] = {
+    "model_types": frozenset("deepseek_v4".split()),
+    "read": frozenset("""
+        q_lora_rank qk_rope_head_dim o_groups o_lora_rank sliding_window
+        compress_rates index_n_heads index_head_dim index_topk
+        hc_mult hc_sinkhorn_iters hc_eps swiglu_limit
+        n_routed_experts num_experts_per_tok moe_intermediate_size routed_scaling_factor
+    """.split()),
+    "read_by_class": frozenset("""
+        compress_ratios compress_rate_csa compress_rate_hca compress_rope_theta num_hash_layers
+        num_local_experts
+    """.split()),
+    # No reference computes the layers that draft.
+    "harmless": frozenset("num_nextn_predict_layers router_jitter_noise".split()),
+    "fixed": {
+        "attention_bias": (False,),
+        "expert_dtype": ("fp4", "fp8"),
+        "layer_types": (
+            "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+        ),
+        "mlp_layer_types": ("hash_moe", "moe"),
+        "n_shared_experts": (1,),
+        # The weights of a token's experts are always divided by their sum.
+        "norm_topk_prob": (True,),
+        "num_key_value_heads": (1,),
+        "scoring_func": ("sqrtsoftplus",),
+        "tie_word_embeddings": (False,),
+        "topk_method": ("noaux_tc",),
+    },
+    "check": check_compressed,
+}  # fmt: skip
+"""The arguments of `ConfigFields`."""

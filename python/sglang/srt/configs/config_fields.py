@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from sglang.srt.configs.compressed_fields import check_compressed
+from sglang.srt.configs.compressed_fields import DEEPSEEK_V4
 from sglang.srt.configs.kda_config import check_kda
 
 TEXT_CONFIG: Final = "text_config"
@@ -214,37 +214,6 @@ _DEEPSEEK_V32: Final = ConfigFields(
     },
     num_draft_layers=_LATENT_DRAFTS,
 )
-_DEEPSEEK_V4: Final = ConfigFields(
-    model_types=_words("deepseek_v4"),
-    read=_words("""
-        q_lora_rank qk_rope_head_dim o_groups o_lora_rank sliding_window
-        compress_rates index_n_heads index_head_dim index_topk
-        hc_mult hc_sinkhorn_iters hc_eps swiglu_limit
-        n_routed_experts num_experts_per_tok moe_intermediate_size routed_scaling_factor
-    """),
-    read_by_class=_words("""
-        compress_ratios compress_rate_csa compress_rate_hca compress_rope_theta num_hash_layers
-        num_local_experts
-    """),
-    # No reference computes the layers that draft.
-    harmless=_words("num_nextn_predict_layers router_jitter_noise"),
-    fixed={
-        "attention_bias": (False,),
-        "expert_dtype": ("fp4", "fp8"),
-        "layer_types": (
-            "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
-        ),
-        "mlp_layer_types": ("hash_moe", "moe"),
-        "n_shared_experts": (1,),
-        # The weights of a token's experts are always divided by their sum.
-        "norm_topk_prob": (True,),
-        "num_key_value_heads": (1,),
-        "scoring_func": ("sqrtsoftplus",),
-        "tie_word_embeddings": (False,),
-        "topk_method": ("noaux_tc",),
-    },
-    check=check_compressed,
-)  # fmt: skip
 _KIMI_K25: Final = ConfigFields(
     model_types=_words("kimi_k25"),
     harmless=_VISION
@@ -267,7 +236,7 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         fixed={**_DEEPSEEK_V32.fixed, "indexer_types": ("full",), "index_topk_freq": (1,)},
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
-    "DeepseekV4ForCausalLM": _DEEPSEEK_V4,
+    "DeepseekV4ForCausalLM": ConfigFields(**DEEPSEEK_V4),
     "Glm4MoeForCausalLM": ConfigFields(
         model_types=_words("glm4_moe"),
         read=_SIGMOID_EXPERTS | _words("attention_bias use_qk_norm first_k_dense_replace"),

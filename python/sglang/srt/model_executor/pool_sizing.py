@@ -5,18 +5,25 @@ Each has a reason, which the server logs at the start.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 from sglang.srt.constants import GB, GIB, MIB
-from sglang.srt.mem_cache.device.state_spec import ItemKind, StateSpec
+from sglang.srt.mem_cache.device.state_spec import (
+    ItemKind,
+    StateSpec,
+    bytes_per_state,
+    bytes_per_token,
+)
 
 CPU_POOL_BYTES = 1 * GIB
 CPU_POOL_FRACTION = 0.1
 GPU_STATIC_FRACTION = 0.88
 MAX_RUNNING_REQUESTS = 256
+LONG_PREFIX = 131072
+"""Tokens of the example in `lines_of_kinds`."""
 MIN_TOKENS = 2
 """A token of a prompt and one of its output: with fewer, no request can be served."""
 FULL_MEMORY_RATIO = 0.9
@@ -338,6 +345,21 @@ def memory_text(parts: Mapping[str, int]) -> str:
     """`memory_parts` for a log."""
     sizes = ", ".join(f"{name} {size / GB:.3f} GB" for name, size in parts.items() if size)
     return f"{sizes}, in all {sum(parts.values()) / GB:.3f} GB"
+
+
+def lines_of_kinds(specs: Sequence[StateSpec]) -> list[str]:
+    """Log line with the bytes of a token by kind of state, and of a long prefix on one rank; none
+    if each item stands for one token."""
+    if all(spec.stride == 1 for spec in specs):
+        return []
+    paged = [spec for spec in specs if spec.item is ItemKind.TOKEN]
+    kinds = ", ".join(f"{spec.name} {spec.num_bytes / spec.stride:g}" for spec in paged)
+    pages, state = LONG_PREFIX * bytes_per_token(specs) / 1e9, bytes_per_state(specs) / 1e9
+    return [
+        f"A token takes {float(bytes_per_token(specs)):g} bytes on a rank: {kinds}; a prefix of "
+        f"{LONG_PREFIX} tokens takes {float(pages):.3f} GB of pages and {state:.3f} GB of state "
+        "in each tier"
+    ]
 
 
 def longest_pass(chunk: int | None, max_prefill_tokens: int) -> int:

@@ -53,6 +53,7 @@ from sglang.srt.model_executor.grouped_runner import GroupedModelRunner
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_sizing import (
     DeviceMemory,
+    lines_of_kinds,
     longest_pass,
     memory_parts,
     memory_text,
@@ -342,7 +343,7 @@ def init_pools(runner: ModelRunner, server_args: ServerArgs, group: RankGroup) -
     if states is not None:
         why_states = states.reason if num_states == [states.amount] else other
         lines.append(_line_of_states(runner, num_states[0], why_states))
-    return lines
+    return lines + lines_of_kinds(runner.state_specs)
 
 
 def _line_of_states(runner: ModelRunner, num_states: int, why: str) -> str:
