@@ -222,10 +222,9 @@ class DeepseekV4Attention(torch.nn.Module):
 
 
 def _items(plan: GroupPlan, batch: ForwardBatch) -> torch.Tensor:
-    """Items of the groups that a step finishes, int64 `[groups]`."""
-    rows = batch.req_pool_indices[plan.requests]
-    slots = batch.req_to_token_pool.req_to_token[rows, plan.positions]
-    return slots.long() // plan.ratio
+    """Items that take the rows of the groups that a step finishes, int64 `[groups]`: padding for
+    those that the pool has already."""
+    return batch.out_cache_loc[plan.current[:, -1]] // plan.ratio
 
 
 class DeepseekV4Layer(ResidualLayer):

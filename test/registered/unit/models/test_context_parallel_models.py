@@ -214,7 +214,12 @@ def test_models_with_states_of_whole_prefixes_are_refused(
     save_tiny_checkpoint(tmp_path, model, **overrides)
     with pytest.raises(ValueError, match=f"--attn-cp-size 2: {words}"):
         on_rank_threads(
-            2, tmp_path, lambda driver, group: None, cp_size=2, has_draft_layer=has_draft_layer
+            2,
+            tmp_path,
+            lambda driver, group: None,
+            cp_size=2,
+            has_draft_layer=has_draft_layer,
+            page_size=16,
         )
 
 

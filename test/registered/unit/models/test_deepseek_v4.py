@@ -187,7 +187,7 @@ def test_requests_continue_from_a_snapshot_of_decoding(tmp_path: Path) -> None:
 
 
 def test_a_row_that_another_request_used_starts_anew(tmp_path: Path) -> None:
-    """Nothing of the open group of a row's last request is read."""
+    """A request reads no tokens of the open group that the last request of its row left."""
     hf = save_tiny_checkpoint(tmp_path, "deepseek_v4")
     driver = StepDriver(tmp_path, page_size=16)
     driver.extend([(0, prompt(31, 9))])

@@ -113,7 +113,7 @@ def test_few_collectives_suffice(
 
     step = 1 + each * layers
     expected = [0, step, step + 1, 2 * step + 1, 2 * step + 2]
-    assert on_rank_threads(2, tmp_path, work) == [expected] * 2
+    assert on_rank_threads(2, tmp_path, work, page_size=16) == [expected] * 2
 
 
 def test_log_probabilities_of_prompts_are_those_of_one_rank(tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 Each token gives values and gates. A row is the average of its group's values, channel by channel,
 weighted by the softmax of gates; then it is normalised, and rotated as the group's first token. In
-layers with an overlap, a token has values and gates for two rows: the first half for the row of the
-next group, the second for that of its own. A row then reads the tokens of two groups.
+layers with an overlap, a token has values and gates for two rows: a first half for the row of the
+next group, a second half for the row of its own group. A row then reads the tokens of two groups.
 
-What later steps need of earlier tokens is in two pools: the tokens of an unfinished group, by
-running request, and of the last finished group the half for the next row, by state.
+Later steps read earlier tokens from two pools. One has the tokens of an unfinished group, for each
+running request. The other has the first half of the last finished group, for each state.
 """
 
 from __future__ import annotations

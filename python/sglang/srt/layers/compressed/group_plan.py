@@ -41,15 +41,13 @@ class GroupPlan:
     step's tokens, followed by the `open_` tokens and the `last_` tokens."""
 
     ratio: int
-    requests: torch.Tensor
-    """`[groups]`: the batch's request of each finished group."""
     positions: torch.Tensor
-    """`[groups]`: position of its first token."""
+    """`[groups]`: position of the first token of each finished group."""
     current: torch.Tensor
-    """`[groups, ratio]`: sources of its tokens."""
+    """`[groups, ratio]`: sources of its tokens. The last is one of the step's tokens."""
     previous: torch.Tensor
-    """`[groups, ratio]`: sources of the tokens of the group before. Those of a request's first
-    group are its own, and are not used."""
+    """`[groups, ratio]`: sources of the tokens of the group before. For a request's first
+    group they repeat `current`, and are not used."""
     is_first: torch.Tensor
     """bool `[groups, 1, 1]`: the group is its request's first."""
     open_requests: torch.Tensor
@@ -86,7 +84,7 @@ class GroupPlan:
         last_at = num_new + sum(opens)
         within = np.arange(ratio)
         names = (
-            "requests", "positions", "current", "previous", "open_requests", "open_places",
+            "positions", "current", "previous", "open_requests", "open_places",
             "last_requests", "last_places", "kept_tokens", "kept_requests", "kept_places",
             "ended", "ended_sources", "tracked", "tracked_sources",
         )  # fmt: skip
@@ -118,7 +116,6 @@ class GroupPlan:
             groups = sources.reshape(-1, ratio)
             found["open_requests"].append(np.full(count, request))
             found["open_places"].append(np.arange(count))
-            found["requests"].append(np.full(last - first, request))
             found["positions"].append(np.arange(first, last) * ratio)
             found["previous"].append(groups[:-1].reshape(-1))
             found["current"].append(groups[1:].reshape(-1))

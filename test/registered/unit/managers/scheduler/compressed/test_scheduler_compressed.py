@@ -117,7 +117,7 @@ def test_a_request_keeps_its_prefix_while_all_others_are_evicted(
 
 
 def test_pages_of_an_open_group_are_not_published(make_rig: Any) -> None:
-    """What is cached of a prompt ends at the last whole page, and so at the end of a group."""
+    """The cached part of a prompt ends at its last whole page, which is the end of a group."""
     rig = make_rig()
     rig.generate([prompt(9, 47)], 1)
     assert rig.tree.total_size() == 32
