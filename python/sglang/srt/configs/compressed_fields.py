@@ -40,6 +40,15 @@ def check_compressed(raw: Mapping[str, Any]) -> None:
             )
     _check_rates(raw)
     _check_ratios(raw)
+    part, head_dim = raw.get("partial_rotary_factor"), raw.get("head_dim", 512)
+    dims = raw.get("qk_rope_head_dim")
+    if None not in (part, dims) and not (
+        isinstance(part, int | float) and 0 < part <= 1 and dims == int(head_dim * part)
+    ):
+        raise ValueError(
+            f"config.json: qk_rope_head_dim={_shown(dims)} contradicts partial_rotary_factor="
+            f"{_shown(part)} of head_dim={head_dim}: remove one"
+        )
     hashed, types = raw.get("num_hash_layers"), raw.get("mlp_layer_types")
     if hashed is not None and not _is_int(hashed, 0, count):
         raise ValueError(

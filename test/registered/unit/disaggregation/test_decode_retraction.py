@@ -31,13 +31,15 @@ NEW: Final = 30
 POOL: Final = 112
 """Room for two of the three requests at their ends."""
 POLICIES: Final = ("write_through", "write_through_selective", "write_back")
+GROUPS: Final = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
 FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v3": {},
     "deepseek_v32": {"index_topk": 12},
     "qwen3_next": {"mlp_only_layers": [1]},
     "ministral": {"sliding_window": 12},
+    "deepseek_v4": {"compress_rates": GROUPS},
 }
-HYBRIDS: Final = ("qwen3_next", "ministral")
+HYBRIDS: Final = ("qwen3_next", "ministral", "deepseek_v4")
 FLAG: Final = "disaggregation_decode_retraction_backup"
 
 

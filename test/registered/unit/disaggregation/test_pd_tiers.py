@@ -54,8 +54,10 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3_next": {"mlp_only_layers": [1]},
     "gpt_oss": {},
     "ministral": {},
+    "deepseek_v4": {},
 }
-"""Keys and values; latent rows; these with indexer keys; a hybrid; windows with sinks, without."""
+"""Keys and values; latent rows; these with indexer keys; a hybrid; windows with sinks, without;
+windows beside compressed rows."""
 
 
 @pytest.fixture(autouse=True)

@@ -51,6 +51,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "deepseek_v32": LATENT,
     "minimax_m2": HEADS,
     "gpt_oss": HEADS,
+    "deepseek_v4": {**HEADS, "o_groups": 4},
     "kimi_linear": LATENT,
     "qwen3_next": DELTA,
     "nemotron_h": {**HEADS, "n_groups": 4},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ from rigs.models.model_oracle import (
     prompt,
     reference,
 )
-from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint, tiny_config
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.model_executor.pool_sizing import lines_of_kinds
+from sglang.srt.model_loader.loader import build_model
+from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
@@ -95,6 +100,7 @@ def test_words_over_edges_equal_transformers(model: tuple[Path, PreTrainedModel]
     assert_greedy_words(hf, StepDriver(path, page_size=128), prompt(70, 4), count=200, chunk=33)
 
 
+WINDOW = "sliding_attention"
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 
 
@@ -220,3 +226,52 @@ def test_items_of_each_pool(tmp_path: Path) -> None:
         "open_group": ((1, 3), [(4, 3, 96), (4, 3, 64)]),
         "open_c128": ((2,), [(4, 15, 48)]),
     }
+
+
+@pytest.mark.parametrize(("page_size", "words"), [(64, "multiple of 128"), (192, "of 128")])
+def test_a_page_that_cuts_a_group_is_refused_with_a_size_that_works(
+    model: tuple[Path, PreTrainedModel], page_size: int, words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"--page-size {page_size}: .*'c128'.* 128 .*{words}"):
+        StepDriver(model[0], page_size=page_size)
+
+
+def test_a_start_line_says_what_a_token_takes(tmp_path: Path) -> None:
+    """Two layers of rows of 24 and keys of 16 for 4 tokens, one of rows for 16, in fp32."""
+    save_tiny_checkpoint(tmp_path, "deepseek_v4")
+    specs = StepDriver(tmp_path, page_size=16).runner.state_specs
+    (line,) = lines_of_kinds(specs)
+    assert "A token takes 86 bytes on a rank: kv 48, indexer 32, c128 6; a prefix of 131072" in line
+    # Four rings of 12 rows of 24, and 4 tokens' values and gates of 24 and 16 in two layers.
+    state = (4 * 12 * 24 + 2 * 4 * 2 * (24 + 16)) * 4
+    assert f"{131072 * 86 / 1e9:.3f} GB of pages and {state / 1e9:.3f} GB of state" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer_types": [WINDOW] * 4}, "layer_types=.* names no layer with compressed rows"),
+        ({"sliding_window": 0}, "sliding_window=0 must be a positive integer"),
+        ({"o_groups": 3}, "o_groups=3 must divide num_attention_heads=4"),
+        ({"index_head_dim": 6}, "partial_rotary_factor=.* and at most index_head_dim=6"),
+        ({"qk_rope_head_dim": 4}, "qk_rope_head_dim=4 contradicts partial_rotary_factor=0.3"),
+        ({"num_experts_per_tok": 9}, "a token cannot use 9 of 8 experts"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit=0.0 must be a positive number"),
+        ({"hc_mult": 0}, "hc_mult=0 must be a positive integer"),
+        ({"index_topk": 0}, "index_topk=0 must be a positive integer"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    tiny_config("deepseek_v4", architectures=["DeepseekV4ForCausalLM"]).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ValueError, match=words):
+        build_model(ModelConfig.from_path(str(tmp_path)), LoadConfig())
+
+
+def test_rows_in_fp8_are_refused(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path, "deepseek_v4")
+    with pytest.raises(ValueError, match="--kv-cache-dtype"):
+        StepDriver(tmp_path, page_size=16, kv_cache_dtype="fp8_e4m3")
