@@ -36,6 +36,7 @@ class ColdEngine:
             self.path,
             pool_tokens=512,
             max_requests=1,
+            page_size=4,
             kv_cache_dtype=self.kv_cache_dtype,
             disable_radix_cache=True,
             overlap=False,
