@@ -55,7 +55,7 @@ def check_compressed(raw: Mapping[str, Any]) -> None:
             f"config.json: num_hash_layers={_shown(hashed)} must be an integer from 0 to "
             f"num_hidden_layers={count}"
         )
-    if None not in (hashed, types) and types.count("hash_moe") != hashed:
+    if hashed is not None and types is not None and types.count("hash_moe") != hashed:
         raise ValueError(
             f"config.json: num_hash_layers={hashed} contradicts mlp_layer_types={_shown(types)}: "
             "remove one"

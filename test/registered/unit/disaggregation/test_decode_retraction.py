@@ -136,7 +136,7 @@ def test_pages_come_back_as_they_were(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_state_comes_back(family: str, tiny_model: Callable[..., Path]) -> None:
     model = tiny_model(family, eos_token_id=None, **FAMILIES[family])
-    with contextlib.closing(SchedulerRig(model, disable_radix_cache=True)) as alone:
+    with contextlib.closing(SchedulerRig(model, disable_radix_cache=True, page_size=PAGE)) as alone:
         words = alone.generate(IDS, NEW)
     alignment = {"snapshot_alignment": PAGE, "num_states": 12, "mamba_track_interval": 8}
     more = alignment if family in HYBRIDS else {}

@@ -237,16 +237,11 @@ class CompressedTorchBackend(WindowTorchBackend):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rows and indexer keys of a layer. Waits for a load that fills them."""
         assert forward_batch.pools is not None and layer.rows_pool is not None
-        found = []
-        for name in (layer.rows_pool, PoolName.INDEXER):
-            pool = forward_batch.pools.get(name)
-            if pool is None or layer.layer_id not in pool.spec.layers:
-                found.append(None)
-                continue
-            found.append(pool.parts[0][pool.wait_for_layer(layer.layer_id)])
-        rows, keys = found
-        assert rows is not None
-        return rows, keys
+        pool, keys = forward_batch.pools[layer.rows_pool], forward_batch.pools.get(PoolName.INDEXER)
+        rows = pool.parts[0][pool.wait_for_layer(layer.layer_id)]
+        if keys is None or layer.layer_id not in keys.spec.layers:
+            return rows, None
+        return rows, keys.parts[0][keys.wait_for_layer(layer.layer_id)]
 
     def _first(self, counts: torch.Tensor, width: int) -> torch.Tensor:
         """A mask `[n, width]` of the first `counts` `[n]`."""

@@ -131,7 +131,8 @@ class GroupPlan:
         for name in ("current", "previous", "ended_sources", "tracked_sources"):
             columns[name] = columns[name].reshape(-1, ratio)
         ids = dict(zip(names, upload(list(columns.values()), device), strict=True))
-        return cls(ratio=ratio, is_first=(ids["positions"] == 0)[:, None, None], **ids)
+        is_first = (ids["positions"] == 0)[:, None, None]
+        return cls(ratio=ratio, is_first=is_first, rotation=None, **ids)
 
 
 class StepGroups(dict[int, GroupPlan]):

@@ -23,6 +23,6 @@ def rotate_last(x: torch.Tensor, rotation: Rotation, *, is_inverse: bool = False
         sin = -sin
     if x.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = x[..., -size:].float().unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = torch.unflatten(x[..., -size:].float(), -1, (-1, 2)).unbind(-1)
     turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return torch.cat((x[..., :-size], turned.flatten(-2).to(x.dtype)), dim=-1)

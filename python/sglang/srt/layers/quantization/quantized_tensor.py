@@ -308,7 +308,7 @@ class GroupedBytes:
         rows, groups, within = index
         begin, end, _ = groups.indices(self.shape[1])
         found = self._raw[rows, begin * self._size : end * self._size]
-        grouped = found.contiguous().view(torch.uint8).unflatten(1, (-1, self._size))
+        grouped = found.contiguous().view(torch.uint8).view(len(found), -1, self._size)
         return grouped[..., within].contiguous()
 
 
