@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 VERSION: Final = "0.1.0"
@@ -17,6 +19,8 @@ DEFAULT_PAGE_SIZE: Final = 1
 """Tokens per page without the hierarchical cache."""
 DEFAULT_HIERARCHICAL_PAGE_SIZE: Final = 64
 """Tokens per page with the hierarchical cache; copies and store objects need larger blocks."""
+PAGE_SIZES: Final[Mapping[str, int]] = MappingProxyType({"DeepseekV4ForCausalLM": 256})
+"""Tokens per page of architectures that keep a row for more tokens than these, with or without."""
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20

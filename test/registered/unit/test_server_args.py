@@ -451,3 +451,26 @@ def test_a_dynamic_backend_accepts_any_key() -> None:
     config: dict[str, Any] = {"backend_name": "b", "module_path": "m", "anything": [1]}
     args = prepare("--hicache-storage-backend", "dynamic", EXTRA, json.dumps(config))
     assert args.extra_config() == config
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ('{"architectures": ["DeepseekV4ForCausalLM"]}', 256),
+        ('{"architectures": ["LlamaForCausalLM"]}', 1),
+        ('{"architectures": []}', 1),
+        ('{"architectures": {"a": 1}}', 1),
+        ("no JSON", 1),
+    ],
+)
+def test_a_model_with_groups_of_tokens_has_larger_pages(
+    tmp_path: Path, text: str, size: int
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    path = str(tmp_path)
+    assert ServerArgs(model_path=path).resolve().page_size == size
+    assert ServerArgs(model_path=path, page_size=16).resolve().page_size == 16
+    hierarchical = ServerArgs(model_path=path, enable_hierarchical_cache=True).resolve()
+    assert hierarchical.page_size == max(size, 64)
+    chunk = ServerArgs(model_path=path, chunked_prefill_size=256).resolve()
+    assert chunk.chunked_prefill_size == 256

@@ -154,7 +154,10 @@ class ServerFlags(
         None,
         "Most prompt tokens in one pass; -1: whole prompts; absent: about 2048, on a GPU 8192.",
     )
-    page_size: int | None = flag(None, "Tokens a page; absent: 1, 64 with the hierarchical cache.")
+    page_size: int | None = flag(
+        None,
+        "Tokens a page; absent: 1, 64 with the hierarchical cache, 256 for a local DeepSeek-V4.",
+    )
     schedule_policy: str = flag(
         "fcfs",
         "Order of waiting requests: fcfs takes the oldest, lpm the longest cached prefix. With lpm "
