@@ -102,7 +102,6 @@ class GroupPlan:
             # Sources by position, from the group before the first of these.
             base = (first - 1) * ratio
             sources = np.empty((last - first + 1) * ratio, dtype=np.int64)
-            sources[: prefix - base] = -1
             sources[prefix - base :] = begin + np.arange(last * ratio - prefix)
             sources[ratio : ratio + count] = open_at + np.arange(count)
             if first:
