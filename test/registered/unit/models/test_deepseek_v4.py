@@ -139,8 +139,9 @@ def test_requests_continue_from_a_snapshot_of_a_prefill(tmp_path: Path, at: int)
     got = driver.extend([(0, other[:30]), (1, tokens[:60])], {1: (18, at)}).next_token_logits
     assert_close(got, torch.stack([want_other[29], want[59]]))
     driver.continue_from(18, 1, [2, 3], at)
-    got = driver.extend([(0, other[30:]), (2, tokens[at:61]), (3, tokens[at:])])
-    assert_close(got.next_token_logits, torch.stack([want_other[39], want[60], want[69]]))
+    work = [(2, tokens[at:61]), (3, tokens[at:])]
+    got = driver.extend([(0, other[30:]), *work]).next_token_logits
+    assert_close(got, torch.stack([want_other[39], want[60], want[69]]))
     assert_close(driver.decode([(1, tokens[60])]).next_token_logits, want[60:61])
 
 
