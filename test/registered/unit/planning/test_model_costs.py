@@ -51,7 +51,8 @@ def test_the_engine_has_the_same_states_and_weights(model: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "ranks"),
     [
-        *product(("deepseek_v32", "kimi_linear", "qwen3_next", "nemotron_h"), (1, 2)),
+        *product(("deepseek_v32", "deepseek_v4", "kimi_linear", "qwen3_next"), (1, 2)),
+        *product(("nemotron_h",), (1, 2)),
         ("gpt_oss", 1),  # the second of two ranks lacks biases
     ],
 )
@@ -64,7 +65,7 @@ def test_memory_planned_from_the_config_is_what_each_rank_allocates(
     states = 0 if family == "deepseek_v32" else 5
     parts = memory_parts(
         costs.specs, weight_bytes=costs.weight_bytes, tokens=96, states=states, page_size=16,
-        graph_bytes=0, exchange_bytes=0,
+        graph_bytes=0, exchange_bytes=0, requests=4,
     )  # fmt: skip
     for rank in range(ranks):
         runner = ModelRunner(
@@ -81,7 +82,9 @@ def test_memory_planned_from_the_config_is_what_each_rank_allocates(
             for name, pool in runner.pools.items()
         }
         assert parts == {"weights": runner.weight_bytes(), **pools, "graphs": 0, "exchange": 0}
-    assert len(parts) == 5 and all(parts[name] for name in parts.keys() - {"graphs", "exchange"})
+    assert len(parts) == 3 + len(costs.specs) and all(
+        parts[name] for name in parts.keys() - {"graphs", "exchange"}
+    )
 
 
 @pytest.mark.parametrize(("attn_dp_size", "ep_size"), [(1, 2), (2, 1), (2, 2)])
