@@ -369,6 +369,8 @@ def _check_rings(hf: PretrainedConfig, num_layers: int, features: int, dtype: to
     if found <= RING_BYTES:
         return
     remedy = f"--context-length {hf.sliding_window}, up to which windows change nothing"
+    if hf.model_type in _ALL_WINDOWED:
+        remedy = "a checkpoint with a smaller window"
     if elements * 2 <= RING_BYTES:
         remedy = "--dtype bfloat16"
     raise ValueError(

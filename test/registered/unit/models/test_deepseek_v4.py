@@ -253,6 +253,9 @@ def test_a_start_line_says_what_a_token_takes(tmp_path: Path) -> None:
     [
         ({"layer_types": [WINDOW] * 4}, "layer_types=.* names no layer with compressed rows"),
         ({"sliding_window": 0}, "sliding_window=0 must be a positive integer"),
+        # Four rings of keys of 24 in fp32.
+        ({"sliding_window": 30000}, "in 4 layers takes 11520000 bytes .* give --dtype bfloat16"),
+        ({"sliding_window": 60000}, "more than the 8388608 .*: give a checkpoint with a smaller"),
         ({"o_groups": 3}, "o_groups=3 must divide num_attention_heads=4"),
         ({"index_head_dim": 6}, "partial_rotary_factor=.* and at most index_head_dim=6"),
         ({"qk_rope_head_dim": 4}, "qk_rope_head_dim=4 contradicts partial_rotary_factor=0.3"),
