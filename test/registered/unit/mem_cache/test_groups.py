@@ -20,9 +20,10 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
+register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 
 PROMPT = [*range(40), 7]
 """Ten pages and a token."""

@@ -19,10 +19,18 @@ from sglang.planning.model_costs import (
     kept_formats,
     parameters_of,
 )
+from sglang.planning.tiers import pool_cost
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constants import BUILTIN_HYBRID_MODEL_DIR, BUILTIN_MODEL_DIR, GB
 from sglang.srt.layers.moe.sparse_moe import exchange_bytes_of
-from sglang.srt.mem_cache.device.state_spec import bytes_per_token
+from sglang.srt.mem_cache.device.row_pool import RowSpec
+from sglang.srt.mem_cache.device.state_spec import (
+    ItemKind,
+    PoolName,
+    StateBuffer,
+    StateSpec,
+    bytes_per_token,
+)
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_sizing import memory_parts
 from sglang.srt.model_executor.runner_config import ModelRunnerConfig
@@ -193,3 +201,16 @@ def test_the_documents_table_is_what_the_tool_says(tmp_path: Path) -> None:
 def test_more_ranks_than_a_model_can_have_are_none() -> None:
     (row,) = weights_by_ranks(ModelConfig.from_path(str(BUILTIN_MODEL_DIR)))
     assert row["bytes"][2] is not None and row["bytes"][32] is None
+
+
+def test_an_item_of_several_tokens_and_a_state_of_a_request_are_priced() -> None:
+    rows = pool_cost(RowSpec.of((0, 3), 4, torch.float32, stride=4), 256)
+    assert (rows.item, rows.rank_bytes, rows.store_bytes) == ("4 tokens", 32, 32 + 32 / 64)
+    own = StateSpec(
+        name=PoolName.OPEN_GROUP,
+        layers=(0,),
+        buffers=(StateBuffer("group", (3,), torch.float32),),
+        item=ItemKind.REQUEST,
+    )
+    cost = pool_cost(own, 256)
+    assert (cost.item, cost.rank_bytes, cost.store_bytes) == ("request", 12, 0), "it is not stored"
