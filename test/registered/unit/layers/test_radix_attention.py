@@ -36,10 +36,11 @@ WEIGHT = ScaledWeight(
 def test_when_a_backend_is_asked(
     tokens: int, weight: Any, other: dict[str, Any], is_asked: bool
 ) -> None:
-    layer, found = RadixAttention(2, 128, 0.1, 1, 5), object()
+    found: Any = object()
+    layer = RadixAttention(2, 128, 0.1, 1, 5)
     backend = SimpleNamespace(forward_decode_rounded=lambda *given: (found, *given))
     fields = {"forward_mode": ForwardMode.DECODE, "stores_only": False, "context_share": None}
     batch: Any = SimpleNamespace(**fields | other, attn_backends={FULL_ATTENTION: backend})
     q = torch.zeros(tokens, 2, 128)
-    got = layer.forward_rounded(q, weight, batch)
+    got: Any = layer.forward_rounded(q, weight, batch)
     assert got == ((found, q, weight, layer, batch) if is_asked else None)

@@ -99,7 +99,7 @@ class RoomChecksums:
         return [(pool, pages) for pool in self._pools]
 
     def _states_of(self, slots: StateSlots) -> list[_Pages]:
-        found = []
+        found: list[_Pages] = []
         for pool in self._state_pools:
             slot = slots.of(pool.kind)
             assert slot is not None, f"a prompt has a slot in pool {pool.name}"

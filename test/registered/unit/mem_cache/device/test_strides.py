@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -102,7 +103,10 @@ def test_the_page_size_that_is_named_works_for_all_strides() -> None:
 
 
 def test_strides_and_requests_that_mean_nothing_are_refused() -> None:
-    state = {"item": ItemKind.STATE, "hit_policy": PoolHitPolicy.TRAILING_PAGES}
+    state: dict[str, Any] = {
+        "item": ItemKind.STATE,
+        "hit_policy": PoolHitPolicy.TRAILING_PAGES,
+    }
     with pytest.raises(ValueError, match="'kv' has a stride of 0"):
         replace(ROWS, stride=0)
     with pytest.raises(ValueError, match="'open_group' has a stride of 2 and an item for each sta"):
