@@ -16,7 +16,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
 from sglang.srt.distributed.device_communicators.engine_settings import EngineSettings
 from sglang.srt.distributed.device_communicators.mooncake_library import PEER_TO_PEER, listening_at
@@ -29,6 +29,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferOp,
     UnknownRange,
 )
+from sglang.srt.utils.background_call import CallThreads
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,62 @@ class MemoryRegistry:
     def _keep(self, ranges: list[MemoryRange]) -> None:
         self._ranges = ranges
         self._starts = [known.start for known in ranges]
+
+
+class ClosablePeer(Protocol):
+    """A connection to a peer."""
+
+    def close(self) -> None: ...
+
+
+P = TypeVar("P", bound=ClosablePeer)
+
+
+class KnownPeers(Generic[P]):
+    """The peers of an engine by session id, until it is closed. Any thread.
+
+    Args:
+        connect: Makes a peer of its session id; it connects later. Raises ValueError if it is no
+            session id.
+    """
+
+    def __init__(self, connect: Callable[[str], P]) -> None:
+        self._connect = connect
+        self._peers: dict[str, P] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def of(self, session_id: str) -> P:
+        """The peer, from now on known. Raises RuntimeError after `close`."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the transfer engine of this process was closed")
+            if session_id not in self._peers:
+                self._peers[session_id] = self._connect(session_id)
+            return self._peers[session_id]
+
+    def all(self) -> list[P]:
+        with self._lock:
+            return list(self._peers.values())
+
+    def forget(self, session_id: str) -> None:
+        """Give up the connection to a peer that is gone. Idempotent."""
+        with self._lock:
+            peer = self._peers.pop(session_id, None)
+        if peer is not None:
+            peer.close()
+
+    def close(self, threads: CallThreads) -> bool:
+        """End the engine's threads of transfers, and all connections. False: that was done."""
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+            peers, self._peers = list(self._peers.values()), {}
+        if was_closed:
+            return False
+        threads.close()
+        for peer in peers:
+            peer.close()
+        return True
 
 
 class RawEngine(Protocol):

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from sglang.srt.distributed.device_communicators.engine_pool import (
     EnginePool,
+    KnownPeers,
     MemoryRegistry,
     RawEngine,
 )
@@ -108,9 +109,7 @@ class MooncakeTransferEngine:
         # Over NVLink Mooncake maps the peer's memory for the current device of the calling thread.
         # If that is not the pools' device, bytes go through host memory, at a tenth of the rate.
         self._threads = CallThreads("mooncake-transfer", lambda: _enter_thread(device))
-        self._peers: dict[str, Peer] = {}
-        self._closed = False
-        self._lock = threading.Lock()
+        self._peers = KnownPeers(lambda session_id: Peer(session_id, self._pool))
         self._settings: EngineSettings
         self._pool: EnginePool
         self.initialize(hostname, device_name)
@@ -156,8 +155,6 @@ class MooncakeTransferEngine:
     def describe(self) -> dict[str, Any]:
         """The transport's settings and its current memory and peers, for the server info."""
         ranges = self._registry.ranges()
-        with self._lock:
-            peers = list(self._peers.values())
         return {
             "session_id": self.get_session_id(),
             "protocol": self._settings.protocol,
@@ -166,7 +163,7 @@ class MooncakeTransferEngine:
             "ib_device": self._settings.ib_device,
             "registered_bytes": sum(length for _, length in ranges),
             "registered_ranges": len(ranges),
-            "requests_in_flight": {peer.name: peer.budget.in_flight for peer in peers},
+            "requests_in_flight": {peer.name: peer.budget.in_flight for peer in self._peers.all()},
             "transfers_under_way": self._threads.num_busy,
             "engine_objects": self._pool.num_engines,
         }
@@ -243,7 +240,7 @@ class MooncakeTransferEngine:
             PeerStalled, UnknownRange, ValueError: `transfer` raises them; no bytes were sent.
             TransferError: The system has no thread for it; no bytes were sent.
         """
-        remote = self._peer(peer)
+        remote = self._peers.of(peer)
         remote.check_moving()
         ranges = self._registry.pin(blocks)
         transfer = Transfer(blocks, on_settled=lambda: self._registry.unpin(ranges))
@@ -302,14 +299,11 @@ class MooncakeTransferEngine:
         Mooncake's own probe waits for an answer without a limit, and holds the interpreter
         meanwhile.
         """
-        return 0 if self._peer(peer_session_id).is_listening() else -1
+        return 0 if self._peers.of(peer_session_id).is_listening() else -1
 
     def forget_peer(self, session_id: str) -> None:
         """Give up the connection to a peer that is gone. Idempotent."""
-        with self._lock:
-            peer = self._peers.pop(session_id, None)
-        if peer is not None:
-            peer.close()
+        self._peers.forget(session_id)
 
     def close(self) -> None:
         """End the engine, which takes a second per engine object. Calls in progress end by
@@ -317,23 +311,8 @@ class MooncakeTransferEngine:
 
         Idempotent. Only `close` may be called afterwards.
         """
-        with self._lock:
-            was_closed, self._closed = self._closed, True
-            peers, self._peers = list(self._peers.values()), {}
-        if was_closed:
-            return
-        self._threads.close()
-        for peer in peers:
-            peer.close()
-        self._pool.close()
-
-    def _peer(self, session_id: str) -> Peer:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the Transfer Engine of this process was closed")
-            if session_id not in self._peers:
-                self._peers[session_id] = Peer(session_id, self._pool)
-            return self._peers[session_id]
+        if self._peers.close(self._threads):
+            self._pool.close()
 
 
 _engine: MooncakeTransferEngine | None = None

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from sglang.srt.constants import MIB
-from sglang.srt.distributed.device_communicators.engine_pool import MemoryRegistry
+from sglang.srt.distributed.device_communicators.engine_pool import KnownPeers, MemoryRegistry
 from sglang.srt.distributed.device_communicators.nixl_library import (
     MakeAgent,
     NixlAgent,
@@ -106,14 +106,13 @@ class NixlTransferEngine:
         self._name = f"{hostname}#{uuid.uuid4().hex}"
         self._home = make_agent(self._name)
         self._registry = MemoryRegistry()
-        self._peers: dict[str, _Peer] = {}
+        self._peers = KnownPeers(lambda session_id: _Peer(self, *parse_session_id(session_id)))
         self._links: list[_Link] = []
         """All links whose agents have not ended."""
         self._num_links = 0
         self._threads = CallThreads("nixl-transfer")
-        self._closed = False
         self._lock = threading.RLock()
-        """Guards all of the above; held while memory is registered."""
+        """Guards the links; held while memory is registered."""
         self._ends = threading.Event()
         self._progress = threading.Thread(target=self._make_progress, name="nixl-progress")
         self._progress.daemon = True
@@ -197,7 +196,7 @@ class NixlTransferEngine:
             TransferError: The system has no thread for it; no bytes were asked for.
         """
         assert op is TransferOp.READ, "no process writes to another's memory"
-        remote = self._peer(peer)
+        remote = self._peers.of(peer)
         ranges = self._registry.pin(blocks)
         transfer = Transfer(blocks, on_settled=lambda: self._registry.unpin(ranges))
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -212,25 +211,15 @@ class NixlTransferEngine:
 
     def forget_peer(self, session_id: str) -> None:
         """Give up the connection to a peer that is gone. Idempotent."""
-        with self._lock:
-            peer = self._peers.pop(session_id, None)
-        if peer is not None:
-            peer.close()
+        self._peers.forget(session_id)
 
     def close(self) -> None:
         """End the engine. Transfers in flight end by themselves. Idempotent; only `close` may be
         called afterwards."""
-        with self._lock:
-            was_closed, self._closed = self._closed, True
-            peers, self._peers = list(self._peers.values()), {}
-        if was_closed:
-            return
-        self._threads.close()
-        for peer in peers:
-            peer.close()
-        self._ends.set()
-        self._progress.join()
-        self._home.end()
+        if self._peers.close(self._threads):
+            self._ends.set()
+            self._progress.join()
+            self._home.end()
 
     def _make_progress(self) -> None:
         try:
@@ -238,14 +227,6 @@ class NixlTransferEngine:
                 self._home.progress()
         except Exception:
             logger.exception("no more peers can connect")
-
-    def _peer(self, session_id: str) -> _Peer:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("NIXL's engine of this process was closed")
-            if session_id not in self._peers:
-                self._peers[session_id] = _Peer(self, *parse_session_id(session_id))
-            return self._peers[session_id]
 
     # -- links, for peers ------------------------------------------------------------------------
 

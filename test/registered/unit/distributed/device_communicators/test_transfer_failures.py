@@ -315,7 +315,7 @@ def test_a_connection_that_another_call_gave_up_is_made_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between the moment in which a call takes the connection and its beginning."""
-    remote = engine._peer(peer)
+    remote = engine._peers.of(peer)
     old = remote.connect(None)
     assert old is not None
     remote.retire(old, CallFailed(-1, 0.0, 2))
@@ -331,7 +331,7 @@ def test_a_connection_that_another_call_gave_up_is_made_anew(
 def test_a_later_call_hides_no_hang(
     engine: MooncakeTransferEngine, peer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote, now = engine._peer(peer), time.monotonic()
+    remote, now = engine._peers.of(peer), time.monotonic()
     calls = {1: (engine._pool.home, now - 2 * STALLED_AFTER_S, 0), 2: (engine._pool.home, now, 0)}
     monkeypatch.setattr(remote, "_calls", calls)
     with pytest.raises(PeerStalled, match="has not answered a call"):
