@@ -155,7 +155,7 @@ def test_ten_thousand_blocks_of_several_threads_arrive(
     for thread in threads:
         thread.join(TIMEOUT)
     assert not failures
-    budget = here.engine._peer(peers[0].session_id).budget
+    budget = here.engine._peers.of(peers[0].session_id).budget
     assert BATCH_REQUESTS <= budget.peak <= MAX_SLICES
     wanted = {peer.session_id: 0 for peer in peers}
     assert wait_until(lambda: here.engine.describe()["requests_in_flight"] == wanted, 30)

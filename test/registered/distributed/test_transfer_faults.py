@@ -211,7 +211,7 @@ def test_calls_succeed_after_a_poisoned_connection(here: Here, peer: TransferPee
     """Some 2,500 requests at once break a connection of Mooncake's for good before 0.3.14. Calls of
     ours succeed after it; `test_a_broken_connection_is_replaced` has the case without a network."""
     assert here.move(WRITE, peer, timeout=LONG).is_done
-    raw: Any = here.engine._peer(peer.session_id).connect(None)
+    raw: Any = here.engine._peers.of(peer.session_id).connect(None)
     local, remote = here.memory.ctypes.data, peer.address
 
     def write(count: int) -> int:

@@ -142,7 +142,7 @@ def test_calls_under_way_are_no_longer_begun_over_an_engine_that_was_given_up(
 ) -> None:
     """The failed call holds no budget of that engine."""
     engine = start_over_rdma(fakes, tmp_path, monkeypatch)
-    remote = engine._peer(peer)
+    remote = engine._peers.of(peer)
     home = remote.connect(None)
     assert home is not None and home.is_home
     assert not remote.retire(home, CallFailed(-1, 0.0, 2))
@@ -160,7 +160,7 @@ def test_a_transfer_survives_an_engine_given_up(
     is_before: bool,
 ) -> None:
     engine = start_over_rdma(fakes, tmp_path, monkeypatch)
-    remote, home, take = engine._peer(peer), engine._pool.home, engine._pool.take
+    remote, home, take = engine._peers.of(peer), engine._pool.home, engine._pool.take
 
     def give_up() -> None:
         remote.retire(home, CallFailed(-1, 0.0, 2))
