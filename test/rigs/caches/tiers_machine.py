@@ -393,7 +393,7 @@ class StateTiers(Tiers):
 
     def _check_prefix_closed(self, rig: SteppedRig, attached: AttachedStore) -> None:
         super()._check_prefix_closed(rig, attached)
-        assert isinstance(rig, SteppedStateRig) and attached.client is not None
+        assert attached.client is not None and isinstance(rig, SteppedStateRig)
         for node in rig.hi.nodes():
             is_stored = node.storage_epoch == rig.hi.store.epoch
             if is_stored and node.states[0].host_value is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -103,14 +102,11 @@ def test_the_page_size_that_is_named_works_for_all_strides() -> None:
 
 
 def test_strides_and_requests_that_mean_nothing_are_refused() -> None:
-    state: dict[str, Any] = {
-        "item": ItemKind.STATE,
-        "hit_policy": PoolHitPolicy.TRAILING_PAGES,
-    }
+    trailing = PoolHitPolicy.TRAILING_PAGES
     with pytest.raises(ValueError, match="'kv' has a stride of 0"):
         replace(ROWS, stride=0)
     with pytest.raises(ValueError, match="'open_group' has a stride of 2 and an item for each sta"):
-        replace(OPEN, stride=2, **state)
+        replace(OPEN, stride=2, item=ItemKind.STATE, hit_policy=trailing)
     with pytest.raises(ValueError, match="'open_group' has a stride of 2 and an item for each req"):
         replace(OPEN, stride=2)
     with pytest.raises(ValueError, match=r"'open_group' is in the rows of requests: .* of 'kv'"):

@@ -50,8 +50,8 @@ def test_pages_come_back_bit_by_bit(layout: str, stride: int) -> None:
     assert host.page_bytes == LAYERS * PAGE // stride * 1024
     assert sum(buffer.nbytes for buffer in host.kv_buffer) == 4 * host.page_bytes == host.nbytes
     host.backup_from_device_all_layer(source, slots_of(3, 1), slots_of(5, 2), "direct")
-    for buffer in sink.row_buffer:
-        buffer.zero_()
+    for rows in sink.row_buffer:
+        rows.zero_()
     for layer in range(LAYERS):
         host.load_to_device_per_layer(sink, slots_of(1, 3), slots_of(1, 6), layer, "direct")
     for layer in range(LAYERS):
