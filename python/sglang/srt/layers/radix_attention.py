@@ -112,9 +112,12 @@ class RadixAttention(torch.nn.Module):
     ) -> RoundedRows | None:
         """`forward` without gates, for a step whose keys and values are stored, rounded for the
         product with `weight`. None: nothing is done, and the caller attends by `forward`."""
-        scaled = takes_rounded(weight, len(q))
         is_decode = forward_batch.forward_mode.is_decode() and not forward_batch.stores_only
-        if scaled is None or not is_decode or forward_batch.context_share is not None:
+        is_plain = isinstance(weight, torch.Tensor)
+        if is_plain or not is_decode or forward_batch.context_share is not None:
+            return None
+        scaled = takes_rounded(weight, len(q))
+        if scaled is None:
             return None
         assert forward_batch.attn_backends is not None, "the runner sets them before the model runs"
         backend = forward_batch.attn_backends[self.kind]

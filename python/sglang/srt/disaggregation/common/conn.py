@@ -36,6 +36,7 @@ from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.base.timeouts import Timeouts, seconds, silence_s
 from sglang.srt.disaggregation.common.asked_room import AskedRoom
 from sglang.srt.disaggregation.common.geometry import (
+    NO_STATES,
     STAGING_BYTES,
     PoolGeometry,
     RankPlace,
@@ -344,7 +345,7 @@ class CommonKVSender(BaseKVSender):
             row: Row that has the metadata until the room ends; None: it is sent inline.
         """
         slots = StateSlots(metadata.state_slot, metadata.request_row)
-        state_checksums = self._mgr.checksums.draw_state(slots) if slots else []
+        state_checksums = self._mgr.checksums.draw_state(slots) if slots != NO_STATES else []
         with self._rooms.lock:
             room = self._room
             room.state_checksums = state_checksums

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,8 +38,7 @@ _WORDS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Dtypes of the words that copies of raw memory move, by their bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateSlots:
+class StateSlots(NamedTuple):
     """Slots of one prompt in the pools of states of a rank. None: the model has no such pool.
 
     Attributes:
@@ -50,17 +49,12 @@ class StateSlots:
     prefix: int | None = None
     request: int | None = None
 
-    def __bool__(self) -> bool:
-        return (self.prefix, self.request) != (None, None)
-
-    def has_same_kinds(self, other: StateSlots) -> bool:
-        """True if both have slots in the same kinds of pools."""
-        kinds = ItemKind.STATE, ItemKind.REQUEST
-        return all((self.of(kind) is None) == (other.of(kind) is None) for kind in kinds)
-
     def of(self, kind: ItemKind) -> int | None:
         """The slot in pools whose items are `kind`."""
         return self.request if kind is ItemKind.REQUEST else self.prefix
+
+
+NO_STATES: Final = StateSlots()
 
 
 class IncompatibleLayouts(ValueError):

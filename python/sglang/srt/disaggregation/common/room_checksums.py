@@ -67,7 +67,7 @@ class RoomChecksums:
         where a pool is not hashed, and an empty list for pages that are not drawn."""
         with self._lock:
             drawn = [self._drawn_pages.takes_next() for _ in pages]
-        return self._digests_of(self._pages_of(pages), drawn)
+        return self._digests_of([(pool, pages) for pool in self._pools], drawn)
 
     def draw_state(self, slots: StateSlots) -> list[bytes]:
         """The checksums of a prompt's states in all pools of states, as `draw_pages`."""
@@ -85,7 +85,9 @@ class RoomChecksums:
             pages: Pages of this server.
             expected: For each page what `draw_pages` has returned there.
         """
-        found = self._digests_of(self._pages_of(pages), [bool(known) for known in expected])
+        found = self._digests_of(
+            [(pool, pages) for pool in self._pools], [bool(known) for known in expected]
+        )
         return _compare(self._pools, names, found, expected)
 
     def compare_state(
@@ -94,9 +96,6 @@ class RoomChecksums:
         """Like `compare_pages`, but for the states of a prompt."""
         found = self._digests_of(self._states_of(slots), [bool(expected)])
         return _compare(self._state_pools, names, found, [expected])
-
-    def _pages_of(self, pages: Sequence[int]) -> list[_Pages]:
-        return [(pool, pages) for pool in self._pools]
 
     def _states_of(self, slots: StateSlots) -> list[_Pages]:
         found: list[_Pages] = []

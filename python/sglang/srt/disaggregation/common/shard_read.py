@@ -16,13 +16,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from sglang.srt.disaggregation.base.timeouts import Timeouts
-from sglang.srt.disaggregation.common.geometry import ShardSlice, StateSlots
+from sglang.srt.disaggregation.common.geometry import NO_STATES, ShardSlice, StateSlots
 from sglang.srt.disaggregation.common.metadata_reader import (
     CONTROL,
     TRANSPORT,
@@ -81,7 +81,7 @@ class OwnSlots:
 
     pages: Sequence[int]
     first_page: int = 0
-    states: StateSlots = field(default_factory=StateSlots)
+    states: StateSlots = NO_STATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,10 +222,11 @@ class ShardRead:
         self._fail_at("asking")
         first_token = self._read_pages()
         theirs = StateSlots(first_token.state_slot, first_token.request_row)
-        if not theirs.has_same_kinds(own.states):
+        if [slot is None for slot in theirs] != [slot is None for slot in own.states]:
             raise RoomFailed("the prefill server has not sent the slots of the prompt's states")
-        # States are complete once the first token is known.
-        self._read_blocks(shard.piece.state_blocks(theirs, own.states), len(own.pages))
+        if theirs != NO_STATES:
+            # States are complete once the first token is known.
+            self._read_blocks(shard.piece.state_blocks(theirs, own.states), len(own.pages))
         self._verify(theirs)
         self._fail_at("confirming")
         received = Received(shard.room, shard.reader, shard.part)
@@ -237,7 +238,7 @@ class ShardRead:
         """Compare what was read with its checksums; read once more what differs. Raises
         RoomFailed if it differs again."""
         own, check, names = self._shard.own, self._shared.checksums, self._shard.piece.whole_pools
-        chosen, has_state = list(range(len(own.pages))), bool(their_states)
+        chosen, has_state = list(range(len(own.pages))), their_states != NO_STATES
         for attempt in ("first", "second"):
             mine = [own.pages[at] for at in chosen]
             pages = check.compare_pages(names, mine, [self._checksums[at] for at in chosen])
