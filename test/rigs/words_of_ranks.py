@@ -31,6 +31,7 @@ FAMILIES: Final = {
     "nemotron_h": {**HEADS, "n_groups": 2, "chunk_size": 64},
     "gpt_oss": HEADS,
     "deepseek_v4": HEADS,
+    "glm5_next": LATENT,
 }
 WITH_SAME_LAYERS: Final = {"glm4_moe": HEADS, "deepseek_v3": LATENT, "qwen3_5_moe": DELTA}
 """Further families with experts, whose ranks split layers as one of FAMILIES does."""
@@ -38,7 +39,7 @@ DRAFTING: Final = ("deepseek_v32",)
 IDS: Final = prompt(1, 200)
 _WITH_STATES: Final = (
     "kimi_linear", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "gpt_oss",
-    "deepseek_v4",
+    "deepseek_v4", "glm5_next",
 )  # fmt: skip
 PAGE: Final = 16
 WHOLE: Final = 192

@@ -19,7 +19,9 @@ DEFAULT_PAGE_SIZE: Final = 1
 """Tokens per page without the hierarchical cache."""
 DEFAULT_HIERARCHICAL_PAGE_SIZE: Final = 64
 """Tokens per page with the hierarchical cache; copies and store objects need larger blocks."""
-PAGE_SIZES: Final[Mapping[str, int]] = MappingProxyType({"DeepseekV4ForCausalLM": 256})
+PAGE_SIZES: Final[Mapping[str, int]] = MappingProxyType(
+    {"DeepseekV4ForCausalLM": 256, "Glm5NextForConditionalGeneration": 64}
+)
 """Tokens per page of architectures that keep a row for more tokens than these, with or without."""
 
 KIB: Final = 1 << 10

@@ -58,7 +58,14 @@ def blocks(endpoint: str, medium: str) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [("llama", 1), ("llama", 2), ("kimi_linear", 1), ("gpt_oss", 1), ("deepseek_v4", 1)],
+    [
+        ("llama", 1),
+        ("llama", 2),
+        ("kimi_linear", 1),
+        ("gpt_oss", 1),
+        ("deepseek_v4", 1),
+        ("glm5_next", 1),
+    ],
 )
 def test_events_tell_what_each_tier_has(tmp_path: Path, family: str, ranks: int) -> None:
     """The first of several ranks tells. Blocks are pages of tokens, whatever states lie beside

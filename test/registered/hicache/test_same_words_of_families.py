@@ -141,6 +141,8 @@ def check_every_tier(server: ForkedServer, cold: Asked) -> None:
         ("gpt_oss", "file", STATES),
         ("deepseek_v4", "file", STATES),
         nightly("deepseek_v4", "mooncake", STATES),
+        ("glm5_next", "file", STATES),
+        nightly("glm5_next", "mooncake", STATES),
     ],
 )
 def test_every_tier_of_any_server_gives_the_words_of_no_cache(

@@ -34,6 +34,7 @@ SIZES: Final = {
     "nemotron_h": TWO,
     "gpt_oss": TWO,
     "deepseek_v4": TWO,
+    "glm5_next": TWO,
 }
 """Numbers of ranks, and how many of them divide a prompt; the first is the reference."""
 WITH_LIKE_LAYERS: Final = ("minimax_m2", "kimi_linear", "qwen3_5")

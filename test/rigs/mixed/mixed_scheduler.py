@@ -115,6 +115,8 @@ def _cold(family: str, kv_cache_dtype: str) -> ColdEngine:
         # Whole groups in the smallest pages.
         rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
         fields["compress_rates"] = rates
+    if family == "glm5_next":
+        fields |= {"index_kpool": 4, "index_topk": 12}
     if kv_cache_dtype != "auto":
         fields["first_k_dense_replace"] = 4 if family == "kimi_linear" else 2
     save_tiny_checkpoint(path, family, eos_token_id=None, **fields)
@@ -233,7 +235,7 @@ class MixedScheduler:
         }
         if mix.family in STATES:
             args["num_states"] = rows + (3 if mix.is_small else rows)
-        if mix.family in ("kimi_linear", "qwen3_next", "nemotron_h", "deepseek_v4"):
+        if mix.family in ("kimi_linear", "qwen3_next", "nemotron_h", "deepseek_v4", "glm5_next"):
             args["mamba_track_interval"] = 2 * page
         if mix.tiers > 1:
             args |= {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, Final
 
 LATENT: Final = ("deepseek_v3", "glm_moe_dsa", "kimi_linear")
-STATES: Final = ("deepseek_v4", "gpt_oss", "kimi_linear", "qwen3_next")
+STATES: Final = ("deepseek_v4", "glm5_next", "gpt_oss", "kimi_linear", "qwen3_next")
 DRAFTING: Final = ("deepseek_v3", "glm_moe_dsa", "qwen3_next")
 
 
@@ -49,7 +49,7 @@ class Mix:
 
 
 LEVELS: Final[dict[str, Sequence[Any]]] = {
-    "family": (*DRAFTING, "kimi_linear", "nemotron_h", "gpt_oss", "deepseek_v4"),
+    "family": (*DRAFTING, "kimi_linear", "nemotron_h", "gpt_oss", "deepseek_v4", "glm5_next"),
     "kv_cache_dtype": ("auto", "fp8_e4m3"),
     "num_drafts": (0, 3, 8),
     "max_requests": (8, 68),
@@ -63,7 +63,7 @@ LEVELS: Final[dict[str, Sequence[Any]]] = {
 }
 """Values of each field of `Mix`. The families are each kind of state once: latent rows, these with
 indexer keys, recurrent states of delta nets, of Mamba-2 and, beside latent rows, of KDA;
-windows with sinks; and windows beside compressed rows."""
+windows with sinks; windows beside compressed rows; and KDA beside keys of groups of tokens."""
 
 
 @cache

@@ -48,6 +48,8 @@ from transformers import (
 )
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextConfig
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextForConditionalGeneration
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssForCausalLM
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
@@ -55,7 +57,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForCa
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHForCausalLM
 
-from rigs.checkpoints import deepseek_v4
+from rigs.checkpoints import deepseek_v4, glm5_next
 from rigs.checkpoints.published_names import name_as_published
 from rigs.checkpoints.vision_configs import KIMI_VISION, beside_vision
 from rigs.drafts.tiny_drafts import save_draft
@@ -77,6 +79,10 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "deepseek_v4": (DeepseekV4Config, DeepseekV4ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm5_next": (
+        beside_vision(Glm5NextConfig, glm5_next.VISION),
+        Glm5NextForConditionalGeneration,
+    ),
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "glm_moe_dsa_shared": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
@@ -186,6 +192,7 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2},
     "deepseek_v32": {**_INDEXED, "n_group": 4, "topk_group": 2},
     "deepseek_v4": deepseek_v4.TINY,
+    "glm5_next": glm5_next.TINY,
     "glm_moe_dsa": {**_INDEXED, "indexer_rope_interleave": True},
     "glm_moe_dsa_shared": {
         **_INDEXED,
@@ -298,8 +305,8 @@ def save_tiny_checkpoint(
             # Most norms of the hybrids scale by 1 + weight.
             is_scale = name.endswith(_SCALES) and family not in _HYBRID_FAMILIES
             weight.copy_(noise * 0.2 + (1.0 if is_scale else 0.0))
-            if name.endswith("A_log"):
-                # A state that forgets within some tokens would hide that it was a wrong one.
+            # A state that forgets within some tokens would hide that it was a wrong one.
+            if name.endswith("dt_bias" if family == "glm5_next" else "A_log"):
                 weight.sub_(5.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

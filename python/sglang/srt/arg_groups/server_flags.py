@@ -156,7 +156,8 @@ class ServerFlags(
     )
     page_size: int | None = flag(
         None,
-        "Tokens a page; absent: 1, 64 with the hierarchical cache, 256 for a local DeepSeek-V4.",
+        "Tokens a page; absent: 1, 64 with the hierarchical cache, 256 for a local DeepSeek-V4, 64 for "
+        "GLM-5.3-Flash.",
     )
     schedule_policy: str = flag(
         "fcfs",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from sglang.srt.configs.compressed_fields import DEEPSEEK_V4
+from sglang.srt.configs.glm5_fields import GLM5_NEXT, GLM5_NEXT_TEXT
 from sglang.srt.configs.kda_config import check_kda
 
 TEXT_CONFIG: Final = "text_config"
@@ -30,8 +31,8 @@ _BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
     "n_shared_experts": (0, 1 << 16),
     "num_attention_heads": (1, 1 << 16),
     "hidden_size": (1, 1 << 24),
-    "head_dim": (1, 1 << 16),
-    "qk_rope_head_dim": (1, 1 << 16),
+    "head_dim": (0, 1 << 16),
+    "qk_rope_head_dim": (0, 1 << 16),
 }
 """Least and greatest values of the fields with which transformers computes, or on which memory or
 time depend before the weights are looked at."""
@@ -242,6 +243,9 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         read=_SIGMOID_EXPERTS | _words("attention_bias use_qk_norm first_k_dense_replace"),
         read_by_class=_LATENT_BY_CLASS,
         num_draft_layers=_LATENT_DRAFTS,
+    ),
+    "Glm5NextForConditionalGeneration": ConfigFields(
+        **GLM5_NEXT, text=ConfigFields(**GLM5_NEXT_TEXT)
     ),
     "GlmMoeDsaForCausalLM": replace(
         _DEEPSEEK_V32,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 _GROUP: Final = "linear_attn_config"
@@ -27,6 +27,18 @@ def check_kda(raw: Mapping[str, Any]) -> None:
         ValueError: A size or a list of layers is impossible, or a setting is not known. One line
             that names the field, with the remedy.
     """
+    check_linear_attention(raw, ())
+
+
+def check_linear_attention(raw: Mapping[str, Any], more: Sequence[str]) -> None:
+    """Check sizes and layers of linear attention in a text model's settings.
+
+    Args:
+        more: Further known fields of `linear_attn_config`.
+
+    Raises:
+        ValueError: As `check_kda`.
+    """
     own = raw.get(_GROUP, {})
     if not isinstance(own, Mapping):
         raise ValueError(f"config.json: {_GROUP} must be an object: copy the checkpoint again")
@@ -43,7 +55,8 @@ def check_kda(raw: Mapping[str, Any]) -> None:
                 f"config.json: {beside}={raw[beside]} contradicts {_GROUP}.{name}={own[name]}: "
                 "remove one"
             )
-    unknown = [name for name in own if name not in _SIZES and name not in _LAYERS and own[name]]
+    known = {*_SIZES, *_LAYERS, *more}
+    unknown = [name for name in own if name not in known and own[name]]
     if unknown:
         raise ValueError(
             f"config.json: {_GROUP}.{unknown[0]}={str(own[unknown[0]])[:60]} is not known and may "

@@ -14,7 +14,8 @@ class MLAConfig:
     """Sizes of latent attention: elements of one token's vectors.
 
     A query or key of one head has a part without position, then a rotated one. In Kimi-Linear,
-    which rotates nothing, all heads share the second part of a key all the same.
+    which rotates nothing, all heads share the second part of a key all the same. GLM-5.3-Flash has
+    the first part alone.
     """
 
     kv_lora_rank: int
@@ -41,8 +42,9 @@ class MLAConfig:
             ValueError: A size is missing or not a positive integer, or `head_dim` differs from the
                 size of the part that is rotated.
         """
-        rope_dim = positive_int(hf_config, "qk_rope_head_dim")
-        rotates = hf_config.model_type != "kimi_linear"
+        has_rope_part = hf_config.model_type != "glm5_next_text"
+        rope_dim = positive_int(hf_config, "qk_rope_head_dim") if has_rope_part else 0
+        rotates = has_rope_part and hf_config.model_type != "kimi_linear"
         head_dim = getattr(hf_config, "head_dim", rope_dim)
         if rotates and head_dim != rope_dim:
             raise ValueError(
@@ -100,6 +102,58 @@ class IndexerConfig:
             # `config_fields` allows no other value of `indexer_rope_interleave`.
             rope_interleave=hf_config.model_type == "glm_moe_dsa",
             full_layers=_full_layers(hf_config),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledIndexerConfig:
+    """Settings of DSA over groups of tokens: an indexer chooses groups by one key for each."""
+
+    topk: int
+    """Tokens of the groups that a token chooses. It also sees the tokens of its open group."""
+    ratio: int
+    """Tokens of a group."""
+    num_heads: int
+    """Query heads of the indexer; all of them share a key."""
+    head_dim: int
+    """Elements of the indexer's queries and keys."""
+    full_layers: tuple[int, ...]
+    """Attention layers with an indexer, ascending. Others share the choice of the layer before."""
+
+    @classmethod
+    def from_hf(cls, hf_config: PretrainedConfig) -> PooledIndexerConfig:
+        """Read a config of GLM-5.3-Flash.
+
+        Raises:
+            ValueError: A size is no positive integer; groups do not divide the choice; or the first
+                attention layer shares a choice.
+        """
+        topk, ratio = positive_int(hf_config, "index_topk"), positive_int(hf_config, "index_kpool")
+        if topk % ratio or ratio < 2:
+            raise ValueError(
+                f"config.json: index_kpool={ratio} must be at least 2 and divide index_topk={topk}"
+            )
+        types, kinds = hf_config.indexer_types, hf_config.layer_types
+        if len(types) != len(kinds) or not set(types) <= {"full", "shared"}:
+            raise ValueError(
+                f"config.json: indexer_types={types} must name each of {len(kinds)} layers 'full' "
+                "or 'shared'"
+            )
+        attention = [i for i, kind in enumerate(kinds) if kind == "indexed_attention"]
+        full = tuple(i for i in attention if types[i] == "full")
+        # transformers hands a choice to the next layer alone.
+        lost = [i for i in attention if i not in full and i - 1 not in full]
+        if lost:
+            raise ValueError(
+                f"config.json: indexer_types: layer {lost[0]} is 'shared', which is supported only "
+                "behind an attention layer that is 'full'"
+            )
+        return cls(
+            topk=topk,
+            ratio=ratio,
+            num_heads=positive_int(hf_config, "index_n_heads"),
+            head_dim=positive_int(hf_config, "index_head_dim"),
+            full_layers=full,
         )
 
 

@@ -46,14 +46,18 @@ RING_BYTES: Final = 8 << 20
 ranks. Each snapshot is a copy of them, and so is each object of L3."""
 _ALL_WINDOWED: Final = frozenset({"deepseek_v4"})
 """Model types whose layers all have a window, beside what else they attend to."""
+_ATTENTION: Final = frozenset({"full_attention", "indexed_attention"})
+"""Names in `layer_types` of layers that cache something for each token."""
 _LAYER_LISTS: Final = ("layers_block_type", "hybrid_override_pattern")
 """Other names of `layer_types`."""
 _PARTIAL: Final = frozenset({"glm4_moe", "minimax_m2", "deepseek_v4"})
 """Model types that rotate a part of a head's dimensions."""
 _ROPE_PARTS: Final = {"deepseek_v4": "main"}
 """Settings in `rope_parameters` of the layers without compressed rows."""
-_UNROTATED: Final = frozenset({"nemotron_h"})
+_UNROTATED: Final = frozenset({"nemotron_h", "glm5_next_text"})
 """Model types whose attention knows no positions."""
+_HEAD_DIM_OF_TYPE: Final = {"glm5_next_text": "qk_nope_head_dim"}
+"""Field with the size of a head, where `head_dim` is the rotated part."""
 _EPS_OF_TYPE: Final = {"nemotron_h": "layer_norm_epsilon"}
 """Field with the norms' epsilon, where it has another name."""
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -176,7 +180,8 @@ class ModelConfig:
         num_heads = positive_int(hf, "num_attention_heads")
         hidden_size = positive_int(hf, "hidden_size")
         kv_heads = _positive_int_or(hf, "num_key_value_heads", num_heads)
-        head_dim = _positive_int_or(hf, "head_dim", hidden_size // num_heads)
+        dim_name = _HEAD_DIM_OF_TYPE.get(hf.model_type, "head_dim")
+        head_dim = _positive_int_or(hf, dim_name, hidden_size // num_heads)
         if num_heads % kv_heads or head_dim % 2:
             raise ValueError(
                 f"config.json: num_attention_heads={num_heads} must be a multiple of "
@@ -307,7 +312,7 @@ def _linear_attention_layers(hf: PretrainedConfig, raw: dict[str, Any]) -> tuple
     linear = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
     # Some classes of transformers count the list, and ignore the number.
     count = raw.get("num_hidden_layers") or hf.num_hidden_layers
-    if linear and (len(types) != count or "full_attention" not in types):
+    if linear and (len(types) != count or _ATTENTION.isdisjoint(types)):
         name = next((name for name in _LAYER_LISTS if raw.get(name)), "layer_types")
         raise ValueError(
             f"config.json: {name} {raw.get(name, types)} must name all {count} layers, and at "

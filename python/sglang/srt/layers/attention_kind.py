@@ -16,6 +16,9 @@ MLA: Final = AttentionKind("mla")
 DSA: Final = AttentionKind("dsa")
 """Like `MLA`, but a token sees only the tokens that an indexer chooses."""
 
+POOLED_DSA: Final = AttentionKind("pooled_dsa")
+"""Like `DSA`, but an indexer chooses groups of tokens; a token sees those of its open group too."""
+
 COMPRESSED: Final = AttentionKind("compressed")
 """A token sees the last tokens, and rows that stand for groups of earlier ones; all heads share one
 key of a token or group, which is its value too."""

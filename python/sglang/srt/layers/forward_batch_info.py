@@ -85,7 +85,9 @@ class StateBatch:
     `commit_verified`. They leave the running states as they are."""
     plan: object | None = None
     """Extend only: the plan that layers of linear attention share. The first of them makes it; see
-    `extend_plan_of` and `kernel_plan_of`. Any step: the `StepGroups` of layers that compress."""
+    `extend_plan_of` and `kernel_plan_of`."""
+    groups: object | None = None
+    """The `StepGroups` of layers that compress groups of tokens, which the model makes."""
 
     @property
     def read_slots(self) -> torch.Tensor:

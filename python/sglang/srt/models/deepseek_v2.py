@@ -26,9 +26,6 @@ from sglang.srt.mem_cache.device.nsa_pool import NSASpec, NSATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import StateSpec
 from sglang.srt.models.llama import CachedAttention, DecoderOptions, LayerSpec, LlamaForCausalLM
 
-_NORM_EPS = 1e-6
-"""Epsilon of the norms between projections; other norms have `rms_norm_eps`."""
-
 
 class DeepseekV2AttentionMLA(CachedAttention):
     """Latent attention: one stored row per token, which all heads share.
@@ -37,6 +34,8 @@ class DeepseekV2AttentionMLA(CachedAttention):
     """
 
     kind: AttentionKind = MLA
+    norm_eps: float | None = 1e-6
+    """Epsilon of the norms between projections; None: `rms_norm_eps`, as of other norms."""
 
     def __init__(self, layer: LayerSpec) -> None:
         """Raises ValueError: config.json has impossible sizes."""
@@ -45,6 +44,7 @@ class DeepseekV2AttentionMLA(CachedAttention):
         self.mla = mla = MLAConfig.from_hf(config.hf_config)
         heads = placement.share(config.num_attention_heads, "attention heads")
         bias = bool(getattr(config.hf_config, "attention_bias", False))
+        eps = config.rms_norm_eps if self.norm_eps is None else self.norm_eps
         self.num_heads = heads.size
         row_dim = mla.kv_lora_rank + mla.qk_rope_head_dim
         # Every rank has all of the latent vectors.
@@ -55,7 +55,7 @@ class DeepseekV2AttentionMLA(CachedAttention):
             to_latent.insert(0, ("q_a_proj", Share(0, mla.q_lora_rank, mla.q_lora_rank)))
             query_name, query_inputs = "q_b_proj", mla.q_lora_rank
             self.q_a_layernorm = RMSNorm(
-                mla.q_lora_rank, _NORM_EPS, placement=placement.at("q_a_layernorm")
+                mla.q_lora_rank, eps, placement=placement.at("q_a_layernorm")
             )
         self.to_latent = MergedColumnParallelLinear(
             config.hidden_size, to_latent, bias=bias, placement=placement
@@ -67,7 +67,7 @@ class DeepseekV2AttentionMLA(CachedAttention):
             placement=placement,
         )
         self.kv_a_layernorm = RMSNorm(
-            mla.kv_lora_rank, _NORM_EPS, placement=placement.at("kv_a_layernorm")
+            mla.kv_lora_rank, eps, placement=placement.at("kv_a_layernorm")
         )
         self.o_proj = RowParallelLinear(
             heads.times(mla.v_head_dim),

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from sglang.srt.configs.compressed_config import CompressedConfig
 from sglang.srt.configs.model_config import ModelConfig, positive_int
-from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
+from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.attention.compressed_backend import CompressedAttention
 from sglang.srt.layers.attention_kind import COMPRESSED
 from sglang.srt.layers.compressed.compressor import CompressorOptions, GroupCompressor
@@ -26,6 +26,7 @@ from sglang.srt.layers.compressed.hyper_connection import (
     HyperHead,
     HyperOptions,
     Split,
+    plain,
 )
 from sglang.srt.layers.compressed.rotation import rotate_last
 from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery
@@ -236,7 +237,7 @@ class DeepseekV4Layer(ResidualLayer):
         super().__init__()
         config, placement = layer.config, layer.placement
         hf, size, eps = config.hf_config, config.hidden_size, config.rms_norm_eps
-        options = _hyper_options(config)
+        options = hyper_options(config)
         self.attn_mix = HyperConnection(options, placement.at("hc_attn"))
         self.experts_mix = HyperConnection(options, placement.at("hc_ffn"))
         self.attn_norm = WideRMSNorm(size, eps, placement=placement.at("attn_norm"))
@@ -262,10 +263,7 @@ class DeepseekV4Layer(ResidualLayer):
         streams = HyperConnection.join(streams, split, out)
         split = self.experts_mix.split(streams)
         normed = self.experts_norm.forward(split.x)
-        more, rest = self.experts.forward(normed, torch.zeros_like(normed), tokens)
-        if isinstance(more, PendingSum):
-            more = more.sum()
-        out = rest if more is None else rest.add_(more)
+        out = plain(*self.experts.forward(normed, torch.zeros_like(normed), tokens))
         return None, HyperConnection.join(streams, split, out)
 
 
@@ -277,7 +275,7 @@ class DeepseekV4Model(LlamaModel):
     ) -> None:
         super().__init__(config, options, placement)
         self._settings = settings = CompressedConfig.from_hf(config.hf_config)
-        hyper = _hyper_options(config)
+        hyper = hyper_options(config)
         self._streams = hyper.streams
         self.hyper_head = HyperHead(hyper, placement.at("hc_head"))
         self.rows_rotary = RotaryEmbedding(
@@ -416,13 +414,14 @@ def _compressor_options(
     )
 
 
-def _hyper_options(config: ModelConfig) -> HyperOptions:
+def hyper_options(config: ModelConfig) -> HyperOptions:
+    """Settings of hyper-connections. Raises ValueError: a field is no positive number."""
     hf = config.hf_config
     return HyperOptions(
         hidden_size=config.hidden_size,
         streams=positive_int(hf, "hc_mult"),
         iterations=positive_int(hf, "hc_sinkhorn_iters"),
-        eps=_positive(hf, "hc_eps"),
+        eps=positive_number(hf, "hc_eps"),
         norm_eps=config.rms_norm_eps,
     )
 
@@ -437,18 +436,18 @@ def _sparse_options(config: ModelConfig, is_hashed: bool) -> SparseMoeOptions:
             num_experts=positive_int(hf, "n_routed_experts"),
             top_k=positive_int(hf, "num_experts_per_tok"),
             scoring="sqrt_softplus",
-            routed_scaling_factor=_positive(hf, "routed_scaling_factor"),
+            routed_scaling_factor=positive_number(hf, "routed_scaling_factor"),
         ),
         has_correction_bias=not is_hashed,
         bias_name="gate.bias",
         table_size=config.vocab_size if is_hashed else None,
         expert_names=_EXPERT_NAMES,
         shared=SharedExpertOptions(intermediate_size=inner, names=_EXPERT_NAMES),
-        activation=ClampedGate(limit=_positive(hf, "swiglu_limit")),
+        activation=ClampedGate(limit=positive_number(hf, "swiglu_limit")),
     )
 
 
-def _positive(hf: PretrainedConfig, name: str) -> float:
+def positive_number(hf: PretrainedConfig, name: str) -> float:
     """Raises ValueError: the field is no positive number."""
     value = getattr(hf, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

@@ -37,7 +37,7 @@ class KimiLinearForCausalLM(DeepseekV3ForCausalLM):
                 "nothing: remove it"
             )
         super().__init__(config, placement)
-        options = _linear_options(config)
+        options = linear_options(config)
         heads = DeltaNetHeads.of(options, placement)
         layers = config.linear_attention_layers
         self._states = state_spec(options, heads, layers, config.ssm_dtype, config.dtype)
@@ -69,11 +69,12 @@ def _make_attention(layer: LayerSpec) -> DeepseekV2AttentionMLA | KimiDeltaAtten
     config, layer_id = layer.config, layer.layer_id
     if layer_id in config.linear_attention_layers:
         placement = layer.placement.at("self_attn")
-        return KimiDeltaAttention(_linear_options(config), placement, layer_id)
+        return KimiDeltaAttention(linear_options(config), placement, layer_id)
     return DeepseekV2AttentionMLA(layer)
 
 
-def _linear_options(config: ModelConfig) -> DeltaNetOptions:
+def linear_options(config: ModelConfig) -> DeltaNetOptions:
+    """Options of the layers of linear attention, from fields that all families with KDA have."""
     hf = config.hf_config
     heads, size = positive_int(hf, "linear_num_heads"), positive_int(hf, "linear_head_dim")
     return DeltaNetOptions(

@@ -15,6 +15,7 @@ from sglang.srt.models.deepseek_v2 import (
 )
 from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+from sglang.srt.models.glm5_next import Glm5NextForConditionalGeneration
 from sglang.srt.models.gpt_oss import GptOssForCausalLM
 from sglang.srt.models.kimi_linear import KimiLinearForCausalLM
 from sglang.srt.models.llama import (
@@ -44,6 +45,7 @@ MODEL_CLASSES: Mapping[str, type[LlamaForCausalLM]] = MappingProxyType(
         "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
         "DeepseekV4ForCausalLM": DeepseekV4ForCausalLM,
         "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+        "Glm5NextForConditionalGeneration": Glm5NextForConditionalGeneration,
         "GlmMoeDsaForCausalLM": GlmMoeDsaForCausalLM,
         "GptOssForCausalLM": GptOssForCausalLM,
         "KimiK25ForConditionalGeneration": KimiK25ForConditionalGeneration,

@@ -38,8 +38,9 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3_next": {"mlp_only_layers": [1]},
     "ministral": {"sliding_window": 12},
     "deepseek_v4": {"compress_rates": GROUPS},
+    "glm5_next": {"index_kpool": 4, "index_topk": 12},
 }
-HYBRIDS: Final = ("qwen3_next", "ministral", "deepseek_v4")
+HYBRIDS: Final = ("qwen3_next", "ministral", "deepseek_v4", "glm5_next")
 FLAG: Final = "disaggregation_decode_retraction_backup"
 
 

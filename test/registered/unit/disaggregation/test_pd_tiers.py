@@ -55,9 +55,10 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "gpt_oss": {},
     "ministral": {},
     "deepseek_v4": {},
+    "glm5_next": {},
 }
 """Keys and values; latent rows; these with indexer keys; a hybrid; windows with sinks, without;
-windows beside compressed rows."""
+windows beside compressed rows; latent rows with keys of groups, beside recurrent states."""
 
 
 @pytest.fixture(autouse=True)

@@ -45,6 +45,7 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "ministral": HEADS,
     "gpt_oss": HEADS,
     "deepseek_v4": HEADS,
+    "glm5_next": {**HEADS, "num_key_value_heads": 8},
 }
 LONG: Final = PROMPTS[4]
 ARGS: Final[dict[str, Any]] = {
@@ -107,6 +108,9 @@ CASES: Final = [
     ("deepseek_v4", 1, 1, 1),
     ("deepseek_v4", 2, 1, 1),
     nightly("deepseek_v4", 1, 2, 1),
+    ("glm5_next", 1, 1, 1),
+    ("glm5_next", 2, 1, 1),
+    nightly("glm5_next", 1, 2, 1),
 ]
 """Family, ranks of prefill, ranks of decode, over how many of prefill's prompts are split."""
 

@@ -52,6 +52,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     "minimax_m2": HEADS,
     "gpt_oss": HEADS,
     "deepseek_v4": {**HEADS, "o_groups": 4},
+    "glm5_next": LATENT,
     "kimi_linear": LATENT,
     "qwen3_next": DELTA,
     "nemotron_h": {**HEADS, "n_groups": 4},

@@ -205,6 +205,7 @@ def test_ranks_compute_their_share_alone(tmp_path: Path) -> None:
         pytest.param("ministral", False, "windows of MinistralForC", id="windows"),
         pytest.param("gpt_oss", False, "windows of GptOssForC", id="sinks"),
         pytest.param("deepseek_v4", False, "windows of DeepseekV4ForC", id="compressed"),
+        pytest.param("glm5_next", False, "recurrent states of Glm5NextForC", id="pooled"),
     ],
 )
 def test_models_with_states_of_whole_prefixes_are_refused(

@@ -36,6 +36,7 @@ CASES = [
     pytest.param("glm_moe_dsa", LATENT, id="glm_moe_dsa"),
     pytest.param("glm_moe_dsa_shared", LATENT, id="glm_moe_dsa_shared"),
     pytest.param("deepseek_v4", {**SPLIT, "o_groups": 4}, id="deepseek_v4"),
+    pytest.param("glm5_next", LATENT, id="glm5_next"),
     pytest.param("glm4_moe", SPLIT, id="glm4_moe"),
     pytest.param("kimi_k25_vision", LATENT, id="kimi_k25"),
     pytest.param("nemotron_h", {**SPLIT, "n_groups": 4}, id="nemotron_h"),
@@ -90,6 +91,7 @@ def test_logits_equal_transformers(
         ("minimax_m2", SPLIT, 3),
         ("gpt_oss", SPLIT, 2),
         ("deepseek_v4", {**SPLIT, "o_groups": 4}, 2),
+        ("glm5_next", LATENT, 2),
         ("qwen3_5", LINEAR, 2),
     ],
 )

@@ -60,7 +60,7 @@ def test_the_engine_has_the_same_states_and_weights(model: Path) -> None:
     ("family", "ranks"),
     [
         *product(("deepseek_v32", "deepseek_v4", "kimi_linear", "qwen3_next"), (1, 2)),
-        *product(("nemotron_h",), (1, 2)),
+        *product(("nemotron_h", "glm5_next"), (1, 2)),
         ("gpt_oss", 1),  # the second of two ranks lacks biases
     ],
 )

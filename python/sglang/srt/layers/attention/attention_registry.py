@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Atte
 from sglang.srt.layers.attention.compressed_backend import CompressedTorchBackend
 from sglang.srt.layers.attention.dsa_backend import DSATorchNativeBackend
 from sglang.srt.layers.attention.mla_backend import MLATorchNativeBackend
+from sglang.srt.layers.attention.pooled_dsa_backend import PooledDSABackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.window_backend import WindowTorchBackend
 from sglang.srt.layers.attention_kind import (
@@ -25,6 +26,7 @@ from sglang.srt.layers.attention_kind import (
     DSA,
     FULL_ATTENTION,
     MLA,
+    POOLED_DSA,
     SLIDING_WINDOW,
     AttentionKind,
 )
@@ -252,3 +254,5 @@ for _kind in DEVICE_KINDS.values():
     register_attention_backend(DSA, "torch_native", _kind.name, DSATorchNativeBackend)
     for _of, _make in ((SLIDING_WINDOW, WindowTorchBackend), (COMPRESSED, CompressedTorchBackend)):
         register_attention_backend(_of, "torch_native", _kind.name, _make, takes_sinks=True)
+# On other devices nothing has shown yet that it is right.
+register_attention_backend(POOLED_DSA, "torch_native", "cpu", PooledDSABackend)

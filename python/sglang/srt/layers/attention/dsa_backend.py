@@ -108,6 +108,9 @@ class Pools(NamedTuple):
 class DSATorchNativeBackend(MLATorchNativeBackend):
     """Attention to the tokens that `index` chooses; without `index`, like the base class."""
 
+    unchosen = 0
+    """Tokens that a token reads besides those that it chooses, at most."""
+
     def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
         super().__init__(config, view_bytes=view_bytes)
         # Plans of the current batch, made for the first layer and reused by the others.
@@ -135,7 +138,7 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
     def _decode(
         self, q: torch.Tensor, layer: LatentAttention, pools: Pools, index: IndexQuery
     ) -> torch.Tensor:
-        split = self._split(index.topk)
+        split = self._split(index.topk + self.unchosen)
         outs = []
         if split.short_plan is not None:
             short = q.index_select(0, split.short_rows)
@@ -145,18 +148,18 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
             outs.append(self._attend_chosen(row, q[own], layer, pools, index.of(own)))
         return torch.cat(outs).index_select(0, split.order)
 
-    def _split(self, topk: int) -> DecodeSplit:
-        if topk not in self._splits:
-            short = [row for row, slots in enumerate(self._slots) if len(slots) <= topk]
-            long = [row for row, slots in enumerate(self._slots) if len(slots) > topk]
+    def _split(self, most: int) -> DecodeSplit:
+        if most not in self._splits:
+            short = [row for row, slots in enumerate(self._slots) if len(slots) <= most]
+            long = [row for row, slots in enumerate(self._slots) if len(slots) > most]
             contexts = [self._slots[row] for row in short]
-            self._splits[topk] = DecodeSplit(
+            self._splits[most] = DecodeSplit(
                 torch.tensor(short, dtype=torch.int64, device=self._device),
                 self._plan_decode(contexts) if short else None,
                 long,
                 torch.tensor(short + long, device=self._device).argsort(),
             )
-        return self._splits[topk]
+        return self._splits[most]
 
     def _extend(
         self,
@@ -170,8 +173,9 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
         outs = []
         for request, segment in enumerate(self._extend_plan):
             prefix = len(self._slots[request]) - (segment.end - segment.begin)
-            # Tokens from here on are at position `topk` or later.
-            choosing = min(max(segment.begin + index.topk - prefix, segment.begin), segment.end)
+            # Tokens from here on read a part of their context.
+            whole = index.topk + self.unchosen
+            choosing = min(max(segment.begin + whole - prefix, segment.begin), segment.end)
             if segment.begin < choosing and not (last_only and choosing < segment.end):
                 before = slice(choosing - 1 if last_only else segment.begin, choosing)
                 new = k[segment.begin : choosing]
@@ -217,7 +221,7 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
                 chosen = context.slots[choose_tokens(scores, index.topk)]
                 if own.chosen is not None:
                     own.chosen.copy_(chosen)
-            outs.append(_attend_rows(q[block], pools.rows, chosen, layer))
+            outs.append(attend_rows(q[block], pools.rows, chosen, layer))
         return torch.cat(outs)
 
     def _context(self, request: int) -> Context:
@@ -227,14 +231,19 @@ class DSATorchNativeBackend(MLATorchNativeBackend):
         return self._contexts[request]
 
 
-def _attend_rows(
-    q: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layer: LatentAttention
+def attend_rows(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    layer: LatentAttention,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from each token to slots of its own.
 
     Args:
         q: `[n, num_heads, qk_head_dim]`.
         slots: int64 `[n, topk]`.
+        mask: `[n, topk]`, added to the scores.
 
     Returns:
         `[n, num_heads * v_head_dim]`.
@@ -248,7 +257,9 @@ def _attend_rows(
         of_block = slots[begin : begin + step]
         rows = gather_rows(pool, of_block.flatten(), layer.mla.kv_lora_rank, q.dtype)
         keys = rows.view(len(of_block), 1, of_block.shape[1], -1)
-        outs.append(attend(absorbed[begin : begin + step], keys, keys, scale=layer.scaling).out)
+        queries = absorbed[begin : begin + step]
+        of_own = None if mask is None else mask[begin : begin + step, None, None]
+        outs.append(attend(queries, keys, keys, scale=layer.scaling, mask=of_own).out)
     return values_of(torch.cat(outs).squeeze(1), layer)
 
 

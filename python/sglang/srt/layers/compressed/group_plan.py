@@ -143,13 +143,13 @@ def plan_groups(forward_batch: ForwardBatch, ratios: Iterable[int]) -> StepGroup
     states, device = states_of(forward_batch), forward_batch.input_ids.device
     spans = _spans(forward_batch, states)
     made = StepGroups({ratio: GroupPlan.of(spans, ratio, device) for ratio in ratios})
-    states.plan = made
+    states.groups = made
     return made
 
 
 def groups_of(forward_batch: ForwardBatch, ratio: int) -> GroupPlan:
     """The plan of a step for layers of a ratio."""
-    plans = states_of(forward_batch).plan
+    plans = states_of(forward_batch).groups
     assert isinstance(plans, StepGroups), "the model makes it"
     return plans[ratio]
 

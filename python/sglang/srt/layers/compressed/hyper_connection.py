@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
 from sglang.srt.layers.placement import (
     NamedSlots,
     TensorPlacement,
@@ -103,6 +104,13 @@ class HyperConnection(_StreamWeights):
         dtype = streams.dtype
         mixed = torch.bmm(split.mix.to(dtype).transpose(1, 2), streams)
         return mixed.addcmul_(split.out.to(dtype).unsqueeze(-1), out.unsqueeze(1))
+
+
+def plain(added: ToAdd, rest: torch.Tensor) -> torch.Tensor:
+    """The output of a block that was given zeros as the residual, `[num_tokens, hidden_size]`."""
+    if isinstance(added, PendingSum):
+        added = added.sum()
+    return rest if added is None else rest.add_(added)
 
 
 class HyperHead(_StreamWeights):

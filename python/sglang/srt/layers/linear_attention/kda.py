@@ -95,20 +95,62 @@ class KimiGates(DeltaGates):
         parts = torch.split(self.conv, share.size)
         for name, part in zip(("q_conv1d", "k_conv1d", "v_conv1d"), parts, strict=True):
             yield f"{self.prefix}.{name}.weight", WeightSlot.of(part, share)
-        yield f"{self.prefix}.A_log", WeightSlot.of(self.a_log.view(1, 1, -1, 1), self._heads, 2)
+        yield f"{self.prefix}.A_log", self._rates()
         yield f"{self.prefix}.dt_bias", WeightSlot.of(self.dt_bias, share)
+
+    def _rates(self) -> WeightSlot:
+        return WeightSlot.of(self.a_log.view(1, 1, -1, 1), self._heads, 2)
+
+
+class BoundedKimiGates(KimiGates):
+    """Gates whose decay has a bound: `bound` times a sigmoid (GLM-5.3-Flash)."""
+
+    def __init__(
+        self,
+        options: DeltaNetOptions,
+        heads: DeltaNetHeads,
+        placement: TensorPlacement,
+        bound: float,
+    ) -> None:
+        """Args:
+        bound: Least log of the decay of one token, negative.
+        """
+        super().__init__(options, heads, placement)
+        self.bound = bound
+
+    def decay(self, a: torch.Tensor) -> torch.Tensor:
+        steps = (a.float() + self.dt_bias).view(len(a), self._heads.size, -1)
+        return self.bound * torch.sigmoid(self.a_log.exp().unsqueeze(-1) * steps)
+
+    def _rates(self) -> WeightSlot:
+        return WeightSlot.of(self.a_log, self._heads)
 
 
 class KimiDeltaAttention(DeltaLayer):
     """Linear attention whose states decay channel by channel; see `DeltaLayer`."""
 
-    def __init__(self, options: DeltaNetOptions, placement: TensorPlacement, layer_id: int) -> None:
-        """Raises ValueError: the ranks do not divide the heads."""
+    def __init__(
+        self,
+        options: DeltaNetOptions,
+        placement: TensorPlacement,
+        layer_id: int,
+        *,
+        decay_bound: float | None = None,
+    ) -> None:
+        """Args:
+            decay_bound: See `BoundedKimiGates`; None: `KimiGates`.
+
+        Raises:
+            ValueError: The ranks do not divide the heads.
+        """
         heads = DeltaNetHeads.of(options, placement)
         own = options.on_rank(heads)
         super().__init__(own, placement, layer_id, KimiDeltaRule())
         self.in_proj = KimiProjections(own, heads, placement)
         self.gates = KimiGates(own, heads, placement)
+        if decay_bound is not None:
+            self.gates = BoundedKimiGates(own, heads, placement, decay_bound)
+            self._kernels = None  # They have the other decay.
         self.norm = GatedRMSNorm(
             own.value_dim, own.eps, placement=placement.at("o_norm"), by_sigmoid=True
         )

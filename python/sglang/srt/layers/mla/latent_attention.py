@@ -33,7 +33,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.layers.triton_ops.arguments import Weight
 
-_INDEXER_NORM_EPS = 1e-6
+INDEXER_NORM_EPS = 1e-6
 
 
 class KVUpProjection(WeightedLayer):
@@ -190,7 +190,7 @@ class Indexer(WeightedLayer):
         """Keys `[num_tokens, head_dim]` of tokens `[num_tokens, hidden_size]`; `in_fp8`: they will
         be kept in fp8."""
         k = apply_linear(hidden, self.key_weight)
-        k = F.layer_norm(k, k.shape[-1:], self.norm_weight, self.norm_bias, _INDEXER_NORM_EPS)
+        k = F.layer_norm(k, k.shape[-1:], self.norm_weight, self.norm_bias, INDEXER_NORM_EPS)
         k = self._rotate_(k.unsqueeze(1), rotation).squeeze(1)
         return self._spread(k) if in_fp8 else k
 

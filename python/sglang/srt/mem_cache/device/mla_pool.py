@@ -223,7 +223,8 @@ class MLATokenToKVPool(KVCache):
         """Views of stored rows `[..., kv_cache_dim]`: their latent vectors, in fp8 with the scales,
         and their rotated parts."""
         rope = self.qk_rope_head_dim * (2 if self.dtype is FP8 else 1)
-        return rows[..., :-rope], rows[..., -rope:]
+        latent = rows.shape[-1] - rope
+        return rows[..., :latent], rows[..., latent:]
 
     def _latent(self, rows: torch.Tensor) -> torch.Tensor:
         return self.split_rows(rows)[0]

@@ -120,8 +120,11 @@ class NSASpec(MLASpec):
         index_head_dim: int,
         index_dtype: torch.dtype,
         layers: Sequence[int] | None = None,
+        *,
+        stride: int = 1,
     ) -> NSASpec:
-        """The spec of `rows` with keys of `index_head_dim` elements in `layers`; None: in all."""
+        """The spec of `rows` with keys of `index_head_dim` elements in `layers` (None: in all), one
+        for each `stride` tokens."""
         return cls(
             layers=rows.layers,
             buffers=rows.buffers,
@@ -129,7 +132,10 @@ class NSASpec(MLASpec):
             kv_lora_rank=rows.kv_lora_rank,
             qk_rope_head_dim=rows.qk_rope_head_dim,
             indexer=IndexerSpec.of(
-                rows.layers if layers is None else layers, index_head_dim, index_dtype
+                rows.layers if layers is None else layers,
+                index_head_dim,
+                index_dtype,
+                stride=stride,
             ),
         )
 

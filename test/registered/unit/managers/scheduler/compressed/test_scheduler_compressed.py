@@ -1,4 +1,5 @@
-"""Windows, compressed rows and unfinished groups in every tier: words as transformers'."""
+"""Windows or recurrent states, items of groups of tokens and unfinished groups in every tier: words
+as transformers'."""
 
 from __future__ import annotations
 
@@ -28,9 +29,11 @@ STORED: dict[str, Any] = {
 """Settings with all tiers."""
 
 
-@pytest.fixture(scope="module", name="oracle")
-def make_oracle(tmp_path_factory: pytest.TempPathFactory) -> GreedyOracle:
-    return GreedyOracle(tmp_path_factory.mktemp("compressed"), "deepseek_v4")
+@pytest.fixture(scope="module", name="oracle", params=["deepseek_v4", "glm5_next"])
+def make_oracle(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> GreedyOracle:
+    return GreedyOracle(tmp_path_factory.mktemp("compressed"), request.param)
 
 
 @pytest.fixture(name="make_rig")
