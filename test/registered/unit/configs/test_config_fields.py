@@ -210,7 +210,6 @@ FAMILIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "DeepseekV32ForCausalLM": ("deepseek_v32", {}),
     "DeepseekV4ForCausalLM": ("deepseek_v4", {}),
     "Glm4MoeForCausalLM": ("glm4_moe", {}),
-    "Glm5NextForConditionalGeneration": ("glm5_next", {}),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", {}),
     "GptOssForCausalLM": ("gpt_oss", {}),
     "KimiLinearForCausalLM": ("kimi_linear", {}),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from rigs.models.model_oracle import (
@@ -16,10 +17,13 @@ from rigs.models.model_oracle import (
     assert_errs_like_bf16,
     assert_greedy_words,
     assert_logits_of_batches,
+    logits_of_batches,
     prompt,
     reference,
 )
+from rigs.models.quantized_checkpoints import fp8_blocks, write_quantized
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.schedulers.rank_threads import on_rank_threads
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.attention_registry import default_attention_backend
 from sglang.srt.layers.attention_kind import POOLED_DSA
@@ -190,16 +194,39 @@ def test_settings_that_cannot_be_are_refused_by_name(
         build_model(ModelConfig.from_path(str(tmp_path)), LoadConfig())
 
 
+def test_a_checkpoint_as_published_equals_transformers(tmp_path: Path) -> None:
+    """In blocks of fp8, with sizes of KDA in an object of their own, and with a draft layer."""
+    written = tmp_path / "written"
+    model = save_tiny_checkpoint(written, "glm5_next", eos_token_id=None)
+    path = write_quantized(written, tmp_path, fp8_blocks())
+    hf = type(model).from_pretrained(tmp_path / "plain")
+    config = as_published(json.loads((path / "config.json").read_text()))
+    (path / "config.json").write_text(json.dumps(config))
+    draft = {"model.language_model.layers.5.shared_head.norm.weight": torch.ones(96)}
+    save_file(draft, path / "draft.safetensors", metadata={"format": "pt"})
+    assert_logits_of_batches(hf, StepDriver(path, page_size=16))
+    want = logits_of_batches(StepDriver(path, page_size=16))
+    for got in on_rank_threads(
+        2, path, lambda driver, group: logits_of_batches(driver), page_size=16
+    ):
+        assert_close(got, want)
+
+
+def as_published(config: dict[str, Any]) -> dict[str, Any]:
+    text = config["text_config"]
+    kinds = [kind.replace("indexed", "full") for kind in text["layer_types"]]
+    sizes = {"head_dim": text.pop("linear_head_dim"), "num_heads": text.pop("linear_num_heads")}
+    own = {**sizes, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "safe_gate": True}
+    text |= {"layer_types": kinds, "linear_attn_config": own, "head_dim": 64}
+    return config
+
+
 def test_settings_as_published_are_read(
     model: tuple[Path, PreTrainedModel], tmp_path: Path
 ) -> None:
     """Sizes of KDA in an object of their own, and the attention's older name."""
-    config = json.loads((model[0] / "config.json").read_text())
-    text = config["text_config"]
-    kinds = [kind.replace("indexed", "full") for kind in text["layer_types"]]
-    sizes = {"head_dim": text.pop("linear_head_dim"), "num_heads": text.pop("linear_num_heads")}
-    own = {**sizes, "short_conv_kernel_size": 4, "gate_lower_bound": -3.0, "safe_gate": True}
-    text |= {"layer_types": kinds, "linear_attn_config": own, "head_dim": 64}
+    config = as_published(json.loads((model[0] / "config.json").read_text()))
+    config["text_config"]["linear_attn_config"]["gate_lower_bound"] = -3.0
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = ModelConfig.from_path(str(tmp_path))
     assert found.linear_attention_layers == (0, 2)

@@ -100,7 +100,8 @@ def test_few_collectives_suffice(
 ) -> None:
     """One for the embedding, attention and feed-forward of each layer, and a norm over all heads;
     one for what is read of the logits, whole or the greatest, however often."""
-    layers = save_tiny_checkpoint(tmp_path, family, **overrides).config.num_hidden_layers
+    config = save_tiny_checkpoint(tmp_path, family, **overrides).config
+    layers = config.get_text_config().num_hidden_layers
 
     def work(driver: StepDriver, group: MemoryTensorGroup) -> list[int]:
         counts = [group.num_calls]
