@@ -40,32 +40,27 @@ def check_glm5_next(raw: Mapping[str, Any]) -> None:
 
 GLM5_NEXT: Final[Mapping[str, Any]] = {
     "model_types": frozenset({"glm5_next"}),
-    "harmless": frozenset(
-        """
-        vision_config image_token_id video_token_id image_start_token_id image_end_token_id
-        video_start_token_id video_end_token_id
-        """.split()
-    ),
+    "harmless": frozenset({
+        "vision_config", "image_token_id", "video_token_id", "image_start_token_id",
+        "image_end_token_id", "video_start_token_id", "video_end_token_id",
+    }),
     "check": check_glm5_next,
-}
+}  # fmt: skip
+"""The arguments of `ConfigFields` for the whole."""
 GLM5_NEXT_TEXT: Final[Mapping[str, Any]] = {
     "model_types": frozenset({"glm5_next_text"}),
-    "read": frozenset(
-        """
-        attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim v_head_dim
-        linear_conv_kernel_dim linear_head_dim linear_num_heads linear_lower_bound
-        n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size
-        mlp_layer_types routed_scaling_factor norm_topk_prob n_group topk_group swiglu_limit
-        hc_mult hc_eps hc_sinkhorn_iters index_topk index_head_dim index_n_heads index_kpool
-        indexer_types
-        """.split()
-    ),
-    "read_by_class": frozenset(
-        """
-        linear_attn_config num_local_experts index_topk_pattern index_topk_freq
-        index_skip_topk_offset
-        """.split()
-    ),
+    "read": frozenset({
+        "attention_bias", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim",
+        "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads", "linear_lower_bound",
+        "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
+        "mlp_layer_types", "routed_scaling_factor", "norm_topk_prob", "n_group", "topk_group",
+        "swiglu_limit", "hc_mult", "hc_eps", "hc_sinkhorn_iters", "index_topk", "index_head_dim",
+        "index_n_heads", "index_kpool", "indexer_types",
+    }),
+    "read_by_class": frozenset({
+        "linear_attn_config", "num_local_experts", "index_topk_pattern", "index_topk_freq",
+        "index_skip_topk_offset",
+    }),
     "harmless": frozenset({"qk_head_dim", "num_nextn_predict_layers"}),
     "fixed": {
         "layer_types": _TYPES,
@@ -74,5 +69,5 @@ GLM5_NEXT_TEXT: Final[Mapping[str, Any]] = {
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
-}
-"""Fields of `text_config`."""
+}  # fmt: skip
+"""Those of `text_config`."""

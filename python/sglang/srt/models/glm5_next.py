@@ -258,8 +258,7 @@ def _activation(hf: PretrainedConfig) -> ClampedGate:
 def _decay_bound(hf: PretrainedConfig) -> float:
     """See `BoundedKimiGates`. Raises ValueError: the field is no negative number."""
     value = getattr(hf, "linear_lower_bound", None)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not -math.inf < value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < 0:
         raise ValueError(
             f"config.json: linear_lower_bound={value!r} must be a negative number: a decay without "
             "a bound is not supported"

@@ -27,6 +27,7 @@ from rigs.schedulers.rank_threads import on_rank_threads
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.attention_registry import default_attention_backend
 from sglang.srt.layers.attention_kind import POOLED_DSA
+from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.model_loader.loader import build_model
 from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -148,7 +149,7 @@ def test_items_of_each_pool(model: tuple[Path, PreTrainedModel]) -> None:
         "indexer": ((1, 3), [(5, 24)]),
         "open_group": ((1, 3), [(4, 15, 48)]),
     }
-    assert driver.runner.pools["mamba"].spec.layers == (0, 2)
+    assert driver.runner.pools[PoolName.MAMBA].spec.layers == (0, 2)
 
 
 def test_a_page_that_cuts_a_group_is_refused_with_a_size_that_works(
