@@ -71,9 +71,12 @@ def recorded_choices() -> Iterator[list[Choice]]:
     select = sparse_moe.select_experts
 
     def recording(
-        logits: torch.Tensor, options: RouterOptions, bias: torch.Tensor | None = None
+        logits: torch.Tensor,
+        options: RouterOptions,
+        bias: torch.Tensor | None = None,
+        ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = select(logits, options, bias)
+        weights, ids = select(logits, options, bias, ids)
         margins = expert_margins(logits, options, bias)
         choices.append(Choice(ids.sort(dim=-1).values, margins))
         return weights, ids
