@@ -27,7 +27,7 @@ def check_compressed(raw: Mapping[str, Any]) -> None:
         ValueError: A list of layers or a ratio is impossible, or contradicts another field. One
             line that names the field, with the remedy.
     """
-    count = raw.get("num_hidden_layers", 43)
+    count = raw.get("num_hidden_layers") or 43
     drafts = raw.get("num_nextn_predict_layers") or 0
     for name, more in (("layer_types", 0), ("mlp_layer_types", 0), ("compress_ratios", drafts)):
         items = raw.get(name)
@@ -40,7 +40,7 @@ def check_compressed(raw: Mapping[str, Any]) -> None:
             )
     _check_rates(raw)
     _check_ratios(raw)
-    part, head_dim = raw.get("partial_rotary_factor"), raw.get("head_dim", 512)
+    part, head_dim = raw.get("partial_rotary_factor"), raw.get("head_dim") or 512
     dims = raw.get("qk_rope_head_dim")
     if None not in (part, dims) and not (
         isinstance(part, int | float) and 0 < part <= 1 and dims == int(head_dim * part)
@@ -71,8 +71,9 @@ def _check_rates(raw: Mapping[str, Any]) -> None:
         )
     for kind, (older, _) in _RATES.items():
         value, old = (rates or {}).get(kind), raw.get(older)
-        for field, found in ((f"compress_rates.{kind}", value), (older, old)):
-            if found is not None and not _is_int(found, 2, _MOST_RATIO):
+        given = ((f"compress_rates.{kind}", value, rates), (older, old, old))
+        for field, found, where in given:
+            if where is not None and not _is_int(found, 2, _MOST_RATIO):
                 raise ValueError(
                     f"config.json: {field}={_shown(found)} must be an integer from 2 to "
                     f"{_MOST_RATIO}"

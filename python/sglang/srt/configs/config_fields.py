@@ -31,8 +31,8 @@ _BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
     "n_shared_experts": (0, 1 << 16),
     "num_attention_heads": (1, 1 << 16),
     "hidden_size": (1, 1 << 24),
-    "head_dim": (0, 1 << 16),
-    "qk_rope_head_dim": (0, 1 << 16),
+    "head_dim": (1, 1 << 16),
+    "qk_rope_head_dim": (1, 1 << 16),
 }
 """Least and greatest values of the fields with which transformers computes, or on which memory or
 time depend before the weights are looked at."""
@@ -430,8 +430,9 @@ def _check(
     prefix: str,
     architecture: str,
 ) -> None:
+    supported = fields.supported()
     for name, (least, most) in _BOUNDS.items():
-        value = values.get(name)
+        value = None if name in supported or name in fields.harmless else values.get(name)
         if value is not None and not (isinstance(value, int) and least <= value <= most):
             raise ValueError(
                 f"config.json: {prefix}{name}={shown(value)} must be an integer from {least} to "
@@ -442,7 +443,6 @@ def _check(
             raise ValueError(
                 f"config.json: {prefix}{name}={shown(values[name])} must be the name of a dtype"
             )
-    supported = fields.supported()
     for name, allowed in supported.items():
         items = values.get(name)
         for item in items if isinstance(items, list) else [items]:

@@ -61,7 +61,7 @@ GLM5_NEXT_TEXT: Final[Mapping[str, Any]] = {
         "linear_attn_config", "num_local_experts", "index_topk_pattern", "index_topk_freq",
         "index_skip_topk_offset",
     }),
-    "harmless": frozenset({"qk_head_dim", "num_nextn_predict_layers"}),
+    "harmless": frozenset({"head_dim", "qk_head_dim", "num_nextn_predict_layers"}),
     "fixed": {
         "layer_types": _TYPES,
         "index_kpool_always_select_tail": (True,),

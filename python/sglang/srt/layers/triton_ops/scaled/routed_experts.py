@@ -137,6 +137,7 @@ def _multiply_tile(
     GATED: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
     FACTORS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -219,7 +220,9 @@ def _multiply_tile(
         # Rounded at the same points as by `silu_and_mul`.
         both = tl.reshape(acc.to(dtype).to(tl.float32), [BLOCK_N // 16, 2, 8, TILE_ROWS])
         gates, ups = tl.split(tl.permute(both, [0, 2, 3, 1]))
-        acc = clamped_gate(gates, ups, LIMIT, ALPHA) if LIMIT > 0 else gate(gates, ups, dtype)
+        acc = (
+            clamped_gate(gates, ups, LIMIT, ALPHA, SHIFT) if LIMIT > 0 else gate(gates, ups, dtype)
+        )
         acc = tl.reshape(acc, [OWN, TILE_ROWS])
     outputs = block * OWN + tl.arange(0, OWN)
     to = out_ptr + by_token(uses * WIDTH, LEFT) + by_output(outputs, LEFT)
@@ -256,6 +259,7 @@ def _product_kernel(
     GATED: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
     FACTORS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -282,14 +286,14 @@ def _product_kernel(
             _multiply_tile(
                 x_ptr, x_scales_ptr, weight_ptr, scales_ptr, zeros_ptr, factors_ptr, out_ptr,
                 order_ptr, num_rows, stride, bias_ptr, block, expert, begin, count, N, K, FP8,
-                ZEROS, HEIGHT, GROUP, BLOCK, TOP_K, USES, BIAS, GATED, LIMIT, ALPHA, FACTORS,
+                ZEROS, HEIGHT, GROUP, BLOCK, TOP_K, USES, BIAS, GATED, LIMIT, ALPHA, SHIFT, FACTORS,
                 TILE_ROWS // 2, BLOCK_N, BLOCK_K, DEPTH, TMA, CUDA,
             )  # fmt: skip
             return
     _multiply_tile(
         x_ptr, x_scales_ptr, weight_ptr, scales_ptr, zeros_ptr, factors_ptr, out_ptr, order_ptr,
         num_rows, stride, bias_ptr, block, expert, begin, count, N, K, FP8, ZEROS, HEIGHT, GROUP,
-        BLOCK, TOP_K, USES, BIAS, GATED, LIMIT, ALPHA, FACTORS, TILE_ROWS, BLOCK_N, BLOCK_K,
+        BLOCK, TOP_K, USES, BIAS, GATED, LIMIT, ALPHA, SHIFT, FACTORS, TILE_ROWS, BLOCK_N, BLOCK_K,
         DEPTH, TMA, CUDA,
     )  # fmt: skip
 

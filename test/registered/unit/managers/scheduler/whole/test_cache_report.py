@@ -389,7 +389,7 @@ def test_the_wait_for_l3_is_a_time_of_its_own(rig: ReportRig) -> None:
     rig.ask("cold", IDS)
     cold = rig.results["cold"].last
     assert cold is not None and cold.stages is not None
-    assert cold.stages.l3_wait is None, "it waited for no read"
+    assert (cold.stages.l3_wait or 0.0) < 0.1, "it waited for a look-up at most"
     rig.flush()
     state = rig.scheduler.state
     with HeldReads(rig.hi, calls=0) as reads:
