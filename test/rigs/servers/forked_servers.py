@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess, ForkServerProcess
 from pathlib import Path
@@ -49,7 +49,11 @@ PRELOADED: Final = (
 
 _FORK_SERVER: Final = multiprocessing.get_context("forkserver")
 _STARTS: Final = threading.Lock()
-"""Held while a process starts: tests start several servers at once."""
+"""Held while a process starts, or its end is read: tests start several servers at once.
+
+Each start reads the ends of all processes. The status of a process can be read once; a thread that
+reads it second takes 255 for it.
+"""
 
 InRank = Callable[[int], None]
 """Runs in the process of each rank, before anything is built; gets the rank. It must be at the top
@@ -83,11 +87,12 @@ class ForkedProcess(RunningServer):
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with _STARTS:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        status = self._process.exitcode
+        connection.wait([self._process.sentinel], timeout)
+        status = self.poll()
         if status is None:
             raise subprocess.TimeoutExpired("launch_server", timeout or 0.0)
         return status
