@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,65 @@ def assert_logits_of_batches(
         pairs = [(1, long[length + step]), (0, short[17 + step])]
         got = driver.decode(pairs).next_token_logits
         assert_close(got, torch.stack([want_long[length + step], want_short[17 + step]]))
+
+
+def assert_logits_in_chunks(
+    model: PreTrainedModel, driver: StepDriver, tokens: list[int], chunk: int
+) -> None:
+    """Compare the logits after each chunk of `chunk` tokens of a prompt, which is row 0."""
+    want = reference(model, tokens)
+    for begin in range(0, len(tokens), chunk):
+        part = tokens[begin : begin + chunk]
+        got = driver.extend([(0, part)]).next_token_logits
+        assert_close(got, want[begin + len(part) - 1 :][:1])
+
+
+def assert_logits_around(
+    model: PreTrainedModel, driver: StepDriver, length: int, cuts: Sequence[int], words: int = 2
+) -> None:
+    """Compare a prompt of `length` tokens whole, in chunks that end at `cuts`, and in both rows
+    for `words` steps of decoding.
+
+    Args:
+        driver: A driver that has run nothing.
+        cuts: Lengths at which chunks end; those beyond the prompt count for nothing.
+    """
+    tokens = prompt(length + words, length)
+    want = reference(model, tokens)
+    got = driver.extend([(0, tokens[:length])]).next_token_logits
+    assert_close(got, want[length - 1 : length])
+    ends = [0, *(cut for cut in cuts if cut < length), length]
+    for begin, end in itertools.pairwise(ends):
+        got = driver.extend([(1, tokens[begin:end])]).next_token_logits
+        assert_close(got, want[end - 1 : end])
+    for place in range(length, length + words):
+        both = driver.decode([(0, tokens[place]), (1, tokens[place])]).next_token_logits
+        assert_close(both, want[[place, place]])
+
+
+def assert_continued(
+    model: PreTrainedModel, driver: StepDriver, at: int, whole: int, ends: Sequence[int]
+) -> None:
+    """Compare requests that continue from a snapshot, which a prefill took amid a batch, and the
+    request that it was taken of.
+
+    Args:
+        driver: A driver with 19 states or more, which has run nothing.
+        at: Tokens before the snapshot.
+        whole: Tokens of the prefill that takes it.
+        ends: Lengths of the prompts that continue.
+    """
+    tokens, other = prompt(max(*ends, whole + 1), 5), prompt(90, 6)
+    want, want_other = reference(model, tokens), reference(model, other)
+    got = driver.extend([(0, other[:80]), (1, tokens[:whole])], {1: (18, at)}).next_token_logits
+    assert_close(got, torch.stack([want_other[79], want[whole - 1]]))
+    rows = range(2, 2 + len(ends))
+    driver.continue_from(18, 1, list(rows), at)
+    work = [(row, tokens[at:end]) for row, end in zip(rows, ends, strict=True)]
+    got = driver.extend([(0, other[80:]), *work]).next_token_logits
+    assert_close(got, torch.stack([want_other[89], *(want[end - 1] for end in ends)]))
+    # And the one that it was taken of goes on as if nothing had been.
+    assert_close(driver.decode([(1, tokens[whole])]).next_token_logits, want[whole : whole + 1])
 
 
 def logits_of_batches(driver: StepDriver) -> torch.Tensor:

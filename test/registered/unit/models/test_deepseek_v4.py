@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,11 @@ from transformers import PreTrainedModel
 
 from rigs.models.model_oracle import (
     assert_close,
+    assert_continued,
     assert_errs_like_bf16,
     assert_greedy_words,
+    assert_logits_around,
+    assert_logits_in_chunks,
     assert_logits_of_batches,
     prompt,
     reference,
@@ -58,41 +60,19 @@ def test_logits_around_groups_equal_transformers(
 ) -> None:
     """The whole prompt at once, in chunks that begin within groups, and words after it."""
     path, hf = model
-    tokens = prompt(length + 2, length)
-    want = reference(hf, tokens)
-    driver = StepDriver(path, page_size=128)
-    got = driver.extend([(0, tokens[:length])]).next_token_logits
-    assert_close(got, want[length - 1 : length])
-    cuts = sorted({0, *(cut for cut in (1, 2, 127, 128, 130, 300, 513) if cut < length), length})
-    for begin, end in itertools.pairwise(cuts):
-        got = driver.extend([(1, tokens[begin:end])]).next_token_logits
-        assert_close(got, want[end - 1 : end])
-    for place in (length, length + 1):
-        both = driver.decode([(0, tokens[place]), (1, tokens[place])]).next_token_logits
-        assert_close(both, want[[place, place]])
+    cuts = (1, 2, 127, 128, 130, 300, 513)
+    assert_logits_around(hf, StepDriver(path, page_size=128), length, cuts)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5, 15, 16, 17, 37, 100])
 def test_any_chunks_of_a_prompt_give_the_same_logits(tmp_path: Path, chunk: int) -> None:
     hf = save_tiny_checkpoint(tmp_path, "deepseek_v4")
-    driver = StepDriver(tmp_path, page_size=16)
-    tokens = prompt(100, 5)
-    want = reference(hf, tokens)
-    for begin in range(0, len(tokens), chunk):
-        end = min(begin + chunk, len(tokens))
-        got = driver.extend([(0, tokens[begin:end])]).next_token_logits
-        assert_close(got, want[end - 1 : end])
+    assert_logits_in_chunks(hf, StepDriver(tmp_path, page_size=16), prompt(100, 5), chunk)
 
 
 def test_chunks_of_127_equal_transformers(model: tuple[Path, PreTrainedModel]) -> None:
     path, hf = model
-    tokens = prompt(640, 6)
-    want = reference(hf, tokens)
-    driver = StepDriver(path, page_size=256)
-    for begin in range(0, len(tokens), 127):
-        end = min(begin + 127, len(tokens))
-        got = driver.extend([(0, tokens[begin:end])]).next_token_logits
-        assert_close(got, want[end - 1 : end])
+    assert_logits_in_chunks(hf, StepDriver(path, page_size=256), prompt(640, 6), 127)
 
 
 def test_words_over_edges_equal_transformers(model: tuple[Path, PreTrainedModel]) -> None:
@@ -134,15 +114,7 @@ def test_requests_continue_from_a_snapshot_of_a_prefill(tmp_path: Path, at: int)
     """A snapshot lies at the end of a page, so no group is open there."""
     hf = save_tiny_checkpoint(tmp_path, "deepseek_v4")
     driver = StepDriver(tmp_path, page_size=16, num_states=20)
-    tokens, other = prompt(70, 5), prompt(40, 6)
-    want, want_other = reference(hf, tokens), reference(hf, other)
-    got = driver.extend([(0, other[:30]), (1, tokens[:60])], {1: (18, at)}).next_token_logits
-    assert_close(got, torch.stack([want_other[29], want[59]]))
-    driver.continue_from(18, 1, [2, 3], at)
-    work = [(2, tokens[at:61]), (3, tokens[at:])]
-    got = driver.extend([(0, other[30:]), *work]).next_token_logits
-    assert_close(got, torch.stack([want_other[39], want[60], want[69]]))
-    assert_close(driver.decode([(1, tokens[60])]).next_token_logits, want[60:61])
+    assert_continued(hf, driver, at, whole=60, ends=(61, 70))
 
 
 @pytest.mark.parametrize("is_extend", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,14 @@ from transformers import PreTrainedModel
 
 from rigs.models.model_oracle import (
     assert_close,
+    assert_continued,
     assert_errs_like_bf16,
     assert_greedy_words,
+    assert_logits_around,
+    assert_logits_in_chunks,
     assert_logits_of_batches,
     logits_of_batches,
     prompt,
-    reference,
 )
 from rigs.models.quantized_checkpoints import fp8_blocks, write_quantized
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
@@ -53,31 +54,16 @@ def test_logits_around_groups_equal_transformers(
 ) -> None:
     """The whole prompt at once, in chunks that begin within groups, and words after it."""
     path, hf = model
-    tokens = prompt(length + 2, length)
-    want = reference(hf, tokens)
-    driver = StepDriver(path, page_size=64)
-    got = driver.extend([(0, tokens[:length])]).next_token_logits
-    assert_close(got, want[length - 1 : length])
-    cuts = sorted({0, *(cut for cut in (1, 2, 15, 63, 64, 66, 130, 513) if cut < length), length})
-    for begin, end in itertools.pairwise(cuts):
-        got = driver.extend([(1, tokens[begin:end])]).next_token_logits
-        assert_close(got, want[end - 1 : end])
-    for place in (length, length + 1):
-        both = driver.decode([(0, tokens[place]), (1, tokens[place])]).next_token_logits
-        assert_close(both, want[[place, place]])
+    cuts = (1, 2, 15, 63, 64, 66, 130, 513)
+    assert_logits_around(hf, StepDriver(path, page_size=64), length, cuts)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 15, 16, 17, 37, 63, 64, 100])
 def test_any_chunks_of_a_prompt_give_the_same_logits(
     model: tuple[Path, PreTrainedModel], chunk: int
 ) -> None:
-    driver = StepDriver(model[0], page_size=16)
-    tokens = prompt(150, 5)
-    want = reference(model[1], tokens)
-    for begin in range(0, len(tokens), chunk):
-        end = min(begin + chunk, len(tokens))
-        got = driver.extend([(0, tokens[begin:end])]).next_token_logits
-        assert_close(got, want[end - 1 : end])
+    path, hf = model
+    assert_logits_in_chunks(hf, StepDriver(path, page_size=16), prompt(150, 5), chunk)
 
 
 def test_words_over_edges_equal_transformers(model: tuple[Path, PreTrainedModel]) -> None:
@@ -119,16 +105,9 @@ def test_requests_continue_from_a_snapshot_of_a_prefill(
     model: tuple[Path, PreTrainedModel], at: int
 ) -> None:
     """A snapshot lies at the end of a page, so no group is open there."""
-    driver = StepDriver(model[0], page_size=16, num_states=20)
-    tokens, other = prompt(110, 5), prompt(40, 6)
-    want, want_other = reference(model[1], tokens), reference(model[1], other)
-    got = driver.extend([(0, other[:30]), (1, tokens[:100])], {1: (18, at)}).next_token_logits
-    assert_close(got, torch.stack([want_other[29], want[99]]))
-    driver.continue_from(18, 1, [2, 3], at)
-    work = [(2, tokens[at:101]), (3, tokens[at:])]
-    got = driver.extend([(0, other[30:]), *work]).next_token_logits
-    assert_close(got, torch.stack([want_other[39], want[100], want[109]]))
-    assert_close(driver.decode([(1, tokens[100])]).next_token_logits, want[100:101])
+    path, hf = model
+    driver = StepDriver(path, page_size=16, num_states=20)
+    assert_continued(hf, driver, at, whole=100, ends=(101, 110))
 
 
 def test_bf16_errs_like_transformers(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -14,12 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from rigs.models.model_oracle import (
-    assert_close,
     assert_errs_like_bf16,
     assert_greedy_words,
+    assert_logits_around,
     assert_logits_of_batches,
     prompt,
-    reference,
 )
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint, tiny_config
 from sglang.srt.configs.model_config import RING_BYTES, ModelConfig
@@ -60,17 +58,8 @@ def test_logits_around_the_window_equal_transformers(
 ) -> None:
     """The whole prompt at once, in chunks that begin within windows, and one word after it."""
     path, hf = model
-    tokens = prompt(length + 1, length)
-    want = reference(hf, tokens)
-    driver = StepDriver(path, page_size=16)
-    got = driver.extend([(0, tokens[:length])]).next_token_logits
-    assert_close(got, want[length - 1 : length])
-    cuts = sorted({0, *(cut for cut in (1, 100, 127, 128, 300, 555) if cut < length), length})
-    for begin, end in itertools.pairwise(cuts):
-        got = driver.extend([(1, tokens[begin:end])]).next_token_logits
-        assert_close(got, want[end - 1 : end])
-    both = driver.decode([(0, tokens[length]), (1, tokens[length])]).next_token_logits
-    assert_close(both, want[[length, length]])
+    cuts = (1, 100, 127, 128, 300, 555)
+    assert_logits_around(hf, StepDriver(path, page_size=16), length, cuts, words=1)
 
 
 def test_words_beyond_the_window_equal_transformers(model: tuple[Path, PreTrainedModel]) -> None:

@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from rigs.models.model_oracle import (
     assert_close,
+    assert_continued,
     assert_errs_like_bf16,
     assert_greedy_words,
+    assert_logits_in_chunks,
     assert_logits_of_batches,
     prompt,
     reference,
@@ -135,13 +137,7 @@ def test_any_chunks_of_a_prompt_give_the_same_logits(
     tmp_path: Path, family: str, chunk: int
 ) -> None:
     hf = save_tiny_checkpoint(tmp_path, family)
-    driver = StepDriver(tmp_path)
-    tokens = prompt(140, 3)
-    want = reference(hf, tokens)
-    for begin in range(0, len(tokens), chunk):
-        part = tokens[begin : begin + chunk]
-        got = driver.extend([(0, part)]).next_token_logits
-        assert_close(got, want[begin + len(part) - 1 :][:1])
+    assert_logits_in_chunks(hf, StepDriver(tmp_path), prompt(140, 3), chunk)
 
 
 @pytest.mark.parametrize(
@@ -174,18 +170,7 @@ def test_requests_continue_from_a_snapshot_of_a_prefill(
 ) -> None:
     hf = save_tiny_checkpoint(tmp_path, family)
     driver = StepDriver(tmp_path, num_states=20)
-    tokens, other = prompt(160, 5), prompt(90, 6)
-    want, want_other = reference(hf, tokens), reference(hf, other)
-    # The snapshot is taken amid a batch, whose logits do not change.
-    got = driver.extend([(0, other[:80]), (1, tokens[:150])], {1: (18, at)}).next_token_logits
-    assert_close(got, torch.stack([want_other[79], want[149]]))
-    driver.continue_from(18, 1, [2, 3, 4], at)
-    ends = (151, 153, 160)
-    work = [(row, tokens[at:end]) for row, end in zip((2, 3, 4), ends, strict=True)]
-    got = driver.extend([(0, other[80:]), *work]).next_token_logits
-    assert_close(got, torch.stack([want_other[89], *(want[end - 1] for end in ends)]))
-    # And the one that it was taken of goes on as if nothing had been.
-    assert_close(driver.decode([(1, tokens[150])]).next_token_logits, want[150:151])
+    assert_continued(hf, driver, at, whole=150, ends=(151, 153, 160))
 
 
 @pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next", "nemotron_h"])

@@ -11,8 +11,10 @@ import torch
 from rigs.layers.window_cases import Shape, Windows, Work
 from rigs.models.model_oracle import (
     assert_close,
+    assert_continued,
     assert_errs_like_bf16,
     assert_greedy_words,
+    assert_logits_in_chunks,
     assert_logits_of_batches,
     prompt,
     reference,
@@ -57,13 +59,7 @@ def test_logits_equal_transformers(
 @pytest.mark.parametrize("chunk", [1, 5, 11, 12, 13, 16, 33, 100])
 def test_any_chunks_of_a_prompt_give_the_same_logits(tmp_path: Path, chunk: int) -> None:
     hf = save_tiny_checkpoint(tmp_path, "ministral")
-    driver = StepDriver(tmp_path)
-    tokens = prompt(100, 3)
-    want = reference(hf, tokens)
-    for begin in range(0, len(tokens), chunk):
-        part = tokens[begin : begin + chunk]
-        got = driver.extend([(0, part)]).next_token_logits
-        assert_close(got, want[begin + len(part) - 1 :][:1])
+    assert_logits_in_chunks(hf, StepDriver(tmp_path), prompt(100, 3), chunk)
 
 
 def test_logits_of_all_tokens_equal_transformers(tmp_path: Path) -> None:
@@ -95,16 +91,7 @@ def test_greedy_words_equal_transformers(tmp_path: Path, family: str) -> None:
 def test_requests_continue_from_a_snapshot_of_a_prefill(tmp_path: Path, at: int) -> None:
     hf = save_tiny_checkpoint(tmp_path, "ministral")
     driver = StepDriver(tmp_path, num_states=20)
-    tokens, other = prompt(70, 5), prompt(40, 6)
-    want, want_other = reference(hf, tokens), reference(hf, other)
-    # The snapshot is taken amid a batch, whose logits do not change.
-    got = driver.extend([(0, other[:30]), (1, tokens[:60])], {1: (18, at)}).next_token_logits
-    assert_close(got, torch.stack([want_other[29], want[59]]))
-    driver.continue_from(18, 1, [2, 3], at)
-    work = [(2, tokens[at:61]), (3, tokens[at:])]
-    got = driver.extend([(0, other[30:]), *work]).next_token_logits
-    assert_close(got, torch.stack([want_other[39], want[60], want[69]]))
-    assert_close(driver.decode([(1, tokens[60])]).next_token_logits, want[60:61])
+    assert_continued(hf, driver, at, whole=60, ends=(61, 70))
 
 
 @pytest.mark.parametrize("is_extend", [True, False])
