@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -66,6 +67,16 @@ def greedy(max_new_tokens: int = 8, **params: Any) -> SamplingParams:
     return made
 
 
+def stored_in_files(fewest: int) -> dict[str, Any]:
+    """Settings of an L3 of files, from which requests wait for `fewest` tokens or more."""
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": fewest}),
+    }
+
+
 @dataclass(slots=True)
 class Collected:
     """All outputs of one request."""
@@ -82,6 +93,13 @@ class Collected:
     @property
     def finish_reason(self) -> FinishReason | None:
         return None if self.last is None else self.last.finish_reason
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """Tokens of the prompt that came from L1, L2 and L3."""
+        assert self.last is not None
+        details = self.last.cached_tokens_details
+        return details.device, details.host, details.storage
 
 
 class SchedulerRig:

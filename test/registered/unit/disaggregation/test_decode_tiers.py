@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from rigs.caches.host_damage import flip, host_pages, pool_of
 from rigs.disaggregation.decode_rig import PAGE, DecodeRig
 from rigs.schedulers.random_checks import assert_unpinned
-from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt, stored_in_files
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -235,11 +234,7 @@ def test_loaded_pages_count_for_the_share_of_a_prefill_server(model: Path) -> No
 
 # ---- L3 ----------------------------------------------------------------------------------------
 
-L3: Final[dict[str, Any]] = {
-    "hicache_storage_backend": "file",
-    "hicache_storage_prefetch_policy": "wait_complete",
-    "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": PAGE}),
-}
+L3: Final = stored_in_files(PAGE)
 
 
 def test_what_l3_has_is_read_while_the_request_waits(model: Path, tmp_path: Path) -> None:

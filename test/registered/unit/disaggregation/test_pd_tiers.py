@@ -5,7 +5,6 @@ Each turn moves only new pages, and gives the words of one cold server.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from rigs.disaggregation.pd_rig import LocalMover, PdRig
 from rigs.models.letters import Letters
 from rigs.schedulers.random_checks import assert_unpinned
-from rigs.schedulers.scheduler_rig import RIG_DEVICE, SchedulerRig, greedy, prompt
+from rigs.schedulers.scheduler_rig import RIG_DEVICE, SchedulerRig, greedy, prompt, stored_in_files
 from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.object_files import ObjectFiles
@@ -38,11 +37,7 @@ TIERS: Final[dict[str, Any]] = {
     "pool_tokens": 320,
 }
 """L1 of the decode server has room for one conversation; L2 for all."""
-L3: Final[dict[str, Any]] = {
-    "hicache_storage_backend": "file",
-    "hicache_storage_prefetch_policy": "wait_complete",
-    "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": PAGE}),
-}
+L3: Final = stored_in_files(PAGE)
 OFFLOAD: Final[dict[str, Any]] = {
     "disaggregation_mode": "decode",
     "disaggregation_decode_enable_offload_kvcache": True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -10,7 +9,7 @@ from typing import Final
 import pytest
 import torch
 
-from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt, stored_in_files
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.device.base_device_pool import PagedDevicePool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
@@ -39,12 +38,9 @@ def rig_of(path: Path, dtype: str, layout: str = "page_first_direct") -> Schedul
         pool_tokens=320,
         page_size=PAGE,
         chunked_prefill_size=64,
-        enable_hierarchical_cache=True,
         hicache_ratio=4.0,
         hicache_mem_layout=layout,
-        hicache_storage_backend="file",
-        hicache_storage_prefetch_policy="wait_complete",
-        hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": PAGE}),
+        **stored_in_files(PAGE),
     )
 
 
@@ -52,10 +48,7 @@ def ask(rig: SchedulerRig, rid: str, ids: list[int]) -> tuple[int, int, int]:
     """Tokens of the prompt that came from L1, L2 and L3."""
     rig.step(rig.request(rid, ids, greedy(WORDS)))
     rig.settle()
-    last = rig.results[rid].last
-    assert last is not None
-    found = last.cached_tokens_details
-    return found.device, found.host, found.storage
+    return rig.results[rid].cached
 
 
 def pages_of(rig: SchedulerRig, ids: list[int]) -> list[torch.Tensor]:

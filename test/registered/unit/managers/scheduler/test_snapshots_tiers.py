@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt, stored_in_files
 from rigs.stores.losing_store import LosingStore
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
-from sglang.srt.messages.io_struct import CachedTokensDetails, FlushCacheReqInput
+from sglang.srt.messages.io_struct import FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=14, suite="base-a-test-cpu")
@@ -48,31 +48,23 @@ def rig_of(path: Path, **args: Any) -> SchedulerRig:
         "page_size": PAGE,
         "mamba_track_interval": 2 * PAGE,
         "chunked_prefill_size": 64,
-        "enable_hierarchical_cache": True,
         "hicache_ratio": 4.0,
-        "hicache_storage_backend": "file",
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": PAGE}),
+        **stored_in_files(PAGE),
         **args,
     }
     return SchedulerRig(path, **settings)
 
 
-def ask(rig: SchedulerRig, rid: str, ids: list[int], count: int = 10) -> CachedTokensDetails:
+def ask(rig: SchedulerRig, rid: str, ids: list[int], count: int = 10) -> tuple[int, int, int]:
+    """Tokens of the prompt that came from L1, L2 and L3."""
     rig.step(rig.request(rid, ids, greedy(count)))
     rig.settle()
-    last = rig.results[rid].last
-    assert last is not None
-    return last.cached_tokens_details
+    return rig.results[rid].cached
 
 
 def flush(rig: SchedulerRig) -> None:
     rig.step(FlushCacheReqInput(req_id="flush"))
     assert rig.answers.pop().success
-
-
-def tiers(details: CachedTokensDetails) -> tuple[int, int, int]:
-    return details.device, details.host, details.storage
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,13 +74,13 @@ def test_every_tier_gives_the_words_of_no_cache_also_after_a_restart(
 ) -> None:
     rig = rig_of(models[family], hicache_mem_layout=layout)
     try:
-        found = [tiers(ask(rig, rid, IDS)) for rid in ("cold", "device")]
+        found = [ask(rig, rid, IDS) for rid in ("cold", "device")]
         # Push the prompt out of L1, not out of L2.
         for seed in range(10, 15):
             ask(rig, f"filler-{seed}", prompt(seed, 120))
-        found.append(tiers(ask(rig, "host", IDS)))
+        found.append(ask(rig, "host", IDS))
         flush(rig)
-        found.append(tiers(ask(rig, "storage", IDS)))
+        found.append(ask(rig, "storage", IDS))
         assert found == [(0, 0, 0), (96, 0, 0), (0, 96, 0), (0, 0, 96)]
         for rid in ("cold", "device", "host", "storage"):
             assert rig.results[rid].output_ids == cold[family], rid
@@ -96,7 +88,7 @@ def test_every_tier_gives_the_words_of_no_cache_also_after_a_restart(
         rig.close()
     restarted = rig_of(models[family], hicache_mem_layout=layout)
     try:
-        assert tiers(ask(restarted, "restart", IDS)) == (0, 0, 96)
+        assert ask(restarted, "restart", IDS) == (0, 0, 96)
         assert restarted.results["restart"].output_ids == cold[family]
     finally:
         restarted.close()
@@ -116,7 +108,7 @@ def test_a_state_is_loaded_only_where_a_slot_is_left_to_run_on(
     reader = rig_of(models["qwen3_5"], num_states=num_states, max_requests=1, hicache_ratio=8.0)
     try:
         for number in range(2):
-            assert sum(tiers(ask(reader, str(number), ids))) == reused
+            assert sum(ask(reader, str(number), ids)) == reused
             assert reader.results[str(number)].output_ids == writer.results["cold"].output_ids
             flush(reader)
     finally:
@@ -164,7 +156,7 @@ def test_a_state_alone_comes_back_from_the_host(models: dict[str, Path]) -> None
         ask(rig, "cold", ids)
         for seed in range(20, 24):
             ask(rig, f"filler-{seed}", prompt(seed, 40))
-        assert tiers(ask(rig, "warm", ids)) == (96, 0, 0)
+        assert ask(rig, "warm", ids) == (96, 0, 0)
         assert rig.results["warm"].output_ids == rig.results["cold"].output_ids
         rig.assert_clean()
     finally:
@@ -189,7 +181,7 @@ def test_pages_whose_state_finds_no_room_are_computed_again(
         )
         counters = rig.scheduler.state.counters
         before = counters.prefill_tokens
-        assert tiers(ask(rig, "warm", ids)) == (0, 0, 0)
+        assert ask(rig, "warm", ids) == (0, 0, 0)
         assert counters.prefill_tokens - before == len(ids)
         assert rig.results["warm"].output_ids == rig.results["cold"].output_ids
     finally:
@@ -205,7 +197,7 @@ def test_what_was_said_comes_back_with_the_next_turn_from_storage(
         ask(rig, "first", ids, 60)
         flush(rig)
         turn = [*ids, *rig.results["first"].output_ids, *prompt(4, 5)]
-        assert tiers(ask(rig, "next", turn)) == (0, 0, 64)
+        assert ask(rig, "next", turn) == (0, 0, 64)
         fresh = SchedulerRig(models["qwen3_5"], disable_radix_cache=True, page_size=PAGE)
         assert [rig.results["next"].output_ids] == fresh.generate([turn], 10)
     finally:
@@ -242,10 +234,10 @@ def test_a_state_lost_between_the_question_and_the_read_changes_no_word(
         flush(rig)
         with monkeypatch.context() as patch:
             patch.setattr(LosingStore, "doomed", lost)
-            assert tiers(ask(rig, "torn", ids)) == (0, 0, 0)
+            assert ask(rig, "torn", ids) == (0, 0, 0)
         assert lost.is_file(), "written again"
         flush(rig)
-        assert tiers(ask(rig, "healed", ids)) == (0, 0, 96)
+        assert ask(rig, "healed", ids) == (0, 0, 96)
         words = [rig.results[rid].output_ids for rid in ("cold", "torn", "healed")]
         assert words == words[:1] * 3
     finally:
@@ -266,7 +258,7 @@ def test_exchanged_states_change_no_word(models: dict[str, Path], storage_dir: P
         for when, found in (("exchanged", 0), ("healed", 96)):
             flush(rig)
             for rid, ids in pair.items():
-                assert tiers(ask(rig, f"{rid} {when}", ids)) == (0, 0, found)
+                assert ask(rig, f"{rid} {when}", ids) == (0, 0, found)
                 words = [rig.results[f"{rid} {at}"].output_ids for at in ("cold", when)]
                 assert words[0] == words[1]
     finally:
@@ -288,10 +280,10 @@ def test_whole_pages_replayed_hit_up_to_the_last_position_for_a_snapshot(
         for pages in (8, 12, 16):
             ids = prompt(30 + pages, pages * PAGE)
             reused = (len(ids) - 1) // alignment * alignment
-            assert tiers(ask(rig, f"cold {pages}", ids)) == (0, 0, 0)
-            assert tiers(ask(rig, f"device {pages}", ids)) == (reused, 0, 0)
+            assert ask(rig, f"cold {pages}", ids) == (0, 0, 0)
+            assert ask(rig, f"device {pages}", ids) == (reused, 0, 0)
             flush(rig)
-            assert tiers(ask(rig, f"storage {pages}", ids)) == (0, 0, reused)
+            assert ask(rig, f"storage {pages}", ids) == (0, 0, reused)
             words = [rig.results[f"{at} {pages}"].output_ids for at in ("cold", "storage")]
             assert words[0] == words[1]
     finally:

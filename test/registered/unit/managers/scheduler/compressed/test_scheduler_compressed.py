@@ -3,14 +3,13 @@ as transformers'."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from rigs.models.model_oracle import GreedyOracle
-from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt, stored_in_files
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -19,13 +18,7 @@ register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 PAGE = 16
 WORDS = 24
 PROMPTS = [prompt(1, 77), prompt(2, 45), prompt(1, 77)[:50] + prompt(3, 19)]
-STORED: dict[str, Any] = {
-    "enable_hierarchical_cache": True,
-    "hicache_ratio": 3.0,
-    "hicache_storage_backend": "file",
-    "hicache_storage_prefetch_policy": "wait_complete",
-    "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": PAGE}),
-}
+STORED: dict[str, Any] = {**stored_in_files(PAGE), "hicache_ratio": 3.0}
 """Settings with all tiers."""
 
 
@@ -50,14 +43,6 @@ def rig_maker(oracle: GreedyOracle) -> Iterator[Any]:
         rig.close()
 
 
-def cached(rig: SchedulerRig, rid: str) -> tuple[int, int, int]:
-    """Tokens of a request's prompt that came from L1, L2 and L3."""
-    last = rig.results[rid].last
-    assert last is not None
-    details = last.cached_tokens_details
-    return details.device, details.host, details.storage
-
-
 def assert_answers(rig: SchedulerRig, oracle: GreedyOracle) -> None:
     for tokens, words in zip(PROMPTS, rig.generate(PROMPTS, WORDS), strict=True):
         oracle.assert_words(tokens, words, WORDS)
@@ -69,7 +54,7 @@ def test_an_answer_is_continued_from_its_last_page(make_rig: Any, oracle: Greedy
     longer = [*PROMPTS[1], *oracle.words(PROMPTS[1], WORDS), 5, 6, 7]
     rig.run(rig.request("next", longer, greedy(WORDS)))
     oracle.assert_words(longer, rig.results["next"].output_ids, WORDS)
-    assert cached(rig, "next") == (64, 0, 0), "the last snapshot of decoding"
+    assert rig.results["next"].cached == (64, 0, 0), "the last snapshot of decoding"
     rig.check()
 
 
@@ -89,7 +74,9 @@ def test_a_hit_that_ends_at_any_page_is_continued(
         rig = make_rig(**STORED)
     asked = [*known[:hit], known[hit] ^ 1, *prompt(8, 30)]
     rig.run(rig.request("fork", asked, greedy(WORDS)))
-    assert cached(rig, "fork") == tuple(hit if one == tier else 0 for one in ("L1", "L2", "L3"))
+    assert rig.results["fork"].cached == tuple(
+        hit if one == tier else 0 for one in ("L1", "L2", "L3")
+    )
     oracle.assert_words(asked, rig.results["fork"].output_ids, WORDS)
     rig.check()
 
@@ -115,7 +102,7 @@ def test_a_request_keeps_its_prefix_while_all_others_are_evicted(
         rig.check()
         rig.step()
     rig.run()
-    assert cached(rig, "runs") == (64, 0, 0)
+    assert rig.results["runs"].cached == (64, 0, 0)
     oracle.assert_words(asked, rig.results["runs"].output_ids, WORDS)
 
 
@@ -125,4 +112,4 @@ def test_pages_of_an_open_group_are_not_published(make_rig: Any) -> None:
     rig.generate([prompt(9, 47)], 1)
     assert rig.tree.total_size() == 32
     rig.run(rig.request("again", [*prompt(9, 47), 3], greedy(1)))
-    assert cached(rig, "again") == (32, 0, 0)
+    assert rig.results["again"].cached == (32, 0, 0)

@@ -7,7 +7,6 @@ lost, stale or misplaced checksum shows as a wrong word.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rigs.schedulers.scheduler_rig import SchedulerRig, prompt
+from rigs.schedulers.scheduler_rig import SchedulerRig, prompt, stored_in_files
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -154,12 +153,9 @@ def test_words_are_right_cold_and_from_l1(make_rig: Any) -> None:
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
 def test_words_are_right_from_l2_and_l3(make_rig: Any, layout: str) -> None:
     settings = {
-        "enable_hierarchical_cache": True,
+        **stored_in_files(4),
         "hicache_mem_layout": layout,
         "hicache_ratio": 3.0,
-        "hicache_storage_backend": "file",
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": 4}),
     }
     rig = make_rig(**settings)
     assert rig.generate(PROMPTS, NEW_TOKENS) == WORDS

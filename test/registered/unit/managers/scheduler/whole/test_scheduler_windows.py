@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rigs.models.model_oracle import greedy_words
 from rigs.models.tiny_models import save_tiny_checkpoint
-from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
+from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt, stored_in_files
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -26,13 +25,7 @@ WORDS = 16
 PROMPTS = [prompt(1, 37), prompt(2, 21), prompt(1, 37)[:24] + prompt(3, 9)]
 
 
-STORED: dict[str, Any] = {
-    "enable_hierarchical_cache": True,
-    "hicache_ratio": 3.0,
-    "hicache_storage_backend": "file",
-    "hicache_storage_prefetch_policy": "wait_complete",
-    "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": 4}),
-}
+STORED: dict[str, Any] = {**stored_in_files(4), "hicache_ratio": 3.0}
 """Settings with all tiers."""
 
 
@@ -69,14 +62,6 @@ def rig_maker(model: tuple[Path, PreTrainedModel]) -> Iterator[Any]:
         rig.close()
 
 
-def cached(rig: SchedulerRig, rid: str) -> tuple[int, int, int]:
-    """Tokens of a request's prompt that came from L1, L2 and L3."""
-    last = rig.results[rid].last
-    assert last is not None
-    details = last.cached_tokens_details
-    return details.device, details.host, details.storage
-
-
 def test_an_answer_is_continued_from_its_window(
     make_rig: Any, model: tuple[Path, PreTrainedModel]
 ) -> None:
@@ -86,7 +71,7 @@ def test_an_answer_is_continued_from_its_window(
     longer = [*turn, 5, 6, 7]
     rig.run(rig.request("next", longer, greedy(WORDS)))
     assert rig.results["next"].output_ids == words_of(model[1], longer)
-    assert cached(rig, "next") == (32, 0, 0), "the last snapshot of decoding"
+    assert rig.results["next"].cached == (32, 0, 0), "the last snapshot of decoding"
 
 
 def test_words_are_right_from_l2_and_l3(make_rig: Any, words: list[list[int]]) -> None:
@@ -96,12 +81,12 @@ def test_words_are_right_from_l2_and_l3(make_rig: Any, words: list[list[int]]) -
     rig.tree.evict(EvictParams(num_tokens=10_000))
     rig.run(rig.request("from L2", PROMPTS[0], greedy(WORDS)))
     assert rig.results["from L2"].output_ids == words[0]
-    assert cached(rig, "from L2") == (0, 36, 0)
+    assert rig.results["from L2"].cached == (0, 36, 0)
     rig.settle()
     other = make_rig(**STORED)
     other.run(other.request("from L3", PROMPTS[0], greedy(WORDS)))
     assert other.results["from L3"].output_ids == words[0]
-    assert cached(other, "from L3") == (0, 0, 36)
+    assert other.results["from L3"].cached == (0, 0, 36)
 
 
 def note_positions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -139,7 +124,9 @@ def test_a_hit_that_ends_within_a_window_is_continued_at_its_position(
     seen = note_positions(monkeypatch)
     asked = [*known[:hit], known[hit] ^ 1, *prompt(8, 20)]
     rig.run(rig.request("fork", asked, greedy(WORDS)))
-    assert cached(rig, "fork") == tuple(hit if one == tier else 0 for one in ("L1", "L2", "L3"))
+    assert rig.results["fork"].cached == tuple(
+        hit if one == tier else 0 for one in ("L1", "L2", "L3")
+    )
     found = rig.results["fork"].output_ids
     assert found == greedy_words(model[1], asked, found) and len(found) == WORDS
     assert seen == list(range(hit, len(asked) + WORDS - 1))
@@ -158,7 +145,7 @@ def test_a_request_keeps_its_window_while_all_others_are_evicted(
         rig.check()
         rig.step()
     rig.run()
-    assert cached(rig, "runs") == (32, 0, 0)
+    assert rig.results["runs"].cached == (32, 0, 0)
     found = rig.results["runs"].output_ids
     assert found == greedy_words(model[1], asked, found) and len(found) == WORDS
     rig.tree.evict(EvictParams(num_tokens=10_000, mamba_num=100))
@@ -177,14 +164,14 @@ def test_windows_that_leave_first_leave_their_pages(
     gone = rig.tree.evict(EvictParams(mamba_num=1))
     assert (gone.mamba_num_evicted, gone.num_tokens_evicted) == (1, 0)
     rig.run(rig.request("long", [*long, 5], greedy(WORDS)))
-    assert cached(rig, "long") == (24, 0, 0), "the pages before the short one's end are there"
+    assert rig.results["long"].cached == (24, 0, 0), "pages before the short one's end"
     rig.run(rig.request("short", [*short, 5], greedy(1)))
-    assert cached(rig, "short") == (0, 0, 0), "no window, no hit"
+    assert rig.results["short"].cached == (0, 0, 0), "no window, no hit"
     assert rig.tree.total_size() >= tokens_kept
     found = rig.results["long"].output_ids
     assert found == greedy_words(model[1], [*long, 5], found)
     rig.run(rig.request("again", [*short, 5], greedy(1)))
-    assert cached(rig, "again") == (8, 0, 0), "computing the prompt left its window"
+    assert rig.results["again"].cached == (8, 0, 0), "computing the prompt left its window"
     rig.check()
 
 
