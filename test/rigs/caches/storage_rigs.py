@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -15,6 +16,7 @@ from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_store
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.utils.metrics import Counter
 
 PAGE: Final = 4
@@ -87,6 +89,47 @@ class StorageRigs:
         )
         self._rigs.append(rig)
         return rig
+
+
+def object_file(root: Path, prompt: list[int], pool: str, page: int = -1) -> Path:
+    """The file with an item of `pool`, of a page of `prompt`, in the file backend's `root`."""
+    page_hash = RadixKey(prompt[: len(prompt) // PAGE * PAGE]).page_hashes(PAGE)[page]
+    (found,) = root.glob(f"*/??/{page_hash}%2F{pool}")
+    return found
+
+
+def assert_without_one_none(
+    rigs: StorageRigs,
+    kind: Callable[..., CacheRig],
+    root: Path,
+    prompt: list[int],
+    pool: str,
+    trouble: str,
+) -> None:
+    """Assert that no page of a prompt is served while one of its objects is lost or damaged, and
+    that the next request heals it.
+
+    Args:
+        kind: Class of a rig with several pools.
+        root: Directory of the file backend.
+        prompt: Whole pages and a token.
+        pool: The pool that loses its last object.
+        trouble: `lost` or `damaged`.
+    """
+    writer, reader, third = (rigs.make("file", kind=kind) for _ in range(3))
+    writer.run(prompt)
+    writer.settle()
+    file = object_file(root, prompt, pool)
+    raw = file.read_bytes()
+    if trouble == "lost":
+        file.unlink()
+    else:
+        file.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
+    assert reader.run(prompt) == Reused()
+    reader.settle()
+    assert file.read_bytes() == raw
+    assert third.run(prompt) == Reused(storage=len(prompt) - 1)
+    third.settle()
 
 
 def assert_one_question_for_all_prompts(

@@ -13,13 +13,12 @@ import pytest
 from rigs.caches.cache_rig import HiCacheSettings, Reused
 from rigs.caches.grouped_rig import GroupedRig, SteppedGroupedRig
 from rigs.caches.random_runs import end_at_any_point, run_machine, run_over_moods
-from rigs.caches.storage_rigs import PAGE, StorageRigs
+from rigs.caches.storage_rigs import PAGE, StorageRigs, assert_without_one_none, object_file
 from rigs.caches.tiers_machine import StateTiers
 from rigs.stores.object_store import IN_PLACE, PLAIN
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.host.host_layout import HostLayout
 from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
-from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
@@ -35,12 +34,6 @@ POOLS = (*PAGED, "swa", "compressor")
 def two_tiers(page_size: int = PAGE, **values: object) -> GroupedRig:
     made = HiCacheSettings(**values)  # type: ignore[arg-type]
     return GroupedRig(l1_pages=16, page_size=page_size, num_states=8, settings=made)
-
-
-def object_file(root: Path, pool: str, page: int = 9) -> Path:
-    page_hash = RadixKey(PROMPT[:40]).page_hashes(PAGE)[page]
-    (found,) = root.glob(f"*/??/{page_hash}%2F{pool}")
-    return found
 
 
 @pytest.mark.parametrize("page_size", [4, 8])
@@ -88,7 +81,9 @@ def test_groups_go_to_files_and_come_back(
     writer.run(PROMPT)
     writer.settle()
     trailer = 32
-    sizes = {pool: object_file(storage_dir, pool).stat().st_size - trailer for pool in PAGED}
+    sizes = {
+        pool: object_file(storage_dir, PROMPT, pool).stat().st_size - trailer for pool in PAGED
+    }
     assert sizes == {"kv": 2 * 2 * 16, "indexer": 2 * 2 * 4, "c128": 16}
     assert reader.run(PROMPT) == Reused(storage=40)
     reader.settle()
@@ -99,20 +94,7 @@ def test_groups_go_to_files_and_come_back(
 def test_without_one_kind_none_is_served_and_all_heal(
     rigs: StorageRigs, storage_dir: Path, pool: str, trouble: str
 ) -> None:
-    writer, reader, third = (rigs.make("file", kind=GroupedRig) for _ in range(3))
-    writer.run(PROMPT)
-    writer.settle()
-    file = object_file(storage_dir, pool)
-    raw = file.read_bytes()
-    if trouble == "lost":
-        file.unlink()
-    else:
-        file.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
-    assert reader.run(PROMPT) == Reused()
-    reader.settle()
-    assert file.read_bytes() == raw
-    assert third.run(PROMPT) == Reused(storage=40)
-    third.settle()
+    assert_without_one_none(rigs, GroupedRig, storage_dir, PROMPT, pool, trouble)
 
 
 @pytest.mark.parametrize("seed", range(2))

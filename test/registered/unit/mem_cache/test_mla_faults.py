@@ -13,7 +13,7 @@ import pytest
 from rigs.caches.cache_rig import CacheRig, Reused
 from rigs.caches.mla_rig import MLARig
 from rigs.caches.random_runs import end_at_any_point
-from rigs.caches.storage_rigs import PAGE, StorageRigs, counts
+from rigs.caches.storage_rigs import PAGE, StorageRigs, counts, object_file
 from rigs.stores.losing_store import LosingStore
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -35,12 +35,6 @@ def write(rigs: StorageRigs) -> None:
     writer.settle()
 
 
-def part(root: Path, page: int, pool: str) -> Path:
-    """The file of one part of a page of `PROMPT`."""
-    (found,) = root.glob(f"*/??/{RadixKey(PROMPT[:40]).page_hashes(PAGE)[page]}%2F{pool}")
-    return found
-
-
 # -- what is missing, exchanged or late ----------------------------------------------------------
 
 
@@ -48,7 +42,7 @@ def test_keys_lost_between_the_question_and_the_read_shorten_the_prefix(
     rigs: StorageRigs, storage_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(rigs)
-    monkeypatch.setattr(LosingStore, "doomed", part(storage_dir, 5, "indexer"))
+    monkeypatch.setattr(LosingStore, "doomed", object_file(storage_dir, PROMPT, "indexer", page=5))
     reader = make(rigs, LosingStore)
     assert reader.run(PROMPT) == Reused(storage=5 * PAGE)
     reader.settle()
@@ -56,7 +50,7 @@ def test_keys_lost_between_the_question_and_the_read_shorten_the_prefix(
 
 
 def flip(root: Path, pool: str) -> None:
-    file = part(root, 3, pool)
+    file = object_file(root, PROMPT, pool, page=3)
     raw = bytearray(file.read_bytes())
     raw[7] ^= 1
     file.write_bytes(raw)
@@ -64,7 +58,7 @@ def flip(root: Path, pool: str) -> None:
 
 def exchange(root: Path, pool: str) -> None:
     """Whole objects under the keys of other pages: only what they say of themselves is wrong."""
-    one, other = part(root, 3, pool), part(root, 4, pool)
+    one, other = object_file(root, PROMPT, pool, page=3), object_file(root, PROMPT, pool, page=4)
     ours, theirs = one.read_bytes(), other.read_bytes()
     one.write_bytes(theirs)
     other.write_bytes(ours)
@@ -72,7 +66,9 @@ def exchange(root: Path, pool: str) -> None:
 
 def give_other_part(root: Path, pool: str) -> None:
     other = {"kv": "indexer", "indexer": "kv"}[pool]
-    shutil.copyfile(part(root, 3, other), part(root, 3, pool))
+    shutil.copyfile(
+        object_file(root, PROMPT, other, page=3), object_file(root, PROMPT, pool, page=3)
+    )
 
 
 @pytest.mark.parametrize("pool", ["kv", "indexer"])

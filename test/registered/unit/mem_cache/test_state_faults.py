@@ -17,7 +17,7 @@ import pytest
 from rigs.caches.cache_rig import CacheRig, Reused
 from rigs.caches.random_runs import end_at_any_point
 from rigs.caches.state_rig import StateRig
-from rigs.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts
+from rigs.caches.storage_rigs import PAGE, StorageRigs, attached_store_of, counts, object_file
 from rigs.caches.two_states_rig import TwoStatesRig
 from rigs.stores.losing_store import LosingStore
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -57,12 +57,6 @@ def write(rigs: StorageRigs, kind: type[StateRig] = StateRig) -> None:
     writer.run(SHORT)
     writer.run(PROMPT)
     writer.settle()
-
-
-def state(root: Path, ids: list[int], pool: str = "mamba") -> Path:
-    """The file of the state, or the last page, of `ids`."""
-    (found,) = root.glob(f"*/??/{RadixKey(ids).page_hashes(PAGE)[-1]}%2F{pool}")
-    return found
 
 
 def contents(root: Path) -> dict[Path, bytes]:
@@ -146,7 +140,7 @@ def test_a_state_lost_between_the_question_and_the_read_is_computed_and_written_
         reader.run(known)
         reader.settle()
     lengths = [len(node.key) for node in reader.hi.nodes()]
-    lost = state(storage_dir, PROMPT[:40], pool)
+    lost = object_file(storage_dir, PROMPT, pool)
     monkeypatch.setattr(Odd, "doomed", lost)
     read(reader, "torn", PROMPT)
     assert not lost.exists()
@@ -180,7 +174,7 @@ def test_a_lost_state_of_pages_that_the_tree_kept_is_written_again(
     (upper,) = (node for node in rig.hi.nodes() if node.children)
     assert not upper.states[0].is_on_any_tier
     assert upper.storage_epoch == rig.hi.store.epoch
-    lost = state(storage_dir, SHARED, pool)
+    lost = object_file(storage_dir, SHARED, pool)
     monkeypatch.setattr(Odd, "doomed", lost)
     read(rig, "torn", SHORT)
     assert not lost.exists()
@@ -197,20 +191,20 @@ def test_a_lost_state_of_pages_that_the_tree_kept_is_written_again(
 
 
 def flip(root: Path, pool: str) -> None:
-    file = state(root, PROMPT[:40], pool)
+    file = object_file(root, PROMPT, pool)
     raw = bytearray(file.read_bytes())
     raw[7] ^= 1
     file.write_bytes(raw)
 
 
 def truncate(root: Path, pool: str) -> None:
-    file = state(root, PROMPT[:40], pool)
+    file = object_file(root, PROMPT, pool)
     file.write_bytes(file.read_bytes()[:-1])
 
 
 def exchange(root: Path, pool: str) -> None:
     """Whole objects under the keys of other states: only what they say of themselves is wrong."""
-    one, other = state(root, PROMPT[:40], pool), state(root, SHARED, pool)
+    one, other = object_file(root, PROMPT, pool), object_file(root, SHARED, pool)
     ours, theirs = one.read_bytes(), other.read_bytes()
     assert len(ours) == len(theirs)
     one.write_bytes(theirs)
@@ -218,7 +212,7 @@ def exchange(root: Path, pool: str) -> None:
 
 
 def give_page(root: Path, pool: str) -> None:
-    shutil.copyfile(state(root, PROMPT[:40], "kv"), state(root, PROMPT[:40], pool))
+    shutil.copyfile(object_file(root, PROMPT, "kv"), object_file(root, PROMPT, pool))
 
 
 @of_every_state

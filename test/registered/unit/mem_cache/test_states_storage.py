@@ -19,6 +19,7 @@ from rigs.caches.storage_rigs import (
     assert_one_question_for_all_prompts,
     attached_store_of,
     counts,
+    object_file,
 )
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -42,13 +43,6 @@ PROMPT = [*range(40), 7]
 """Ten pages and a token."""
 
 
-def object_file(root: Path, ids: list[int], pool: str) -> Path:
-    """File of the state after `ids`, or of their last page."""
-    page_hash = RadixKey(ids).page_hashes(PAGE)[-1]
-    (found,) = root.glob(f"*/??/{page_hash}%2F{pool}")
-    return found
-
-
 def state_files(root: Path) -> int:
     return len(list(root.glob("*/??/*mamba*")))
 
@@ -70,7 +64,7 @@ def test_a_state_goes_to_a_file_with_its_pages_and_comes_back(
     writer, reader = (rigs.make("file", kind=StateRig, hicache_mem_layout=layout) for _ in range(2))
     writer.run(PROMPT)
     writer.settle()
-    assert object_file(storage_dir, PROMPT[:40], "mamba").is_file()
+    assert object_file(storage_dir, PROMPT, "mamba").is_file()
     names = [path.name for path in storage_dir.glob("*/??/*")]
     assert sorted(name.partition("%2F")[2] for name in names) == ["kv"] * 10 + ["mamba"], (
         "each key has one pool part"
@@ -118,7 +112,7 @@ def test_a_damaged_state_makes_its_read_worthless_and_is_healed(
     writer, reader, third = (rigs.make("file", kind=StateRig) for _ in range(3))
     writer.run(PROMPT)
     writer.settle()
-    file = object_file(storage_dir, PROMPT[:40], "mamba")
+    file = object_file(storage_dir, PROMPT, "mamba")
     raw = file.read_bytes()
     file.write_bytes(raw[:-1] if trouble == "truncated" else bytes([raw[0] ^ 1]) + raw[1:])
     assert reader.run(PROMPT) == Reused()
@@ -484,11 +478,11 @@ def test_a_check_asks_up_to_a_state_that_l3_is_known_to_have(
     assert rig.hi.store.epoch == epoch, "its pages are stored, its state was not"
     rig.run(PROMPT)
     rig.settle()
-    object_file(storage_dir, PROMPT[:40], "mamba").unlink()
+    object_file(storage_dir, PROMPT, "mamba").unlink()
     attached_store_of(rig).reads._check_at = 0.0
     rig.run(PROMPT)
     rig.settle()
     assert rig.hi.store.epoch == epoch + 1, "it was lost"
     rig.run(PROMPT)
     rig.settle()
-    assert object_file(storage_dir, PROMPT[:40], "mamba").is_file()
+    assert object_file(storage_dir, PROMPT, "mamba").is_file()

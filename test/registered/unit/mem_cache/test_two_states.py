@@ -11,13 +11,12 @@ import pytest
 
 from rigs.caches.cache_rig import HiCacheSettings, Reused
 from rigs.caches.random_runs import run_machine, run_over_moods
-from rigs.caches.storage_rigs import PAGE, StorageRigs
+from rigs.caches.storage_rigs import StorageRigs, assert_without_one_none, object_file
 from rigs.caches.tiers_machine import StateTiers
 from rigs.caches.two_states_rig import SteppedTwoStatesRig, TwoStatesRig
 from rigs.stores.object_store import IN_PLACE, PLAIN
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
-from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
@@ -39,13 +38,6 @@ def spoil(rig: TwoStatesRig) -> None:
     """Overwrite every state on the device."""
     for buffer in (*rig.slots.buffers, *rig.mamba.buffers):
         buffer.fill_(-1)
-
-
-def state_file(root: Path, pool: str) -> Path:
-    """File of a state after `PROMPT`."""
-    page_hash = RadixKey(PROMPT[:40]).page_hashes(PAGE)[-1]
-    (found,) = root.glob(f"*/??/{page_hash}%2F{pool}")
-    return found
 
 
 def test_a_request_continues_from_both_in_l1() -> None:
@@ -89,7 +81,7 @@ def test_both_go_to_files_and_come_back(rigs: StorageRigs, storage_dir: Path, la
     )
     writer.run(PROMPT)
     writer.settle()
-    assert all(state_file(storage_dir, pool).is_file() for pool in POOLS)
+    assert all(object_file(storage_dir, PROMPT, pool).is_file() for pool in POOLS)
     assert reader.run(PROMPT) == Reused(storage=40)
     reader.settle()
 
@@ -99,20 +91,7 @@ def test_both_go_to_files_and_come_back(rigs: StorageRigs, storage_dir: Path, la
 def test_without_one_of_them_neither_is_served_and_both_heal(
     rigs: StorageRigs, storage_dir: Path, pool: str, trouble: str
 ) -> None:
-    writer, reader, third = (rigs.make("file", kind=TwoStatesRig) for _ in range(3))
-    writer.run(PROMPT)
-    writer.settle()
-    file = state_file(storage_dir, pool)
-    raw = file.read_bytes()
-    if trouble == "lost":
-        file.unlink()
-    else:
-        file.write_bytes(bytes([raw[0] ^ 1]) + raw[1:])
-    assert reader.run(PROMPT) == Reused()
-    reader.settle()
-    assert file.read_bytes() == raw
-    assert third.run(PROMPT) == Reused(storage=40)
-    third.settle()
+    assert_without_one_none(rigs, TwoStatesRig, storage_dir, PROMPT, pool, trouble)
 
 
 @pytest.mark.parametrize("backend", [PLAIN, IN_PLACE])
