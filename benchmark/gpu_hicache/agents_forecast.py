@@ -168,7 +168,7 @@ class _Server:
 def forecast(
     talk: Conversations, costs: Costs, *, servers: int, l1: int, page_size: int
 ) -> Forecast:
-    """The load of `talk`, whose requests go to `servers` in turn; each has `l1` tokens of L1.
+    """The load of `talk`. Its requests go to `servers` in turn; each has `l1` tokens of L1.
 
     `talk` has no limit of requests under way, and a `first_len`; answers have 2 tokens or more.
     """

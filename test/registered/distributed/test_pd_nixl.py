@@ -71,6 +71,18 @@ def engine() -> Iterator[NixlTransferEngine]:
     engine.close()
 
 
+def assert_same_words(pair: PdRig | PdRanks, alone: SchedulerRig) -> None:
+    """Two servers say what one says, of prompts that are cold, and then cached on both sides."""
+    for turn in ("cold", "cached"):
+        asked = [
+            pair.request(f"{turn} {number}", ids, greedy(12)) for number, ids in enumerate(PROMPTS)
+        ]
+        pair.run(*asked)
+        for one in asked:
+            alone.run(msgspec.structs.replace(one, bootstrap=None))
+            assert pair.result(one.rid).output_ids == alone.results[one.rid].output_ids
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_model_says_the_same_cold_and_cached(
     engine: NixlTransferEngine, tiny_model: Callable[..., Path], family: str
@@ -78,15 +90,7 @@ def test_every_kind_of_model_says_the_same_cold_and_cached(
     model = tiny_model(family, eos_token_id=None)
     alone = SchedulerRig(model, **ARGS)
     with PdRig(model, engine, **ARGS) as pair:
-        for turn in ("cold", "cached on both sides"):
-            asked = [
-                pair.request(f"{turn} {number}", ids, greedy(12))
-                for number, ids in enumerate(PROMPTS)
-            ]
-            pair.run(*asked)
-            for one in asked:
-                alone.run(msgspec.structs.replace(one, bootstrap=None))
-                assert pair.result(one.rid).output_ids == alone.results[one.rid].output_ids
+        assert_same_words(pair, alone)
         assert pair.decode.scheduler.state.counters.prefill_tokens == 0, "nothing is computed twice"
 
 
@@ -119,15 +123,7 @@ def test_servers_of_unlike_ranks_say_the_same(
         closing(NixlTransferEngine(LOOPBACK)) as engine,
         PdRanks(model, prefill, decode, engine=engine, **args) as pair,
     ):
-        for turn in ("cold", "cached on both sides"):
-            asked = [
-                pair.request(f"{turn} {number}", ids, greedy(12))
-                for number, ids in enumerate(PROMPTS)
-            ]
-            pair.run(*asked)
-            for one in asked:
-                alone.run(msgspec.structs.replace(one, bootstrap=None))
-                assert pair.result(one.rid).output_ids == alone.results[one.rid].output_ids
+        assert_same_words(pair, alone)
 
 
 # -- processes that die ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ LAYOUTS: Final = [
 ]
 FAMILIES: Final = (
     "qwen3_moe", "deepseek_v32", "minimax_m2", "kimi_linear", "qwen3_next", "nemotron_h", "gpt_oss",
-    *WITH_SAME_LAYERS,
+    "deepseek_v4", "glm5_next", *WITH_SAME_LAYERS,
 )  # fmt: skip
 
 

@@ -305,8 +305,8 @@ class RandomPd:
             is_odd = rng.random() < odd
             owner = self._owner if is_odd and rng.random() < 0.5 else None
             if owner in self._pending and self._pending[owner].sent.prompt != sent.prompt:
-                # Either of the two may get their room, on each side. With one prompt, the first
-                # token of either would be right for both, but not the one that the seed gives.
+                # On each side one of the two gets their room. Were their prompts equal, each could
+                # go on with the other's first token, and say other words than its seed gives.
                 self._pending[owner].is_odd = True
                 places = self._places[rid] = self._places[owner]  # See `DPGroups.enter`.
             else:

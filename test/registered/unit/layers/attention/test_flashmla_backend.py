@@ -98,6 +98,17 @@ def test_the_kernel_equals_the_definition(heads: int, topk: int) -> None:
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
+def driver_with(kernel: Kernel, path: Path, monkeypatch: pytest.MonkeyPatch) -> StepDriver:
+    """A driver of the checkpoint in `path`, whose backend calls `kernel`."""
+    monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: kernel)
+    if not ON_GPU:
+        return latent_driver(path, DEVICE, backend=FlashMLABackend)
+    return StepDriver(
+        str(path), page_size=16, device=DEVICE, dtype="bfloat16", disable_cuda_graph=True,
+        attention_backend="flashmla",
+    )  # fmt: skip
+
+
 @pytest.mark.skipif(ON_GPU and not IS_INSTALLED, reason="needs sglang-kernel or sgl-flash-mla")
 def test_long_prefills_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks before and after the first token that chooses, and one of few tokens; beside
@@ -109,14 +120,7 @@ def test_long_prefills_equal_transformers(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(flashmla_backend, "_FEWEST_BLOCKS", 16)
     long, short = prompt(240, 1), prompt(150, 2)
     kernel = Kernel(flashmla_library.load_kernel() if ON_GPU else None)
-    monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: kernel)
-    if ON_GPU:
-        driver = StepDriver(
-            str(tmp_path), page_size=16, device=DEVICE, dtype="bfloat16", disable_cuda_graph=True,
-            attention_backend="flashmla",
-        )  # fmt: skip
-    else:
-        driver = latent_driver(tmp_path, DEVICE, backend=FlashMLABackend)
+    driver = driver_with(kernel, tmp_path, monkeypatch)
     kernel.tokens.clear()
     found = logits(driver, long, short)
     # Calls of the first layer. In the second only each request's last token attends. Tokens before
@@ -138,14 +142,7 @@ def test_steps_of_many_requests_equal_transformers(
     hf = save_tiny_checkpoint(tmp_path, "deepseek_v32", **SIZES)
     monkeypatch.setattr(flashmla_backend, "_FEWEST_BLOCKS", 3)
     kernel = Kernel(flashmla_library.load_kernel() if ON_GPU else None)
-    monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: kernel)
-    if ON_GPU:
-        driver = StepDriver(
-            str(tmp_path), page_size=16, device=DEVICE, dtype="bfloat16", disable_cuda_graph=True,
-            attention_backend="flashmla",
-        )  # fmt: skip
-    else:
-        driver = latent_driver(tmp_path, DEVICE, backend=FlashMLABackend)
+    driver = driver_with(kernel, tmp_path, monkeypatch)
     prompts = [prompt(length, length) for length in (30, 127, 160)]
     for row, tokens in enumerate(prompts):
         driver.extend([(row, tokens[:-1])])

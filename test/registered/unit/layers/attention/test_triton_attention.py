@@ -120,7 +120,7 @@ def test_decoding_applies_gates(
 @pytest.mark.parametrize("heads", [(8, 2), (3, 1)])
 @pytest.mark.parametrize("splits", [(1, 1), (4, 100), (4, LONG_TOKENS)])
 def test_decoding_rounds_each_head(heads: tuple[int, int], splits: tuple[int, int]) -> None:
-    """The bits are those of rounding in a kernel of its own, for one part and for several."""
+    """A kernel that only rounds gives the same bits, for one part and for several."""
     lens = [1, 130, 300, 2 * LONG_TOKENS + 5]
     pool = PagedContexts(lens, heads[1], 128, page_size=16, dtype=HALF, device=DEVICE)
     q, arrivals = queries(len(lens), heads[0], 128, HALF), make_arrivals(DEVICE)
