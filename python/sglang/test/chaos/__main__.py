@@ -1,4 +1,5 @@
 """A whole system under chaos: python -m sglang.test.chaos [--seed N] [--minutes M] [--servers S]
+[--faults LABELS]
 
 Plain servers behind a router, and a prefill server and two decode servers behind another one; all
 over one Mooncake store of a master and three nodes. Clients ask questions with known answers,
@@ -410,9 +411,11 @@ def _members(session: int) -> list[str]:
     return found
 
 
-def run(seed: int, seconds: float, num_servers: int, log_dir: Path) -> list[str]:
+def run(
+    seed: int, seconds: float, num_servers: int, log_dir: Path, faults: Sequence[str] = ()
+) -> list[str]:
     """Run the agenda of `seed` and print what happened; returns a line for each broken rule."""
-    agenda = draw_agenda(seed, seconds, num_servers)
+    agenda = draw_agenda(seed, seconds, num_servers, faults)
     print(f"seed {seed}, logs in {log_dir}")
     print("\n".join(f"{one.at:7.1f} s  {one.kind} {one.target} {one.seconds}" for one in agenda))
     system = System(num_servers, log_dir)
@@ -457,7 +460,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="[random]")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--servers", type=int, default=3, help="plain servers, at least 2")
+    parser.add_argument(
+        "--faults", default="", help='these alone: "stop master,stop node,delay link to the master"'
+    )
     args = parser.parse_args(argv)
+    faults = [label for label in args.faults.split(",") if label]
+    try:
+        draw_agenda(0, 0.0, args.servers, faults)
+    except ValueError as error:
+        parser.error(f"--faults: {error}")
     if args.servers < 2:
         parser.error("--servers: L3 is shared, so give at least 2")
     if args.minutes <= 0:
@@ -465,7 +476,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = secrets.randbits(31) if args.seed is None else args.seed
     log_dir = Path(tempfile.mkdtemp(prefix="sglang-chaos-"))
     try:
-        broken = run(seed, 60 * args.minutes, args.servers, log_dir)
+        broken = run(seed, 60 * args.minutes, args.servers, log_dir, faults)
     except ChildStartError as error:
         broken = [str(error)]
     if not broken:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -86,11 +86,16 @@ class Event:
         return (PD,) if self.target.startswith("decode ") and self.kind == Kind.KILL else ()
 
 
-def draw_agenda(seed: int, seconds: float, num_servers: int) -> list[Event]:
+def draw_agenda(
+    seed: int, seconds: float, num_servers: int, only: Collection[str] = ()
+) -> list[Event]:
     """The faults of a run of `seconds`, in order of time; equal for equal arguments.
 
     Faults come in shuffled rounds. A round has each kind of fault that a kind of target can have
     once, so that a run of a few minutes sees almost all of them.
+
+    Args:
+        only: Labels of the faults that come; empty: all. Raises ValueError that lists the labels.
     """
     rng = random.Random(seed)
     servers = [f"server {number}" for number in range(num_servers)]
@@ -104,6 +109,10 @@ def draw_agenda(seed: int, seconds: float, num_servers: int) -> list[Event]:
     ]
     new_engines = [one for one in engines if one[0] != Kind.STOP]
     choices = [*store, *engines, (Kind.DELAY, [LINK]), (Kind.SWITCH, decodes)]
+    labels = [Event(0.0, kind, group[0], 0.0).label for kind, group in choices]
+    if unknown := set(only) - set(labels):
+        raise ValueError(f"{', '.join(sorted(unknown))}: none of {', '.join(labels)}")
+    choices = [one for one, label in zip(choices, labels, strict=True) if label in (only or labels)]
     events: list[Event] = []
     at = 0.0
     while True:
@@ -133,6 +142,19 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Tiers:
+    """What an answer tells about the tiers. Routers may drop the field that asks for it."""
+
+    asks_l3: bool | None = None
+    """True if L1 and L2 lacked so much of the prompt that the server looked into L3, or would have
+    if L3 had answered; None: not told."""
+    l3_wait: float | None = None
+    """Seconds for which the request waited for L3 alone; None: not told."""
+    first: float | None = None
+    """Seconds until the first token of a stream."""
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """A request. Times are seconds after the begin of the load."""
 
@@ -142,6 +164,7 @@ class Attempt:
     outcome: Outcome
     detail: str = ""
     """The reply or error, unless the outcome is right."""
+    tiers: Tiers = field(default_factory=Tiers)
 
 
 @dataclass(slots=True)
@@ -203,20 +226,38 @@ def summary(attempts: Iterable[Attempt], spans: Sequence[Span]) -> list[str]:
 
 def latencies(attempts: Iterable[Attempt], spans: Sequence[Span]) -> list[str]:
     """Lines on the seconds of right answers: in calm, and beside events whose targets were not on
-    the way. A request that saw any event on its way counts for neither."""
-    times: dict[str, list[float]] = {"calm": []}
+    the way. A request that saw any event on its way counts for neither.
+
+    The store is on the way of no request, since prompts are computed without it. Lines of their own
+    tell apart the requests that ask it and those that do not, where answers tell that.
+    """
+    rows: dict[str, list[Attempt]] = {"calm": [], "beside any": []}
     for one in attempts:
         seen = [span.event for span in spans if span.touches(one, 0.0)]
-        if one.outcome == Outcome.RIGHT and not any(one.door in ev.touches() for ev in seen):
-            label = f"beside {seen[-1].label}" if seen else "calm"
-            times.setdefault(label, []).append(one.ended - one.began)
-    times["beside any"] = [one for label, some in times.items() if label != "calm" for one in some]
-    lines = [f"{'untouched requests':32}{'number':>7}{'p50 s':>8}{'p99 s':>8}{'/ calm':>8}"]
-    calm = percentile(times["calm"], 0.99)
-    for label, some in sorted(times.items()):
-        p99 = percentile(some, 0.99)
+        if one.outcome != Outcome.RIGHT or any(one.door in event.touches() for event in seen):
+            continue
+        label = f"beside {seen[-1].label}" if seen else "calm"
+        labels = [label, "beside any"] if seen else [label]
+        if one.tiers.asks_l3 is not None:
+            labels.append(f"{label}{', asks L3' if one.tiers.asks_l3 else ', asks not'}")
+        for name in labels:
+            rows.setdefault(name, []).append(one)
+    lines = [
+        f"{'untouched requests':40}{'number':>7}{'p50 s':>8}{'p99 s':>8}{'/ calm':>8}"
+        f"{'first p99':>11}{'L3 p99':>8}{'most':>7}"
+    ]
+    calm = percentile([one.ended - one.began for one in rows["calm"]], 0.99)
+    for label, some in sorted(rows.items()):
+        times = [one.ended - one.began for one in some]
+        firsts = [one.tiers.first for one in some if one.tiers.first is not None]
+        waits = [one.tiers.l3_wait for one in some if one.tiers.l3_wait is not None]
+        p99 = percentile(times, 0.99)
         ratio = f"{p99 / calm:8.2f}" if calm else f"{'':8}"
-        lines.append(f"{label:32}{len(some):7}{percentile(some, 0.5):8.2f}{p99:8.2f}{ratio}")
+        lines.append(
+            f"{label:40}{len(some):7}{percentile(times, 0.5):8.2f}{p99:8.2f}{ratio}"
+            f"{percentile(firsts, 0.99):11.2f}{percentile(waits, 0.99):8.2f}"
+            f"{max(waits, default=0.0):7.2f}"
+        )
     return lines
 
 

@@ -16,10 +16,10 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from sglang.test.chaos.agenda import TIERS, Attempt, Event, Outcome, Span
+from sglang.test.chaos.agenda import TIERS, Attempt, Event, Outcome, Span, Tiers
 
 DEADLINE_S: Final = 60.0
 """Seconds for a request, on a machine that is busy with starting servers."""
@@ -31,6 +31,8 @@ _NUM_BOOKS: Final = 40
 _FRESH_RATE: Final = 0.1
 _REFUSALS: Final = (502, 503)
 _STREAM_TOKENS: Final = 64
+_LEAST_READ: Final = 256
+"""Tokens: L3 is not asked for fewer (`prefetch_threshold`)."""
 _NAMES: Final = """
 heron otter badger falcon raven eagle owl fox wolf bear tiger lion panda koala zebra giraffe camel
 horse donkey goat sheep cow pig dog cat mouse rat rabbit hare squirrel beaver hedgehog mole bat deer
@@ -56,9 +58,19 @@ def question(seed: int, book: int, rng: random.Random) -> Question:
     return Question(f"{facts} What is the code of {name}?", codes[name])
 
 
-def ask(url: str, asked: Question, streams: bool) -> tuple[Outcome, str, Mapping[str, int]]:
-    """Send a question to `/v1/chat/completions`: the outcome, what was said if it is not the
-    answer, and the cached tokens by tier, if the server tells them."""
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """How a request ended: the outcome, what was said if it is not the answer, the cached tokens by
+    tier and more about the tiers, if the server tells them."""
+
+    outcome: Outcome
+    detail: str = ""
+    cached: Mapping[str, int] = field(default_factory=dict)
+    tiers: Tiers = field(default_factory=Tiers)
+
+
+def ask(url: str, asked: Question, streams: bool) -> Reply:
+    """Send a question to `/v1/chat/completions`."""
     body = {
         "messages": [{"role": "user", "content": asked.prompt}],
         "temperature": 0,
@@ -67,33 +79,46 @@ def ask(url: str, asked: Question, streams: bool) -> tuple[Outcome, str, Mapping
         "ignore_eos": streams,
         "stream": streams,
         "return_cached_tokens_details": not streams,
+        "return_cache_report": True,
     }
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
+    began = time.monotonic()
     try:
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
             if streams:
-                return _streamed(response, asked.answer)
+                return _streamed(response, asked.answer, began)
             reply = json.load(response)
             text = reply["choices"][0]["message"]["content"]
-            cached = (reply.get("sglext") or {}).get("cached_tokens_details") or {}
-            return *_judged(text.strip(), asked.answer), cached
+            told = reply.get("sglext") or {}
+            cached = told.get("cached_tokens_details") or {}
+            return Reply(*_judged(text.strip(), asked.answer), cached, _tiers(told))
     except urllib.error.HTTPError as error:
-        return *_refused(error), {}
+        return Reply(*_refused(error))
     except TimeoutError:
-        return Outcome.HUNG, f"no byte for {DEADLINE_S:.0f} s", {}
+        return Reply(Outcome.HUNG, f"no byte for {DEADLINE_S:.0f} s")
     except urllib.error.URLError as error:
         is_late = isinstance(error.reason, TimeoutError)
         is_refused = isinstance(error.reason, ConnectionRefusedError)
         kind = Outcome.HUNG if is_late else Outcome.REFUSED if is_refused else Outcome.CUT
-        return kind, repr(error.reason), {}
+        return Reply(kind, repr(error.reason))
     except (OSError, http.client.HTTPException) as error:
-        return Outcome.CUT, repr(error), {}
+        return Reply(Outcome.CUT, repr(error))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        return Outcome.UNNAMED, f"no chat completion: {error!r}", {}
+        return Reply(Outcome.UNNAMED, f"no chat completion: {error!r}")
+
+
+def _tiers(told: Mapping[str, Any]) -> Tiers:
+    """What the extension of an answer tells about the tiers."""
+    report, stages = told.get("cache_report"), told.get("stages")
+    lacking = report and report["prompt_tokens"] - report["on_arrival"]
+    return Tiers(
+        asks_l3=None if lacking is None else lacking >= _LEAST_READ,
+        l3_wait=None if stages is None else stages.get("l3_wait") or 0.0,
+    )
 
 
 def _judged(text: str, answer: str) -> tuple[Outcome, str]:
@@ -123,28 +148,33 @@ def message_of(raw: bytes) -> str:
     return str(found.get("message") or "") if isinstance(found, dict) else str(found)
 
 
-def _streamed(
-    response: http.client.HTTPResponse, answer: str
-) -> tuple[Outcome, str, Mapping[str, int]]:
-    """Read a stream to its end. `[DONE]` must end it; an event with an error cuts it."""
+def _streamed(response: http.client.HTTPResponse, answer: str, began: float) -> Reply:
+    """Read a stream that was asked for at `began` to its end. `[DONE]` must end it; an event with
+    an error cuts it."""
     deadline = time.monotonic() + DEADLINE_S
-    text = ""
+    text, tiers = "", Tiers()
     for line in response:
         if time.monotonic() > deadline:
-            return Outcome.HUNG, f"the stream has not ended after {DEADLINE_S:.0f} s", {}
+            return Reply(Outcome.HUNG, f"the stream has not ended after {DEADLINE_S:.0f} s")
         if not line.endswith(b"\n"):
             break  # In the middle of an event.
         event = line.removeprefix(b"data:").strip()
         if event == b"[DONE]":
-            return *_judged(text.strip()[: len(answer)], answer), {}
+            return Reply(*_judged(text.strip()[: len(answer)], answer), tiers=tiers)
         if not event:
             continue
         chunk: dict[str, Any] = json.loads(event)
         if "error" in chunk:
             said = message_of(event)
-            return (Outcome.CUT if said else Outcome.UNNAMED), f"event: {event.decode()[:300]}", {}
-        text += chunk["choices"][0]["delta"].get("content") or ""
-    return Outcome.CUT, f"the stream ends after {text!r}", {}
+            kind = Outcome.CUT if said else Outcome.UNNAMED
+            return Reply(kind, f"event: {event.decode()[:300]}")
+        said = chunk["choices"][0]["delta"].get("content") if chunk["choices"] else None
+        if said and tiers.first is None:
+            tiers = replace(tiers, first=time.monotonic() - began)
+        if told := chunk.get("sglext"):
+            tiers = replace(_tiers(told), first=tiers.first)
+        text += said or ""
+    return Reply(Outcome.CUT, f"the stream ends after {text!r}")
 
 
 class Load:
@@ -220,15 +250,15 @@ class Load:
         while True:
             door = rng.choice(doors)
             began = self.now()
-            outcome, detail, cached = ask(self._doors[door], asked, streams)
-            attempt = Attempt(door, began, self.now(), outcome, detail)
+            reply = ask(self._doors[door], asked, streams)
+            attempt = Attempt(door, began, self.now(), reply.outcome, reply.detail, reply.tiers)
             with self._lock:
                 self.attempts.append(attempt)
-                self.cached.update({tier: cached.get(tier, 0) for tier in TIERS})
-            if outcome in (Outcome.RIGHT, Outcome.WRONG):
-                return cached
+                self.cached.update({tier: reply.cached.get(tier, 0) for tier in TIERS})
+            if reply.outcome in (Outcome.RIGHT, Outcome.WRONG):
+                return reply.cached
             if time.monotonic() > patience:
                 with self._lock:
-                    self.lost.append(f"{door}: {asked.prompt[-40:]!r}, at last {detail}")
+                    self.lost.append(f"{door}: {asked.prompt[-40:]!r}, at last {reply.detail}")
                 return {}
             time.sleep(_PAUSE_S)

@@ -20,6 +20,7 @@ from sglang.test.chaos.agenda import (
     Kind,
     Outcome,
     Span,
+    Tiers,
     broken_rules,
     draw_agenda,
     latencies,
@@ -159,9 +160,36 @@ def test_latencies_are_of_right_answers_beside_events_that_are_not_on_their_way(
         Attempt(POOL, 12.0, 19.0, Outcome.RIGHT),
         Attempt("server 1", 12.0, 19.0, Outcome.RIGHT),
     ]
-    rows = [line.split()[-4:] for line in latencies(attempts, [KILL_AT_10])[1:]]
-    assert rows == [
-        ["2", "3.00", "3.00", "3.00"],
-        ["2", "3.00", "3.00", "3.00"],
-        ["1", "1.00", "1.00", "1.00"],
+    rows = {line[:40].strip(): line.split()[-7:] for line in latencies(attempts, [KILL_AT_10])[1:]}
+    assert rows == {
+        "beside any": ["2", "3.00", "3.00", "3.00", "0.00", "0.00", "0.00"],
+        "beside kill server": ["2", "3.00", "3.00", "3.00", "0.00", "0.00", "0.00"],
+        "calm": ["1", "1.00", "1.00", "1.00", "0.00", "0.00", "0.00"],
+    }
+
+
+def test_requests_that_ask_l3_and_those_that_do_not_have_lines_of_their_own() -> None:
+    stop = Span(Event(10.0, Kind.STOP, MASTER, 2.0), 10.0, 12.0)
+    attempts = [
+        Attempt(POOL, 1.0, 2.0, Outcome.RIGHT, tiers=Tiers(first=0.5)),
+        Attempt("server 0", 1.0, 2.0, Outcome.RIGHT, tiers=Tiers(True, 0.25)),
+        Attempt("server 0", 10.0, 14.0, Outcome.RIGHT, tiers=Tiers(True, 3.0, 3.5)),
+        Attempt("server 0", 10.0, 11.0, Outcome.RIGHT, tiers=Tiers(False, 0.0, 0.5)),
+        Attempt(PD, 11.0, 14.0, Outcome.RIGHT),
     ]
+    rows = {line[:40].strip(): line.split()[-7:] for line in latencies(attempts, [stop])[1:]}
+    assert rows == {
+        "beside any": ["3", "3.00", "4.00", "4.00", "3.50", "3.00", "3.00"],
+        "beside stop master": ["3", "3.00", "4.00", "4.00", "3.50", "3.00", "3.00"],
+        "beside stop master, asks L3": ["1", "4.00", "4.00", "4.00", "3.50", "3.00", "3.00"],
+        "beside stop master, asks not": ["1", "1.00", "1.00", "1.00", "0.50", "0.00", "0.00"],
+        "calm": ["2", "1.00", "1.00", "1.00", "0.50", "0.25", "0.25"],
+        "calm, asks L3": ["1", "1.00", "1.00", "1.00", "0.00", "0.25", "0.25"],
+    }
+
+
+def test_a_run_may_have_some_kinds_of_fault_alone() -> None:
+    only = ["stop master", "delay link to the master"]
+    assert {event.label for event in draw_agenda(1, 100.0, 3, only)} == set(only)
+    with pytest.raises(ValueError, match="stop mastr: none of stop master, stop node"):
+        draw_agenda(1, 100.0, 3, ["stop mastr"])

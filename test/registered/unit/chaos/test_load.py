@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from sglang.srt.utils.network import get_free_port
-from sglang.test.chaos.agenda import Outcome
+from sglang.test.chaos.agenda import Outcome, Tiers
 from sglang.test.chaos.load import Question, ask, message_of, question
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -45,9 +45,9 @@ def server() -> Iterator[Canned]:
 
 def judged(server: Canned, status: str, body: str, streams: bool = False) -> Outcome:
     server.reply = f"HTTP/1.1 {status}\r\n\r\n{body}".encode()
-    outcome, detail, _ = ask(f"http://127.0.0.1:{server.server_port}", ASKED, streams)
-    assert bool(detail) == (outcome != Outcome.RIGHT)
-    return outcome
+    reply = ask(f"http://127.0.0.1:{server.server_port}", ASKED, streams)
+    assert bool(reply.detail) == (reply.outcome != Outcome.RIGHT)
+    return reply.outcome
 
 
 def whole(text: str) -> str:
@@ -94,13 +94,37 @@ def test_streams_are_judged(server: Canned, body: str, outcome: Outcome) -> None
 
 def test_a_connection_that_closes_without_an_answer_is_cut(server: Canned) -> None:
     server.reply = b""
-    outcome, _, _ = ask(f"http://127.0.0.1:{server.server_port}", ASKED, False)
-    assert outcome == Outcome.CUT
+    reply = ask(f"http://127.0.0.1:{server.server_port}", ASKED, False)
+    assert reply.outcome == Outcome.CUT
+
+
+@pytest.mark.parametrize(("on_arrival", "asks"), [(44, True), (45, False)])
+def test_an_answer_tells_whether_l3_was_asked_and_how_long_it_was_waited_for(
+    server: Canned, on_arrival: int, asks: bool
+) -> None:
+    told = {
+        "cache_report": {"prompt_tokens": 300, "on_arrival": on_arrival},
+        "stages": {"queue": 3.0, "l3_wait": 2.5},
+    }
+    plain = json.loads(whole("7391")) | {"sglext": told}
+    chunk = {"choices": [{"delta": {}}], "sglext": told}
+    streamed = events("7391", last=f"{json.dumps(chunk)}\n\ndata: [DONE]")
+    for body, streams in ((json.dumps(plain), False), (streamed, True)):
+        server.reply = f"HTTP/1.1 200 OK\r\n\r\n{body}\n\n".encode()
+        reply = ask(f"http://127.0.0.1:{server.server_port}", ASKED, streams)
+        assert (reply.tiers.asks_l3, reply.tiers.l3_wait) == (asks, 2.5)
+        assert (reply.tiers.first is not None) == streams
+
+
+def test_an_answer_through_a_router_tells_nothing_of_l3(server: Canned) -> None:
+    server.reply = f"HTTP/1.1 200 OK\r\n\r\n{whole('7391')}".encode()
+    reply = ask(f"http://127.0.0.1:{server.server_port}", ASKED, False)
+    assert reply.tiers == Tiers()
 
 
 def test_a_missing_listener_counts_as_refused() -> None:
-    outcome, _, _ = ask(f"http://127.0.0.1:{get_free_port()}", ASKED, False)
-    assert outcome == Outcome.REFUSED
+    reply = ask(f"http://127.0.0.1:{get_free_port()}", ASKED, False)
+    assert reply.outcome == Outcome.REFUSED
 
 
 def test_errors_of_engines_and_routers_have_a_message() -> None:
