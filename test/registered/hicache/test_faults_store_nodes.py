@@ -60,6 +60,7 @@ def written(rigs: StorageRigs) -> None:
 def test_c4_a_read_that_outlives_its_lease_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     # The default limit is 3 s: the cache leaves pages alone whose read took longer.
     monkeypatch.setattr(store_calls, "_STUCK_AFTER_S", 60.0)
+    monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 60.0)
     flags = {"default_kv_lease_ttl": 2500}
     with MooncakeCluster(segment_size="64mb", master_flags=flags) as cluster:
         node = cluster.nodes[0]

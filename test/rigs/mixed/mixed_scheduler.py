@@ -405,7 +405,10 @@ class MixedScheduler:
 @contextlib.contextmanager
 def unhurried() -> Iterator[None]:
     """No call to L3 counts as stuck because the machine is slow."""
-    with patch.object(store_calls, "_STUCK_AFTER_S", 20.0):
+    with (
+        patch.object(store_calls, "_STUCK_AFTER_S", 20.0),
+        patch.object(store_calls, "_SILENT_AFTER_S", 20.0),
+    ):
         yield
 
 

@@ -26,7 +26,8 @@ BUFFER_OF_L3: Final = "buffer of L3"
 CLIENT: Final = "client of L3"
 THREAD: Final = "thread of L3"
 _THREADS_OF_L3: Final = (
-    "hicache-administration", "hicache-prefetch", "hicache-backup", "hicache-presence",
+    "hicache-administration", "hicache-prefetch", "hicache-backup", "hicache-probe",
+    "hicache-presence",
 )  # fmt: skip
 
 

@@ -141,14 +141,18 @@ class HangingBench:
         )  # fmt: skip
 
     def write(self, *pages: str) -> CacheOutcome | None:
-        """Write `pages`; returns the outcome."""
+        """Write `pages` to the end; returns the outcome."""
+        operation = self.begin_write(*pages)
+        wait_for(lambda: operation.outcome is not None)
+        return operation.outcome
+
+    def begin_write(self, *pages: str) -> StorageOperation:
         operation = StorageOperation(
             node=TreeNode(1, RadixKey([])), host_indices=torch.arange(len(pages)),
             hashes=[PageHash(page) for page in pages], prefix_hashes=[], after=None, epoch=0,
         )  # fmt: skip
         self.io.writes.queue.put(operation)
-        wait_for(lambda: operation.outcome is not None)
-        return operation.outcome
+        return operation
 
     def count(self, call: str, outcome: str) -> float:
         """Pages whose `call` had this outcome."""
@@ -156,7 +160,17 @@ class HangingBench:
         return pages
 
     def let_the_pause_pass(self) -> None:
-        self.io.breaker._retry_at = self.clock.now
+        """Let the breaker probe the store now, if it is open."""
+        breaker = self.io.breaker
+        with breaker._changed:
+            if breaker.is_open:
+                breaker._retry_at = self.clock.now
+                breaker._changed.notify_all()
+
+    def recover(self) -> None:
+        """Let the breaker probe the store, which works."""
+        self.let_the_pause_pass()
+        wait_for(lambda: not self.io.breaker.is_open)
 
 
 def wait_for(condition: object) -> None:

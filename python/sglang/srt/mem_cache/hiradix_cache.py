@@ -163,7 +163,7 @@ class HiRadixCache(RadixCache):
 
     @property
     def needs_tick(self) -> bool:
-        return not self.store.answers or bool(self.is_busy())
+        return self.store.is_watched or bool(self.is_busy())
 
     def watch_queues(self, queues: ReplicatedState) -> None:
         self._replicated.queues = queues
@@ -176,7 +176,7 @@ class HiRadixCache(RadixCache):
         controller = self.cache_controller
         controller.start_writing(soon=True)
         busy = self.is_busy()
-        if not busy and self.store.answers:
+        if not (busy or self.store.is_watched):
             return
         is_writing = "backups" in busy or "checks" in busy
         # Copies end in the order of their queues. A write may have pages that were computed from a

@@ -10,12 +10,14 @@ from typing import Any, Final
 
 import pytest
 
+from rigs.caches.cache_rig import HeldReads
 from rigs.caches.host_damage import flip, host_pages, pool_of
 from rigs.disaggregation.decode_rig import PAGE, DecodeRig
 from rigs.schedulers.random_checks import assert_unpinned
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt, stored_in_files
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.srt.messages.io_struct import FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -257,5 +259,34 @@ def test_what_l3_has_is_read_while_the_request_waits(model: Path, tmp_path: Path
         rig.run()
         rig.settle()
         assert rig.scheduler.state.metrics.num_cached["storage"] == known * PAGE
+        rig.assert_idle()
+        assert_unpinned(cache)
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill server sends the pages, though a decode server that computes nothing does not
+    know how long that takes."""
+    with (
+        envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path)),
+        rig_of(model, **L3) as (rig, cache),
+    ):
+        answer = seed_l2(rig)
+        rig.settle()
+        rig.step(FlushCacheReqInput(req_id="flush"))
+        turn = [*IDS, *answer, 5]
+        attached = cache.store.attached
+        assert attached is not None
+        monkeypatch.setattr(attached.prefill_rate, "samples", 0)
+        monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 0.0)
+        with HeldReads(cache, calls=0):
+            rig.step(rig.ask("turn", turn, 1, greedy(NEW)))
+            rig.run_until(lambda: bool(rig.servers.begun))
+            assert rig.prompt(1).first_page == 0
+            rig.prompt(1).come(turn)
+            rig.run_until(lambda: "turn" in rig.results)
+            rig.run_until(lambda: len(rig.results["turn"].output_ids) == NEW)
+        rig.settle()
         rig.assert_idle()
         assert_unpinned(cache)

@@ -77,6 +77,7 @@ def quick() -> Iterator[None]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call to L3 counts as stuck because the machine is slow."""
     monkeypatch.setattr(store_calls, "_STUCK_AFTER_S", 20.0)
+    monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 20.0)
 
 
 @pytest.fixture(name="store")

@@ -2,6 +2,7 @@
 
     prefetch thread   asks how far the store reaches into a prompt, and reads those pages
     backup thread     writes the pages of nodes
+    probe thread      probes a store that has failed; see `CircuitBreaker`
     presence thread   looks which servers share the namespace; rank 0 has it
 
 The scheduler thread puts operations into the queues of `reads` and `writes`, and looks at their
@@ -24,6 +25,7 @@ from sglang.srt.mem_cache.l3.store_presence import StorePresence
 from sglang.srt.mem_cache.storage.base import HiCacheStorage
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.utils.background_call import BackgroundCall
+from sglang.srt.utils.threads import leave_cores_to_model
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ _CLOSE_TIMEOUT_S: Final = 5.0
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class AttachedStore(StoreCalls):
-    """A store with the two threads that call it.
+    """A store with the threads that call it.
 
     Args:
         retries: Repetitions of look-ups that missed.
@@ -58,6 +60,7 @@ class AttachedStore(StoreCalls):
         self._threads = [
             threading.Thread(target=self.reads.run, name="hicache-prefetch", daemon=True),
             threading.Thread(target=self.writes.run, name="hicache-backup", daemon=True),
+            threading.Thread(target=self._run_probes, name="hicache-probe", daemon=True),
         ]
         self._closing = threading.Event()
         if self.presence is not None:
@@ -72,6 +75,11 @@ class AttachedStore(StoreCalls):
             self.close()
             raise StorageUnavailable(f"no thread for L3: {error}") from None
 
+    def _run_probes(self) -> None:
+        """Body of the probe thread."""
+        leave_cores_to_model()
+        self.breaker.run()
+
     def _client_at_rest(self) -> HiCacheStorage | None:
         """The client; None while the store fails."""
         return self.client if self.available and not self.breaker.is_open else None
@@ -82,6 +90,7 @@ class AttachedStore(StoreCalls):
         False if a call to the client hangs, so that it stays open, or if it failed to close.
         """
         self._closing.set()
+        self.breaker.end()
         self.reads.queue.put(None)
         self.writes.queue.put(None)
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S

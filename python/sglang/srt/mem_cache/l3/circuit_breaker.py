@@ -24,13 +24,14 @@ _MAX_PAGES: Final = 65_536
 class CircuitBreaker:
     """Closed while the store works; open (calls refused) for a growing pause after a failure.
 
-    When a pause is over, the next caller of `allow` probes the store; the breaker closes if the
-    probe succeeds. A single failure opens it, since a call to a dead Mooncake master costs seconds.
+    When a pause is over, the thread of `run` probes the store; the breaker closes if the probe
+    succeeds. A single failure opens it, since a call to a dead Mooncake master costs seconds. So
+    does a probe, which is why no caller makes it.
 
-    Threads: any; a probe runs in the thread that asks, one at a time, outside the lock.
+    Threads: any. `run` has a thread of its own, and probes outside the lock.
 
     Args:
-        probe: True if the store works again. May block for a bounded time; must not raise.
+        probe: True if the store works again. May block; must not raise.
         opened: 1 while the breaker is open.
         clock: Seconds, monotonic.
     """
@@ -41,10 +42,10 @@ class CircuitBreaker:
         self._probe = probe
         self._opened = opened
         self._clock = clock
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._pause = _FIRST_PAUSE_S
         self._retry_at: float | None = None
-        self._probing = False
+        self._has_ended = False
 
     @property
     def is_open(self) -> bool:
@@ -53,35 +54,41 @@ class CircuitBreaker:
 
     def trip(self) -> None:
         """Open after a failed call; an open breaker stays open for twice as long."""
-        with self._lock:
+        with self._changed:
             self._open()
+            self._changed.notify_all()
 
     def reset(self) -> None:
         """Close after a successful call."""
-        with self._lock:
+        with self._changed:
             if self._retry_at is not None:
                 self._close()
 
-    def allow(self) -> bool:
-        """True if a call may be made now. Probes the store first where a pause is over."""
-        with self._lock:
-            if self._retry_at is None:
-                return True
-            if self._probing or self._clock() < self._retry_at:
-                return False
-            self._probing = True
-        works = False
-        try:
+    def run(self) -> None:
+        """Body of the thread that probes; returns after `end`."""
+        while self._await_turn():
             works = self._probe()
-        finally:
-            # In one step, or another caller could find the pause over and no probe running.
-            with self._lock:
-                self._probing = False
+            with self._changed:
                 if works:
                     self._close()
                 else:
                     self._open()
-        return works
+
+    def end(self) -> None:
+        """Probe no more. Idempotent."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def _await_turn(self) -> bool:
+        """Wait until a pause is over; False: after `end`."""
+        with self._changed:
+            while not self._has_ended:
+                left = None if self._retry_at is None else self._retry_at - self._clock()
+                if left is not None and left <= 0:
+                    return True
+                self._changed.wait(left)
+        return False
 
     def _open(self) -> None:
         if self._retry_at is not None:

@@ -3,7 +3,7 @@
 Both are queues: one thread reads prompts one after the other, one device computes them. A prompt
 joins the queue that ends sooner, so that a burst is divided between the two. A read that would be
 much slower is *rejected*, so it does not begin; one that computing is going to overtake is
-*cancelled*.
+*cancelled*. While L3 is *silent*, no request waits for it longer than computing takes.
 
 Decisions depend on measured rates, on the scheduler's queue and on progress, all as the ranks
 agreed on them in this tick or the last: all ranks decide the same.
@@ -85,6 +85,15 @@ def is_rejected(tokens: int, rates: Rates, *, ahead: int, waiting: int) -> bool:
     return _is_later(ahead + tokens, waiting + tokens, rates, _START_MARGIN)
 
 
+def outlasts(silence_ms: int, to_compute: int, rates: Rates) -> bool:
+    """True if L3 has been silent for longer than `to_compute` tokens take; see `Progress`.
+
+    Who waits as long as the other way takes, and then takes that, needs at most twice the time of
+    the better way, whenever L3 answers (Karlin et al., "Competitive Snoopy Caching", 1988).
+    """
+    return silence_ms * rates.prefills > 1000 * to_compute if rates.prefills else silence_ms > 0
+
+
 def _is_later(to_read: int, to_compute: int, rates: Rates, margin: float) -> bool:
     if not all(rates):
         return False
@@ -119,17 +128,53 @@ class PrefetchCostModel:
         """
         if policy is PrefetchPolicy.WAIT_COMPLETE or not all(rates):
             return True
-        if self.waiting is None:
-            work = self.workload()
-            self.waiting = self._to_compute(work) - work.waiting.get(request_id, 0)
+        waiting = self._waiting_before(request_id)
         known = [read for read in self._awaited() if read.progress.hit >= 0]
         ahead = sum(self._pending(read, {}).unread for read in known)
-        if not is_rejected(tokens, rates, ahead=ahead, waiting=self.waiting):
+        if not is_rejected(tokens, rates, ahead=ahead, waiting=waiting):
             return True
         if not self._may_give_up():
             return True
-        self.waiting += tokens
+        self.waiting = waiting + tokens
         return False
+
+    def is_hopeless(
+        self, request_id: str, tokens: int, policy: PrefetchPolicy, rates: Rates, silence_ms: int
+    ) -> bool:
+        """True if a new request must not wait for a read of `tokens`, since L3 is silent; `rates`
+        as for `may_begin`."""
+        if not silence_ms or policy is PrefetchPolicy.BEST_EFFORT:
+            return False
+        waiting = self._waiting_before(request_id)
+        if not outlasts(silence_ms, waiting + tokens, rates):
+            return False
+        self.waiting = waiting + tokens
+        return True
+
+    def cancel_unanswered(
+        self, policy: PrefetchPolicy, rates: Rates, silence_ms: int
+    ) -> list[PrefetchOperation]:
+        """Cancel the reads for which L3 has been silent for too long, and return them. All of them,
+        with those that measure L3: the call that hangs goes on, and its end tells enough."""
+        if not silence_ms or policy is PrefetchPolicy.BEST_EFFORT:
+            return []
+        work = self.workload()
+        waiting = self._to_compute(work)
+        cancelled = []
+        for read in self._awaited():
+            pending = self._pending(read, work.waiting)
+            if outlasts(silence_ms, waiting + pending.missing, rates):
+                read.cancel()
+                cancelled.append(read)
+                waiting += pending.uncached
+        return cancelled
+
+    def _waiting_before(self, request_id: str) -> int:
+        """Tokens that wait to be computed before a new request's."""
+        if self.waiting is None:
+            work = self.workload()
+            self.waiting = self._to_compute(work) - work.waiting.get(request_id, 0)
+        return self.waiting
 
     def cancel_slower(self, policy: PrefetchPolicy, rates: Rates) -> list[PrefetchOperation]:
         """Cancel the reads that computing would overtake, and return them; `rates` as for

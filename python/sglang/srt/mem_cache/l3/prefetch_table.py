@@ -42,7 +42,8 @@ class PrefetchPolicy(StrEnum):
     BEST_EFFORT = "best_effort"
     """The request does not wait: it uses the pages that have landed."""
     WAIT_COMPLETE = "wait_complete"
-    """The request waits until the read ends, at most `prefetch_timeout_max`, however slow L3 is."""
+    """The request waits until the read ends, at most `prefetch_timeout_max`, however slow L3 is;
+    but see `PrefetchCostModel.cancel_unanswered`."""
     TIMEOUT = "timeout"
     """The request waits a base time plus some for each 1,024 tokens, at most as long as computing
     takes."""

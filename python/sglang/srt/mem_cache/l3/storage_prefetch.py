@@ -212,9 +212,10 @@ class StoragePrefetch:
         wanted = min(wanted, self.table.room(int(_PREFETCH_SHARE * pool.size)) // page * page)
         if wanted < least:
             return NoRead.QUEUE_FULL
-        if not self.cost_model.may_begin(
-            req_id, wanted, self._store.prefetch_policy, self._store.rates
-        ):
+        policy, rates = self._store.prefetch_policy, self._store.rates
+        if self.cost_model.is_hopeless(req_id, wanted, policy, rates, self._store.silence_ms):
+            return NoRead.UNAVAILABLE
+        if not self.cost_model.may_begin(req_id, wanted, policy, rates):
             return NoRead.SLOWER
         limit = NoRead.QUEUE_FULL if wanted < asked else NoRead.NO_HOST_MEMORY
         # Evictions must not take the node that the read continues.
@@ -407,6 +408,15 @@ class StoragePrefetch:
         if self._used:
             self._settle_used()
         policy, rates = self._store.prefetch_policy, self._store.rates
+        silence_ms = self._store.silence_ms
+        for read in self.cost_model.cancel_unanswered(policy, rates, silence_ms):
+            self._log.info(
+                "silent",
+                "an L3 read of %d tokens is cut: L3 has not answered for %.1f s, longer than "
+                "computing takes",
+                len(read.host_indices),
+                silence_ms / 1000,
+            )
         for read in self.cost_model.cancel_slower(policy, rates):
             self._log.info(
                 "overtaken",

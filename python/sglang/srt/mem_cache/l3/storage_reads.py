@@ -157,7 +157,7 @@ class StorageReads:
         timeouts = self._store.timeouts["get"]
         reaches = [timeouts.leading_allowed(operation.hashes) for operation in group]
         asked = [i for i, one in enumerate(group) if reaches[i] and not one.is_terminated]
-        if not asked or not self._store.breaker.allow():
+        if not asked or self._store.breaker.is_open:
             return list(known.values())
         known.update(dict.fromkeys(asked, CacheOutcome.FAILED))
         with self._store.reporting_failures("read"):
@@ -224,8 +224,7 @@ class StorageReads:
     def _check(self, hashes: Sequence[PageHash]) -> int:
         """Number of leading pages of `hashes` that the store still has. All if it is too early to
         ask, or the store does not answer."""
-        # While all prompts are in L1 and L2, only this check probes a failed store.
-        if not self._store.breaker.allow() or time.monotonic() < self._check_at:
+        if self._store.breaker.is_open or time.monotonic() < self._check_at:
             return len(hashes)
         there: int | None = None
         with self._store.reporting_failures("question"):

@@ -151,9 +151,7 @@ class StorageWrites:
             )
             own = pools.to_write(objects)
             # Other ranks decide what becomes of the rest, also where the store fails on this one.
-            if own and (
-                timeouts.leading_allowed(hashes) < len(hashes) or not store.breaker.allow()
-            ):
+            if own and (timeouts.leading_allowed(hashes) < len(hashes) or store.breaker.is_open):
                 return total, sent, CacheOutcome.UNAVAILABLE
             prefix = [*before, *hashes[:begin]]
             landed, why = store.transfer("set", hashes[begin:end], own, prefix)

@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
+_SILENT_AFTER_S: Final = 0.5
+"""A question or a get that takes longer is a silence of the store. Usual ones take below a
+millisecond, gets of the largest pages over TCP a tenth of a second."""
+_AWAITED: Final = ("exists", "get")
+"""Kinds of calls that requests wait for."""
 _WHAT: Final = {"get": "read", "set": "write", "exists": "question"}
 """Words of the log, by kind of call."""
 _CLEAR: Final = "clear"
@@ -78,8 +83,8 @@ class RateEstimate:
 class StoreCalls:
     """The client, its breaker and the memory of its timeouts.
 
-    Threads: the prefetch thread and the backup thread make calls, each one at a time; properties
-    are for any thread and never block.
+    Threads: the prefetch thread and the backup thread make calls, each one at a time, and the
+    breaker's thread makes probes; properties are for any thread and never block.
 
     Args:
         connect: Makes the client with its pools registered. Raises StorageUnavailable. Called again
@@ -145,6 +150,15 @@ class StoreCalls:
         return _CLEAR not in started and all(
             now - begin <= _STUCK_AFTER_S for begin in started.values()
         )
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds for which the store has not answered the call that requests wait for; 0 if it is
+        not long, so that it need not be compared with anything."""
+        started = dict(self._call_started)
+        begins = [started[kind] for kind in _AWAITED if kind in started]
+        seconds = time.monotonic() - min(begins) if begins else 0.0
+        return seconds if seconds > _SILENT_AFTER_S else 0.0
 
     @property
     def medium(self) -> StorageMedium:
@@ -289,7 +303,7 @@ class StoreCalls:
 
     def _probe(self) -> bool:
         """Breaker: does the store work again? Builds the client where there is none."""
-        # A probe can hang as any call can; callers must not wait for it.
+        # A probe can hang as any call can; nobody should ask the store meanwhile.
         self._call_started[_PROBE] = time.monotonic()
         try:
             if self.client is None:

@@ -89,6 +89,7 @@ class StoreConnection:
         epoch: Counter that is increased whenever L3 may have lost its objects. Pages written or
             read in an earlier epoch do not count as stored.
         answers: True if no call to L3 is stuck on any rank.
+        silence_ms: How long L3 has not answered; see `Progress`.
         rates: Speeds of reads and of prefills that the ranks agreed on last.
     """
 
@@ -125,6 +126,7 @@ class StoreConnection:
         self.is_changing = False
         self.epoch = 0
         self.answers = True
+        self.silence_ms = 0
         self.rates = Rates()
         self._seen_reconnects = self._agreed_reconnects = 0
         """Reconnects of L3 on this rank: as last reported, and as agreed by all ranks."""
@@ -136,6 +138,11 @@ class StoreConnection:
         """True if calls to L3 are allowed: no call is stuck on any rank, and no change is under
         way."""
         return self.answers and not self.is_changing
+
+    @property
+    def is_watched(self) -> bool:
+        """True if the next tick has to see whether L3 answers again."""
+        return not self.answers or self.silence_ms > 0
 
     def forget_stored(self) -> None:
         """Mark all nodes as not stored: L3 is another one, was cleared, or has lost pages."""
@@ -395,6 +402,7 @@ class StoreConnection:
         """Add this rank's observations to those of the tick."""
         if (store := self.attached) is not None:
             progress.available = store.available
+            progress.silence_ms = int(1000 * store.silence_s)
             self._seen_reconnects = store.reconnects
             progress.has_reconnected = self._seen_reconnects != self._agreed_reconnects
             progress.rates = Rates(store.read_rate.known, store.prefill_rate.known)
@@ -402,6 +410,7 @@ class StoreConnection:
     def act_on(self, agreed: Progress) -> None:
         """Take up what the ranks agree on."""
         self.answers = agreed.available
+        self.silence_ms = agreed.silence_ms
         self.rates = agreed.rates
         if agreed.has_reconnected:
             self._agreed_reconnects = self._seen_reconnects

@@ -8,7 +8,7 @@ all ranks.
 Layout of the vector:
 
 - the digest and its negative
-- `available`, the two `rates`, `-has_reconnected`
+- `available`, `-silence_ms`, the two `rates`, `-has_reconnected`
 - `writes`, `loads`, `check`, `administration`
 - the time that the rank waited in the last sync, with its number, and the negative of that time
 - a status for each backup slot
@@ -36,7 +36,7 @@ MAX_PREFETCHES: Final = 64
 MAX_SETTLED: Final = 256
 """Most writes to L3 that one tick settles, for the same reason."""
 
-_HEAD: Final = 12
+_HEAD: Final = 13
 _SLOT: Final = 6
 _BACKUPS_END: Final = _HEAD + MAX_SETTLED
 _VECTOR_SIZE: Final = _BACKUPS_END + _SLOT * MAX_PREFETCHES
@@ -110,6 +110,9 @@ class Progress:
     """Digest of tree, free counts and queues (`ReplicatedState`); must be equal on all ranks."""
     available: bool = True
     """True if no call to L3 is stuck."""
+    silence_ms: int = 0
+    """Milliseconds for which L3 has not answered a call that requests wait for, the longest of all
+    ranks; 0 if that is not long. See `StoreCalls.silence_s`."""
     rates: Rates = _NO_RATES
     """Speeds of reading from L3 and of computing, on the slowest rank; 0 if a rank has none."""
     has_reconnected: bool = False
@@ -141,7 +144,8 @@ def to_vector(progress: Progress) -> torch.Tensor:
     assert len(progress.prefetches) <= MAX_PREFETCHES
     assert len(progress.backups) <= MAX_SETTLED
     values = [progress.digest, -progress.digest]
-    values += [int(progress.available), *progress.rates, -int(progress.has_reconnected)]
+    values += [int(progress.available), -progress.silence_ms]
+    values += [*progress.rates, -int(progress.has_reconnected)]
     values += [progress.writes, progress.loads, progress.check]
     waited, rank = progress.wait
     values += [progress.administration, waited << _RANK_BITS | rank, -waited, *progress.backups]
@@ -158,7 +162,7 @@ def to_vector(progress: Progress) -> torch.Tensor:
 def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
     """The agreement in a reduced vector of ranks with equal states."""
     values = vector.tolist()
-    least, minus_most = values[10:_HEAD]
+    least, minus_most = values[11:_HEAD]
     ended = itertools.takewhile(bool, values[_HEAD:_BACKUPS_END])
     begins = range(_BACKUPS_END, _BACKUPS_END + _SLOT * num_prefetches, _SLOT)
     slots = [values[begin : begin + _SLOT] for begin in begins]
@@ -169,12 +173,13 @@ def from_vector(vector: torch.Tensor, num_prefetches: int) -> Progress:
     return Progress(
         digest=values[0],
         available=bool(values[2]),
-        rates=Rates(values[3], values[4]),
-        has_reconnected=values[5] < 0,
-        writes=values[6],
-        loads=values[7],
-        check=values[8],
-        administration=Status(values[9]),
+        silence_ms=-values[3],
+        rates=Rates(values[4], values[5]),
+        has_reconnected=values[6] < 0,
+        writes=values[7],
+        loads=values[8],
+        check=values[9],
+        administration=Status(values[10]),
         lag=Lag(least & (1 << _RANK_BITS) - 1, (-minus_most - (least >> _RANK_BITS)) / 1e6),
         backups=[Status(value) for value in ended],
         prefetches=prefetches,

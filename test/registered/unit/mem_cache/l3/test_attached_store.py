@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
     StorageUnavailable,
 )
+from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.storage_reads import CheckOperation
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
@@ -46,11 +47,10 @@ def test_c10_a_page_that_timed_out_is_not_asked_for_again_though_probes_succeed(
         f"L3 is left alone for a while: {why}"
     ]
     for _ in range(3):
-        bench.let_the_pause_pass()
+        bench.recover()
         assert move("bad", "behind") is CacheOutcome.UNAVAILABLE
     assert len(bench.store.asked) == 1
     # Others go on, and a prompt is read up to the page that hung.
-    bench.let_the_pause_pass()
     assert move("good") is CacheOutcome.LANDED
     if kind == "read":
         assert move("good", "bad") is CacheOutcome.LANDED
@@ -63,9 +63,8 @@ def test_c10_the_breaker_opens_once_for_a_call_that_hangs_and_fails(bench: Hangi
     assert bench.io.breaker._pause == 1.0, "one failure, one pause"
     assert bench.metrics.breaker_open._value.get() == 1
     assert bench.read("good") is CacheOutcome.UNAVAILABLE
-    bench.let_the_pause_pass()
+    bench.recover()
     assert bench.read("good") is CacheOutcome.LANDED
-    assert not bench.io.breaker.is_open
     assert bench.metrics.breaker_open._value.get() == 0
     assert bench.io.reconnects == 1
 
@@ -77,24 +76,66 @@ def test_a_store_that_stays_away_is_logged(
     bench.read("bad")
     monkeypatch.setattr(bench.store, "probe", lambda: False)
     bench.let_the_pause_pass()
+    wait_for(lambda: "L3 is still unavailable: its probe failed" in caplog.messages)
     assert bench.read("good") is CacheOutcome.UNAVAILABLE
-    assert "L3 is still unavailable: its probe failed" in caplog.messages
 
 
-def test_c10_nobody_waits_behind_a_probe_that_hangs(bench: HangingBench) -> None:
+def test_c10_nobody_waits_for_a_probe_that_hangs(bench: HangingBench) -> None:
     bench.store.hangs = {"bad"}
     bench.read("bad")
-    bench.let_the_pause_pass()
     bench.store.probe_gate.clear()
-    behind = bench.submit("good")
+    bench.let_the_pause_pass()
     wait_for(lambda: bench.io.is_calling)
     assert bench.io.available
+    assert bench.read("good") is bench.write("good") is CacheOutcome.UNAVAILABLE
     bench.clock.pass_too_long()
     assert not bench.io.available
+    assert not bench.io.silence_s, "no request waits for it"
     bench.store.probe_gate.set()
-    wait_for(lambda: behind.outcome is not None)
+    wait_for(lambda: not bench.io.breaker.is_open)
     assert bench.io.available
-    assert behind.outcome is CacheOutcome.LANDED
+    assert bench.read("good") is CacheOutcome.LANDED
+
+
+def test_a_store_that_works_again_is_probed_without_any_request(bench: HangingBench) -> None:
+    bench.store.hangs = {"bad"}
+    bench.read("bad")
+    asked = bench.store.questions.copy()
+    bench.recover()
+    assert bench.io.reconnects == 1
+    assert bench.store.questions == asked
+
+
+def test_a_get_that_does_not_return_is_a_silence_and_a_put_is_none(bench: HangingBench) -> None:
+    bench.store.hangs = {"bad"}
+    assert bench.io.silence_s == 0
+    bench.store.goes_on.clear()
+    read = bench.submit("bad")
+    wait_for(lambda: bool(bench.store.asked))
+    assert bench.io.silence_s == 100
+    bench.clock.now += 5
+    assert bench.io.silence_s == 105
+    bench.store.goes_on.set()
+    wait_for(lambda: read.outcome is not None)
+    assert bench.io.silence_s == 0
+    bench.recover()
+    bench.store.goes_on.clear()
+    write = bench.begin_write("bad")
+    wait_for(lambda: len(bench.store.asked) == 2)
+    assert not bench.io.available
+    assert bench.io.silence_s == 0
+    bench.store.goes_on.set()
+    wait_for(lambda: write.outcome is not None)
+
+
+def test_short_calls_are_no_silence(bench: HangingBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 0.5)
+    bench.io._call_started["exists"] = bench.clock.now
+    bench.clock.now += 0.5
+    assert bench.io.silence_s == 0
+    bench.clock.now += 0.1
+    assert bench.io.silence_s == pytest.approx(0.6)
+    bench.io._call_started.clear()
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
@@ -165,7 +206,7 @@ def test_a_wrong_answer_to_a_question_is_a_failing_store(
     assert bench.store.asked == [], "nothing is read"
     assert bench.io.breaker.is_open
     assert "HangingStore.prompts_exist answered" in caplog.text and words in caplog.text
-    bench.let_the_pause_pass()
+    bench.recover()
     check = CheckOperation([PageHash("a"), PageHash("b")], epoch=0, asked_at=0)
     bench.io.reads.queue.put(check)
     wait_for(lambda: check.there is not None)
@@ -184,7 +225,7 @@ def test_whatever_a_backend_raises_its_thread_goes_on(
     assert bench.io.breaker.is_open
     assert "HangingStore" in caplog.text and type(raised).__name__ in caplog.text
     bench.store.moved = None
-    bench.let_the_pause_pass()
+    bench.recover()
     assert move("a") is CacheOutcome.LANDED
 
 
@@ -195,7 +236,9 @@ class ClosingStore(HangingStore):
         self.closed += 1
 
 
-@pytest.mark.parametrize("missing", ["hicache-prefetch", "hicache-backup", "hicache-presence"])
+@pytest.mark.parametrize(
+    "missing", ["hicache-prefetch", "hicache-backup", "hicache-probe", "hicache-presence"]
+)
 def test_without_a_thread_for_l3_its_client_is_closed(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:

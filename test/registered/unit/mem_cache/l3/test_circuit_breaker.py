@@ -6,7 +6,6 @@ Pages whose transfer has timed out are left alone for a while.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Final
 
 import pytest
@@ -23,115 +22,115 @@ OPENED: Final = HiCacheMetrics(None).breaker_open
 
 
 class Store:
-    """A clock and a store that a test turns by hand."""
+    """A store that a test turns by hand. Its breaker's thread is the test's: where the thread would
+    sleep, the time passes, and where it would sleep for good, it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, *answers: bool) -> None:
         self.now = 0.0
-        self.works = False
-        self.probes = 0
-        self.breaker = CircuitBreaker(self._probe, OPENED, clock=lambda: self.now)
+        self.probes = list(answers)
+        """Answers to the probes that are left."""
+        self.slept: list[float] = []
+        self.breaker = CircuitBreaker(lambda: self.probes.pop(0), OPENED, clock=lambda: self.now)
+        self.breaker._changed = Sleep(self)
 
-    def _probe(self) -> bool:
-        self.probes += 1
-        return self.works
+    def run(self) -> None:
+        """Run the thread until the breaker is closed, or no probe is left."""
+        self.breaker._has_ended = False
+        self.breaker.run()
+
+
+class Sleep(threading.Condition):
+    """See `Store`."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def wait(self, timeout: float | None = None) -> bool:
+        store = self._store
+        if timeout is None or not store.probes:
+            store.breaker._has_ended = True
+            return True
+        store.slept.append(timeout)
+        store.now += timeout
+        return False
 
 
 def test_closed_until_something_fails() -> None:
     store = Store()
-    assert store.breaker.allow()
+    assert not store.breaker.is_open
     store.breaker.trip()
     assert store.breaker.is_open
-    assert not store.breaker.allow()
-    assert store.probes == 0
 
 
 def test_pauses_double_to_half_a_minute() -> None:
-    store = Store()
+    store = Store(*[False] * 7, True)
     store.breaker.trip()
-    pauses = []
-    for _ in range(8):
-        began = store.now
-        while not store.probes:
-            store.now += 0.5
-            store.breaker.allow()
-        pauses.append(store.now - began)
-        store.probes = 0
-    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
-
-
-def test_a_probe_that_succeeds_closes_it() -> None:
-    store = Store()
-    store.breaker.trip()
-    store.now, store.works = 1.0, True
-    assert store.breaker.allow()
+    store.run()
+    assert store.slept == [1, 2, 4, 8, 16, 30, 30, 30]
     assert not store.breaker.is_open
 
 
+def test_a_failure_while_it_is_open_doubles_the_pause_too() -> None:
+    store = Store(True)
+    store.breaker.trip()
+    store.now = 0.5
+    store.breaker.trip()
+    store.run()
+    assert store.slept == [2]
+
+
 def test_a_failure_after_recovery_starts_with_a_short_pause() -> None:
-    store = Store()
+    store = Store(True)
     for _ in range(4):
         store.breaker.trip()
     store.breaker.reset()
+    assert not store.breaker.is_open
     store.breaker.trip()
-    store.now, store.works = 1.0, True
-    assert store.breaker.allow()
-    assert store.probes == 1
+    store.run()
+    assert store.slept == [1]
 
 
-def test_who_asks_during_a_probe_is_refused_and_does_not_probe_too() -> None:
-    probes: list[str] = []
-    goes_on = threading.Event()
+def test_a_closed_one_does_not_probe() -> None:
+    store = Store(True)
+    store.run()
+    assert store.probes == [True]
+
+
+def test_nobody_waits_for_a_probe() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
 
     def probe() -> bool:
-        probes.append("probe")
+        begun.set()
         return goes_on.wait(30)
 
-    breaker = CircuitBreaker(probe, OPENED, clock=lambda: float(len(probes) * 100))
+    breaker = CircuitBreaker(probe, OPENED, clock=lambda: 0.0)
     breaker.trip()
-    probes.append("time passes")
-    answers: list[bool] = []
-    first = threading.Thread(target=lambda: answers.append(breaker.allow()))
-    first.start()
-    while len(probes) < 2:
-        first.join(0.001)
-    assert not breaker.allow()
+    breaker._retry_at = 0.0
+    thread = threading.Thread(target=breaker.run)
+    thread.start()
+    assert begun.wait(30)
+    assert breaker.is_open
+    breaker.reset()
+    breaker.trip()
+    assert breaker.is_open
+    breaker.end()
     goes_on.set()
-    first.join()
-    assert answers == [True]
-    assert probes == ["time passes", "probe"]
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not breaker.is_open, "the probe has succeeded"
 
 
-@pytest.mark.parametrize("works", [False, True])
-def test_a_probe_has_ended_only_when_its_result_counts(works: bool) -> None:
-    """A caller between the end of a probe and its result's effect gets the answer of before."""
-    store = Store()
-    store.breaker.trip()
-    store.now, store.works = 1.0, works
-    answers: list[bool] = []
-    gate = Gate(store.breaker._lock, lambda: answers.append(store.breaker.allow()))
-    store.breaker._lock = gate  # type: ignore[assignment]
-    assert store.breaker.allow() is works
-    assert answers == [False]
-    assert store.probes == 1
-
-
-class Gate:
-    """A lock that lets another caller in first when it is taken the second time, for a probe's
-    result."""
-
-    def __init__(self, lock: threading.Lock, somebody: Callable[[], None]) -> None:
-        self._lock = lock
-        self._somebody = somebody
-        self._taken = 0
-
-    def __enter__(self) -> None:
-        self._taken += 1
-        if self._taken == 2:
-            self._somebody()
-        self._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
+@pytest.mark.parametrize("is_open", [False, True])
+def test_its_thread_ends_also_in_a_pause(is_open: bool) -> None:
+    breaker = CircuitBreaker(lambda: False, OPENED, clock=lambda: 0.0)
+    if is_open:
+        breaker.trip()
+    thread = threading.Thread(target=breaker.run)
+    thread.start()
+    breaker.end()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_pages_are_left_alone_for_a_period() -> None:

@@ -182,6 +182,92 @@ def test_behind_a_long_queue_a_slow_store_is_good_enough() -> None:
     assert queue.looks == 1
 
 
+# ---- a silent store --------------------------------------------------------------------------
+
+BOTH = pytest.mark.parametrize("policy", [PrefetchPolicy.WAIT_COMPLETE, TIMEOUT])
+
+
+def silenced(queue: Queue, silence_ms: int, policy: PrefetchPolicy = TIMEOUT) -> list[str]:
+    cut = queue.model.cancel_unanswered(policy, queue.rates, silence_ms)
+    return [one.request_id for one in cut]
+
+
+@BOTH
+def test_nobody_waits_for_a_silent_store_longer_than_computing_takes(
+    policy: PrefetchPolicy,
+) -> None:
+    queue = Queue(Rates(1000, 1000))
+    queue.computing = 500
+    queue.comes("a", "b")
+    # The thousand tokens of a take a second behind the 500, those of b as long.
+    assert silenced(queue, 0, policy) == []
+    assert silenced(queue, 1500, policy) == []
+    assert silenced(queue, 1501, policy) == ["a"], "b would be computed behind it"
+    assert [queue.table.may_schedule(rid, policy) for rid in "ab"] == [True, False]
+    assert silenced(queue, 2500, policy) == []
+    assert silenced(queue, 2501, policy) == ["b"]
+
+
+@BOTH
+def test_without_a_rate_of_prefills_any_silence_is_too_long(policy: PrefetchPolicy) -> None:
+    queue = Queue(Rates(reads=1000))
+    queue.comes("a")
+    assert silenced(queue, 501, policy) == ["a"]
+    queue.model.waiting = None
+    assert queue.model.is_hopeless("b", ASKED, policy, queue.rates, 501)
+    assert not queue.model.is_hopeless("b", ASKED, policy, queue.rates, 0)
+
+
+def test_a_read_that_measures_is_cut_in_a_silence_too() -> None:
+    queue = Queue()
+    queue.comes("a")
+    (read,) = queue.table.reads
+    read.is_probe = True
+    assert silenced(queue, 1001) == ["a"]
+    assert queue.model.given_up == 0, "a silence says nothing of rates"
+
+
+def test_best_effort_waits_for_nothing_and_so_cuts_nothing() -> None:
+    queue = Queue()
+    queue.comes("a")
+    assert silenced(queue, 99_999, PrefetchPolicy.BEST_EFFORT) == []
+    assert not queue.model.is_hopeless("b", 1, PrefetchPolicy.BEST_EFFORT, queue.rates, 99_999)
+
+
+def test_requests_of_a_silence_queue_behind_those_that_do_not_wait() -> None:
+    queue = Queue()
+    waits = [not queue.model.is_hopeless(f"n{n}", ASKED, TIMEOUT, EQUAL, 1500) for n in range(3)]
+    assert waits == [False, True, True], "the second would be computed after two seconds"
+    assert queue.looks == 1
+
+
+@BOTH
+def test_a_hang_of_six_seconds_costs_few_requests_half_a_second(policy: PrefetchPolicy) -> None:
+    """A tick each 10 ms, and a request each 100 ms, which the device computes in 50 ms."""
+    queue, tokens = Queue(Rates(reads=100_000, prefills=20 * ASKED)), ASKED
+    came: dict[str, int] = {}
+    waited: list[int] = []
+    for now in range(0, 6000, 10):
+        silence = now if now > 500 else 0
+        queue.model.waiting = None
+        if now % 100 == 0:
+            rid = f"r{now}"
+            if queue.model.is_hopeless(rid, tokens, policy, queue.rates, silence):
+                waited.append(0)
+            else:
+                queue.comes(rid)
+                came[rid] = now
+        cut = silenced(queue, silence, policy)
+        waited += [now - came.pop(rid) for rid in cut]
+        for rid in cut:
+            queue.table.leave(rid)
+            del queue.waiting[rid]  # Computed before the next request comes.
+        queue.agree()
+    assert not came
+    assert len(waited) == 60
+    assert [one for one in waited if one] == [510, 410, 310, 210, 110, 10]
+
+
 # ---- two ranks -----------------------------------------------------------------------------------
 
 

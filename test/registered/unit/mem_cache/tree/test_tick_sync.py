@@ -46,6 +46,14 @@ def test_the_slowest_rank_decides() -> None:
     assert agreed.prefetches == [PrefetchProgress(hit=6, landed=3, ended=False, expired=False)]
 
 
+def test_the_longest_silence_of_l3_counts() -> None:
+    ranks = [Progress(), Progress(silence_ms=700), Progress(silence_ms=600)]
+    assert vote(*ranks).silence_ms == 700
+    agreed = vote(Progress(silence_ms=600, rates=Rates(1, 2), writes=3, loads=4, check=5))
+    assert (agreed.silence_ms, agreed.rates, agreed.has_reconnected) == (600, Rates(1, 2), False)
+    assert (agreed.writes, agreed.loads, agreed.check) == (3, 4, 5)
+
+
 def test_one_rank_whose_time_is_up_ends_the_wait_of_all() -> None:
     expired = Progress(prefetches=[PrefetchProgress(expired=True)])
     assert vote(expired, Progress(prefetches=[PrefetchProgress()])).prefetches[0].expired

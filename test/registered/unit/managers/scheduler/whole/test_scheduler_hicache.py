@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from rigs.caches.cache_rig import HeldReads, HeldStream
+from rigs.caches.storage_rigs import counts
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
+from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.messages.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
@@ -68,6 +70,10 @@ def until(rig: SchedulerRig, condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, rig.tree.is_busy()
         rig.wait_a_tick()
+
+
+def has_ended(rig: SchedulerRig, rid: str) -> bool:
+    return rid in rig.results and rig.results[rid].finish_reason is not None
 
 
 def last_of(rig: SchedulerRig, rid: str) -> RequestOutput:
@@ -208,6 +214,35 @@ def test_a_sample_whose_first_is_aborted_gets_what_was_being_read(model: Path) -
             settle(rig)
         assert reads.pages == 18
         assert last_of(rig, "first-1").cached_tokens_details.storage == 288
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("policy", ["wait_complete", "timeout"])
+def test_nobody_waits_for_a_store_that_does_not_answer(
+    model: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Neither a request that waits when it falls silent, nor one that comes then."""
+    prompts = [prompt(seed, 18 * PAGE + 1) for seed in (1, 2)]
+    cold = SchedulerRig(model, disable_radix_cache=True).generate(prompts)
+    rig = make_rig(model, pool_tokens=2048, hicache_storage_prefetch_policy=policy)
+    try:
+        for number, ids in enumerate(prompts):
+            ask(rig, f"writes {number}", ids)
+        flush(rig)
+        with HeldReads(hi_of(rig), calls=0), monkeypatch.context() as patch:
+            patch.setattr(store_calls, "_SILENT_AFTER_S", 0.0)
+            for rid, ids in zip(("waits", "comes"), prompts, strict=True):
+                rig.step(rig.request(rid, ids))
+                until(rig, lambda rid=rid: has_ended(rig, rid))  # type: ignore[misc]
+            assert [rig.results[rid].output_ids for rid in ("waits", "comes")] == cold
+            assert last_of(rig, "waits").cached_tokens_details.storage == 0
+            assert last_of(rig, "comes").cached_tokens_details.storage == 0
+            assert counts(hi_of(rig).metrics.prefetch_outcomes)["unavailable"] == 1
+        settle(rig)
+        assert not hi_of(rig).store.is_watched, "it answers"
+        flush(rig)
+        assert ask(rig, "last", prompts[1]).cached_tokens_details.storage == 288
     finally:
         rig.close()
 
