@@ -112,7 +112,7 @@ def ask(url: str, asked: Question, streams: bool) -> Reply:
 
 
 def _tiers(told: Mapping[str, Any]) -> Tiers:
-    """What the extension of an answer tells about the tiers."""
+    """The part of an answer's `sglext` that is about the tiers."""
     report, stages = told.get("cache_report"), told.get("stages")
     lacking = report and report["prompt_tokens"] - report["on_arrival"]
     return Tiers(

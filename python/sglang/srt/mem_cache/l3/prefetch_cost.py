@@ -88,8 +88,9 @@ def is_rejected(tokens: int, rates: Rates, *, ahead: int, waiting: int) -> bool:
 def outlasts(silence_ms: int, to_compute: int, rates: Rates) -> bool:
     """True if L3 has been silent for longer than `to_compute` tokens take; see `Progress`.
 
-    Who waits as long as the other way takes, and then takes that, needs at most twice the time of
-    the better way, whenever L3 answers (Karlin et al., "Competitive Snoopy Caching", 1988).
+    A request that waits so long, and then computes, takes at most twice the time of the better
+    choice, whenever L3 answers: the ski-rental rule of Karlin et al., "Competitive Snoopy Caching"
+    (1988).
     """
     return silence_ms * rates.prefills > 1000 * to_compute if rates.prefills else silence_ms > 0
 
