@@ -225,8 +225,9 @@ def summary(attempts: Iterable[Attempt], spans: Sequence[Span]) -> list[str]:
 
 
 def latencies(attempts: Iterable[Attempt], spans: Sequence[Span]) -> list[str]:
-    """Lines on the seconds of right answers: in calm, and beside events whose targets were not on
-    the way. A request that saw any event on its way counts for neither.
+    """Lines on the seconds of right answers, and of streams until their first token: in calm, and
+    beside events whose targets were not on the way. A request that saw any event on its way counts
+    for neither.
 
     The store is on the way of no request, since prompts are computed without it. Lines of their own
     tell apart the requests that ask it and those that do not, where answers tell that.
@@ -243,22 +244,27 @@ def latencies(attempts: Iterable[Attempt], spans: Sequence[Span]) -> list[str]:
         for name in labels:
             rows.setdefault(name, []).append(one)
     lines = [
-        f"{'untouched requests':40}{'number':>7}{'p50 s':>8}{'p99 s':>8}{'/ calm':>8}"
-        f"{'first p99':>11}{'L3 p99':>8}{'most':>7}"
+        f"{'untouched requests':40}{'number':>7}{'p50 s':>7}{'p99 s':>7}{'/ calm':>7}"
+        f"{'streams':>9}{'first p50':>10}{'p99':>7}{'/ calm':>7}{'L3 p99':>8}{'most':>7}"
     ]
-    calm = percentile([one.ended - one.began for one in rows["calm"]], 0.99)
+    calm = [percentile(times, 0.99) for times in _times(rows["calm"])]
     for label, some in sorted(rows.items()):
-        times = [one.ended - one.began for one in some]
-        firsts = [one.tiers.first for one in some if one.tiers.first is not None]
         waits = [one.tiers.l3_wait for one in some if one.tiers.l3_wait is not None]
-        p99 = percentile(times, 0.99)
-        ratio = f"{p99 / calm:8.2f}" if calm else f"{'':8}"
-        lines.append(
-            f"{label:40}{len(some):7}{percentile(times, 0.5):8.2f}{p99:8.2f}{ratio}"
-            f"{percentile(firsts, 0.99):11.2f}{percentile(waits, 0.99):8.2f}"
-            f"{max(waits, default=0.0):7.2f}"
-        )
+        line = f"{label:40}"
+        for times, base, width in zip(_times(some), calm, (7, 9), strict=True):
+            p99 = percentile(times, 0.99)
+            line += (
+                f"{len(times):{width}}{percentile(times, 0.5):{width + width // 9}.2f}{p99:7.2f}"
+            )
+            line += f"{p99 / base:7.2f}" if base else f"{'':7}"
+        lines.append(f"{line}{percentile(waits, 0.99):8.2f}{max(waits, default=0.0):7.2f}")
     return lines
+
+
+def _times(attempts: Sequence[Attempt]) -> tuple[list[float], list[float]]:
+    """Seconds of whole requests, and until the first token, of those that were streams."""
+    firsts = [one.tiers.first for one in attempts if one.tiers.first is not None]
+    return [one.ended - one.began for one in attempts], firsts
 
 
 def percentile(times: Sequence[float], share: float) -> float:

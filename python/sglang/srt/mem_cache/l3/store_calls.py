@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
-_SILENT_AFTER_S: Final = 0.5
-"""A question or a get that takes longer is a silence of the store. Usual ones take below a
-millisecond, gets of the largest pages over TCP a tenth of a second."""
+_SILENT_AFTER_S: Final = 0.25
+"""A question or a get that takes longer is a silence of the store. A usual question takes below a
+millisecond, and a get of the largest pages over TCP a tenth of a second."""
 _AWAITED: Final = ("exists", "get")
 """Kinds of calls that requests wait for."""
 _WHAT: Final = {"get": "read", "set": "write", "exists": "question"}

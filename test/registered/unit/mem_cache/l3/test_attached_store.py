@@ -129,12 +129,12 @@ def test_a_get_that_does_not_return_is_a_silence_and_a_put_is_none(bench: Hangin
 
 
 def test_short_calls_are_no_silence(bench: HangingBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 0.5)
+    monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 0.25)
     bench.io._call_started["exists"] = bench.clock.now
-    bench.clock.now += 0.5
+    bench.clock.now += 0.25
     assert bench.io.silence_s == 0
-    bench.clock.now += 0.1
-    assert bench.io.silence_s == pytest.approx(0.6)
+    bench.clock.now += 0.25
+    assert bench.io.silence_s == 0.5
     bench.io._call_started.clear()
 
 
