@@ -114,11 +114,8 @@ def ask(url: str, asked: Question, streams: bool) -> Reply:
 def _tiers(told: Mapping[str, Any]) -> Tiers:
     """The part of an answer's `sglext` that is about the tiers."""
     report, stages = told.get("cache_report"), told.get("stages")
-    lacking = report and report["prompt_tokens"] - report["on_arrival"]
-    return Tiers(
-        asks_l3=None if lacking is None else lacking >= _LEAST_READ,
-        l3_wait=None if stages is None else stages.get("l3_wait") or 0.0,
-    )
+    asks_l3 = report and report["prompt_tokens"] - report["on_arrival"] >= _LEAST_READ
+    return Tiers(asks_l3, stages and (stages.get("l3_wait") or 0.0))
 
 
 def _judged(text: str, answer: str) -> tuple[Outcome, str]:
@@ -168,12 +165,12 @@ def _streamed(response: http.client.HTTPResponse, answer: str, began: float) -> 
             said = message_of(event)
             kind = Outcome.CUT if said else Outcome.UNNAMED
             return Reply(kind, f"event: {event.decode()[:300]}")
-        said = chunk["choices"][0]["delta"].get("content") if chunk["choices"] else None
-        if said and tiers.first is None:
+        piece: str = chunk["choices"][0]["delta"].get("content") or "" if chunk["choices"] else ""
+        if piece and tiers.first is None:
             tiers = replace(tiers, first=time.monotonic() - began)
         if told := chunk.get("sglext"):
             tiers = replace(_tiers(told), first=tiers.first)
-        text += said or ""
+        text += piece
     return Reply(Outcome.CUT, f"the stream ends after {text!r}")
 
 
