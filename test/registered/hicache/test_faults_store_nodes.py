@@ -84,13 +84,22 @@ def test_c4_a_read_that_outlives_its_lease_is_a_miss(monkeypatch: pytest.MonkeyP
             reader.settle()
 
 
+@pytest.mark.parametrize("is_patient", [True, False])
 @pytest.mark.parametrize(
     ("policy", "timeout_s"), [("best_effort", 0.0), ("wait_complete", 1.5), ("timeout", 1.0)]
 )
 def test_c7_a_node_stopped_in_mid_get(
-    cluster: MooncakeCluster, monkeypatch: pytest.MonkeyPatch, policy: str, timeout_s: float
+    cluster: MooncakeCluster,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    timeout_s: float,
+    is_patient: bool,
 ) -> None:
-    """The first 64 pages land, then the node stops; the request uses them in the policy's time."""
+    """The first 64 pages land, then the node stops; the request uses them in the policy's time, or
+    once the silence has lasted longer than computing takes."""
+    if is_patient:
+        monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 60.0)
+    is_cut = not is_patient and policy != "best_effort"
     node = cluster.nodes[0]
     stopped = threading.Event()
 
@@ -120,9 +129,10 @@ def test_c7_a_node_stopped_in_mid_get(
             request, reused = reader.admit("held", PROMPT)
             reader.finish(request)
             assert reused == Reused(storage=PAGES_PER_CALL * PAGE)
+            assert operation.is_cancelled == is_cut
             if policy == "best_effort":
                 assert waited - landed_after < EPSILON_S
-            else:
+            elif not is_cut:
                 assert timeout_s <= waited < timeout_s + EPSILON_S
             # The pages that the call may still write to are neither free nor visible.
             assert operation.outcome is None
