@@ -39,8 +39,9 @@ logger = logging.getLogger(__name__)
 _STUCK_AFTER_S: Final = 3.0
 """A call that takes longer makes the store unavailable until it returns."""
 _SILENT_AFTER_S: Final = 0.25
-"""A question or a get that takes longer is a silence of the store. A usual question takes below a
-millisecond, and a get of the largest pages over TCP a tenth of a second."""
+"""A question that takes longer is a silence of the store; a usual one takes below a millisecond. A
+get may also take `_USUAL` times the time of its pages at the measured rate."""
+_USUAL: Final = 2
 _AWAITED: Final = ("exists", "get")
 """Kinds of calls that requests wait for."""
 _WHAT: Final = {"get": "read", "set": "write", "exists": "question"}
@@ -131,6 +132,8 @@ class StoreCalls:
         self.timeouts = {"get": RecentTimeouts(), "set": RecentTimeouts()}
         self.reconnects = 0
         self._call_started: dict[str, float] = {}
+        self._usual_get_s = 0.0
+        """Prefetch thread: seconds of the get under way at the measured rate; 0: not measured."""
         self.client: HiCacheStorage | None = None
         try:
             self.client = self.connect()
@@ -158,7 +161,8 @@ class StoreCalls:
         started = dict(self._call_started)
         begins = [started[kind] for kind in _AWAITED if kind in started]
         seconds = time.monotonic() - min(begins) if begins else 0.0
-        return seconds if seconds > _SILENT_AFTER_S else 0.0
+        usual_s = self._usual_get_s if "get" in started else 0.0
+        return seconds if seconds > _SILENT_AFTER_S + _USUAL * usual_s else 0.0
 
     @property
     def medium(self) -> StorageMedium:
@@ -210,6 +214,9 @@ class StoreCalls:
             return len(hashes), CacheOutcome.LANDED
         otherwise = CacheOutcome.MISS if kind == "get" else CacheOutcome.FAILED
         started = time.monotonic()
+        if kind == "get":
+            tokens, rate = len(hashes) * self.page_size, self.read_rate.known
+            self._usual_get_s = tokens / rate if rate else 0.0
         outcomes = [CacheOutcome.FAILED] * len(hashes)
         try:
             with self._calling(kind) as storage:

@@ -128,6 +128,22 @@ def test_a_get_that_does_not_return_is_a_silence_and_a_put_is_none(bench: Hangin
     wait_for(lambda: write.outcome is not None)
 
 
+def test_a_large_get_is_no_silence_before_twice_its_usual_time(bench: HangingBench) -> None:
+    for _ in range(4):
+        bench.io.read_rate.add(1, 1.0)
+    bench.store.hangs = {"p29"}
+    bench.store.goes_on.clear()
+    read = bench.submit(*(f"p{number}" for number in range(30)))
+    wait_for(lambda: bool(bench.store.asked))
+    # These tests wait for 60 s, and its 30 pages take 30 s.
+    assert bench.io.silence_s == 0, "after 100 s"
+    bench.clock.now += 30
+    assert bench.io.silence_s == 130
+    bench.store.goes_on.set()
+    wait_for(lambda: read.outcome is not None)
+    bench.recover()
+
+
 def test_short_calls_are_no_silence(bench: HangingBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 0.25)
     bench.io._call_started["exists"] = bench.clock.now
