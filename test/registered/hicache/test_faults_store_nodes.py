@@ -97,6 +97,7 @@ def test_c7_a_node_stopped_in_mid_get(
 ) -> None:
     """The first 64 pages land, then the node stops; the request uses them in the policy's time, or
     once the silence has lasted longer than computing takes."""
+    monkeypatch.setattr(store_calls, "_FIRST_GET_S", 0.0)
     if is_patient:
         monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 60.0)
     is_cut = not is_patient and policy != "best_effort"
@@ -147,6 +148,7 @@ def test_c7_a_node_stopped_in_mid_get(
         assert operation.outcome is not None
         reader.flush()
         assert reader.hi.host_pool.available_size() == reader.hi.host_pool.size
+        monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 60.0)
         assert rigs.make().run(PROMPT) == Reused(storage=PAGES * PAGE)
 
 

@@ -280,6 +280,7 @@ def impatient() -> Iterator[None]:
             (storage_writes, "_GATHER_S", 0.002),
             (store_calls, "_STUCK_AFTER_S", 0.03),
             (store_calls, "_SILENT_AFTER_S", 0.004),
+            (store_calls, "_FIRST_GET_S", 0.004),
             (storage_reads, "_CHECK_PAUSE_S", 0.0),
             (storage_reads, "_LONGEST_CHECK_PAUSE_S", 0.05),
             (circuit_breaker, "_FIRST_PAUSE_S", 0.004),

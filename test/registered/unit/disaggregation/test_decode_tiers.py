@@ -280,6 +280,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(
         assert attached is not None
         monkeypatch.setattr(attached.prefill_rate, "samples", 0)
         monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 0.0)
+        monkeypatch.setattr(store_calls, "_FIRST_GET_S", 0.0)
         with HeldReads(cache, calls=0):
             rig.step(rig.ask("turn", turn, 1, greedy(NEW)))
             rig.run_until(lambda: bool(rig.servers.begun))

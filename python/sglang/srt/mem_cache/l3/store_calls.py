@@ -42,6 +42,8 @@ _SILENT_AFTER_S: Final = 0.25
 """A question that takes longer is a silence of the store; a usual one takes below a millisecond. A
 get may also take `_USUAL` times the time of its pages at the measured rate."""
 _USUAL: Final = 2
+_FIRST_GET_S: Final = 0.5
+"""Time of a get before there is a rate. The first ones open sessions with the store's nodes."""
 _AWAITED: Final = ("exists", "get")
 """Kinds of calls that requests wait for."""
 _WHAT: Final = {"get": "read", "set": "write", "exists": "question"}
@@ -133,7 +135,7 @@ class StoreCalls:
         self.reconnects = 0
         self._call_started: dict[str, float] = {}
         self._usual_get_s = 0.0
-        """Prefetch thread: seconds of the get under way at the measured rate; 0: not measured."""
+        """Prefetch thread: seconds that the get under way takes at the measured rate."""
         self.client: HiCacheStorage | None = None
         try:
             self.client = self.connect()
@@ -216,7 +218,7 @@ class StoreCalls:
         started = time.monotonic()
         if kind == "get":
             tokens, rate = len(hashes) * self.page_size, self.read_rate.known
-            self._usual_get_s = tokens / rate if rate else 0.0
+            self._usual_get_s = tokens / rate if rate else _FIRST_GET_S
         outcomes = [CacheOutcome.FAILED] * len(hashes)
         try:
             with self._calling(kind) as storage:

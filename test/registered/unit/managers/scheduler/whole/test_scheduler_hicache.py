@@ -232,6 +232,7 @@ def test_nobody_waits_for_a_store_that_does_not_answer(
         flush(rig)
         with HeldReads(hi_of(rig), calls=0), monkeypatch.context() as patch:
             patch.setattr(store_calls, "_SILENT_AFTER_S", 0.0)
+            patch.setattr(store_calls, "_FIRST_GET_S", 0.0)
             for rid, ids in zip(("waits", "comes"), prompts, strict=True):
                 rig.step(rig.request(rid, ids))
                 until(rig, lambda rid=rid: has_ended(rig, rid))  # type: ignore[misc]
