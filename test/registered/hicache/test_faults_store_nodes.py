@@ -98,8 +98,7 @@ def test_c7_a_node_stopped_in_mid_get(
     """The first 64 pages land, then the node stops; the request uses them in the policy's time, or
     once the silence has lasted longer than computing takes."""
     monkeypatch.setattr(store_calls, "_FIRST_GET_S", 0.0)
-    if is_patient:
-        monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 60.0)
+    monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 60.0)
     is_cut = not is_patient and policy != "best_effort"
     node = cluster.nodes[0]
     stopped = threading.Event()
@@ -125,6 +124,8 @@ def test_c7_a_node_stopped_in_mid_get(
             reader.until(lambda: operation.landed_pages == PAGES_PER_CALL and stopped.is_set())
             reader.tick()
             landed_after = time.monotonic() - began
+            if not is_patient:
+                monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 0.0)
             reader.until(lambda: reader.tree.check_prefetch_progress("held"))
             waited = time.monotonic() - began
             request, reused = reader.admit("held", PROMPT)
