@@ -7,7 +7,6 @@ forked process all else is as for `python WORDS`: arguments, output, exit status
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import json
 import multiprocessing
@@ -19,15 +18,15 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final, NoReturn
 from unittest import mock
 
 import setproctitle
 
+from rigs.shared_processes import SharedProcess
 from sglang.srt.environ import child_environment
 
 _PRELOADED: Final = [
@@ -44,8 +43,6 @@ transformers imports for a model: files and servers would take 3.6 and 1.4 secon
 """
 _NO_LEAKS: Final = "ignore::UserWarning:multiprocessing.resource_tracker"
 """Keeps the tracker's warning from following the summary."""
-_CHILDREN: Final = threading.Lock()
-"""Guards what `multiprocessing` notes about its children; it has no lock of its own."""
 
 
 def preload(env: Mapping[str, str]) -> None:
@@ -120,18 +117,15 @@ class ForkedPython:
     def __init__(self, words: Sequence[str], cwd: Path) -> None:
         # The output goes to a file: a pipe that nobody reads would stop the process.
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed by `lines`
-        context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=_run, args=(list(words), cwd, self._output.name))
-        with _CHILDREN:
-            self._process.start()
+        self._process = SharedProcess(target=_run, args=(list(words), cwd, self._output.name))
+        self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
     @property
     def returncode(self) -> int | None:
         """The exit status, None while it runs."""
-        with _CHILDREN:
-            return self._process.exitcode
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
@@ -171,18 +165,6 @@ def _run(words: list[str], cwd: Path, output: str) -> None:
     finally:
         # A process of `multiprocessing` leaves without them. pytest's remove old directories.
         atexit._run_exitfuncs()
-
-
-@contextlib.contextmanager
-def without_program() -> Iterator[None]:
-    """Context in which started processes do not import this one's program, a test file, again."""
-    program = sys.modules["__main__"]
-    # `mock.patch.dict` would also drop the modules that other threads import meanwhile.
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = program
 
 
 def fork_a_fork_server() -> None:

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 
 from rigs.disaggregation.pd_rig import CheckableRoleRig, EngineMover, LocalMover, one_rank
+from rigs.shared_processes import SharedProcess
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
 from sglang.srt.constants import BUILTIN_MODEL_DIR
@@ -87,10 +88,9 @@ class RoleProcess:
         over: TransferBackend = TransferBackend.MOONCAKE_TCP,
         **args: Any,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rigs.disaggregation.pd_processes"])
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
+        multiprocessing.set_forkserver_preload(["rigs.disaggregation.pd_processes"])
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = SharedProcess(
             target=_serve, args=(mode, dict(env), holds, over, args, theirs), daemon=True
         )
         self._process.start()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rigs.shared_processes import SharedProcess
 from sglang.srt.distributed.parallel_state import (
     get_attention_tp_group,
     init_distributed_environment,
@@ -56,13 +57,12 @@ def run_ranks(
         RankFailed: `work` raised on some rank, or a rank died or did not end in time. No rank is
             left.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rigs.schedulers.rank_processes", *preload])
+    multiprocessing.set_forkserver_preload(["rigs.schedulers.rank_processes", *preload])
     place = inspect.getfile(work), work.__name__
     ranks, readers = [], []
     with open_rendezvous(size) as meeting:
         for rank in range(size):
-            reader, writer = context.Pipe()
+            reader, writer = multiprocessing.Pipe()
             arguments = (
                 meeting.for_rank(rank),
                 (attn_cp_size, attn_dp_size),
@@ -71,7 +71,7 @@ def run_ranks(
                 place,
                 args,
             )
-            process = context.Process(target=_rank, args=arguments)
+            process = SharedProcess(target=_rank, args=arguments)
             process.start()
             writer.close()
             ranks.append(process)

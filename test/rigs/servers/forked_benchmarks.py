@@ -18,7 +18,8 @@ from typing import Any, Final
 
 import torch
 
-from rigs.step_processes import fork_a_fork_server, without_program
+from rigs.shared_processes import SharedProcess, without_program
+from rigs.step_processes import fork_a_fork_server
 from sglang.srt.utils.process import kill_process_tree
 
 _PRELOAD: Final = ["rigs.servers.forked_servers", "rigs.servers.forked_benchmarks"]
@@ -59,11 +60,10 @@ def run_forked(module: str, *words: str, cwd: Path = _ROOT) -> subprocess.Comple
     Raises:
         subprocess.TimeoutExpired: After `_TIMEOUT_S`; it is killed with its children.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    multiprocessing.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        process = context.Process(target=_run, args=(module, words, cwd, out, err))
+        process = SharedProcess(target=_run, args=(module, words, cwd, out, err))
         with without_program():
             process.start()
         process.join(_TIMEOUT_S)

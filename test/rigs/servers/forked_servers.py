@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkProcess, ForkServerProcess
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -31,7 +31,7 @@ import xgrammar
 
 from rigs.machines.networks import enter
 from rigs.servers.engine_server import EngineServer
-from rigs.step_processes import without_program
+from rigs.shared_processes import SharedProcess, without_program
 from sglang import launch_server
 from sglang.srt.constrained import compile_process
 from sglang.srt.distributed.rendezvous import Rendezvous
@@ -46,14 +46,6 @@ PRELOADED: Final = (
     http_server, engine_processes, detokenizer_manager, run, registry, xgrammar, compile_process
 )  # fmt: skip
 """Modules that the processes of a server import."""
-
-_FORK_SERVER: Final = multiprocessing.get_context("forkserver")
-_STARTS: Final = threading.Lock()
-"""Held while a process starts, or its end is read: tests start several servers at once.
-
-Each start reads the ends of all processes. The status of a process can be read once; a thread that
-reads it second takes 255 for it.
-"""
 
 InRank = Callable[[int], None]
 """Runs in the process of each rank, before anything is built; gets the rank. It must be at the top
@@ -75,20 +67,18 @@ class ForkedProcess(RunningServer):
         in_rank: InRank | None = None,
         namespace: str | None = None,
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rigs.servers.forked_servers"])
+        multiprocessing.set_forkserver_preload(["rigs.servers.forked_servers"])
         self.log_path = log_path
-        self._process = context.Process(
+        self._process = SharedProcess(
             target=_serve, args=(argv, str(log_path), dict(env or {}), in_rank, namespace)
         )
-        with _STARTS, without_program():
+        with without_program():
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        with _STARTS:
-            return self._process.exitcode
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         connection.wait([self._process.sentinel], timeout)
@@ -205,17 +195,16 @@ class _ForkServer:
     """Replaces `multiprocessing`'s context for `spawn`: children have the present environment."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["rigs.servers.forked_servers"])
+        multiprocessing.set_forkserver_preload(["rigs.servers.forked_servers"])
 
     def Pipe(self, duplex: bool = True) -> Any:
-        return self._context.Pipe(duplex)
+        return multiprocessing.Pipe(duplex)
 
     def Process(
         self, target: Callable[..., None], args: tuple[Any, ...], name: str
-    ) -> ForkServerProcess:
+    ) -> SharedProcess:
         env = dict(os.environ)  # noqa: TID251
-        return self._context.Process(target=_run_with, args=(env, target, args), name=name)
+        return SharedProcess(target=_run_with, args=(env, target, args), name=name)
 
 
 def _run_with(env: Mapping[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -268,7 +257,7 @@ class _ForkedCompiler:
 
     def __init__(self, _command: Sequence[str], *, pass_fds: Sequence[int], **_: int) -> None:
         with Connection(os.dup(pass_fds[0])) as engine:
-            self._process = _FORK_SERVER.Process(target=_compile, args=(engine,))
+            self._process = SharedProcess(target=_compile, args=(engine,))
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
