@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from rigs.schedulers.scheduler_rig import SchedulerRig
+from rigs.schedulers.scheduler_rig import MAX_SECONDS, SchedulerRig
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.base.bootstrap_route import Route
 from sglang.srt.disaggregation.base.conn import (
@@ -166,14 +166,15 @@ class DecodeRig(SchedulerRig):
         return reason
 
     def run_until(self, is_so: Callable[[], bool], *messages: TokenizedGenerateReqInput) -> None:
+        """Send `messages`, then step until `is_so`."""
         self.step(*messages)
-        for _ in range(1000):
-            if is_so():
-                return
-            self.step()
+        deadline = time.monotonic() + MAX_SECONDS
+        while not is_so():
+            assert time.monotonic() < deadline, "it does not come to that"
             if self.scheduler.poll_timeout_ms():
-                time.sleep(0.0005)  # Yields to the threads that carry bytes.
-        raise AssertionError("it does not come to that")
+                self.wait_a_tick()  # Threads carry bytes.
+            else:
+                self.step()
 
     def run_until_ended(self, *messages: TokenizedGenerateReqInput) -> None:
         queues = self.scheduler.state.queues

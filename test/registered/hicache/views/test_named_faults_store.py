@@ -42,7 +42,7 @@ def prompt(seed: int, pages: int = PAGES) -> list[int]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[MooncakeCluster]:
     # Each page of the model takes 128 KB.
-    flags = {"default_kv_lease_ttl": 200}
+    flags = {"default_kv_lease_ttl": 5000}
     with MooncakeCluster(segment_size="128mb", master_flags=flags) as running:
         yield running
 

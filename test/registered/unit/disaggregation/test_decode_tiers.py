@@ -153,9 +153,7 @@ def test_an_end_at_any_time_frees_the_prefix(
         rig.step(rig.ask("turn", [*IDS, *answer], 1))
         coming = rig.prompt(1)
         if when == "before the read":
-            for _ in range(50):
-                rig.wait_a_tick()
-            assert cache.has_settled(cache.newest_load)
+            rig.run_until(lambda: cache.has_settled(cache.newest_load))
         if how == "failure":
             coming.failure = "prefill is gone"
         elif when == "after both":

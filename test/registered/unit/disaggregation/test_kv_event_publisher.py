@@ -275,12 +275,12 @@ def test_askers_wait_for_their_turn_until_those_that_hang_are_disconnected(
     publisher = ZmqEventPublisher(config)
     try:
         publish_large(publisher, 60)
-        for _ in range(3):
-            hanging = hanging_socket(context, zmq.DEALER, config.replay_endpoint)
+        hanging = [hanging_socket(context, zmq.DEALER, config.replay_endpoint) for _ in range(3)]
+        for one in hanging:
             for _ in range(40):  # More requests than one may have.
-                hanging.send_multipart((b"", bytes(8)))
+                one.send_multipart((b"", bytes(8)))
         assert wait_until(lambda: len(publisher._askers) == 3, 20)
-        assert [one.unread.size() > 0 for one in publisher._askers.values()][2] is False
+        assert [asker.unread.size() > 0 for asker in publisher._askers.values()][2] is False
         asker = socket_to(context, zmq.DEALER, config.replay_endpoint)
         asker.send_multipart((b"", bytes(8)))
         assert answers(asker) == list(range(60))
