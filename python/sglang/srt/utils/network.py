@@ -25,10 +25,11 @@ _OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def get_free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free on `host` a moment ago. It is not reserved: bind soon.
+    """A TCP port that was free on `host` a moment ago. Other programs may take it: bind soon.
 
     It is outside the range that the kernel gives to outgoing connections if possible, because such
-    a connection could take it before it is bound.
+    a connection could take it before it is bound. No caller in any process of this machine is given
+    it again while this process runs, which keeps a file descriptor for it.
     """
     return get_free_ports(1, host)[0]
 
@@ -44,8 +45,11 @@ def _bind_somewhere(sock: socket.socket, host: str) -> int:
     ports = range(_FIRST_FREE_PORT, _first_outgoing_port())
     drawn = secrets.SystemRandom().sample(ports, min(_MOST_DRAWN, len(ports)))
     for port in drawn:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as name:
+            # The kernel gives the name to one process at a time. Nobody can connect to it.
+            name.bind(f"\0sglang-port-{port}")
             sock.bind((host, port))
+            name.detach()
             return port
     sock.bind((host, 0))
     return int(sock.getsockname()[1])

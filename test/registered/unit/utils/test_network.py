@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from sglang.srt.environ import child_environment
 from sglang.srt.utils import network
 from sglang.srt.utils.network import (
     address_at_home,
@@ -83,11 +86,31 @@ def test_a_port_in_use_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     outgoing = tmp_path / "range"
     monkeypatch.setattr(network, "_OUTGOING_PORTS", outgoing)
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", get_free_port()))
+        listener.bind(("127.0.0.1", 0))
         taken = listener.getsockname()[1]
         monkeypatch.setattr(network, "_FIRST_FREE_PORT", taken)
         outgoing.write_text(f"{taken + 1} 60999")
         assert get_free_port() != taken
+
+
+def test_a_port_is_drawn_once_though_nobody_has_bound_it_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that start together draw theirs in different processes."""
+    outgoing = tmp_path / "range"
+    monkeypatch.setattr(network, "_OUTGOING_PORTS", outgoing)
+    program = "from sglang.srt.utils.network import get_free_port as p; print(p()); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment(),
+    ) as other:  # fmt: skip
+        assert other.stdout is not None
+        port = int(other.stdout.readline())
+        monkeypatch.setattr(network, "_FIRST_FREE_PORT", port)
+        outgoing.write_text(f"{port + 1} 60999")
+        assert get_free_port() != port
+        check_port_available("127.0.0.1", port)
+        other.communicate("\n", timeout=60)
 
 
 def test_a_taken_port_is_refused_with_the_remedy() -> None:
