@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.l2 import cache_controller
 from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.model_loader import checkpoint_files, remote_weights
 from sglang.srt.models.llama import LlamaDecoderLayer
+from sglang.srt.process.tick_watchdog import TickWatchdog
 
 FAULTY: Final = 1
 """The rank that has the fault."""
@@ -66,8 +67,10 @@ def evicts_by_itself(rank: int) -> None:
 
 def hangs_in_a_tick(rank: int) -> None:
     """The rank's scheduler stands still in its 30th tick, while its process and its other threads
-    go on."""
+    go on. The others wait for it, and leave it to its own watchdog to end the server: else theirs
+    may be the first."""
     if rank != FAULTY:
+        mock.patch.object(TickWatchdog, "_watch").start()
         return
     check = HiRadixCache.check_hicache_events
     ticks: list[None] = []
