@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import re
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from sglang.srt.utils.network import get_free_port
+from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.test_utils import (
     DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH,
     RunningServer,
@@ -165,6 +166,15 @@ class EngineServer:
                 return HttpReply(response.status, _decoded(response.read()))
         except urllib.error.HTTPError as error:
             return HttpReply(error.code, _decoded(error.read()))
+
+
+def post_and_leave(url: str, path: str, body: object, when: Callable[[], bool]) -> None:
+    """Post a request, and close the connection once `when` holds, before the answer."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=_TIMEOUT_S)
+    with contextlib.closing(connection):
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", path, json.dumps(body).encode(), headers)
+        assert wait_until(when, 60), "the request does not get so far"
 
 
 def _decoded(raw: bytes) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any, Final
 from unittest.mock import patch
@@ -10,6 +11,7 @@ from unittest.mock import patch
 import httpx
 import pytest
 
+from rigs.servers.engine_server import post_and_leave
 from rigs.servers.fake_engine import FrontServer, front_server
 from sglang.srt.messages.io_struct import (
     MAX_ROOM,
@@ -260,12 +262,15 @@ def test_who_waits_is_told_of_a_client_that_leaves_during_tokenization(
     """The other server would wait for a room that nobody knows."""
     server = {"decode": decode, "prefill": prefill}[mode]
     server.scheduler.received.clear()
-    # Tokenizing so long a text takes longer than the client waits.
     body = {"text": "a " * 4_000, **SHORT, **ONE, "rid": "leaves"}
-    manager = server.context.manager
-    with patch.object(manager.encoder, "encode", lambda *_, **__: asyncio.sleep(20)):
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}{GENERATE}", json=body, timeout=0.5)
+    begun = threading.Event()
+
+    async def encode(*_: object, **__: object) -> None:
+        begun.set()
+        await asyncio.sleep(20)
+
+    with patch.object(server.context.manager.encoder, "encode", encode):
+        post_and_leave(server.url, GENERATE, body, begun.is_set)
         assert wait_until(lambda: bool(server.scheduler.received), 20)
     (told,) = server.scheduler.received
     assert isinstance(told, DeclineRoomReq) and told.bootstrap == room(7)
