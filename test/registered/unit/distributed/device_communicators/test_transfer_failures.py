@@ -123,7 +123,9 @@ def test_what_hangs_stays_in_flight_until_it_returns(
 ) -> None:
     engine.transfer(peer, TransferOp.READ, apart(1), timeout=30)
     fakes.answer = hanging = Hanging(code)
-    transfer = engine.transfer(peer, TransferOp.READ, apart(600), timeout=1.0)
+    transfer = engine.begin(peer, TransferOp.READ, apart(600), timeout=None)
+    assert hanging.entered.wait(30)
+    transfer.abandon()  # As `engine.transfer` does when its time is up.
     assert not transfer.is_settled
     assert transfer.in_flight == list(range(512)), "the first batch is in the library"
     assert set(transfer.outcomes[512:]) == {BlockOutcome.NOT_SENT}
