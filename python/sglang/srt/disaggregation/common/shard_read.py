@@ -12,6 +12,7 @@ packed   units into which the prefill server copies pages first; see `PackedRead
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -470,9 +471,16 @@ def _check(status: RoomStatus | None) -> None:
 
 
 def give_up(clients: Sequence[ControlClient], room: int, reader: str, why: str) -> None:
-    """Tell prefill ranks that the prompt is not wanted any more, and close the connections."""
+    """Tell prefill ranks that the prompt is not wanted any more, and close the connections.
+
+    Waits for their answers, at most `LINGER_S`. A connection that is closed with an unread answer
+    is reset, and a rank that writes to it then never reads the message.
+    """
     for client in clients:
         client.begin(GiveUp(room, reader, why[:MAX_REASON_CHARS]))
     until = time.monotonic() + LINGER_S
     for client in clients:
+        with contextlib.suppress(RoomFailed):
+            while (left := until - time.monotonic()) > 0 and client.receive_answer(left) is None:
+                pass
         client.close(until)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +20,7 @@ from rigs.disaggregation.desk_rig import (
     until,
 )
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common import room_server
+from sglang.srt.disaggregation.common import room_server, shard_read
 from sglang.srt.disaggregation.common.room_server import LONG_POLL_S
 from sglang.srt.disaggregation.control.protocol import (
     GiveUp,
@@ -189,3 +191,36 @@ def test_reading_for_long_is_no_silence(prefill: PrefillRooms, asker: Asker, clo
     asker.hear()
     clock.now += SILENT_S
     assert prefill.outcome(1) is None, "it was heard of until its question was answered"
+
+
+# ---- giving up ---------------------------------------------------------------------------------
+
+
+def test_who_gives_up_before_it_has_read_an_answer_is_heard(
+    prefill: PrefillRooms, asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is about to write when the connection ends."""
+    monkeypatch.setattr(shard_read, "LINGER_S", 30.0)
+    writing, go_on = threading.Event(), threading.Event()
+    answer_waiting = prefill._answer_waiting
+
+    def slow() -> None:
+        if prefill._rooms[1].pages:
+            writing.set()
+            assert go_on.wait(60)
+        answer_waiting()
+
+    prefill.open(1)
+    asker.send(Poll(1, "me", 0))
+    asker.look(1)
+    asker.send(Poll(1, "me", 0, may_wait=False))
+    until(lambda: bool(select.select([asker.link._socket], [], [], 0)[0]))
+    monkeypatch.setattr(prefill, "_answer_waiting", slow)
+    prefill.add_pages(1, [5])
+    assert writing.wait(60)
+    leaves = threading.Thread(target=shard_read.give_up, args=([asker.link], 1, "me", "aborted"))
+    leaves.start()
+    leaves.join(0.3)
+    go_on.set()
+    leaves.join(60)
+    until(lambda: prefill.outcome(1) == "the decode server gave it up: aborted")
