@@ -299,6 +299,19 @@ class Server:
         receiver.init()
         return receiver
 
+    def knows(self, room: int = ROOM, receiver: CommonKVReceiver | None = None) -> CommonKVReceiver:
+        """Wait until a room is known, and ask again if the server is missed before: the machine
+        may stand still for longer than the timeouts. Returns who knows it."""
+        asked = [receiver or self.ask(room)]
+
+        def is_so() -> bool:
+            if asked[-1].poll() == KVPoll.Failed:
+                asked.append(self.ask(room))
+            return asked[-1].poll() == KVPoll.WaitingForInput
+
+        until(is_so)
+        return asked[-1]
+
     def restart(self) -> None:
         """Another instance takes the place of the prefill server, at another port."""
         self.prefill.close()

@@ -201,9 +201,10 @@ def test_requests_are_refused_until_the_role_is_known(
     after = "decode" if before == "prefill" else "prefill"
     control = server.context.manager.control
     ask = control.ask_each
-    monkeypatch.setattr(control, "ask_each", lambda message: ask(message, 0.2))
     server.scheduler.is_silent = True
-    answer = switch(server, after)
+    with monkeypatch.context() as short:
+        short.setattr(control, "ask_each", lambda message: ask(message, 0.2))
+        answer = switch(server, after)
     assert answer.status_code == 503 and "did not answer" in message_of(answer)
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 5}
     lost = httpx.post(f"{server.url}/generate", json={"text": "ab", **room}, timeout=20)

@@ -244,7 +244,9 @@ def test_nothing_is_written_behind_a_page_whose_second_part_was_refused(
     writer.run(PROMPT)
     writer.run([*PROMPT[:40], *range(100, 108), 7])
     writer.settle()
-    assert counts(writer.hi.metrics.backup_outcomes) == {"failed": 1, "short": 1}
+    ends = counts(writer.hi.metrics.backup_outcomes)
+    # The second write may wait already when the store refuses the page before it.
+    assert ends in ({"failed": 1, "short": 1}, {"failed": 1, "orphan": 1})
     assert reader.run(PROMPT) == Reused(storage=12)
     reader.settle()
 

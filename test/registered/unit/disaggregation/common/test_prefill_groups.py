@@ -162,13 +162,13 @@ def test_a_group_that_does_not_answer_fails_only_what_may_be_its_own(scene: Scen
 def test_the_reason_of_a_silent_group_is_told_for_a_room_that_no_other_knows(
     scene: Scene,
 ) -> None:
-    timeouts = Timeouts(unknown_room=0.3, waiting=60, silence=0.6)
+    timeouts = Timeouts(unknown_room=1, waiting=60, silence=2)
     with (
         contextlib.closing(Groups(scene, 2, timeouts)) as groups,
         ControlProxy(groups.routes[1].endpoint, lambda *_: ()) as proxy,
     ):
         groups.routes[1] = msgspec.structs.replace(groups.routes[1], endpoint=proxy.endpoint)
-        silent = f"the prefill server at {proxy.endpoint} has not answered for 0.6 s"
+        silent = f"the prefill server at {proxy.endpoint} has not answered for 2 s"
         assert failure(groups.ask(6)) == silent
 
 

@@ -69,20 +69,6 @@ def has_failed(receiver: CommonKVReceiver) -> bool:
     return receiver.poll() == KVPoll.Failed
 
 
-def known(server: Server, room: int, receiver: CommonKVReceiver | None = None) -> CommonKVReceiver:
-    """Wait until a room is known, and ask again if the server is missed before: the machine may
-    stand still for longer than a hasty one waits. Returns who knows it."""
-    asked = [receiver or server.ask(room)]
-
-    def is_so() -> bool:
-        if has_failed(asked[-1]):
-            asked.append(server.ask(room))
-        return is_known(asked[-1])
-
-    until(is_so)
-    return asked[-1]
-
-
 def failure(receiver: CommonKVReceiver) -> str:
     until(lambda: has_failed(receiver))
     return desk_rig.failure(receiver)
@@ -267,7 +253,7 @@ def test_a_missing_server_fails_old_rooms(hasty: Server) -> None:
     late = hasty.ask(6)
     hasty.why = None
     hasty.prefill.open(6)
-    known(hasty, 6, late)
+    hasty.knows(6, late)
 
 
 def test_a_server_that_is_gone_is_a_reason_to_probe_sessions(hasty: Server) -> None:
@@ -349,14 +335,14 @@ def test_a_server_that_falls_silent_fails_known_rooms_too(hasty: Server) -> None
     ) as proxy:
         hasty.through(proxy)
         hasty.prefill.open(ROOM)
-        rooms = [known(hasty, ROOM)]
+        rooms = [hasty.knows(ROOM)]
         is_silent.set()
         rooms.append(hasty.ask(6))
         assert [failure(one) for one in rooms] == [SILENT.format(proxy.endpoint)] * 2
         is_silent.clear()
         again = hasty.ask(6)
         hasty.prefill.open(6)
-        known(hasty, 6, again)
+        hasty.knows(6, again)
 
 
 def test_a_busy_arrival_of_rooms_does_not_hide_a_silence(hasty: Server) -> None:
@@ -374,7 +360,7 @@ def test_a_busy_arrival_of_rooms_does_not_hide_a_silence(hasty: Server) -> None:
 def test_a_replaced_server_fails_what_the_old_one_knew(hasty: Server) -> None:
     """Requests that it did not know may have been sent to the new one."""
     hasty.prefill.open(ROOM)
-    old = known(hasty, ROOM)
+    old = hasty.knows(ROOM)
     hasty.restart()
     young = hasty.ask(6)
     hasty.prefill.open(6)
@@ -382,7 +368,7 @@ def test_a_replaced_server_fails_what_the_old_one_knew(hasty: Server) -> None:
         "the prefill server was replaced by another instance",
         SILENT.format(sources_of(old)[0].endpoint),
     )
-    young = known(hasty, 6, young)
+    young = hasty.knows(6, young)
     assert sources_of(young)[0].instance_id == "another"
 
 
@@ -393,7 +379,7 @@ def test_another_instance_at_the_old_address_is_noticed(hasty: Server) -> None:
     receiver = hasty.ask()
     until(lambda: len(hasty.look_ups) > 1)
     hasty.route = right
-    known(hasty, ROOM, receiver)
+    hasty.knows(ROOM, receiver)
 
 
 def test_messages_may_be_lost_doubled_and_late(
