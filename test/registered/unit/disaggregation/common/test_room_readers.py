@@ -214,7 +214,9 @@ def test_who_gives_up_before_it_has_read_an_answer_is_heard(
     asker.send(Poll(1, "me", 0))
     asker.look(1)
     asker.send(Poll(1, "me", 0, may_wait=False))
-    until(lambda: bool(select.select([asker.link._socket], [], [], 0)[0]))
+    sock = asker.link._socket
+    assert sock is not None
+    until(lambda: bool(select.select([sock], [], [], 0)[0]))
     monkeypatch.setattr(prefill, "_answer_waiting", slow)
     prefill.add_pages(1, [5])
     assert writing.wait(60)
