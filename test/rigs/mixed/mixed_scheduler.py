@@ -6,8 +6,9 @@
 `random_scheduler.py` checks every position of a model that is made for checks. Here the models, the
 attention, the formats of state and the draft layers are the engine's own. All words, and their log
 probabilities where a request asks for them, are compared with those of an engine that caches and
-drafts nothing. Whenever the scheduler is idle, and at random between, page ownership is checked,
-and a mirror of the tiers, which hears KV events alone, is compared with the tree.
+drafts nothing. Free slots hold NaN. Whenever the scheduler is idle, and at random between, page
+ownership is checked, and a mirror of the tiers, which hears KV events alone, is compared with the
+tree.
 
 Some seeds have two DP groups: schedulers over one store, behind the server's choice of a group.
 
@@ -39,6 +40,7 @@ from rigs.mixed.mixed_requests import Asked, MixedRequests
 from rigs.mixed.plan import DRAFTING, LATENT, LEVELS, STATES, Mix, covering_mixes
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers import random_seeds
+from rigs.schedulers.poisoned_pools import poison_free
 from rigs.schedulers.random_checks import assert_unpinned
 from rigs.schedulers.random_seeds import Outcome
 from rigs.schedulers.random_setup import impatient, speculation
@@ -298,6 +300,8 @@ class MixedScheduler:
     def _step_group(self, rig: SchedulerRig, messages: Sequence[ToScheduler]) -> None:
         counters, control = rig.scheduler.state.counters, rig.scheduler._control
         before, was_paused = (counters.prefill_batches, counters.decode_steps), control.is_paused
+        worker = rig.worker
+        poison_free(rig.pools, worker.token_to_kv_pool_allocator, worker.req_to_token_pool)
         rig.step(*messages)
         self._door.hear(rig)
         if was_paused and control.is_paused:

@@ -22,6 +22,7 @@ from rigs.models.model_oracle import (
     reference,
 )
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint, tiny_config
+from rigs.schedulers.poisoned_pools import poison_free
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName
@@ -175,6 +176,22 @@ def test_a_row_that_another_request_used_starts_anew(tmp_path: Path) -> None:
     driver.lens[0] = 0
     assert_close(driver.extend([(0, tokens[:9])]).next_token_logits, want[8:9])
     assert_close(driver.extend([(0, tokens[9:])]).next_token_logits, want[39:])
+
+
+def test_a_short_request_beside_a_long_one_reads_its_own_rows_alone(tmp_path: Path) -> None:
+    """Behind its slots, its row of the table has slots of an earlier request, which hold NaN."""
+    hf = save_tiny_checkpoint(tmp_path, "deepseek_v4")
+    driver = StepDriver(tmp_path, page_size=16)
+    runner, short, long = driver.runner, prompt(8, 9), prompt(70, 10)
+    allocator, rows = runner.token_to_kv_pool_allocator, runner.req_to_token_pool
+    (free,) = (pages[-5:] for pages in allocator.free_page_ids())
+    rows.req_to_token[0, :80] = (free[:, None] * 16 + torch.arange(16)).flatten()
+    driver.extend([(0, short[:-2]), (1, long[:-2])])
+    poison_free(runner.pools.values(), allocator, rows)
+    want = torch.stack([reference(hf, tokens)[-2:] for tokens in (short, long)], dim=1)
+    for place in (-2, -1):
+        got = driver.decode([(0, short[place]), (1, long[place])]).next_token_logits
+        assert_close(got, want[place])
 
 
 def test_bf16_errs_like_transformers(tmp_path: Path) -> None:

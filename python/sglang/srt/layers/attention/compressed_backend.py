@@ -84,9 +84,12 @@ class CompressedTorchBackend(WindowTorchBackend):
         if rows is not None:
             width = rows.items.shape[1]
             counts = (forward_batch.seq_lens // layer.ratio).clamp(max=width)
-            chosen = rows.buffer[rows.items].unsqueeze(1).to(q.dtype)
-            keys = torch.cat([keys, chosen], dim=2)
-            mask = torch.cat([mask, self._first(counts, width)[:, None, None]], dim=-1)
+            hidden = self._first(counts, width)
+            # Items behind a request's rows are of others, and may be no numbers: a product with a
+            # weight of 0 would not be 0.
+            chosen = rows.buffer[rows.items].masked_fill_(hidden.isinf().unsqueeze(-1), 0)
+            keys = torch.cat([keys, chosen.unsqueeze(1).to(q.dtype)], dim=2)
+            mask = torch.cat([mask, hidden[:, None, None]], dim=-1)
         part = attend(q.unsqueeze(1), keys, keys, scale=layer.scaling, mask=mask)
         return with_sinks(part, layer.sinks).out.reshape(len(q), -1)
 

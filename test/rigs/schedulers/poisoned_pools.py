@@ -1,0 +1,43 @@
+"""Free slots that hold no numbers, so that a read of a slot without an owner shows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
+from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.device.request_pool import RequestPool
+
+_NAN_BYTE = 0xFF
+"""Each float type, fp8 too, reads bytes of ones as NaN."""
+
+
+def poison_free(
+    pools: Iterable[BaseDevicePool], allocator: BaseTokenToKVPoolAllocator, rows: ReqToTokenPool
+) -> None:
+    """Fill all free pages, states and rows of requests with NaN, between two steps. Those of a GPU
+    stay as they are: it may still read them."""
+    if rows.device.type != "cpu":
+        return
+    pages = torch.cat(list(allocator.free_page_ids()))
+    states = [] if rows.mamba_pool is None else list(rows.mamba_pool.free_page_ids())
+    for pool in pools:
+        if isinstance(pool, PagedDevicePool):
+            _fill(pool, pages, pool.page_items)
+        elif isinstance(pool, RequestPool):
+            _fill(pool, torch.tensor(rows._free_rows, dtype=torch.int64), 1)
+        else:
+            _fill(pool, *states, 1)  # All pools of states share their slots.
+
+
+def _fill(pool: BaseDevicePool, ids: torch.Tensor, items: int) -> None:
+    """Args:
+    ids: int64 `[n]`: pages of `items` items.
+    """
+    for layer in itertools.chain(*pool.parts):
+        raw = layer.view(len(layer) // items, -1).view(torch.uint8)
+        raw.index_fill_(0, ids, _NAN_BYTE)
