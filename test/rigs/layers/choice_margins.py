@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from rigs.layers.near_choices import ranking_of
 from rigs.models.model_oracle import prompt
 from rigs.models.tiny_models import StepDriver
 from sglang.srt.layers.forward_batch_info import ForwardBatch
@@ -44,8 +45,7 @@ def expert_margins(
     logits: torch.Tensor, options: RouterOptions, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`Choice.margins`; arguments as of `select_experts`."""
-    scores = logits.sigmoid() if options.scoring == "sigmoid" else logits.softmax(dim=-1)
-    ranking = scores if bias is None else scores + bias
+    ranking = ranking_of(logits, options, bias)
     margins = ranking.new_full((len(ranking),), torch.inf)
     if options.is_grouped:
         groups = ranking.view(len(ranking), options.num_groups, -1)
