@@ -22,6 +22,7 @@ from rigs.models.model_oracle import (
     reference,
 )
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint, tiny_config
+from rigs.nightly_cases import nightly
 from rigs.schedulers.poisoned_pools import poison_free
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.device.state_pool import StatePool
@@ -38,7 +39,7 @@ PUBLISHED: dict[str, Any] = {
     "sliding_window": 128,
     "hc_sinkhorn_iters": 20,
     "index_topk": 40,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
     "eos_token_id": None,
 }
 """Ratios and window as published."""
@@ -55,14 +56,15 @@ def test_logits_of_batches_equal_transformers(tmp_path: Path) -> None:
     assert_logits_of_batches(hf, StepDriver(tmp_path, page_size=16))
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 127, 128, 129, 255, 256, 511, 1024])
+@pytest.mark.parametrize("length", [1, 3, 4, 127, 128, 129, 255, 256, 511, 1024, nightly(4097)])
 def test_logits_around_groups_equal_transformers(
     model: tuple[Path, PreTrainedModel], length: int
 ) -> None:
     """The whole prompt at once, in chunks that begin within groups, and words after it."""
     path, hf = model
-    cuts = (1, 2, 127, 128, 130, 300, 513)
-    assert_logits_around(hf, StepDriver(path, page_size=128), length, cuts)
+    cuts = (1, 2, 127, 128, 130, 300, 513, 4095)
+    driver = StepDriver(path, page_size=128, pool_tokens=8704, max_requests=2)
+    assert_logits_around(hf, driver, length, cuts)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5, 15, 16, 17, 37, 100])

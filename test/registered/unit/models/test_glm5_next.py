@@ -24,6 +24,7 @@ from rigs.models.model_oracle import (
 )
 from rigs.models.quantized_checkpoints import fp8_blocks, write_quantized
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
+from rigs.nightly_cases import nightly
 from rigs.schedulers.rank_threads import on_rank_threads
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.attention_registry import default_attention_backend
@@ -41,21 +42,22 @@ LINEAR, INDEXED = "linear_attention", "indexed_attention"
 @pytest.fixture(scope="module", name="model")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     path = tmp_path_factory.mktemp("glm5_next")
-    return path, save_tiny_checkpoint(path, "glm5_next", max_position_embeddings=4096)
+    return path, save_tiny_checkpoint(path, "glm5_next", max_position_embeddings=8192)
 
 
 def test_logits_of_batches_equal_transformers(model: tuple[Path, PreTrainedModel]) -> None:
     assert_logits_of_batches(model[1], StepDriver(model[0], page_size=16))
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 63, 64, 65, 255, 513, 1024])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 63, 64, 65, 255, 513, 1024, nightly(4097)])
 def test_logits_around_groups_equal_transformers(
     model: tuple[Path, PreTrainedModel], length: int
 ) -> None:
     """The whole prompt at once, in chunks that begin within groups, and words after it."""
     path, hf = model
-    cuts = (1, 2, 15, 63, 64, 66, 130, 513)
-    assert_logits_around(hf, StepDriver(path, page_size=64), length, cuts)
+    cuts = (1, 2, 15, 63, 64, 66, 130, 513, 4095)
+    driver = StepDriver(path, page_size=64, pool_tokens=8704, max_requests=2)
+    assert_logits_around(hf, driver, length, cuts)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 15, 16, 17, 37, 63, 64, 100])
