@@ -36,6 +36,7 @@ def test_ten_minutes_of_random_work() -> None:
         "rooms forgotten",
         "role switches",
         "with groups",
+        "real models",
         "rounds with faults",
         "rounds without",
         *(("over NIXL",) if has_nixl() else ()),

@@ -11,9 +11,9 @@ doubled and delayed, reads hang and fail, rooms are given up, and prompts fail b
 then a request gives its words or ends with an error that names the step. After each round both
 sides are idle, their page ownership exact, and no room is open.
 
-Only the model's arithmetic is not real, and the carrier of the bytes in most seeds: NIXL carries
-them in the others, if its package is there. A run is a function of its seed, except for the
-progress of threads.
+In some seeds the model is a tiny one of a family whose pools have strides, windows and groups; in
+the others a model that checks all it reads. NIXL carries the bytes in some, if its package is
+there. A run is a function of its seed, except for the progress of threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -34,11 +34,7 @@ from rigs.caches.host_damage import flip_any
 from rigs.disaggregation.control_proxy import ControlProxy
 from rigs.disaggregation.nixl_package import has_nixl
 from rigs.disaggregation.pd_pair import NEVER_ASKED
-from rigs.disaggregation.pd_rig import (
-    PdRig,
-    RoleRig,
-    one_rank,
-)
+from rigs.disaggregation.pd_rig import PdRig, RoleRig, one_rank
 from rigs.disaggregation.random_pd_setup import (
     NAMED,
     FlippingEngineMover,
@@ -49,16 +45,13 @@ from rigs.disaggregation.random_pd_setup import (
     short_repeats,
     small_l1,
 )
+from rigs.mixed.pd_work import CheckableWork, PdWork, RealWork, draw_family, real_args
 from rigs.schedulers import random_seeds
 from rigs.schedulers.checkable_pools import CheckableState
 from rigs.schedulers.checkable_worker import CheckableWorker
-from rigs.schedulers.random_checks import (
-    assert_input_logprobs,
-    assert_output_logprobs,
-    assert_unpinned,
-    assert_words,
-)
-from rigs.schedulers.random_requests import RandomRequests, Sent
+from rigs.schedulers.poisoned_pools import poison_free
+from rigs.schedulers.random_checks import assert_unpinned
+from rigs.schedulers.random_requests import Sent
 from rigs.schedulers.random_seeds import Outcome
 from rigs.schedulers.random_setup import draw_group, speculation, text_args
 from rigs.schedulers.scheduler_rig import Collected
@@ -72,11 +65,7 @@ from sglang.srt.distributed.device_communicators.nixl_transfer_engine import Nix
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.messages.io_struct import (
-    AbortReq,
-    Bootstrap,
-    ToScheduler,
-)
+from sglang.srt.messages.io_struct import AbortReq, Bootstrap, ToScheduler
 from sglang.srt.utils.metrics import counts_by_label
 
 _MODULE: Final = "rigs.disaggregation.random_pd"
@@ -104,10 +93,16 @@ class Pending:
 
 
 class RandomPd:
-    """One run."""
+    """One run.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: Determines all but the timing of threads.
+        family: Family of the model; None: the seed draws one of `FAMILIES`, or a checkable model.
+    """
+
+    def __init__(self, seed: int, family: str | None = None) -> None:
         self._seed = seed
+        family = family or draw_family(seed)
         self.rng = random.Random(seed)
         self._network = random.Random(self.rng.random())
         """Random numbers of the proxy's thread."""
@@ -116,6 +111,8 @@ class RandomPd:
         self._damage = random.Random(seed)
         self._apart = random.Random(f"places of {seed}")
         self.page_size = self.rng.choice((1, 4, 16))
+        if family is not None:
+            self.page_size = max(self.page_size, 4)  # Pages have whole groups.
         self.args = {side: draw_args(self.rng, self.page_size) for side in ("prefill", "decode")}
         # Drawn apart, so that seeds stay the same otherwise.
         apart = random.Random(~seed)
@@ -145,7 +142,11 @@ class RandomPd:
             for args in self.args.values():
                 args |= {"enable_pd_role_switch": True, "admin_api_key": "operator"}
         self.outcome = Outcome()
-        self._requests = RandomRequests(self.rng, self.page_size)
+        self.work: PdWork = (
+            CheckableWork(self.rng, self.page_size)
+            if family is None
+            else RealWork(family, self.rng, self.page_size)
+        )
         self._mover = FlippingMover(random.Random(seed))
         self.uses_nixl = has_nixl() and random.Random(f"carrier of {seed}").random() < 0.3
         if self.uses_nixl:
@@ -184,19 +185,7 @@ class RandomPd:
                 stack.callback(engine.close)
                 self._mover = FlippingEngineMover(random.Random(self._seed), engine)
             self._pair = stack.enter_context(
-                PdRig(
-                    BUILTIN_MODEL_DIR,
-                    self._mover,
-                    checkable=True,
-                    page_size=self.page_size,
-                    state=self.state,
-                    unit_bytes=self.unit_bytes,
-                    prefill=self.args["prefill"],
-                    decode={**self.args["decode"], "tolerates_damage": self.damages_l2},
-                    groups=self.groups,
-                    **speculation(self.num_draft_tokens),
-                    **text_args(),
-                )
+                PdRig(engine=self._mover, groups=self.groups, **self._model_args())
             )
             stack.callback(self._mover.release)
             stack.callback(self.store.release)
@@ -222,8 +211,8 @@ class RandomPd:
                 error.add_note(
                     f"after {self.outcome.steps} steps, {'over NIXL, ' * self.uses_nixl}units of "
                     f"{self.unit_bytes}, "
-                    f"{self.num_draft_tokens} tokens a step, {self.groups} groups, {self.state}, "
-                    f"{self.args}"
+                    f"{self.num_draft_tokens} tokens a step, {self.groups} groups, {self.work}, "
+                    f"{self.state}, {self.args}"
                 )
                 error.add_note(self.pair.describe())
                 raise
@@ -232,6 +221,23 @@ class RandomPd:
             self._count()
         self.outcome.seconds = time.monotonic() - began
         return self.outcome
+
+    def _model_args(self) -> dict[str, Any]:
+        """Arguments of `PdRig` by the model."""
+        args = {"page_size": self.page_size, "unit_bytes": self.unit_bytes}
+        if isinstance(self.work, RealWork):
+            sides = {side: real_args(one, self.page_size) for side, one in self.args.items()}
+            return {**args, **sides, "model_path": self.work.path}
+        return {
+            **args,
+            "model_path": BUILTIN_MODEL_DIR,
+            "checkable": True,
+            "state": self.state,
+            "prefill": self.args["prefill"],
+            "decode": {**self.args["decode"], "tolerates_damage": self.damages_l2},
+            **speculation(self.num_draft_tokens),
+            **text_args(),
+        }
 
     # ---- faults --------------------------------------------------------------------------------
 
@@ -291,7 +297,7 @@ class RandomPd:
     def _arrive(self, odd: float) -> None:
         rng = self.rng
         limits = self.pair.decode.scheduler.state.limits
-        for sent in self._requests.draw(limits):
+        for sent in self.work.draw(limits):
             rid = sent.message.rid
             is_remote = not rid.startswith(HEALTH_CHECK_RID_PREFIX) and rng.random() < 0.9
             # Samples are where their prompt is.
@@ -337,6 +343,9 @@ class RandomPd:
         now = [one for one in self._late if one[0] <= self.outcome.steps]
         self._late = [one for one in self._late if one[0] > self.outcome.steps]
         to_each = {rig: [m for _, to, m in now if to is rig] for rig in self.pair.rigs}
+        if isinstance(self.work, RealWork):
+            for rig in self.pair.rigs:
+                poison_free(rig.pools, rig.worker)
         with self._watchdog.within(_HANG_S):
             self.pair.step_each(to_each)
         self.outcome.steps += 1
@@ -407,7 +416,7 @@ class RandomPd:
             if side not in pending.to_come or got is None:
                 continue
             if side == "decode" or not pending.sent.is_refused:
-                assert_words(pending.sent, got)
+                self.work.assert_so_far(pending.sent, got)
             if got.finish_reason is not None:
                 pending.to_come.remove(side)
                 del rig.results[rid]
@@ -421,12 +430,10 @@ class RandomPd:
         rid, counts = sent.message.rid, self.outcome.counts
         if reason.type != "abort":
             if side == "decode":
-                assert got.output_ids == sent.words, f"{rid}: {len(got.output_ids)} words"
-                self._requests.remember(sent.message.extra_key, sent.prompt + got.output_ids)
+                self.work.assert_whole(sent, got)
+                self.work.remember(sent, got.output_ids)
             else:
-                assert got.output_ids == sent.words[:1]
-                assert_input_logprobs(sent, got)
-            assert_output_logprobs(sent, got)
+                self.work.assert_first(sent, got)
             counts[f"{side}: right"] += 1
             if sent.extra is not None:
                 counts[f"{side}: with {sent.extra}"] += 1
@@ -447,15 +454,16 @@ class RandomPd:
 
     def _count(self) -> None:
         self.outcome.counts["over NIXL"] += self.uses_nixl
+        self.outcome.counts["real models"] += isinstance(self.work, RealWork)
         self.outcome.counts["with groups"] += self.groups != (1, 1)
         for name, rig in ((name, rig) for name, side in self.pair.sides.items() for rig in side):
             counters = rig.scheduler.state.counters
             self.outcome.counts[f"{name}: retractions"] += counters.retractions
             self.outcome.counts[f"{name}: tokens computed"] += counters.prefill_tokens
-            assert isinstance(rig.worker, CheckableWorker)
-            self.outcome.counts[f"{name}: accepted drafts"] += rig.worker.num_accepted
-            self.outcome.counts[f"{name}: rejected drafts"] += rig.worker.num_rejected
-            self.outcome.counts[f"{name}: verifications ahead"] += rig.worker.num_ahead
+            if isinstance(rig.worker, CheckableWorker):
+                self.outcome.counts[f"{name}: accepted drafts"] += rig.worker.num_accepted
+                self.outcome.counts[f"{name}: rejected drafts"] += rig.worker.num_rejected
+                self.outcome.counts[f"{name}: verifications ahead"] += rig.worker.num_ahead
             self.outcome.counts[f"{name}: started again"] += counters.redone
             for what, tokens in counts_by_label(rig.scheduler.state.metrics.backed_up).items():
                 self.outcome.counts[f"{name}: retracted tokens, {what}"] += tokens

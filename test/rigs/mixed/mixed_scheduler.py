@@ -108,7 +108,7 @@ def _models() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def _cold(family: str, kv_cache_dtype: str) -> ColdEngine:
+def cold_engine(family: str, kv_cache_dtype: str) -> ColdEngine:
     """The engine to compare with. Rounded state must choose no other experts, so a model with
     rounded state has none."""
     path = Path(_models().name) / f"{family}-{kv_cache_dtype}"
@@ -164,7 +164,7 @@ class MixedScheduler:
         self.mix = mix or mixes[seed % len(mixes)]
         self._door = FrontDoor(grouping, num_groups, self.mix.page_size)
         self.outcome = MixedOutcome(mix=self.mix)
-        self._cold = _cold(self.mix.family, self.mix.kv_cache_dtype)
+        self._cold = cold_engine(self.mix.family, self.mix.kv_cache_dtype)
         self._log: deque[str] = deque(maxlen=30)
         self._mirrors = [Mirror() for _ in range(num_groups)]
         self._texts: list[list[int]] = []
@@ -300,8 +300,7 @@ class MixedScheduler:
     def _step_group(self, rig: SchedulerRig, messages: Sequence[ToScheduler]) -> None:
         counters, control = rig.scheduler.state.counters, rig.scheduler._control
         before, was_paused = (counters.prefill_batches, counters.decode_steps), control.is_paused
-        worker = rig.worker
-        poison_free(rig.pools, worker.token_to_kv_pool_allocator, worker.req_to_token_pool)
+        poison_free(rig.pools, rig.worker)
         rig.step(*messages)
         self._door.hear(rig)
         if was_paused and control.is_paused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
@@ -16,14 +17,20 @@ _NAN_BYTE = 0xFF
 """Each float type, fp8 too, reads bytes of ones as NaN."""
 
 
-def poison_free(
-    pools: Iterable[BaseDevicePool], allocator: BaseTokenToKVPoolAllocator, rows: ReqToTokenPool
-) -> None:
+class _Owner(Protocol):
+    """A runner or its worker."""
+
+    token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
+    req_to_token_pool: ReqToTokenPool
+
+
+def poison_free(pools: Iterable[BaseDevicePool], owner: _Owner) -> None:
     """Fill all free pages, states and rows of requests with NaN, between two steps. Those of a GPU
     stay as they are: it may still read them."""
+    rows = owner.req_to_token_pool
     if rows.device.type != "cpu":
         return
-    pages = torch.cat(list(allocator.free_page_ids()))
+    pages = torch.cat(list(owner.token_to_kv_pool_allocator.free_page_ids()))
     states = [] if rows.mamba_pool is None else list(rows.mamba_pool.free_page_ids())
     for pool in pools:
         if isinstance(pool, PagedDevicePool):

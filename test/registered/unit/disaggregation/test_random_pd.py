@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.device.request_pool import RequestPool
 from sglang.srt.messages.io_struct import FinishReason
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
 
 @pytest.mark.parametrize("seed", [1, 12, 6])
@@ -31,6 +31,11 @@ def test_a_random_run_keeps_every_invariant(seed: int) -> None:
     outcome = RandomPd(seed).run(200, least_right=6)
     assert outcome.counts["decode: right"] >= 6
     assert (outcome.counts["decode: accepted drafts"] > 0) == (seed == 12)
+
+
+@pytest.mark.parametrize(("seed", "family"), [(102, "deepseek_v4"), (103, "glm5_next")])
+def test_a_random_run_of_a_real_model_gives_right_words(seed: int, family: str) -> None:
+    assert RandomPd(seed, family).run(60, least_right=4).counts["decode: right"] >= 4
 
 
 def forget_the_reads(role: DecodeRole, req: Any, reason: Any) -> bool:

@@ -189,7 +189,7 @@ def test_a_short_request_beside_a_long_one_reads_its_own_rows_alone(tmp_path: Pa
     (free,) = (pages[-5:] for pages in allocator.free_page_ids())
     rows.req_to_token[0, :80] = (free[:, None] * 16 + torch.arange(16)).flatten()
     driver.extend([(0, short[:-2]), (1, long[:-2])])
-    poison_free(runner.pools.values(), allocator, rows)
+    poison_free(runner.pools.values(), runner)
     want = torch.stack([reference(hf, tokens)[-2:] for tokens in (short, long)], dim=1)
     for place in (-2, -1):
         got = driver.decode([(0, short[place]), (1, long[place])]).next_token_logits

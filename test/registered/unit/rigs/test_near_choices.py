@@ -11,7 +11,7 @@ from rigs.layers import near_choices
 from rigs.layers.near_choices import Exchange, exchanged
 from rigs.mixed import cold_engine
 from rigs.mixed.cold_engine import TOLERANCES, ColdEngine, _differences, _Run
-from rigs.mixed.mixed_scheduler import _cold
+from rigs.mixed.mixed_scheduler import cold_engine as engine_of
 from rigs.models.model_oracle import prompt
 from rigs.models.tiny_models import save_tiny_checkpoint
 from sglang.srt.layers.attention import compressed_backend
@@ -49,7 +49,7 @@ def test_near_experts_are_exchanged_with_weights_of_their_own() -> None:
 def test_words_by_a_near_choice_are_right_and_by_another_are_wrong(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    engine, said = ColdEngine(_cold(family, "auto").path, "auto"), prompt(80, 3)
+    engine, said = ColdEngine(engine_of(family, "auto").path, "auto"), prompt(80, 3)
     (words,) = engine._rig.generate([said], 10)
     plain = engine._run(said, words, frozenset())
     with monkeypatch.context() as context:
