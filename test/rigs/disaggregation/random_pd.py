@@ -326,7 +326,9 @@ class RandomPd:
             bootstrap = Bootstrap(host, NEVER_ASKED, self._num_rooms)
             message = msgspec.structs.replace(sent.message, bootstrap=bootstrap)
             for side in sides:
-                delay = rng.choice((0, 0, 0, rng.randint(1, 20)))
+                # A tick of a real model takes longer, and the other side waits for seconds.
+                most = 4 if isinstance(self.work, RealWork) else 20
+                delay = rng.choice((0, 0, 0, rng.randint(1, most)))
                 self._late.append((self.outcome.steps + delay, places[side], message))
             self._pending[rid] = Pending(sent, True, is_odd, set(sides))
 

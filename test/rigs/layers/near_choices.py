@@ -2,9 +2,9 @@
 
 A router chooses experts, an indexer rows or tokens: the best of some scores. Sums in another order
 move scores a little, so that a chosen and a rejected candidate whose scores are near may change
-places. Both computations are then right, and what follows differs by an expert or by a row. A test
-that compares with one of them repeats it with such candidates exchanged: a right computation equals
-one of these runs, and a choice that no rounding explains equals none.
+places. Both computations are right, although another expert or row gives other logits. A test
+therefore repeats the computation that it compares with, and exchanges such candidates. A right
+computation equals one of these runs. A choice that no rounding explains equals none.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _near(scores: torch.Tensor, ids: torch.Tensor) -> list[tuple[int, int, int]]
 
 @contextmanager
 def exchanged(exchanges: Collection[Exchange] = ()) -> Iterator[list[Exchange]]:
-    """What runs meanwhile, on a CPU, makes these choices otherwise.
+    """Make these choices otherwise in all steps within. CPU only.
 
     Yields:
         All near choices of the run, which is filled meanwhile. Routers with groups of experts are

@@ -1,7 +1,7 @@
 """Requests of the random PD driver, and what they must give.
 
-The model is checkable, or a tiny one whose words are compared with those of an engine that caches
-nothing.
+A checkable model knows its words. Words of a tiny real model are compared with those of an engine
+without a cache.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class _Owner(Protocol):
 
 
 def poison_free(pools: Iterable[BaseDevicePool], owner: _Owner) -> None:
-    """Fill all free pages, states and rows of requests with NaN, between two steps. Those of a GPU
-    stay as they are: it may still read them."""
+    """Fill all free pages, states and rows of requests with NaN, between two steps. Does nothing on
+    a GPU, whose last step may still run."""
     rows = owner.req_to_token_pool
     if rows.device.type != "cpu":
         return

@@ -181,7 +181,7 @@ def test_a_row_that_another_request_used_starts_anew(tmp_path: Path) -> None:
 
 
 def test_a_short_request_beside_a_long_one_reads_its_own_rows_alone(tmp_path: Path) -> None:
-    """Behind its slots, its row of the table has slots of an earlier request, which hold NaN."""
+    """The end of its row of the table still names slots of an earlier request. They hold NaN."""
     hf = save_tiny_checkpoint(tmp_path, "deepseek_v4")
     driver = StepDriver(tmp_path, page_size=16)
     runner, short, long = driver.runner, prompt(8, 9), prompt(70, 10)
