@@ -31,14 +31,15 @@ def poison_free(pools: Iterable[BaseDevicePool], owner: _Owner) -> None:
     if rows.device.type != "cpu":
         return
     pages = torch.cat(list(owner.token_to_kv_pool_allocator.free_page_ids()))
-    states = [] if rows.mamba_pool is None else list(rows.mamba_pool.free_page_ids())
+    free_states = () if rows.mamba_pool is None else rows.mamba_pool.free_page_ids()
     for pool in pools:
         if isinstance(pool, PagedDevicePool):
             _fill(pool, pages, pool.page_items)
         elif isinstance(pool, RequestPool):
             _fill(pool, torch.tensor(rows._free_rows, dtype=torch.int64), 1)
         else:
-            _fill(pool, *states, 1)  # All pools of states share their slots.
+            for states in free_states:
+                _fill(pool, states, 1)  # All pools of states share their slots.
 
 
 def _fill(pool: BaseDevicePool, ids: torch.Tensor, items: int) -> None:

@@ -14,7 +14,7 @@ from rigs.mixed.cold_engine import TOLERANCES, ColdEngine, _differences, _Run
 from rigs.mixed.mixed_scheduler import cold_engine as engine_of
 from rigs.models.model_oracle import prompt
 from rigs.models.tiny_models import save_tiny_checkpoint
-from sglang.srt.layers.attention import compressed_backend
+from sglang.srt.layers.attention import dsa_backend
 from sglang.srt.layers.moe import sparse_moe
 from sglang.srt.layers.moe.sparse_moe import RouterOptions
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -27,10 +27,10 @@ WIDE = 0.05
 def test_near_rows_are_exchanged() -> None:
     scores = torch.tensor([[4.0, 1.0, 1.00001, 0.2], [4.0, 3.0, 1.0, -torch.inf]])
     with exchanged() as near:
-        chosen = compressed_backend.choose_tokens(scores, 2)
+        chosen = dsa_backend.choose_tokens(scores, 2)
     assert chosen.tolist() == [[0, 2], [0, 1]] and near == [Exchange(0, 0, 2, 1)]
     with exchanged(near):
-        assert compressed_backend.choose_tokens(scores, 2).tolist() == [[0, 1], [0, 1]]
+        assert dsa_backend.choose_tokens(scores, 2).tolist() == [[0, 1], [0, 1]]
 
 
 def test_near_experts_are_exchanged_with_weights_of_their_own() -> None:
