@@ -46,10 +46,10 @@ from rigs.disaggregation.random_pd_setup import (
     small_l1,
 )
 from rigs.mixed.pd_work import CheckableWork, PdWork, RealWork, draw_family, real_args
+from rigs.mixed.poisoned_pools import poison_free
 from rigs.schedulers import random_seeds
 from rigs.schedulers.checkable_pools import CheckableState
 from rigs.schedulers.checkable_worker import CheckableWorker
-from rigs.schedulers.poisoned_pools import poison_free
 from rigs.schedulers.random_checks import assert_unpinned
 from rigs.schedulers.random_requests import Sent
 from rigs.schedulers.random_seeds import Outcome

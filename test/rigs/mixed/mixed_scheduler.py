@@ -38,9 +38,9 @@ from rigs.mixed.front_door import FrontDoor
 from rigs.mixed.mirror import Mirror
 from rigs.mixed.mixed_requests import Asked, MixedRequests
 from rigs.mixed.plan import DRAFTING, LATENT, LEVELS, STATES, Mix, covering_mixes
+from rigs.mixed.poisoned_pools import poison_free
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers import random_seeds
-from rigs.schedulers.poisoned_pools import poison_free
 from rigs.schedulers.random_checks import assert_unpinned
 from rigs.schedulers.random_seeds import Outcome
 from rigs.schedulers.random_setup import impatient, speculation

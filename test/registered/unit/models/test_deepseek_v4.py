@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from rigs.mixed.poisoned_pools import poison_free
 from rigs.models.model_oracle import (
     assert_close,
     assert_continued,
@@ -23,7 +24,6 @@ from rigs.models.model_oracle import (
 )
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint, tiny_config
 from rigs.nightly_cases import nightly
-from rigs.schedulers.poisoned_pools import poison_free
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName
