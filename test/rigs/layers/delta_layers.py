@@ -43,7 +43,14 @@ def delta_net(dtype: torch.dtype, device: str, layer_id: int = 0, **changes: Any
     return layer
 
 
-def kda(dtype: torch.dtype, device: str, layer_id: int = 0, **changes: Any) -> KimiDeltaAttention:
+def kda(
+    dtype: torch.dtype,
+    device: str,
+    layer_id: int = 0,
+    *,
+    decay_bound: float | None = None,
+    **changes: Any,
+) -> KimiDeltaAttention:
     """A layer of `num_heads` heads, whose keys and values have `key_dim` elements."""
     shape: dict[str, Any] = {
         "hidden_size": 32, "num_heads": 2, "key_dim": 16, "kernel": 4, "eps": 1e-6,
@@ -51,7 +58,8 @@ def kda(dtype: torch.dtype, device: str, layer_id: int = 0, **changes: Any) -> K
     } | changes  # fmt: skip
     shape |= {"num_key_heads": shape["num_heads"], "value_dim": shape["key_dim"]}
     placement = TensorPlacement(dtype=dtype, device=device)
-    layer = KimiDeltaAttention(DeltaNetOptions(**shape), placement, layer_id)
+    options = DeltaNetOptions(**shape)
+    layer = KimiDeltaAttention(options, placement, layer_id, decay_bound=decay_bound)
     fill(layer, 1 + layer_id)
     return layer
 

@@ -20,7 +20,7 @@ if triton.knobs.runtime.interpret:
 DIM: Final = 128
 CONSTANTS: Final[dict[str, Any]] = {
     "Q0": 0, "K0": 32 * DIM, "V0": 64 * DIM, "B0": 98 * DIM, "HEADS": 32, "DIM": DIM, "KERNEL": 4,
-    "CHUNK": 64, "LEVELS": 6, "BLOCK": DIM, "BLOCK_K": DIM, "BLOCK_V": 32, "PAST": 4,
+    "CHUNK": 64, "LEVELS": 6, "BLOCK": DIM, "BLOCK_K": DIM, "BLOCK_V": 32, "PAST": 4, "BOUND": 0.0,
 }  # fmt: skip
 """Kimi-Linear-48B-A3B's."""
 ONE: Final = {"EACH": 1, "TRACK": False, "EARLY": 1}
@@ -32,6 +32,7 @@ CONVOLUTION: Final = {
 KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int]]] = {
     "convolution": (chunked_convolution._convolve_kernel, CONVOLUTION, 4, 40),
     "gates": (chunks._gates_kernel, {}, 4, 40),
+    "bounded gates": (chunks._gates_kernel, {"BOUND": -5.0}, 4, 40),
     "products": (chunks._products_kernel, {"BLOCK_D": 64}, 8, 112),
     "inverse": (chunked_delta_net._invert_kernel, {}, 4, 40),
     "solve": (chunks._solve_kernel, {"BLOCK_D": 32}, 4, 40),
@@ -39,6 +40,7 @@ KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int]]] = {
     "output": (chunks._output_kernel, {}, 4, 112),
     "one token": (tokens._rule_kernel, {**ONE, "BLOCK_V": 16}, 2, 8),
     "tokens": (tokens._rule_kernel, SHORT, 2, 8),
+    "bounded tokens": (tokens._rule_kernel, {**SHORT, "BOUND": -5.0}, 2, 8),
     "norm": (tokens._finish_kernel, ONE, 1, 8),
 }
 """Kernel, its own constants, warps, most KiB of shared memory: half of a multiprocessor's 228, so

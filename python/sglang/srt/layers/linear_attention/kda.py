@@ -150,7 +150,7 @@ class KimiDeltaAttention(DeltaLayer):
         self.gates = KimiGates(own, heads, placement)
         if decay_bound is not None:
             self.gates = BoundedKimiGates(own, heads, placement, decay_bound)
-            self._kernels = None  # They have the other decay.
+        self._decay_bound = decay_bound
         self.norm = GatedRMSNorm(
             own.value_dim, own.eps, placement=placement.at("o_norm"), by_sigmoid=True
         )
@@ -170,6 +170,7 @@ class KimiDeltaAttention(DeltaLayer):
         assert self._kernels is not None
         norm = self.norm.weight, self.norm.eps
         fixed = self.in_proj.all(x), self.in_proj.layout, self.gates.all(), norm, states
+        bound = self._decay_bound
         if isinstance(plan, ChunkPlan):
-            return self._kernels.attend_kda_in_chunks(*fixed, plan.chunks)
-        return self._kernels.attend_kda(*fixed)
+            return self._kernels.attend_kda_in_chunks(*fixed, plan.chunks, decay_bound=bound)
+        return self._kernels.attend_kda(*fixed, decay_bound=bound)

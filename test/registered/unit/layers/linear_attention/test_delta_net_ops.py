@@ -24,6 +24,8 @@ register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 Make = Callable[..., DeltaLayer]
 WHOLE: dict[str, Any] = {"key_dim": 64, "value_dim": 128}
 """Heads that the kernels for many tokens take."""
+BOUNDED: dict[str, Any] = {"decay_bound": -5.0}
+"""The decay of GLM-5.3-Flash."""
 
 
 def on_device(values: list[int] | None) -> torch.Tensor | None:
@@ -78,6 +80,7 @@ def assert_same(found: list[tuple[torch.Tensor, MambaPool]], bound: float) -> No
         (delta_net, {"kernel": 2}),
         (kda, {}),
         (kda, {"kernel": 2, "key_dim": 24}),
+        (kda, BOUNDED),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -91,7 +94,8 @@ def test_decoding_moves_the_states_on(
 
 
 @pytest.mark.parametrize(
-    ("make", "changes"), [(delta_net, {}), (delta_net, {"is_grouped": False}), (kda, {})]
+    ("make", "changes"),
+    [(delta_net, {}), (delta_net, {"is_grouped": False}), (kda, {}), (kda, BOUNDED)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("tracks", [False, True])
@@ -113,6 +117,7 @@ def test_short_prefills_leave_states_and_snapshots(
         (delta_net, {"kernel": 2, "value_dim": 64}),
         (kda, {}),
         (kda, {"kernel": 2, "key_dim": 128, "num_heads": 1}),
+        (kda, BOUNDED),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])

@@ -37,7 +37,7 @@ from sglang.srt.layers.triton_ops.chunked_convolution import (
     span_of,
 )
 from sglang.srt.layers.triton_ops.chunked_delta_net import invert
-from sglang.srt.layers.triton_ops.fused_delta_net import softplus
+from sglang.srt.layers.triton_ops.kda.tokens import log_decay
 
 _VALUES_OF_A_STATE = 32
 """Values of a head that one program moves on. Fewer fill the device with a single request."""
@@ -56,6 +56,7 @@ def _gates_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
+    BOUND: tl.constexpr,
 ) -> None:
     """Sum up the logs of one head's decays over a chunk."""
     head = tl.program_id(0)
@@ -65,9 +66,9 @@ def _gates_kernel(
     dims = tl.arange(0, DIM)
     at = (tokens[:, None] * HEADS + head) * DIM + dims[None, :]
     a = tl.load(decay_ptr + at, mask=is_token, other=0.0).to(tl.float32)
-    step = softplus(a + tl.load(dt_bias_ptr + head * DIM + dims)[None, :])
+    step = a + tl.load(dt_bias_ptr + head * DIM + dims)[None, :]
     rate = tl.exp(tl.load(a_log_ptr + head))
-    total = tl.cumsum(tl.where(is_token, -rate * step, 0.0), axis=0)
+    total = tl.cumsum(tl.where(is_token, log_decay(step, rate, BOUND), 0.0), axis=0)
     tl.store(totals_ptr + at, total, mask=is_token)
 
 
@@ -296,6 +297,8 @@ def attend_kda_in_chunks(
     norm: tuple[torch.Tensor, float],
     states: DeltaStates,
     chunks: DeltaChunks,
+    *,
+    decay_bound: float | None = None,
 ) -> torch.Tensor:
     """Like `attend_kda`, for prefills of many tokens. Every token belongs to a request.
 
@@ -305,7 +308,7 @@ def attend_kda_in_chunks(
 
     Args:
         layout: Its `key_dim` is one of `TILE_DIMS`.
-        gates: See `attend_kda`, for `norm` too.
+        gates: See `attend_kda`, for `norm` and `decay_bound` too.
         states: Must have `bounds` and `track_lens`. Read and overwritten.
 
     Returns:
@@ -329,7 +332,9 @@ def attend_kda_in_chunks(
     exact = torch.float32
     q, k, v = convolve_chunks(columns, conv_weight, layout, states, chunks)
     totals = columns.new_empty((num_tokens, heads, dim), dtype=exact)
-    _gates_kernel[(heads, num_chunks)](decay, totals, a_log, dt_bias, *places, num_warps=4, **sizes)
+    _gates_kernel[(heads, num_chunks)](
+        decay, totals, a_log, dt_bias, *places, BOUND=decay_bound or 0.0, num_warps=4, **sizes
+    )
     system = columns.new_empty((num_tokens, heads, size), dtype=exact)
     scores = columns.new_empty((num_tokens, heads, size))
     _products_kernel[(heads, num_chunks)](

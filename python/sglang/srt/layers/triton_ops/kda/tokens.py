@@ -34,6 +34,16 @@ _NORM_EPS: tl.constexpr = tl.constexpr(1e-6)
 
 
 @triton.jit
+def log_decay(step: tl.tensor, rate: tl.tensor, BOUND: tl.constexpr) -> tl.tensor:
+    """Log of the decay of time steps, bias included; BOUND is its least value, 0: it has none."""
+    if BOUND < 0:
+        log = BOUND / (1.0 + tl.exp(-rate * step))
+    else:
+        log = -rate * softplus(step)
+    return log
+
+
+@triton.jit
 def _rule_kernel(
     x_ptr: tl.tensor,
     decay_ptr: tl.tensor,
@@ -61,6 +71,7 @@ def _rule_kernel(
     BLOCK_V: tl.constexpr,
     EACH: tl.constexpr,
     TRACK: tl.constexpr,
+    BOUND: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute some values of one head of one request, token after token. `EACH` is the number of
@@ -118,7 +129,7 @@ def _rule_kernel(
         k = activated(xk, k_1st, kt0)
         v = activated(xv, v_1st, vt0)
         beta = 1.0 / (1.0 + tl.exp(-b))
-        g = -rate * softplus(a + bias)
+        g = log_decay(a + bias, rate, BOUND)
         if EACH != 1:
             q_1st, q_2nd, q_3rd = q_2nd + xq * qt1, q_3rd + xq * qt2, xq * qt3
             k_1st, k_2nd, k_3rd = k_2nd + xk * kt1, k_3rd + xk * kt2, xk * kt3
@@ -225,6 +236,8 @@ def attend_kda(
     gates: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     norm: tuple[torch.Tensor, float],
     states: DeltaStates,
+    *,
+    decay_bound: float | None = None,
 ) -> torch.Tensor:
     """Update the states of all requests, and compute the output projection's input.
 
@@ -234,6 +247,8 @@ def attend_kda(
         norm: Weight `[value_dim]` and epsilon of the gated norm.
         states: Read and overwritten; not of a verification. Without `bounds`, `num_tokens` is a
             multiple of `bs`.
+        decay_bound: Least log of a token's decay, negative: it is this bound times the sigmoid of
+            rate times step; None: minus rate times the softplus of the step.
 
     Returns:
         `[num_tokens, num_heads * value_dim]` of the dtype of `x`; zeros after the tokens of all
@@ -265,7 +280,7 @@ def attend_kda(
     _rule_kernel[(triton.cdiv(dim, block_v), heads, requests)](
         columns, decay, states.conv, states.temporal, conv_weight, a_log, dt_bias, attended,
         *indices, columns.stride(0), dim**-0.5, B0=layout.b, BLOCK_K=block, BLOCK_V=block_v,
-        num_warps=_WARPS, **shape,
+        BOUND=decay_bound or 0.0, num_warps=_WARPS, **shape,
     )  # fmt: skip
     _finish_kernel[(heads, num_tokens + requests * CONV_PARTS.value)](
         columns, gate, states.conv, attended, weight, out, *indices, num_tokens, requests,
