@@ -10,28 +10,24 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from itertools import permutations
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.cli import Mistake, check_choices, flag_name, lines_of, refuse_ignored
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode, may_decode, may_prefill
 from sglang.srt.arg_groups.disaggregation_checks import check_disaggregation, check_machines
 from sglang.srt.arg_groups.extra_config import FLAG, check_extra_config_keys
+from sglang.srt.arg_groups.model_pages import cache_and_page_size
 from sglang.srt.arg_groups.observability import check_observability
 from sglang.srt.arg_groups.remote_weights import check_remote_weights, offers_weights
 from sglang.srt.arg_groups.server_flags import ServerFlags
 from sglang.srt.arg_groups.speculative import check_speculative
 from sglang.srt.constants import (
-    DEFAULT_HIERARCHICAL_PAGE_SIZE,
-    DEFAULT_PAGE_SIZE,
     FOLLOW_ROOM,
     MAX_PREFILL_GROUPS,
-    PAGE_SIZES,
 )
 from sglang.srt.function_call.gpt_oss_detector import GPT_OSS
 from sglang.srt.hardware_backend.device_kinds import DEVICE_KINDS, device_kind
 from sglang.srt.parser.reasoning_parser import AUTO
-from sglang.srt.utils.json_files import read_json
 
 if TYPE_CHECKING:
     from sglang.srt.hardware_backend.device_kinds import DeviceKind
@@ -146,28 +142,6 @@ def check_not_empty(args: ServerFlags) -> Iterator[Mistake]:
     for field in dataclasses.fields(args):
         if getattr(args, field.name) == "":
             yield field.name, f"{flag_name(field.name)} is empty; give it a value or leave it out"
-
-
-def cache_and_page_size(args: ServerFlags) -> tuple[bool, int]:
-    """True if the cache is hierarchical, and the tokens of a page. A storage backend implies the
-    hierarchical cache. Reads config.json of a local model if no page size is given."""
-    hierarchical = args.enable_hierarchical_cache or args.hicache_storage_backend is not None
-    if args.page_size is not None:
-        return hierarchical, args.page_size
-    default = DEFAULT_HIERARCHICAL_PAGE_SIZE if hierarchical else DEFAULT_PAGE_SIZE
-    return hierarchical, _page_size_of(args.model_path) or default
-
-
-def _page_size_of(model_path: str | None) -> int | None:
-    """Tokens of a page that a local model asks for; None: none is there, or it takes any."""
-    if model_path is None:
-        return None
-    try:
-        config = read_json(Path(model_path) / "config.json") or {}
-    except (OSError, ValueError):
-        return None  # Who reads the whole config says what is wrong with it.
-    names = config.get("architectures")
-    return PAGE_SIZES.get(str(names[0])) if isinstance(names, list) and names else None
 
 
 def check_pages(args: ServerFlags, page_size: int) -> Iterator[str]:

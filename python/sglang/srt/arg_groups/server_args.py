@@ -1,8 +1,8 @@
 """The settings of a server: its flags, checked and resolved.
 
-`ServerArgs` uses neither disk (except an `@file` extra config), network nor hardware. `None` means
-"determined later": by `resolve()` if that needs neither machine nor model, otherwise by the code
-that sizes it.
+`ServerArgs` uses neither disk (except config.json and an `@file` extra config), network nor
+hardware. `None` means "determined later": by `resolve()` if that needs neither machine nor model,
+otherwise by the code that sizes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 from sglang.srt.arg_groups.api_keys import resolve_key
 from sglang.srt.arg_groups.checks import (
-    cache_and_page_size,
     check_device,
     mistakes_of,
     num_dp_groups,
@@ -34,6 +33,7 @@ from sglang.srt.arg_groups.disaggregation import (
 )
 from sglang.srt.arg_groups.extra_config import public_text
 from sglang.srt.arg_groups.foreign_flags import SAME_VALUES
+from sglang.srt.arg_groups.model_pages import cache_and_page_size
 from sglang.srt.arg_groups.server_flags import ServerFlags
 from sglang.srt.constants import (
     BUILTIN_MODEL_DIR,

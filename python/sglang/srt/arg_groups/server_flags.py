@@ -156,8 +156,8 @@ class ServerFlags(
     )
     page_size: int | None = flag(
         None,
-        "Tokens a page; absent: 1, 64 with the hierarchical cache or a local GLM-5.3-Flash, 256 "
-        "for a local DeepSeek-V4.",
+        "Tokens a page; absent: 1, 64 with the hierarchical cache or GLM-5.3-Flash, 256 for "
+        "DeepSeek-V4.",
     )
     schedule_policy: str = flag(
         "fcfs",

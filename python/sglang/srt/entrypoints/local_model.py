@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,13 +17,13 @@ from typing import Any, Final
 
 import xxhash
 
+from sglang.srt.arg_groups.model_pages import has_default_page, is_hub_name, page_size_of_model
 from sglang.srt.model_loader.weight_files import config_file
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.json_files import read_json
 
 logger = logging.getLogger(__name__)
 
-_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _TEXT: Final = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 """Config, tokenizer, chat template, and code, which runs only with `--trust-remote-code`."""
 _DUPLICATES: Final = ("original/*", "consolidated*", "*/*.safetensors")
@@ -44,7 +42,7 @@ def with_local_model(args: ServerArgs) -> ServerArgs:
             the changes of the config are not JSON. One line with the name and the remedy.
     """
     assert args.model_path is not None, "resolved"
-    if args.revision is not None and not _is_name(args.model_path):
+    if args.revision is not None and not is_hub_name(args.model_path):
         raise ValueError(
             f"--revision {args.revision}: model path {args.model_path!r} is not a name of the hub: "
             "leave the flag out"
@@ -61,13 +59,19 @@ def with_local_model(args: ServerArgs) -> ServerArgs:
         model = _with_config(Path(model), overrides)
     if (model, tokenizer) == (args.model_path, args.tokenizer_path):
         return args
-    return dataclasses.replace(
+    found = dataclasses.replace(
         args,
         model_path=model,
         tokenizer_path=tokenizer,
         revision=None,
         json_model_override_args="{}",
-    ).resolve()
+    )
+    page_size = page_size_of_model(found)
+    if page_size is not None and has_default_page(args) and page_size != args.page_size:
+        # The config came with this start. The model does not take the default.
+        logger.info("Pages have %d tokens, as the model asks for", page_size)
+        found = dataclasses.replace(found, page_size=page_size)
+    return found.resolve()
 
 
 def _local(args: ServerArgs, path: str, weights: tuple[str, ...], *, is_model: bool = True) -> str:
@@ -77,7 +81,7 @@ def _local(args: ServerArgs, path: str, weights: tuple[str, ...], *, is_model: b
         weights: Patterns of the weight files.
         is_model: `--revision` is about it.
     """
-    if not _is_name(path):
+    if not is_hub_name(path):
         return path
     # Imported here, because few starts need it.
     from huggingface_hub import snapshot_download
@@ -125,10 +129,6 @@ def _why_not(error: Exception) -> str:
         return f"the hub ({constants.ENDPOINT}) answered {status}: try again later"
     first = str(error).strip().partition("\n")[0][:200].rstrip(".")
     return f"it cannot be had from the hub ({first}): check name, disk and network"
-
-
-def _is_name(path: str) -> bool:
-    return _NAME.fullmatch(path) is not None and not os.path.exists(path)
 
 
 def _overrides(text: str) -> dict[str, Any]:

@@ -93,6 +93,31 @@ def test_revisions_and_tokenizers_are_fetched(tmp_path: Path, fetched: list[str]
     assert found.tokenizer_path == tagged.model_path
 
 
+@pytest.mark.usefixtures("fetched")
+@pytest.mark.parametrize("revision", [None, "v1.0"])
+def test_pages_have_the_size_that_a_model_of_the_hub_asks_for(
+    tmp_path: Path, revision: str | None
+) -> None:
+    """Once the config came with a start, and from the hub's cache before later ones."""
+    file = tmp_path / "repository" / "config.json"
+    fields = json.loads(file.read_text()) | {"architectures": ["DeepseekV4ForCausalLM"]}
+    file.write_text(json.dumps(fields))
+
+    def args(**given: object) -> ServerArgs:
+        return args_of(tmp_path, revision=revision, device="cpu", **given)
+
+    for hierarchical, default in ((False, 1), (True, 64)):
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        first = args(enable_hierarchical_cache=hierarchical)
+        assert first.page_size == default
+        found = with_local_model(first)
+        assert found.page_size == 256
+        later = args(enable_hierarchical_cache=hierarchical)
+        assert later.page_size == 256
+        assert with_local_model(later) == found
+        assert with_local_model(args(page_size=512)).page_size == 512
+
+
 def test_paths_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory whose path looks like a name is a directory."""
     (tmp_path / NAME).mkdir(parents=True)
