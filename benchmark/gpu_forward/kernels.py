@@ -287,7 +287,7 @@ def few(report: Report) -> None:
     shared = random(1024, 2048), random(2048, 512)
     weights = ExpertWeights(gate_up=gate_up, down=down, shared=shared)
     choice = ExpertChoice(
-        top_k=10, is_softmax=True, renormalize=True, factor=1.0, correction_bias=None,
+        top_k=10, scoring="softmax", renormalize=True, factor=1.0, correction_bias=None,
         has_shared=True, shared_gate=random(1, 2048), groups=1, top_groups=1, two_of_group=False,
     )  # fmt: skip
     layout = DeltaLayout(

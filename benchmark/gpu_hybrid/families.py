@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from transformers import DeepseekV32Config, Qwen3NextConfig
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextConfig
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
@@ -17,7 +18,14 @@ from benchmark.prompts import random_prompt
 from rigs.models.qwen3_8b import WEIGHTS
 from sglang.srt.configs.config_fields import FIELDS
 
+
+def _glm5_next(**fields: Any) -> Glm5NextConfig:
+    """A configuration with a vision tower, which is not read."""
+    return Glm5NextConfig(text_config=fields, vision_config={"depth": 1})
+
+
 LENGTH: Final = 8192
+"""Tokens of a prompt, where no other number is asked for."""
 STEPS: Final = 32
 VOCABULARY: Final = 129_280
 PATTERN: Final = "hybrid_override_pattern"
@@ -84,15 +92,33 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
             "attention_bias": True, "quantization_config": {"quant_method": "mxfp4"},
         },
     ),
+    "glm5_next": (
+        _glm5_next,
+        "Glm5NextForConditionalGeneration",
+        {
+            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 12,
+            "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 256, "v_head_dim": 256,
+            "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048, "index_kpool": 16,
+            "linear_head_dim": 128, "linear_num_heads": 64, "linear_conv_kernel_dim": 4,
+            "n_routed_experts": 96, "n_shared_experts": 1, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048, "hc_mult": 4, "hc_sinkhorn_iters": 20,
+            "pad_token_id": None,
+        },
+    ),
 }  # fmt: skip
 """Qwen3-Next-80B-A3B with 12 of 48 layers, the whole Kimi-Linear-48B-A3B, DeepSeek-V3.2 with 6 of
-61 layers (1 dense) and 64 of 256 experts, the whole Nemotron-3-Nano-30B-A3B, and the whole
-gpt-oss-120b with experts in MXFP4. Values: class of the configuration, class of the model,
-fields."""
+61 layers (1 dense) and 64 of 256 experts, the whole Nemotron-3-Nano-30B-A3B, the whole gpt-oss-120b
+with experts in MXFP4, and transformers' sizes of GLM-5.3-Flash with 12 of 45 layers (3 dense, 3 of
+attention) and 96 of 288 experts. Values: class of the configuration, class of the model, fields."""
 EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts")
 """Names of the field with the number of experts."""
-RECURRENT: Final = ("qwen3_next", "kimi_linear", "nemotron_h")
+RECURRENT: Final = ("qwen3_next", "kimi_linear", "nemotron_h", "glm5_next")
 """Families with recurrent states."""
+
+
+def add_length(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a prompt")
 
 
 def add_families(parser: argparse.ArgumentParser) -> None:

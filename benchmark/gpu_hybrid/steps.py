@@ -1,10 +1,11 @@
-"""Prefills of 8,192 tokens and decode steps through ModelRunner, against the limits.
+"""Prefills of 8,192 tokens (`--length`) and decode steps through ModelRunner, against the limits.
 
 Weights are random. Decode steps run with graphs and without. The limit of a step of one request is
 reading its active weights once, at the speed of a large copy in the same run (target: at most 1.5
-times the limit). The run with graphs also replays one step (`replayed`), prefills 64 tokens after
-8,192, and lists the kernels of the step and of prefills of 64 and 8,192 tokens by time. Kernels
-that start early overlap, so the cost of a kernel is its end less the latest end before it.
+times the limit; some families have others). The run with graphs also replays one step (`replayed`),
+prefills 64 tokens after 8,192, and lists the kernels of the step and of prefills of 64 and 8,192
+tokens by time. Kernels that start early overlap, so the cost of a kernel is its end less the latest
+end before it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import torch
 from benchmark.command import Command
 from benchmark.gpu_hybrid.families import (
     EXPERTS,
-    LENGTH,
     SHAPES,
     STEPS,
     add_families,
+    add_length,
     model_of,
     prompt,
 )
@@ -41,7 +42,9 @@ SHORT: Final = 64
 _PROFILED: Final = 4
 """Runs of a profile."""
 TARGET: Final = "at most 1.5"
-TARGETS: Final = dict.fromkeys(("kimi_linear", "nemotron_h"), "at most 1.7")
+TARGETS: Final = dict.fromkeys(("kimi_linear", "nemotron_h"), "at most 1.7") | {
+    "glm5_next": "at most 1.8"
+}
 """Families with another target for decode steps than TARGET."""
 PREFILL_TARGETS: Final = dict.fromkeys(TARGETS, "at most 2.5") | {"gpt_oss": "at most 2.0"}
 EXPECTED_MS: Final = {"qwen3_next": 0.8}
@@ -140,7 +143,7 @@ def kept_batches(driver: StepDriver, *steps: Callable[[], object]) -> list[Forwa
 
 def measure_replays(
     case: dict[str, Any], driver: StepDriver, least_ms: float, expected: float | None,
-    report: Report,
+    length: int, report: Report,
 ) -> None:  # fmt: skip
     """One decode step again and again, and a short prefill: the device's time, not the driver's."""
     forward = driver.runner.forward
@@ -148,7 +151,7 @@ def measure_replays(
         driver,
         lambda: driver.decode([(0, 7)]),
         lambda: driver.extend([(1, prompt(5, SHORT))]),
-        lambda: driver.extend([(2, prompt(2, LENGTH))]),
+        lambda: driver.extend([(2, prompt(2, length))]),
     )
     step_ms = device_ms(lambda: forward(step), 64)
     begun = time.perf_counter()
@@ -160,16 +163,16 @@ def measure_replays(
     report.add("prefill_64_launch", launched_ms, "ms", replayed)
     add_kernels(report, {**case, "of": "a decode step"}, lambda: forward(step))
     add_kernels(report, {**case, "of": "64 tokens"}, lambda: forward(short))
-    add_kernels(report, {**case, "of": f"{LENGTH} tokens"}, lambda: forward(long))
+    add_kernels(report, {**case, "of": f"{length} tokens"}, lambda: forward(long))
 
 
-def measure_steps(family: str, model: str, weights: str, report: Report) -> None:
+def measure_steps(family: str, model: str, weights: str, length: int, report: Report) -> None:
     shape = SHAPES[family][2]
     for disable_graphs in (False, True):
         driver = StepDriver(
             model,
             page_size=64,
-            pool_tokens=3 * LENGTH + 1024,
+            pool_tokens=3 * length + 1024,
             max_requests=8,
             device="cuda",
             load_format="dummy",
@@ -181,7 +184,7 @@ def measure_steps(family: str, model: str, weights: str, report: Report) -> None
         for row in range(2):
             wait()
             begun = time.perf_counter()
-            driver.extend([(row, prompt(row, LENGTH))])
+            driver.extend([(row, prompt(row, length))])
             wait()
             seconds.append(time.perf_counter() - begun)
         for nth in range(STEPS + 4):
@@ -195,16 +198,16 @@ def measure_steps(family: str, model: str, weights: str, report: Report) -> None
         # A copy reads and writes: half of its bytes would be a lower limit than reading reaches.
         least_ms = active_bytes(driver, shape) / limits.copy_bytes_per_s * 1e3
         # Attention is left out.
-        least_s = active_operations(driver, shape) * LENGTH / limits.product_flop_per_s
+        least_s = active_operations(driver, shape) * length / limits.product_flop_per_s
         case = {"family": family, "weights": weights, "graphs": len(driver.runner._graphs)}
-        report.add(f"prefill_{LENGTH}", seconds[1], "s", case, limit=least_s)
+        report.add(f"prefill_{length}", seconds[1], "s", case, limit=least_s)
         report.add("prefill_times_the_limit", seconds[1] / least_s, "ratio", case,
                    target=PREFILL_TARGETS.get(family))  # fmt: skip
         report.add("active_weights", active_bytes(driver, shape) / 1e9, "GB", case)
         expected = EXPECTED_MS.get(family) if weights == "bf16" else None
         add_decode(report, case, step_ms, least_ms, expected)
         if not disable_graphs:
-            measure_replays(case, driver, least_ms, expected, report)
+            measure_replays(case, driver, least_ms, expected, length, report)
         del driver
         torch.cuda.empty_cache()
 
@@ -212,11 +215,12 @@ def measure_steps(family: str, model: str, weights: str, report: Report) -> None
 def run(args: argparse.Namespace, report: Report) -> None:
     for family in args.families:
         with model_of(family, weights=args.weights) as model:
-            measure_steps(family, model, args.weights, report)
+            measure_steps(family, model, args.weights, args.length, report)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_families(parser)
+    add_length(parser)
     parser.add_argument("--weights", choices=("bf16", "fp8"), default="bf16", help="format")
 
 

@@ -38,6 +38,9 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 def clamped_gate(gate_up: torch.Tensor, rule: ClampedGate) -> torch.Tensor:
     """`[..., 2 * size]`, gate and up side by side, to `[..., size]`; see `ClampedGate`."""
+    kernels = fused_kernels(gate_up.device)
+    if kernels is not None:
+        return kernels.silu_and_mul(gate_up, rule)
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=rule.limit)
     weight = (gate * rule.alpha).sigmoid_().mul_(gate)

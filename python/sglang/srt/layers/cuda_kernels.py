@@ -16,6 +16,9 @@ from sglang.srt.layers.triton_ops import (
     vocab,
 )
 from sglang.srt.layers.triton_ops import gemv as gemvs
+from sglang.srt.layers.triton_ops.attention.grouped_output import multiply_by_group
+from sglang.srt.layers.triton_ops.attention.pooled_keys import store_pooled_keys
+from sglang.srt.layers.triton_ops.hyper import streams
 from sglang.srt.layers.triton_ops.kda import chunks as kda_chunks
 from sglang.srt.layers.triton_ops.kda import tokens as kda_tokens
 from sglang.srt.layers.triton_ops.mamba import chunks, tokens
@@ -53,6 +56,10 @@ class FusedKernels:
     attend_in_chunks = staticmethod(chunked_delta_net.attend_in_chunks)
     scan_tokens = staticmethod(tokens.scan_tokens)
     scan_in_chunks = staticmethod(chunks.scan_in_chunks)
+    store_pooled_keys = staticmethod(store_pooled_keys)
+    multiply_by_group = staticmethod(multiply_by_group)
+    join_streams = staticmethod(streams.join_streams)
+    join_and_split = staticmethod(streams.join_and_split)
     choose_experts = staticmethod(expert_choice.choose_experts)
     run_experts = staticmethod(experts.run_experts)
     run_routed_experts = staticmethod(experts.run_routed_experts)

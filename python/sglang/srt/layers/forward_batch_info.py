@@ -112,8 +112,9 @@ class IndexQuery(NamedTuple):
     topk: int
     """Tokens to choose; contexts of at most `topk` tokens are read as a whole."""
     chosen: torch.Tensor | None = None
-    """int32 `[num_tokens, topk]`: slots of the chosen tokens, for layers that share the choice. The
-    backend fills it, except for tokens that read their whole context; None: no layer shares it."""
+    """int32 `[num_tokens, topk]`: slots of the chosen tokens, for layers that share the choice; of
+    chosen groups of tokens one number each, the slots divided by the size of a group. The backend
+    fills it, except for tokens that read their whole context; None: no layer shares it."""
     is_known: bool = False
     """True if an earlier layer has filled `chosen`; the queries are not used again."""
 

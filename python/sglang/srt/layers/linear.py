@@ -90,6 +90,22 @@ def apply_linear(
     return result if out is None else out.copy_(result)
 
 
+def apply_by_group(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply each group of a token's features with a matrix of its own.
+
+    Args:
+        x: `[num_tokens, groups, inputs]`, contiguous.
+        weight: `[groups, outputs, inputs]`, contiguous.
+
+    Returns:
+        `[num_tokens, groups, outputs]`.
+    """
+    kernels = fused_kernels(x.device)
+    if kernels is not None:
+        return kernels.multiply_by_group(x, weight)
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+
+
 def _multiply_by_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` in fp32, of bf16 and fp32, as two products on bf16 tensor cores.
 

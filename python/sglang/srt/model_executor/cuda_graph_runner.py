@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
 from sglang.srt.mem_cache.device.state_pool import state_pool
-from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.mem_cache.device.state_spec import ItemKind, PoolName
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
 MAX_BATCH_SIZE = 256
@@ -94,7 +94,9 @@ class CudaGraphRunner:
         self._attn_backends = attn_backends
         self._req_to_token_pool = req_to_token_pool
         self._pools = pools
-        self._loaded_last = max(pools.values(), key=lambda pool: pool.end_layer)
+        # No tier has what running requests keep for themselves.
+        loaded = (pool for pool in pools.values() if pool.spec.item is not ItemKind.REQUEST)
+        self._loaded_last = max(loaded, key=lambda pool: pool.end_layer)
         self._batch_sizes, self._least_context = list(batch_sizes), least_context
         largest, device = self._batch_sizes[-1], req_to_token_pool.device
         with torch.inference_mode():

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool
 from sglang.srt.mem_cache.device.state_pool import state_pool
-from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.mem_cache.device.state_spec import ItemKind, PoolName
 from sglang.srt.model_executor.cuda_graph_runner import Forward
 from sglang.srt.model_executor.graph_capture import Graph, GraphCapture
 
@@ -45,6 +45,14 @@ class Size(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.tokens}/{self.requests}"
+
+
+def waits_of(pools: Mapping[PoolName, BaseDevicePool]) -> list[tuple[int, BaseDevicePool]]:
+    """Layers with state, ascending, each with a pool that can wait for the layer's load."""
+    # No tier has what running requests keep for themselves, so these pools know of no loads.
+    loaded = (pool for pool in pools.values() if pool.spec.item is not ItemKind.REQUEST)
+    pool_of = {layer: pool for pool in loaded for layer in pool.spec.layers}
+    return sorted(pool_of.items(), key=lambda wait: wait[0])
 
 
 class ExtendGraphRunner:
@@ -78,9 +86,7 @@ class ExtendGraphRunner:
         self._attn_backends = attn_backends
         self._req_to_token_pool = req_to_token_pool
         self._pools = pools
-        pool_of = {layer: pool for pool in pools.values() for layer in pool.spec.layers}
-        self._waits = sorted(pool_of.items(), key=lambda wait: wait[0])
-        """Layers with state, ascending, each with a pool that can wait for the layer's load."""
+        self._waits = waits_of(pools)
         table = req_to_token_pool.req_to_token
         device = table.device
         self._max_requests = min(MAX_REQUESTS, req_to_token_pool.size)

@@ -94,8 +94,10 @@ class DeepseekV2AttentionMLA(CachedAttention):
         q = self.to_queries.forward(q_input).view(len(x), self.num_heads, -1)
         self._rotate_(q[..., mla.qk_nope_head_dim :], step)
         normed = self.kv_a_layernorm.forward(latent[:, : mla.kv_lora_rank].contiguous())
-        k_rope = self._rotate_(latent[:, mla.kv_lora_rank :].unsqueeze(1), step)
-        row = torch.cat((normed.unsqueeze(1), k_rope), dim=-1)
+        row = normed.unsqueeze(1)
+        if mla.qk_rope_head_dim:
+            k_rope = self._rotate_(latent[:, mla.kv_lora_rank :].unsqueeze(1), step)
+            row = torch.cat((row, k_rope), dim=-1)
         index = self._index(x, q_input, step)
         latent = row[..., : mla.kv_lora_rank]
         return self.attn.forward(q, row, latent, step.batch, rows=step.rows, index=index)

@@ -25,13 +25,16 @@ from sglang.srt.layers.compressed.hyper_connection import (
     HyperConnection,
     HyperHead,
     HyperOptions,
-    Split,
-    plain,
+    Streams,
 )
 from sglang.srt.layers.compressed.rotation import rotate_last
 from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery
 from sglang.srt.layers.layernorm import WideRMSNorm
-from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.linear import (
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    apply_by_group,
+)
 from sglang.srt.layers.moe.sparse_moe import (
     RouterOptions,
     SharedExpertOptions,
@@ -57,9 +60,9 @@ from sglang.srt.models.llama import (
     LayerSpec,
     LlamaForCausalLM,
     LlamaModel,
-    ResidualLayer,
 )
 from sglang.srt.models.mtp import DraftNames
+from sglang.srt.models.streams_layer import StreamsLayer
 
 _EXPERT_NAMES: Final = ("w1", "w3", "w2")
 """Gate, up and down projection of an expert in a checkpoint."""
@@ -193,9 +196,9 @@ class DeepseekV4Attention(torch.nn.Module):
         out = rotate_last(out.view(len(out), -1, settings.head_dim), rotation, is_inverse=True)
         weight = self.by_group.weight
         assert isinstance(weight, torch.Tensor), "it has no format"
-        grouped = out.reshape(len(out), -1, weight.shape[1]).transpose(0, 1)
-        weights = weight.view(len(grouped), -1, weight.shape[1]).transpose(1, 2)
-        mixed = torch.bmm(grouped, weights).transpose(0, 1).flatten(1)
+        grouped = out.reshape(len(out), -1, weight.shape[1])
+        weights = weight.view(grouped.shape[1], -1, weight.shape[1])
+        mixed = apply_by_group(grouped.contiguous(), weights).flatten(1)
         return self._group.all_reduce(self.to_hidden.part(mixed))
 
     def _compress(
@@ -228,9 +231,8 @@ def _items(plan: GroupPlan, batch: ForwardBatch) -> torch.Tensor:
     return batch.out_cache_loc[plan.current[:, -1]] // plan.ratio
 
 
-class DeepseekV4Layer(ResidualLayer):
-    """Attention and experts, each with hyper-connections around it. The residual has several
-    streams, `[num_tokens, streams, hidden_size]`, and there is never more to add to it."""
+class DeepseekV4Layer(StreamsLayer):
+    """Attention and experts, each with hyper-connections around it."""
 
     def __init__(self, layer: LayerSpec) -> None:
         """Raises ValueError: config.json contradicts itself, or the ranks do not divide a size."""
@@ -238,10 +240,10 @@ class DeepseekV4Layer(ResidualLayer):
         config, placement = layer.config, layer.placement
         hf, size, eps = config.hf_config, config.hidden_size, config.rms_norm_eps
         options = hyper_options(config)
-        self.attn_mix = HyperConnection(options, placement.at("hc_attn"))
-        self.experts_mix = HyperConnection(options, placement.at("hc_ffn"))
-        self.attn_norm = WideRMSNorm(size, eps, placement=placement.at("attn_norm"))
-        self.experts_norm = WideRMSNorm(size, eps, placement=placement.at("ffn_norm"))
+        attn_norm = WideRMSNorm(size, eps, placement=placement.at("attn_norm"))
+        experts_norm = WideRMSNorm(size, eps, placement=placement.at("ffn_norm"))
+        self.attn_mix = HyperConnection(options, attn_norm, placement.at("hc_attn"))
+        self.mlp_mix = HyperConnection(options, experts_norm, placement.at("hc_ffn"))
         self.attn = DeepseekV4Attention(layer)
         is_hashed = hf.mlp_layer_types[layer.layer_id] == "hash_moe"
         self.experts = SparseMoeBlock(_sparse_options(config, is_hashed), placement.at("ffn"))
@@ -251,20 +253,15 @@ class DeepseekV4Layer(ResidualLayer):
         """True if its rotation is that of layers with rows."""
         return self.attn.compressor is not None
 
-    def forward(
-        self, x: ToAdd, residual: torch.Tensor, step: LayerStep
-    ) -> tuple[ToAdd, torch.Tensor]:
-        streams, rows, tokens = residual, step.rows, step.batch.input_ids
-        split = self.attn_mix.split(streams)
-        out = self.attn.forward(self.attn_norm.forward(split.x), step)
-        if rows is not None:
-            streams, tokens = streams.index_select(0, rows), tokens.index_select(0, rows)
-            split = Split(*(one.index_select(0, rows) for one in split))
-        streams = HyperConnection.join(streams, split, out)
-        split = self.experts_mix.split(streams)
-        normed = self.experts_norm.forward(split.x)
-        out = plain(*self.experts.forward(normed, torch.zeros_like(normed), tokens))
-        return None, HyperConnection.join(streams, split, out)
+    def attend(
+        self, x: torch.Tensor, zeros: torch.Tensor, step: LayerStep
+    ) -> tuple[ToAdd, torch.Tensor | None]:
+        return self.attn.forward(x, step), None
+
+    def feed(
+        self, x: torch.Tensor, zeros: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[ToAdd, torch.Tensor | None]:
+        return self.experts.forward(x, zeros, tokens)
 
 
 class DeepseekV4Model(LlamaModel):
@@ -293,7 +290,7 @@ class DeepseekV4Model(LlamaModel):
         for plan in plan_groups(forward_batch, settings.ratios).values():
             plan.rotation = self.rows_rotary.forward(plan.positions)
         embedded = self.embed_tokens.forward(input_ids)
-        streams = embedded.unsqueeze(1).repeat(1, self._streams, 1)
+        streams = Streams(embedded.unsqueeze(1).repeat(1, self._streams, 1))
         last = len(self.layers) - 1
         for place, layer in enumerate(self.decoder_layers):
             assert isinstance(layer, DeepseekV4Layer)
@@ -301,8 +298,8 @@ class DeepseekV4Model(LlamaModel):
             if place == last:
                 # After the last layer only the last token of each request is read.
                 step = step._replace(rows=forward_batch.rows_for_logits())
-            _, streams = layer.forward(None, streams, step)
-        return self.norm.forward(self.hyper_head.forward(streams))
+            streams = layer.run(streams, step)
+        return self.norm.forward(self.hyper_head.forward(streams.joined()))
 
 
 class DeepseekV4ForCausalLM(LlamaForCausalLM):

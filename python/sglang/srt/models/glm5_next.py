@@ -15,12 +15,9 @@ from sglang.srt.distributed.tensor_group import ToAdd
 from sglang.srt.layers.activation import GatedMLP
 from sglang.srt.layers.attention_kind import POOLED_DSA
 from sglang.srt.layers.compressed.group_plan import plan_groups
-from sglang.srt.layers.compressed.hyper_connection import (
-    HyperConnection,
-    Split,
-    plain,
-)
+from sglang.srt.layers.compressed.hyper_connection import HyperConnection, Streams
 from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery
+from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear_attention.delta_layer import DeltaNetHeads, state_spec
 from sglang.srt.layers.linear_attention.kda import KimiDeltaAttention
@@ -41,8 +38,9 @@ from sglang.srt.models.deepseek_v2 import (
 )
 from sglang.srt.models.deepseek_v4 import hyper_options, positive_number
 from sglang.srt.models.kimi_linear import linear_options
-from sglang.srt.models.llama import DecoderOptions, LayerSpec, LlamaModel, ResidualLayer
+from sglang.srt.models.llama import DecoderOptions, LayerSpec, LlamaModel
 from sglang.srt.models.mtp import DraftNames
+from sglang.srt.models.streams_layer import StreamsLayer
 
 
 class Glm5NextAttention(DeepseekV2AttentionMLA):
@@ -88,15 +86,15 @@ class Glm5NextAttention(DeepseekV2AttentionMLA):
             return None
         index = self.indexer.queries(x, q_input)
         if self.is_shared:
-            chosen = torch.empty((len(x), settings.topk), dtype=torch.int32, device=x.device)
+            shape = len(x), settings.topk // settings.ratio
+            chosen = torch.empty(shape, dtype=torch.int32, device=x.device)
             index = index._replace(chosen=chosen)
             forward_batch.index = index._replace(is_known=True)
         return index
 
 
-class Glm5NextLayer(ResidualLayer):
-    """Attention and a feed-forward part, each with hyper-connections around it. The residual has
-    several streams, `[num_tokens, streams, hidden_size]`, and there is never more to add to it."""
+class Glm5NextLayer(StreamsLayer):
+    """Attention and a feed-forward part, each with hyper-connections around it."""
 
     def __init__(self, layer: LayerSpec) -> None:
         """Raises ValueError: config.json contradicts itself, or the ranks do not divide a size."""
@@ -104,12 +102,12 @@ class Glm5NextLayer(ResidualLayer):
         config, placement, options = layer.config, layer.placement, layer.options
         hf, size, eps = config.hf_config, config.hidden_size, config.rms_norm_eps
         hyper = hyper_options(config)
-        self.attn_mix = HyperConnection(hyper, placement.at("hc_attn"))
-        self.mlp_mix = HyperConnection(hyper, placement.at("hc_ffn"))
-        self.input_layernorm = RMSNorm(size, eps, placement=placement.at("input_layernorm"))
-        self.post_attention_layernorm = RMSNorm(
-            size, eps, placement=placement.at("post_attention_layernorm")
+        norms = (
+            RMSNorm(size, eps, placement=placement.at(name))
+            for name in ("input_layernorm", "post_attention_layernorm")
         )
+        self.attn_mix = HyperConnection(hyper, next(norms), placement.at("hc_attn"))
+        self.mlp_mix = HyperConnection(hyper, next(norms), placement.at("hc_ffn"))
         self.self_attn: Glm5NextAttention | KimiDeltaAttention
         if layer.layer_id in config.linear_attention_layers:
             self.self_attn = KimiDeltaAttention(
@@ -133,22 +131,15 @@ class Glm5NextLayer(ResidualLayer):
                 activation=_activation(hf),
             )
 
-    def forward(
-        self, x: ToAdd, residual: torch.Tensor, step: LayerStep
-    ) -> tuple[ToAdd, torch.Tensor]:
-        streams, rows = residual, step.rows
-        split = self.attn_mix.split(streams)
-        normed = self.input_layernorm.forward(split.x)
-        if rows is not None:
-            streams = streams.index_select(0, rows)
-            split = Split(*(one.index_select(0, rows) for one in split))
-        zeros = torch.zeros_like(split.x)
-        out = plain(*self.self_attn.forward(normed, zeros, step))
-        streams = HyperConnection.join(streams, split, out)
-        split = self.mlp_mix.split(streams)
-        normed = self.post_attention_layernorm.forward(split.x)
-        out = plain(*self.mlp.forward(normed, torch.zeros_like(normed)))
-        return None, HyperConnection.join(streams, split, out)
+    def attend(
+        self, x: torch.Tensor, zeros: torch.Tensor, step: LayerStep
+    ) -> tuple[ToAdd, torch.Tensor | None]:
+        return self.self_attn.forward(x, zeros, step)
+
+    def feed(
+        self, x: torch.Tensor, zeros: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[ToAdd, torch.Tensor | None]:
+        return self.mlp.forward(x, zeros)
 
 
 class Glm5NextModel(LlamaModel):
@@ -164,17 +155,19 @@ class Glm5NextModel(LlamaModel):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        plan_groups(forward_batch, [self._ratio])
+        if fused_kernels(input_ids.device) is None:
+            plan_groups(forward_batch, [self._ratio])
         step = LayerStep(self.rotary_emb.forward(positions), forward_batch)
         embedded = self.embed_tokens.forward(input_ids)
-        streams = embedded.unsqueeze(1).repeat(1, self._streams, 1)
-        *most, last = self.decoder_layers
-        for layer in most:
-            _, streams = layer.forward(None, streams, step)
-        # After the last layer only the last token of each request is read.
-        rows = forward_batch.rows_for_logits()
-        _, streams = last.forward(None, streams, step._replace(rows=rows))
-        return self.norm.forward(streams.mean(dim=1))
+        streams = Streams(embedded.unsqueeze(1).repeat(1, self._streams, 1))
+        last = self.decoder_layers[-1]
+        for layer in self.decoder_layers:
+            assert isinstance(layer, StreamsLayer)
+            if layer is last:
+                # After the last layer only the last token of each request is read.
+                step = step._replace(rows=forward_batch.rows_for_logits())
+            streams = layer.run(streams, step)
+        return self.norm.forward(streams.joined().mean(dim=1))
 
 
 class Glm5NextForConditionalGeneration(DeepseekV3ForCausalLM):

@@ -28,14 +28,14 @@ from sglang.srt.layers.placement import TensorPlacement
 from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.layers.rotary_embedding import Rotation, apply_rotary
 from sglang.srt.layers.triton_ops import early_start, fused_experts
-from sglang.srt.layers.triton_ops.arguments import ExpertChoice
+from sglang.srt.layers.triton_ops.arguments import ClampedGate, ExpertChoice
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrt_softplus"])
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_choice_is_that_of_torch(
         assert not torch.equal(select_experts(logits, by_best, bias)[1], want_ids)
     x, gate = randn(9, 48, seed=6), randn(1, 48, seed=7)
     choice = ExpertChoice(
-        top_k=5, is_softmax=scoring == "softmax", renormalize=renormalize, factor=2.5,
+        top_k=5, scoring=scoring, renormalize=renormalize, factor=2.5,
         correction_bias=bias, has_shared=True, shared_gate=gate, groups=num_groups,
         top_groups=topk_groups, two_of_group=group_score == "top2_sum",
     )  # fmt: skip
@@ -76,6 +76,55 @@ def test_the_choice_is_that_of_torch(
         near = (weights[:, :5].sort().values - want.sort().values).abs().max()
         assert near < 1e-5
     torch.testing.assert_close(weights[:, 5:], F.linear(x, gate).sigmoid(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [None, 0.05])
+def test_roots_of_softplus_are_as_exact_as_torch(bias: float | None) -> None:
+    """The square root shows bits that a sum with 1 would lose, of logits far below 0."""
+    options = RouterOptions(num_experts=64, top_k=64, scoring="sqrt_softplus", renormalize=False)
+    logits = torch.linspace(-60.0, 40.0, 3 * 64).view(64, 3).t().contiguous().to(DEVICE)
+    own = None if bias is None else torch.full((64,), bias, device=DEVICE)
+    want, want_ids = select_experts(logits, options, own)
+    choice = SparseMoeBlock._plan_choice(block_of(torch.float32, None, options))
+    weights, ids = KERNELS.choose_experts(
+        logits, dataclasses.replace(choice, correction_bias=own), randn(3, HIDDEN, seed=1)
+    )
+    torch.testing.assert_close(weights, want, rtol=1e-5, atol=0)
+    # With the bias, logits far below 0 are equal.
+    assert bias is not None or torch.equal(ids.long(), want_ids)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_a_table_chooses_the_experts_of_a_token(dtype: torch.dtype, num_tokens: int) -> None:
+    """With a shared expert; the gates of all experts are clamped."""
+    options = SparseMoeOptions(
+        hidden_size=HIDDEN,
+        intermediate_size=10,
+        router=RouterOptions(num_experts=16, top_k=3, scoring="sqrt_softplus"),
+        shared=SharedExpertOptions(intermediate_size=10),
+        activation=ClampedGate(limit=0.05),
+        table_size=20,
+    )
+    block = SparseMoeBlock(options, TensorPlacement(dtype=dtype, device=DEVICE))
+    numbers = torch.Generator().manual_seed(4)
+    for parameter in block.parameters():
+        if parameter.dtype is not torch.int64:
+            parameter.copy_(torch.randn(parameter.shape, generator=numbers) * 0.2)
+    assert block.gate.table is not None
+    experts = torch.rand(20, 16, generator=numbers).argsort(dim=1)[:, :3]
+    block.gate.table.copy_(experts)
+    tokens = torch.randint(0, 20, (num_tokens,), generator=numbers).to(DEVICE)
+    x = randn(num_tokens, HIDDEN, seed=num_tokens, dtype=dtype)
+    found = []
+    for kernels in (None, KERNELS):
+        block._kernels = kernels
+        out, _ = block.forward(x.clone(), torch.zeros_like(x), tokens)
+        assert isinstance(out, torch.Tensor)
+        found.append(out)
+    assert relative_error(found[1], found[0]) < (1e-5 if dtype is torch.float32 else 1e-2)
+    _, ids = KERNELS.choose_experts(block.gate.logits(x), block._choice, x, tokens)
+    assert torch.equal(ids.cpu().long(), experts[tokens.cpu()])
 
 
 HIDDEN = 32

@@ -257,15 +257,19 @@ def test_a_half_tile_equals_a_whole_one(has_gates: bool, tokens: int) -> None:
     assert torch.equal(got, want) if DEVICE == "cuda" else relative_error(got, want) < 1e-3
 
 
-def test_a_shared_expert_of_another_rule_is_added() -> None:
-    experts, shared = pair("fp4", EXPERTS), pair("fp4", seed=7)
-    x, (weights, ids) = randn(2, 96, seed=1, dtype=HALF), choice(2, TOP_K + 1)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("kind", ["fp4", "fp8 blocks"])
+def test_a_shared_expert_has_the_gate_of_the_others(kind: str, tokens: int) -> None:
+    """Of their kind, in the same products, and of another one."""
+    experts, shared = pair("fp4", EXPERTS), pair(kind, seed=7)
+    x, (weights, ids) = randn(tokens, 96, seed=1, dtype=HALF), choice(tokens, TOP_K + 1)
     given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=shared, activation=GATE)
     routed = KERNELS.run_experts(
         x, weights[:, :TOP_K].contiguous(), ids, replace(given, shared=None)
     )
-    want = routed.double() + weights[:, TOP_K:].double() * expert_of(x, *shared)
-    assert relative_error(KERNELS.run_experts(x, weights, ids, given), want) < bound_of(experts)
+    none = (torch.zeros(size, device=DEVICE) for size in (shared[0].shape[0], 96))
+    want = routed.double() + weights[:, TOP_K:].double() * clamped_expert(x, *shared, *none)
+    assert relative_error(KERNELS.run_experts(x, weights, ids, given), want) < bound_of(shared)
 
 
 def test_4_bit_floats_and_integers_are_not_alike() -> None:

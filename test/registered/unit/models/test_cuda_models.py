@@ -34,6 +34,7 @@ WIDE: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size":
 WIDER: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 128}
 ODD_DELTA: dict[str, Any] = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 ODD_HEADS: dict[str, dict[str, Any]] = {
+    "glm5_next": {},
     "kimi_linear": {},
     "nemotron_h": {"mamba_head_dim": 24, "ssm_state_size": 20},
     "qwen3_5": ODD_DELTA,
@@ -96,7 +97,9 @@ def test_logits_of_experts_equal_transformers(
 
 
 @pytest.mark.parametrize("disable_cuda_graph", [True, False])
-@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize(
+    "family", ["glm5_next", "kimi_linear", "qwen3_next", "qwen3_5", "nemotron_h"]
+)
 def test_logits_of_hybrids_equal_those_of_a_cpu(
     tmp_path: Path, family: str, disable_cuda_graph: bool
 ) -> None:
@@ -146,7 +149,12 @@ def test_long_prefills_of_hybrids_equal_those_of_a_cpu(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("family", "layer"),
-    [("qwen3_next", delta_layer), ("kimi_linear", delta_layer), ("nemotron_h", mamba2)],
+    [
+        ("qwen3_next", delta_layer),
+        ("kimi_linear", delta_layer),
+        ("glm5_next", delta_layer),
+        ("nemotron_h", mamba2),
+    ],
 )
 def test_captured_short_prefills_keep_recurrent_states(
     tmp_path: Path, family: str, layer: ModuleType, dtype: str
@@ -187,7 +195,9 @@ def test_captured_short_prefills_keep_recurrent_states(
         assert (graphed - eager).norm() < (1e-4 if is_exact else 3e-2) * eager.norm()
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_next", "qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize(
+    "family", ["glm5_next", "kimi_linear", "qwen3_next", "qwen3_5", "nemotron_h"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_captured_decoding_keeps_recurrent_states(tmp_path: Path, family: str, dtype: str) -> None:
     """Logits, running states and snapshots are those of steps without graphs, padded or not."""

@@ -30,6 +30,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.attention_registry import default_attention_backend
 from sglang.srt.layers.attention_kind import POOLED_DSA
 from sglang.srt.mem_cache.device.state_spec import PoolName
+from sglang.srt.model_executor.extend_graph_runner import waits_of
 from sglang.srt.model_loader.loader import build_model
 from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -133,6 +134,16 @@ def test_items_of_each_pool(model: tuple[Path, PreTrainedModel]) -> None:
     assert driver.runner.pools[PoolName.MAMBA].spec.layers == (0, 2)
 
 
+def test_captured_prefills_wait_for_pools_that_are_loaded(
+    model: tuple[Path, PreTrainedModel],
+) -> None:
+    """Pools of open groups, which have the attention's layers, know of no loads."""
+    pools = StepDriver(model[0], page_size=16).runner.pools
+    waits = waits_of(pools)
+    assert [layer for layer, _ in waits] == [0, 1, 2, 3, 4]
+    assert all(pool is not pools[PoolName.OPEN_GROUP] for _, pool in waits)
+
+
 def test_a_page_that_cuts_a_group_is_refused_with_a_size_that_works(
     model: tuple[Path, PreTrainedModel],
 ) -> None:
@@ -220,9 +231,9 @@ def test_rows_in_fp8_are_refused(model: tuple[Path, PreTrainedModel]) -> None:
         StepDriver(model[0], page_size=16, kv_cache_dtype="fp8_e4m3")
 
 
-def test_other_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="layers of kind 'pooled_dsa' on 'cuda:0': use another"):
-        default_attention_backend("cuda:0", POOLED_DSA)
+def test_gpus_have_kernels() -> None:
+    assert default_attention_backend("cuda:0", POOLED_DSA) == "triton"
+    assert default_attention_backend("cpu", POOLED_DSA) == "torch_native"
 
 
 def test_drafts_are_refused(model: tuple[Path, PreTrainedModel]) -> None:

@@ -245,6 +245,7 @@ for _kind in DEVICE_KINDS.values():
     if "triton" in _kind.attention_backends:
         register_attention_backend(MLA, "triton", _kind.name, _LATENT_TRITON)
         register_attention_backend(DSA, "triton", _kind.name, _LATENT_TRITON)
+        register_attention_backend(POOLED_DSA, "triton", _kind.name, _LATENT_TRITON)
         register_attention_backend(
             SLIDING_WINDOW, "triton", _kind.name, _WINDOW_TRITON, takes_sinks=True
         )
@@ -252,7 +253,6 @@ for _kind in DEVICE_KINDS.values():
         register_attention_backend(DSA, "flashmla", _kind.name, _make_flashmla)
     register_attention_backend(MLA, "torch_native", _kind.name, MLATorchNativeBackend)
     register_attention_backend(DSA, "torch_native", _kind.name, DSATorchNativeBackend)
+    register_attention_backend(POOLED_DSA, "torch_native", _kind.name, PooledDSABackend)
     for _of, _make in ((SLIDING_WINDOW, WindowTorchBackend), (COMPRESSED, CompressedTorchBackend)):
         register_attention_backend(_of, "torch_native", _kind.name, _make, takes_sinks=True)
-# On other devices nothing has shown yet that it is right.
-register_attention_backend(POOLED_DSA, "torch_native", "cpu", PooledDSABackend)

@@ -61,10 +61,11 @@ class FlashMLABackend(LatentTritonBackend):
         pool: torch.Tensor,
         chosen: torch.Tensor,
         lists: SlotLists,
+        table: torch.Tensor,
     ) -> torch.Tensor:
         topk = chosen.shape[1]
         if len(q) * -(-layer.num_heads // _HEADS) < _FEWEST_BLOCKS or topk % _CHOSEN:
-            return super()._attend_chosen(q, layer, pool, chosen, lists)
+            return super()._attend_chosen(q, layer, pool, chosen, lists, table)
         heads, nope = layer.num_heads, layer.mla.qk_nope_head_dim
         query = q.new_empty((len(q), heads + -heads % _HEADS, RANK + ROPE))
         absorbed = query[:, :heads, :RANK].transpose(0, 1)

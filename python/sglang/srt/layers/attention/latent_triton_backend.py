@@ -6,6 +6,9 @@ Decode steps and short prefills absorb the up-projections and attend to the rows
 it. Long prefills project rows up (`dense_attention.py`). If the
 layer has an indexer, only tokens before position `topk` do that, and those before `MASKED_CONTEXT`
 do it under a mask of the chosen tokens (`masked_attention.py`).
+
+If an indexer has one key for each group of tokens, whole groups are chosen, and the tokens of the
+open group are read besides. Then there is no mask.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.triton_ops.attention.indexer_scores import index_scores, slots_of_one
 from sglang.srt.layers.triton_ops.attention.indexer_topk import choose_slots
 from sglang.srt.layers.triton_ops.attention.latent_rows import (
+    OpenGroups,
     latent_attention,
     warm_up_latent_joins,
 )
@@ -47,6 +51,7 @@ from sglang.srt.layers.triton_ops.attention.masked_attention import (
     takes,
 )
 from sglang.srt.mem_cache.device.row_buffers import gather_rows
+from sglang.srt.mem_cache.device.state_spec import PoolName
 
 SHORT_TOKENS: Final = 256
 """Requests with at most this many new tokens attend to latent rows; others project rows up."""
@@ -127,6 +132,9 @@ class LatentTritonBackend(AttentionBackend):
         masked_context: In the place of `MASKED_CONTEXT`.
         """
         self._config = config
+        indexer = config.specs.get(PoolName.INDEXER)
+        self._group = 1 if indexer is None else indexer.stride
+        """Tokens that an indexer's key stands for."""
         self._runtime = device_runtime(config.device)
         self._plan = _ExtendPlan()
         self._captured: dict[int, torch.Tensor] = {}
@@ -191,7 +199,7 @@ class LatentTritonBackend(AttentionBackend):
         warm_up_latent_joins(config.num_heads, config.mla.kv_lora_rank, q)
 
     def graph_bytes(self, num_tokens: int, context_len: int) -> int:
-        return 4 * num_tokens * context_len
+        return 4 * num_tokens * context_len // self._group
 
     def forward(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
@@ -255,8 +263,8 @@ class LatentTritonBackend(AttentionBackend):
     ) -> None:
         segment, choosing = long.segment, long.segment.end
         if index is not None:
-            # Tokens from here on are at position `topk` or later.
-            first = segment.begin + index.topk - segment.prefix
+            # Tokens from here on read a part of their context.
+            first = segment.begin + index.topk + self._group - 1 - segment.prefix
             choosing = min(max(first, segment.begin), segment.end)
         if segment.begin < choosing:
             own = slice(segment.begin, choosing)
@@ -266,7 +274,7 @@ class LatentTritonBackend(AttentionBackend):
         if index is None:
             return
         masked = min(segment.end, segment.begin + self._masked_context - segment.prefix)
-        is_alone = index.chosen is None
+        is_alone = index.chosen is None and self._group == 1
         if is_alone and masked - choosing >= MASKED_TOKENS and _can_be_masked(layer):
             own = slice(choosing, masked)
             lists = replace(
@@ -331,20 +339,23 @@ class LatentTritonBackend(AttentionBackend):
     def _choose(
         self, index: IndexQuery, keys: torch.Tensor, table: torch.Tensor, lists: SlotLists
     ) -> torch.Tensor:
-        """The slots that an indexer chooses, int32 `[n, topk]`, in `index.chosen` if there is one.
+        """`IndexQuery.chosen` of the tokens of `lists`, in `index.chosen` if there is one.
 
         Args:
-            index: Indexer queries of the tokens of `lists`.
+            index: Indexer queries of these tokens.
             keys: The indexer's keys of all slots.
             table: The table of slots.
         """
         own, out = self._own_tokens(lists), index.chosen
         mine, part = (lists, index) if own is None else (lists.of(own), index.of(own))
-        slots = table, mine.rows, mine.lens
+        size = self._group
+        slots = table, mine.rows, mine.lens if size == 1 else mine.lens // size
+        longest = max(1, lists.longest // size)
         scores = index_scores(
-            part.q, part.weights, keys, *slots, lists.longest, one_list=lists.one_list
+            part.q, part.weights, keys, *slots, longest, one_list=lists.one_list, stride=size
         )
-        found = choose_slots(scores, *slots, index.topk, out=out if own is None else None)
+        given = out if own is None else None
+        found = choose_slots(scores, *slots, index.topk // size, out=given, stride=size)
         if own is None:
             return found
         found = self._of_all_ranks(found, len(lists))
@@ -383,7 +394,7 @@ class LatentTritonBackend(AttentionBackend):
         """
         step = TOKENS_AT_ONCE
         if index is not None:
-            step = max(1, min(step, SCORE_BYTES // (4 * lists.longest)))
+            step = max(1, min(step, SCORE_BYTES * self._group // (4 * lists.longest)))
         for begin in range(0, len(q), step):
             own = slice(begin, min(begin + step, len(q)))
             own_index = None if index is None else index.of(own)
@@ -411,7 +422,7 @@ class LatentTritonBackend(AttentionBackend):
             if keys is not None:
                 chosen = self._choose(index, keys, table, lists)
             assert chosen is not None
-            found = self._attend_chosen(q, layer, pool, chosen, lists)
+            found = self._attend_chosen(q, layer, pool, chosen, lists, table)
         return layer.up_projection.values_of(found.transpose(0, 1)).transpose(0, 1)
 
     def _attend_chosen(
@@ -421,21 +432,29 @@ class LatentTritonBackend(AttentionBackend):
         pool: torch.Tensor,
         chosen: torch.Tensor,
         lists: SlotLists,
+        table: torch.Tensor,
     ) -> torch.Tensor:
         """Attend to chosen slots; a token that sees fewer, to the first.
 
         Args:
             q: `[n, num_heads, qk_head_dim]`.
             pool: The layer's stored rows.
-            chosen: int32 `[n, topk]`.
-            lists: Lists of slots from which the tokens chose.
+            chosen: See `IndexQuery`.
+            lists: Lists of slots from which the tokens chose, in `table`.
 
         Returns:
             `[n, num_heads, kv_lora_rank]`.
         """
-        rows, most = self._own_rows[: len(q)], chosen.shape[1]
+        rows, size = self._own_rows[: len(q)], self._group
         return latent_attention(
-            *_absorbed(q, layer), pool, chosen, rows, lists.lens, layer.scaling, most=most
+            *_absorbed(q, layer),
+            pool,
+            chosen,
+            rows,
+            lists.lens,
+            layer.scaling,
+            most=chosen.shape[1] * size,
+            groups=None if size == 1 else OpenGroups(size, table, lists.rows),
         )
 
 

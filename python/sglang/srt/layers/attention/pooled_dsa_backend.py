@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.device.state_spec import PoolName
 
 
 class PooledDSABackend(DSATorchNativeBackend):
-    """See the module. `IndexQuery.chosen` has the slots of the chosen groups' tokens."""
+    """See the module."""
 
     def __init__(self, config: AttentionConfig, *, view_bytes: int = VIEW_BYTES) -> None:
         super().__init__(config, view_bytes=view_bytes)
@@ -54,17 +54,17 @@ class PooledDSABackend(DSATorchNativeBackend):
             counts = ends // ratio
             if keys is None:
                 assert own.chosen is not None
-                chosen = own.chosen.long()
+                chosen = own.chosen
             else:
                 seen = keys[: (first + block.stop) // ratio]
                 scores = index_scores(own, seen, positions=counts - 1)
-                groups = choose_tokens(scores, index.topk // ratio).unsqueeze(-1)
-                chosen = slots[(groups * ratio + in_group).flatten(1)]
+                chosen = items[choose_tokens(scores, index.topk // ratio)]
                 if own.chosen is not None:
                     own.chosen.copy_(chosen)
             tail = counts.unsqueeze(1) * ratio + in_tail
             mask = torch.zeros(len(tail), width, dtype=q.dtype, device=device)
             mask[:, index.topk :].masked_fill_(tail >= ends.unsqueeze(1), -torch.inf)
-            read = torch.cat([chosen, slots[tail.clamp(max=len(slots) - 1)]], dim=1)
+            tokens = (chosen.long().unsqueeze(-1) * ratio + in_group).flatten(1)
+            read = torch.cat([tokens, slots[tail.clamp(max=len(slots) - 1)]], dim=1)
             outs.append(attend_rows(q[block], pools.rows, read, layer, mask))
         return torch.cat(outs)

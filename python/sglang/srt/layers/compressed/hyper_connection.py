@@ -14,12 +14,15 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed.tensor_group import PendingSum, ToAdd
+from sglang.srt.layers.fused_kernels import fused_kernels
+from sglang.srt.layers.layernorm import RMSNorm, WideRMSNorm
 from sglang.srt.layers.placement import (
     NamedSlots,
     TensorPlacement,
     WeightedLayer,
     WeightSlot,
 )
+from sglang.srt.layers.triton_ops.arguments import StreamsJoin, StreamsSplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +39,46 @@ class HyperOptions:
     """Epsilon of the norm of a token's streams."""
 
 
-class Split(NamedTuple):
-    """The streams of tokens before a block."""
+class Streams(NamedTuple):
+    """The residual streams of tokens between two blocks. The output of the block before is added
+    when the next one is entered, in the same launch."""
 
-    x: torch.Tensor
-    """`[num_tokens, hidden_size]`: input of the block."""
-    out: torch.Tensor
-    """fp32 `[num_tokens, streams]`: weight of the block's output in each stream."""
-    mix: torch.Tensor
-    """fp32 `[num_tokens, streams, streams]`: weight of each stream (rows) in each new one."""
+    values: torch.Tensor
+    """`[num_tokens, streams, hidden_size]`."""
+    weights: torch.Tensor | None = None
+    """fp32 `[num_tokens, streams + streams^2]`: weight of the output in each stream, then of each
+    stream (rows) in each new one. None: there is no block before."""
+    out: torch.Tensor | None = None
+    """`[num_tokens, hidden_size]`: the block's output."""
+    rest: torch.Tensor | None = None
+    """As `out`, added to it; None: nothing is."""
+
+    def of(self, rows: torch.Tensor) -> Streams:
+        """The streams of some tokens, int64 `[n]`, before the output is known."""
+        assert self.weights is not None and self.out is None
+        return Streams(self.values.index_select(0, rows), self.weights.index_select(0, rows))
+
+    def behind(self, added: ToAdd, rest: torch.Tensor | None) -> Streams:
+        """The streams behind a block that was given zeros as the residual, from what it returned;
+        see `RowParallelLinear.forward`."""
+        if isinstance(added, PendingSum):
+            added = added.sum()
+        out, rest = (rest, None) if added is None else (added, rest)
+        assert out is not None
+        return self._replace(out=out, rest=rest)
+
+    def joined(self) -> torch.Tensor:
+        """`[num_tokens, streams, hidden_size]`, with the block's output."""
+        if self.weights is None or self.out is None:
+            return self.values
+        kernels = fused_kernels(self.values.device)
+        if kernels is not None:
+            return kernels.join_streams(self.values, StreamsJoin(self.out, self.rest, self.weights))
+        out = self.out if self.rest is None else self.rest.add_(self.out)
+        values, (dtype, count) = self.values, (self.values.dtype, self.values.shape[1])
+        weights = self.weights.to(dtype)
+        mix = weights[:, count:].view(-1, count, count).transpose(1, 2)
+        return torch.bmm(mix, values).addcmul_(weights[:, :count, None], out.unsqueeze(1))
 
 
 class _StreamWeights(WeightedLayer):
@@ -73,15 +107,50 @@ class _StreamWeights(WeightedLayer):
 
 
 class HyperConnection(_StreamWeights):
-    """The streams around one block."""
+    """The streams around one block, and the norm of the block's input."""
 
-    def __init__(self, options: HyperOptions, placement: TensorPlacement) -> None:
+    def __init__(self, options: HyperOptions, norm: RMSNorm, placement: TensorPlacement) -> None:
         """See `_StreamWeights`."""
         count = options.streams
         super().__init__(options, placement, (2 + count) * count, 3)
+        self.norm = norm
+        self._kernels = fused_kernels(placement.device)
 
-    def split(self, streams: torch.Tensor) -> Split:
-        """Weights of a block around `[num_tokens, streams, hidden_size]`, and its input."""
+    def enter(self, streams: Streams) -> tuple[torch.Tensor, torch.Tensor, Streams]:
+        """Join the streams before the block, and split them.
+
+        Returns:
+            The block's normalised input, `[num_tokens, hidden_size]`; zeros of the same shape, as a
+            residual for the block; and the streams with the weights of the block.
+        """
+        if self._kernels is None:
+            values = streams.joined()
+            x, weights = self._split(values)
+            x = self.norm.forward(x)
+            return x, torch.zeros_like(x), Streams(values, weights)
+        join: StreamsJoin | None = None
+        if streams.weights is not None:
+            assert streams.out is not None, "the block before has run"
+            join = StreamsJoin(streams.out, streams.rest, streams.weights)
+        entered = self._kernels.join_and_split(streams.values, join, self._plan())
+        return entered.x, entered.zeros, Streams(entered.streams, entered.weights)
+
+    def _plan(self) -> StreamsSplit:
+        options, norm = self.options, self.norm
+        return StreamsSplit(
+            self.fn,
+            self.base,
+            self.scale,
+            options.iterations,
+            options.eps,
+            options.norm_eps,
+            norm.weight,
+            norm.eps,
+            isinstance(norm, WideRMSNorm),
+        )
+
+    def _split(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block's input, and `Streams.weights`, for `[num_tokens, streams, hidden_size]`."""
         count, eps = self.options.streams, self.options.eps
         sizes = [count, count, count * count]
         found = torch.split(self.project(streams), sizes, dim=-1)
@@ -96,21 +165,7 @@ class HyperConnection(_StreamWeights):
         for _ in range(self.options.iterations - 1):
             mix = mix / (mix.sum(dim=2, keepdim=True) + eps)
             mix = mix / (mix.sum(dim=1, keepdim=True) + eps)
-        return Split(x.to(streams.dtype), 2.0 * out.sigmoid(), mix)
-
-    @staticmethod
-    def join(streams: torch.Tensor, split: Split, out: torch.Tensor) -> torch.Tensor:
-        """The streams after a block with the output `[num_tokens, hidden_size]`."""
-        dtype = streams.dtype
-        mixed = torch.bmm(split.mix.to(dtype).transpose(1, 2), streams)
-        return mixed.addcmul_(split.out.to(dtype).unsqueeze(-1), out.unsqueeze(1))
-
-
-def plain(added: ToAdd, rest: torch.Tensor) -> torch.Tensor:
-    """The output of a block that was given zeros as the residual, `[num_tokens, hidden_size]`."""
-    if isinstance(added, PendingSum):
-        added = added.sum()
-    return rest if added is None else rest.add_(added)
+        return x.to(streams.dtype), torch.cat([2.0 * out.sigmoid(), mix.flatten(1)], dim=1)
 
 
 class HyperHead(_StreamWeights):

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from sglang.srt.configs.mla_config import PooledIndexerConfig
 from sglang.srt.layers.compressed.group_plan import groups_of
 from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery
-from sglang.srt.layers.linear import MergedColumnParallelLinear
+from sglang.srt.layers.fused_kernels import fused_kernels
+from sglang.srt.layers.linear import MergedColumnParallelLinear, apply_linear
+from sglang.srt.layers.linear_attention.extend_plan import kernel_plan_of
 from sglang.srt.layers.mla.latent_attention import INDEXER_NORM_EPS
 from sglang.srt.layers.placement import (
     NamedSlots,
@@ -25,7 +27,8 @@ from sglang.srt.layers.placement import (
     WeightedLayer,
     WeightSlot,
 )
-from sglang.srt.mem_cache.device.nsa_pool import NSATokenToKVPool
+from sglang.srt.layers.triton_ops.arguments import OpenedGroups, PooledKeyWeights
+from sglang.srt.mem_cache.device.nsa_pool import NSAIndexerPool, NSATokenToKVPool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
 
@@ -43,6 +46,7 @@ class PooledIndexer(WeightedLayer):
     ) -> None:
         super().__init__(placement)
         self.config, self.layer_id = config, layer_id
+        self._kernels = fused_kernels(placement.device)
         dim, heads = config.head_dim, config.num_heads
 
         def product(name: str, outputs: int, inputs: int) -> MergedColumnParallelLinear:
@@ -68,7 +72,7 @@ class PooledIndexer(WeightedLayer):
             q_latent: `[num_tokens, q_lora_rank]`, normalised.
         """
         q = self.to_queries.forward(q_latent).view(len(hidden), -1, self.config.head_dim)
-        weights = F.linear(hidden.float(), self.heads_weight)
+        weights = apply_linear(hidden, self.heads_weight)
         return IndexQuery(q, weights, self.config.topk)
 
     def store_keys(self, hidden: torch.Tensor, forward_batch: ForwardBatch) -> None:
@@ -76,21 +80,55 @@ class PooledIndexer(WeightedLayer):
         tokens `[num_tokens, hidden_size]`."""
         pools, rows = forward_batch.pools, forward_batch.req_pool_indices
         assert pools is not None, "the runner sets it before the model runs"
-        plan = groups_of(forward_batch, self.config.ratio)
-        k = self.to_keys.forward(hidden)
-        k = F.layer_norm(k, k.shape[-1:], self.norm_weight, self.norm_bias, INDEXER_NORM_EPS)
-        tokens = torch.cat([k, F.linear(hidden, self.gate_weight)], dim=1)
         pool = pools[PoolName.OPEN_GROUP]
         opened = pool.parts[0][pool.wait_for_layer(self.layer_id)]
+        k, gates = self.to_keys.forward(hidden), apply_linear(hidden, self.gate_weight)
+        if self._kernels is not None:
+            self._store_fused(k, gates, OpenedGroups(opened, rows), forward_batch)
+            return
+        plan = groups_of(forward_batch, self.config.ratio)
+        k = F.layer_norm(k, k.shape[-1:], self.norm_weight, self.norm_bias, INDEXER_NORM_EPS)
+        tokens = torch.cat([k, gates], dim=1)
         found = opened[rows[plan.open_requests], plan.open_places]
         keys, gates = torch.cat([tokens, found])[plan.current].chunk(2, dim=2)
         weights = F.softmax(gates.float() + self.position, dim=1).to(keys.dtype)
         kept = rows[plan.kept_requests], plan.kept_places
         opened.index_put_(kept, tokens.index_select(0, plan.kept_tokens))
-        rows_pool = forward_batch.token_to_kv_pool
-        assert isinstance(rows_pool, NSATokenToKVPool)
         items = forward_batch.out_cache_loc[plan.current[:, -1]] // plan.ratio
-        rows_pool.index_pool.set_index_k_buffer(self.layer_id, items, (weights * keys).sum(dim=1))
+        index_pool = self._index_pool(forward_batch)
+        index_pool.set_index_k_buffer(self.layer_id, items, (weights * keys).sum(dim=1))
+
+    def _store_fused(
+        self,
+        keys: torch.Tensor,
+        gates: torch.Tensor,
+        opened: OpenedGroups,
+        forward_batch: ForwardBatch,
+    ) -> None:
+        """The rest of `store_keys` by a kernel, from keys and gates `[num_tokens, head_dim]`."""
+        assert self._kernels is not None
+        bounds: torch.Tensor | None = None
+        if forward_batch.forward_mode.is_extend():
+            bounds = kernel_plan_of(forward_batch).bounds
+        weights = self.norm_weight, self.norm_bias, INDEXER_NORM_EPS, self.position
+        pool = self._index_pool(forward_batch)
+        self._kernels.store_pooled_keys(
+            keys,
+            gates,
+            PooledKeyWeights(*weights),
+            opened,
+            forward_batch.positions,
+            forward_batch.out_cache_loc,
+            bounds,
+            forward_batch.most_new_tokens,
+            pool.index_k_buffer[pool.place_to_write(self.layer_id)],
+        )
+
+    @staticmethod
+    def _index_pool(forward_batch: ForwardBatch) -> NSAIndexerPool:
+        pool = forward_batch.token_to_kv_pool
+        assert isinstance(pool, NSATokenToKVPool)
+        return pool.index_pool
 
     def weight_slots(self) -> NamedSlots:
         for name, weight in (

@@ -220,11 +220,6 @@ class Router(WeightedLayer):
             shape = options.table_size, self.options.top_k
             self.table = placement.empty(*shape, dtype=torch.int64)
 
-    @property
-    def has_kernel(self) -> bool:
-        """True if a kernel makes the choice from `logits`."""
-        return self.table is None and self.options.scoring != "sqrt_softplus"
-
     def forward(
         self, x: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,7 +322,7 @@ class SparseMoeBlock(torch.nn.Module):
         assert shared_gate is None or isinstance(shared_gate, torch.Tensor)
         return ExpertChoice(
             top_k=router.top_k,
-            is_softmax=router.scoring == "softmax",
+            scoring=router.scoring,
             renormalize=router.renormalize,
             factor=router.routed_scaling_factor,
             groups=router.num_groups,
@@ -336,6 +331,7 @@ class SparseMoeBlock(torch.nn.Module):
             correction_bias=self.gate.correction_bias,
             has_shared=self.shared_expert is not None,
             shared_gate=shared_gate,
+            table=self.gate.table,
         )
 
     def _plan_few(self) -> ExpertWeights | None:
@@ -389,13 +385,14 @@ class SparseMoeBlock(torch.nn.Module):
         """
         assert isinstance(x, torch.Tensor), "there is no first weight"
         shared_weight: torch.Tensor | None = None
-        if self._kernels is None or not self.gate.has_kernel:
+        if self._kernels is None:
             weights, ids = self.gate.forward(x, tokens)
             if self.shared_expert_gate is not None:
                 shared_weight = self.shared_expert_gate.forward(x).sigmoid_()
         else:
             top_k = self._choice.top_k
-            weights, ids = self._kernels.choose_experts(self.gate.logits(x), self._choice, x)
+            logits = self.gate.logits(x)
+            weights, ids = self._kernels.choose_experts(logits, self._choice, x, tokens)
             if self._few is not None and self.experts.takes_few(len(x), top_k):
                 out = self._kernels.run_experts(x, weights, ids, self._few)
                 return self._group.sum_later(out), residual

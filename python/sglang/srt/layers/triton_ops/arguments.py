@@ -180,7 +180,7 @@ class ExpertChoice:
     """The rule that chooses a token's experts; see `RouterOptions`."""
 
     top_k: int
-    is_softmax: bool
+    scoring: Literal["softmax", "sigmoid", "sqrt_softplus"]
     renormalize: bool
     factor: float
     """Multiplies the weights of the chosen experts."""
@@ -195,6 +195,8 @@ class ExpertChoice:
     """True if there is an expert that every token uses."""
     shared_gate: torch.Tensor | None
     """`[1, hidden_size]`: projection whose sigmoid is the shared expert's weight; None: it is 1."""
+    table: torch.Tensor | None = None
+    """int64 `[vocabulary, top_k]`: experts by token; None: scores choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -354,6 +356,71 @@ class ExpertWeights:
     """`gate_up` and `down` of the shared expert, without the first dimension; as many features.
     They may be of another kind than the others' weights."""
     activation: ExpertActivation = "silu"
-    """With a gate. A shared expert has SiLU."""
+    """Of all experts; with a gate."""
     biases: ExpertBiases | None = None
     """None: the experts have none. A shared expert has none."""
+
+
+class PooledKeyWeights(NamedTuple):
+    """Weights of the rule: of the layer norm of keys, `[dim]` each; and what a token's place in its
+    group adds to its gates, fp32 `[ratio, dim]`."""
+
+    norm: torch.Tensor
+    norm_bias: torch.Tensor
+    eps: float
+    position: torch.Tensor
+
+
+class OpenedGroups(NamedTuple):
+    """The tokens of open groups, and where requests find theirs."""
+
+    tokens: torch.Tensor
+    """`[rows, ratio - 1, 2 * dim]`, contiguous: normalised keys and gates by place."""
+    rows: torch.Tensor
+    """int64 `[bs]`: row of each request."""
+
+
+class StreamsJoin(NamedTuple):
+    """A block's output, which is not yet in the streams."""
+
+    out: torch.Tensor
+    """Contiguous `[num_tokens, hidden_size]`."""
+    rest: torch.Tensor | None
+    """As `out`, added to it; None: nothing is."""
+    weights: torch.Tensor
+    """fp32 `[num_tokens, streams + streams^2]`: of the output in each stream; of each stream
+    (rows) in each new one."""
+
+
+class StreamsSplit(NamedTuple):
+    """How the next block reads the streams."""
+
+    fn: torch.Tensor
+    """fp32 `[outputs, streams * hidden_size]`, contiguous: the projection of all weights."""
+    base: torch.Tensor
+    """fp32 `[outputs]`."""
+    scale: torch.Tensor
+    """fp32 `[3]`: of the input's, the output's and the mixing weights."""
+    iterations: int
+    eps: float
+    norm_eps: float
+    """Epsilon of the norm of a token's streams."""
+    norm: torch.Tensor
+    """`[hidden_size]`: weight of the norm of the block's input."""
+    input_eps: float
+    """Epsilon of this norm."""
+    is_wide: bool
+    """True if this norm is rounded once, after its weight."""
+
+
+class EnteredBlock(NamedTuple):
+    """What `join_and_split` gives a block."""
+
+    streams: torch.Tensor
+    """`[num_tokens, streams, hidden_size]`."""
+    x: torch.Tensor
+    """`[num_tokens, hidden_size]`: the block's normalised input."""
+    zeros: torch.Tensor
+    """As `x`: a residual for the block, of zeros."""
+    weights: torch.Tensor
+    """See `StreamsJoin`."""

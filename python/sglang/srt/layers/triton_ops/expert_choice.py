@@ -23,6 +23,22 @@ _LEAST = tl.constexpr(-2147483648)
 
 
 @triton.jit
+def _scored(logit: tl.tensor, SCORING: tl.constexpr) -> tl.tensor:
+    """The score of a logit by itself: its sigmoid, or the square root of its softplus."""
+    if SCORING == "sqrt_softplus":
+        grown = tl.exp(tl.minimum(logit, 20.0))
+        # The series of log(1 + x), where 1 + x would lose bits of x. The root would show it.
+        ratio = grown / (2.0 + grown)
+        square = ratio * ratio
+        series = 1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square / 9)))
+        log = tl.where(grown < 0.25, 2.0 * ratio * series, tl.log(1.0 + grown))
+        score = tl.sqrt(tl.where(logit > 20.0, logit, log))
+    else:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    return score
+
+
+@triton.jit
 def _ranking(
     logits: tl.tensor,
     bias_ptr: tl.tensor,
@@ -30,15 +46,15 @@ def _ranking(
     inside: tl.tensor,
     peak: tl.tensor,
     mass: tl.tensor,
-    SOFTMAX: tl.constexpr,
+    SCORING: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> tl.tensor:
     """Scores plus bias, by which experts are chosen."""
     score = tl.load(logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
-    if SOFTMAX:
+    if SCORING == "softmax":
         score = tl.exp(score - peak) / mass
     else:
-        score = 1.0 / (1.0 + tl.exp(-score))
+        score = _scored(score, SCORING)
     if BIAS:
         score += tl.load(bias_ptr + experts, mask=inside, other=0.0)
     return score
@@ -88,12 +104,14 @@ def _weigh_shared(
     tl.store(to, 1.0 / (1.0 + tl.exp(-tl.sum(acc, axis=0))))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens_ptr"])
 def _choose_kernel(
     logits_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     x_ptr: tl.tensor,
     gate_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     factor: tl.tensor,
@@ -108,16 +126,18 @@ def _choose_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    SOFTMAX: tl.constexpr,
+    SCORING: tl.constexpr,
     BIAS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     TWO_OF_GROUP: tl.constexpr,
     GATE: tl.constexpr,
     TAGS: tl.constexpr,
+    TABLE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Grid `(num_tokens, 1 + GATE)`: one program chooses the experts of a token; another computes
-    the weight of its shared expert. TAGS: only the logits, of 16 bits, decide the choice."""
+    the weight of its shared expert. TAGS: only the logits, of 16 bits, decide the choice. TABLE:
+    the token decides it."""
     token = tl.program_id(0).to(tl.int64)
     weights_ptr += token * PLACES
     if GATE:  # noqa: SIM102 - known when this is compiled
@@ -133,7 +153,7 @@ def _choose_kernel(
     logits = logits_ptr + token * EXPERTS
     peak = 0.0
     mass = 1.0
-    if SOFTMAX:
+    if SCORING == "softmax":
         logit = tl.load(logits + experts, mask=inside, other=float("-inf")).to(tl.float32)
         # If weights are renormalised, their common divisor is not needed.
         if not (TAGS and RENORMALIZE):
@@ -151,16 +171,20 @@ def _choose_kernel(
         if RENORMALIZE:
             peak = tl.max(weights, axis=0)
     else:
-        ids = _best_of_all(
-            logits, bias_ptr, experts, inside, peak, mass, places,
-            EXPERTS, TOP_K, GROUPS, TOP_GROUPS, BLOCK_E, BLOCK_P, BLOCK_G, BLOCK_S,
-            SOFTMAX, BIAS, TWO_OF_GROUP,
-        )  # fmt: skip
+        if TABLE:
+            of_token = table_ptr + tl.load(tokens_ptr + token) * TOP_K
+            ids = tl.load(of_token + places, mask=chosen, other=0).to(tl.int32)
+        else:
+            ids = _best_of_all(
+                logits, bias_ptr, experts, inside, peak, mass, places,
+                EXPERTS, TOP_K, GROUPS, TOP_GROUPS, BLOCK_E, BLOCK_P, BLOCK_G, BLOCK_S,
+                SCORING, BIAS, TWO_OF_GROUP,
+            )  # fmt: skip
         weights = tl.load(logits + ids, mask=chosen, other=float("-inf")).to(tl.float32)
-    if SOFTMAX:
+    if SCORING == "softmax":
         weights = tl.exp(weights - peak) / mass
     else:
-        weights = 1.0 / (1.0 + tl.exp(-weights))
+        weights = _scored(weights, SCORING)
     weights = tl.where(chosen, weights, 0.0)
     if RENORMALIZE:
         weights = weights / (tl.sum(weights, axis=0) + 1e-20)
@@ -190,13 +214,13 @@ def _best_of_all(
     BLOCK_P: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    SOFTMAX: tl.constexpr,
+    SCORING: tl.constexpr,
     BIAS: tl.constexpr,
     TWO_OF_GROUP: tl.constexpr,
 ) -> tl.tensor:
     """Ids of the experts with the highest scores, by place, within the best groups if there are
     groups."""
-    score = _ranking(logits, bias_ptr, experts, inside, peak, mass, SOFTMAX, BIAS)
+    score = _ranking(logits, bias_ptr, experts, inside, peak, mass, SCORING, BIAS)
     allowed = inside
     if TOP_GROUPS < GROUPS:
         SIZE: tl.constexpr = EXPERTS // GROUPS
@@ -204,7 +228,7 @@ def _best_of_all(
         nth = tl.arange(0, BLOCK_S)[None, :]
         member = (groups < GROUPS)[:, None] & (nth < SIZE)
         of_group = groups[:, None] * SIZE + nth
-        ranks = _ranking(logits, bias_ptr, of_group, member, peak, mass, SOFTMAX, BIAS)
+        ranks = _ranking(logits, bias_ptr, of_group, member, peak, mass, SCORING, BIAS)
         ranks = tl.where(member, ranks, float("-inf"))
         group_score = tl.max(ranks, axis=1)
         if TWO_OF_GROUP:
@@ -227,13 +251,17 @@ def _best_of_all(
 
 
 def choose_experts(
-    logits: torch.Tensor, choice: ExpertChoice, x: torch.Tensor
+    logits: torch.Tensor,
+    choice: ExpertChoice,
+    x: torch.Tensor,
+    tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts of each token, best first, like `select_experts`.
 
     Args:
         logits: Contiguous `[num_tokens, num_experts]`, any float dtype.
         x: Contiguous `[num_tokens, hidden_size]`, for the gate of the shared expert.
+        tokens: int64 `[num_tokens]`, for a choice by table.
 
     Returns:
         fp32 `[num_tokens, places]`: weights of the chosen experts, then that of the shared one, if
@@ -244,13 +272,17 @@ def choose_experts(
     assert logits.is_contiguous() and x.is_contiguous()
     weights = torch.empty((num_tokens, places), dtype=torch.float32, device=x.device)
     ids = torch.empty((num_tokens, choice.top_k), dtype=torch.int32, device=x.device)
-    has_gate, is_softmax = choice.shared_gate is not None, choice.is_softmax
+    has_gate, table = choice.shared_gate is not None, choice.table
+    assert table is None or (tokens is not None and table.is_contiguous())
+    is_softmax = choice.scoring == "softmax" and table is None
     by_logits = is_softmax and choice.correction_bias is None and choice.groups == choice.top_groups
     _choose_kernel[(num_tokens, 1 + has_gate)](
         logits,
         logits if choice.correction_bias is None else choice.correction_bias,
         x,
         x if choice.shared_gate is None else choice.shared_gate,
+        ids if table is None else table,
+        ids if tokens is None else tokens,
         weights,
         ids,
         choice.factor,
@@ -265,12 +297,13 @@ def choose_experts(
         BLOCK_H=min(2048, triton.next_power_of_2(x.shape[1])),
         BLOCK_G=triton.next_power_of_2(choice.groups),
         BLOCK_S=triton.next_power_of_2(num_experts // choice.groups),
-        SOFTMAX=is_softmax,
+        SCORING=choice.scoring,
         BIAS=choice.correction_bias is not None,
         RENORMALIZE=choice.renormalize,
         TWO_OF_GROUP=choice.two_of_group,
         GATE=has_gate,
         TAGS=by_logits and logits.element_size() == 2 and num_experts <= _TAG.value,
+        TABLE=table is not None,
         num_warps=1,
         **early_start(x),
     )

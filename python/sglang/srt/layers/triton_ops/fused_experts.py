@@ -89,7 +89,7 @@ def _gate_up_kernel(
 ) -> None:
     """Compute ROWS features of an expert for all its tokens, in the program of its first token.
 
-    BIAS, LIMIT: no expert is shared.
+    BIAS: no expert is shared.
     """
     features = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) // PLACES
@@ -237,7 +237,7 @@ def run_experts(
     biases, rule = experts.biases, rule_of(experts.activation)
     # Gates without limits come without biases.
     assert biases is None or rule["LIMIT"]
-    assert experts.shared is None or not rule["LIMIT"]
+    assert experts.shared is None or biases is None
     first, last = (None, None) if biases is None else biases
     inner = torch.empty((num_tokens, places, features), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)

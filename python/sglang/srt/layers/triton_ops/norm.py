@@ -46,6 +46,20 @@ def _normed(
     return normed.to(rounded.dtype)
 
 
+@triton.jit
+def normed_row(
+    x: tl.tensor, weight: tl.tensor, eps: tl.tensor, SIZE: tl.constexpr, WIDE: tl.constexpr
+) -> tl.tensor:
+    """The norm of one token, in the token's dtype; WIDE: rounded once, after the weight."""
+    if WIDE:
+        wide = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+        normed = (wide * scale * weight).to(x.dtype)
+    else:
+        normed = _normed(x, weight, eps, SIZE, False)
+    return normed
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _rms_norm_kernel(
     x_ptr: tl.tensor,

@@ -64,6 +64,7 @@ def _score_kernel(
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr,
     IS_FP8: tl.constexpr,
     IS_LISTED: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -71,9 +72,9 @@ def _score_kernel(
 ) -> None:
     """Scores of TOKENS tokens that have one list; programs along axis 1 share its blocks.
 
-    Keys are at the slots of the list, a scale behind each in fp8; or, if not IS_LISTED, in fp8 in
-    the order of the list, with scales of their own. They are the left operand, so that the sum over
-    heads stays within the four threads that share a row of a product.
+    Keys are at the slots of the list, divided by STRIDE, a scale behind each in fp8; or, if not
+    IS_LISTED, in fp8 in the order of the list, with scales of their own. They are the left operand,
+    so that the sum over heads stays within the four threads that share a row of a product.
     """
     first = tl.program_id(0).to(tl.int64) * TOKENS
     tokens = first + tl.arange(0, TOKENS)
@@ -96,7 +97,7 @@ def _score_kernel(
         pos = start + tl.arange(0, BLOCK)
         slot = pos.to(tl.int64)
         if IS_LISTED:
-            slot = tl.load(slots + pos, mask=pos < longest, other=0).to(tl.int64)
+            slot = tl.load(slots + pos * STRIDE, mask=pos < longest, other=0).to(tl.int64) // STRIDE
         is_key = (dims < DIM)[None, :]
         if not IS_LISTED:
             is_key &= (pos < longest)[:, None]
@@ -133,6 +134,7 @@ def index_scores(
     longest: int,
     *,
     one_list: bool = False,
+    stride: int = 1,
 ) -> torch.Tensor:
     """Scores of the tokens of lists of slots.
 
@@ -142,9 +144,11 @@ def index_scores(
         keys: Contiguous `[slots, head_dim]`; or in fp8, uint8 `[slots, head_dim + 4]`.
         table: int32 `[lists, max_length]`, the last dimension dense.
         rows: Integer `[num_tokens]`: the list of each token.
-        lens: Integer `[num_tokens]`: number of tokens of the list that get a score.
+        lens: Integer `[num_tokens]`: number of tokens of the list that get a score; with a
+            `stride`, number of its groups.
         longest: Upper bound of `lens`, which decides the launch.
         one_list: If true, all tokens have the same list, which is read once for several of them.
+        stride: Tokens of a group that has one key, at the slot of its first divided by this.
 
     Returns:
         fp32 `[num_tokens, longest]`, a view of longer rows; garbage past a token's length.
@@ -156,6 +160,7 @@ def index_scores(
     is_listed = not (is_fp8 and one_list and num_tokens >= _MANY_TOKENS)
     if not is_listed:
         # Rows of 132 bytes are read four bytes at a time, again for each few tokens.
+        assert stride == 1, "fp8 keys of groups"
         own = keys.index_select(0, slots_of_one(table, rows, longest))
         codes = own[:, :dim].contiguous().view(torch.float8_e4m3fn)
         scales = own[:, dim:].contiguous().view(torch.float32)
@@ -186,6 +191,7 @@ def index_scores(
         HEADS=heads,
         BLOCK_D=max(32 if is_fp8 else 16, triton.next_power_of_2(dim)),
         BLOCK=block,
+        STRIDE=stride,
         IS_FP8=is_fp8,
         IS_LISTED=is_listed,
         LARGEST=FP8_MAX,

@@ -127,6 +127,7 @@ def _put(
     slots: tl.tensor,
     target: tl.tensor,
     WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
     IS_LAST: tl.constexpr,
 ) -> tl.tensor:
     """Write keys above `low`, and the first `limit` keys that equal it, as `_compact` says.
@@ -143,7 +144,8 @@ def _put(
     is_kept = (key > low) | ((key == low) & (equal_until <= limit))
     place = above + (until & 0xFFFF) + tl.minimum(equal_until, limit) - 1
     if IS_LAST:
-        tl.store(target + place, tl.load(slots + pos, mask=is_kept, other=0), mask=is_kept)
+        slot = tl.load(slots + pos * STRIDE, mask=is_kept, other=0) // STRIDE
+        tl.store(target + place, slot, mask=is_kept)
     else:
         packed = (key.to(tl.int64) << 32) | pos.to(tl.int64)
         tl.store(target + place, packed, mask=is_kept & (place < WIDTH))
@@ -159,6 +161,7 @@ def _compact(
     slots: tl.tensor,
     target: tl.tensor,
     WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     IS_PACKED: tl.constexpr,
     IS_LAST: tl.constexpr,
@@ -188,16 +191,16 @@ def _compact(
         until = tl.cumsum(own, axis=0) - own
         k0, k1, k2, k3 = _columns(key, ROWS)
         p0, p1, p2, p3 = _columns(pos, ROWS)
-        until = _put(k0, p0, until, low, limit, above, equal, slots, target, WIDTH, IS_LAST)
-        until = _put(k1, p1, until, low, limit, above, equal, slots, target, WIDTH, IS_LAST)
-        until = _put(k2, p2, until, low, limit, above, equal, slots, target, WIDTH, IS_LAST)
-        until = _put(k3, p3, until, low, limit, above, equal, slots, target, WIDTH, IS_LAST)
+        until = _put(k0, p0, until, low, limit, above, equal, slots, target, WIDTH, STRIDE, IS_LAST)
+        until = _put(k1, p1, until, low, limit, above, equal, slots, target, WIDTH, STRIDE, IS_LAST)
+        until = _put(k2, p2, until, low, limit, above, equal, slots, target, WIDTH, STRIDE, IS_LAST)
+        until = _put(k3, p3, until, low, limit, above, equal, slots, target, WIDTH, STRIDE, IS_LAST)
         k0, k1, k2, k3 = _columns(next_key, ROWS)
         p0, p1, p2, p3 = _columns(next_pos, ROWS)
-        until = _put(k0, p0, until, low, limit, above, equal, slots, target, WIDTH, IS_LAST)
-        until = _put(k1, p1, until, low, limit, above, equal, slots, target, WIDTH, IS_LAST)
-        until = _put(k2, p2, until, low, limit, above, equal, slots, target, WIDTH, IS_LAST)
-        _put(k3, p3, until, low, limit, above, equal, slots, target, WIDTH, IS_LAST)
+        until = _put(k0, p0, until, low, limit, above, equal, slots, target, WIDTH, STRIDE, IS_LAST)
+        until = _put(k1, p1, until, low, limit, above, equal, slots, target, WIDTH, STRIDE, IS_LAST)
+        until = _put(k2, p2, until, low, limit, above, equal, slots, target, WIDTH, STRIDE, IS_LAST)
+        _put(k3, p3, until, low, limit, above, equal, slots, target, WIDTH, STRIDE, IS_LAST)
         total = tl.sum(own, axis=0)
         above += total & 0xFFFF
         equal += total >> 16
@@ -218,6 +221,7 @@ def _choose_kernel(
     table_stride: tl.tensor,
     TOPK: tl.constexpr,
     WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     """Find a threshold that little more than TOPK keys reach, copy these, and choose among them.
@@ -232,7 +236,7 @@ def _choose_kernel(
     out = out_ptr + token * TOPK
     places = tl.arange(0, WIDTH)
     if length <= TOPK:
-        found = tl.load(slots + places, mask=places < length, other=-1)
+        found = tl.load(slots + places * STRIDE, mask=places < length, other=-STRIDE) // STRIDE
         tl.store(out + places, found, mask=places < TOPK)
         return
     scores = scores_ptr + token * scores_stride
@@ -241,7 +245,7 @@ def _choose_kernel(
         low = tl.min(tl.where(places < length, best, 0x7FFFFFFF), axis=0)
         low = _threshold(best, low, tl.max(best, axis=0), TOPK, TOPK)
         missing = TOPK - tl.sum((best > low).to(tl.int32), axis=0)
-        _compact(scores, length, low, missing, slots, out, WIDTH, ROWS, False, True)
+        _compact(scores, length, low, missing, slots, out, WIDTH, STRIDE, ROWS, False, True)
         return
     whole = length // WIDTH * WIDTH
     for start in range(WIDTH, whole, WIDTH):
@@ -250,16 +254,20 @@ def _choose_kernel(
     high = tl.max(best, axis=0)
     low = _threshold(best, tl.min(best, axis=0), high, TOPK, TOPK + TOPK // 32)
     candidates = candidates_ptr + token * WIDTH
-    found = _compact(scores, length, low, TOPK, slots, candidates, WIDTH, ROWS, False, False)
+    found = _compact(
+        scores, length, low, TOPK, slots, candidates, WIDTH, STRIDE, ROWS, False, False
+    )
     if found > WIDTH:
         # The best keys are in few groups.
         low = _threshold_of_row(scores, length, low, high, TOPK, WIDTH)
-        found = _compact(scores, length, low, TOPK, slots, candidates, WIDTH, ROWS, False, False)
+        found = _compact(
+            scores, length, low, TOPK, slots, candidates, WIDTH, STRIDE, ROWS, False, False
+        )
     tl.debug_barrier()
     best, _ = _read(candidates, places, found, True)
     low = _threshold(best, low, high, TOPK, TOPK)
     missing = TOPK - tl.sum((best > low).to(tl.int32), axis=0)
-    _compact(candidates, found, low, missing, slots, out, WIDTH, ROWS, True, True)
+    _compact(candidates, found, low, missing, slots, out, WIDTH, STRIDE, ROWS, True, True)
 
 
 def choose_slots(
@@ -270,6 +278,7 @@ def choose_slots(
     topk: int,
     *,
     out: torch.Tensor | None = None,
+    stride: int = 1,
 ) -> torch.Tensor:
     """The slots of the `topk` best tokens of each list, in the list's order.
 
@@ -277,6 +286,7 @@ def choose_slots(
         scores: fp32 `[num_tokens, longest]`, from `index_scores`.
         table: See `index_scores`, for `rows` and `lens` too.
         out: Contiguous tensor for the result; None: a new one.
+        stride: See `index_scores`. Slots divided by it are returned: items of groups.
 
     Returns:
         int32 `[num_tokens, topk]`. A list of at most `topk` tokens is returned whole, followed by
@@ -301,6 +311,7 @@ def choose_slots(
         table.stride(0),
         TOPK=topk,
         WIDTH=width,
+        STRIDE=stride,
         ROWS=32 * num_warps,
         num_warps=num_warps,
     )

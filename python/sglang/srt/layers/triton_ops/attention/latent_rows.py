@@ -12,7 +12,7 @@ Rows in fp8 are multiplied by their scales in registers, block by block.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -71,7 +71,8 @@ def _latent_rows(
 
 
 @triton.jit(
-    do_not_specialize=["splits", "least"], do_not_specialize_on_alignment=["rows_ptr", "lens_ptr"]
+    do_not_specialize=["splits", "least"],
+    do_not_specialize_on_alignment=["rows_ptr", "lens_ptr", "context_rows_ptr"],
 )
 def _latent_kernel(
     latent_q_ptr: tl.tensor,
@@ -82,6 +83,8 @@ def _latent_kernel(
     table_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     lens_ptr: tl.tensor,
+    contexts_ptr: tl.tensor,
+    context_rows_ptr: tl.tensor,
     out_ptr: tl.tensor,
     parts_ptr: tl.tensor,
     lse_ptr: tl.tensor,
@@ -90,6 +93,7 @@ def _latent_kernel(
     rope_q_token: tl.tensor,
     rope_q_head: tl.tensor,
     table_stride: tl.tensor,
+    contexts_stride: tl.tensor,
     scale: tl.tensor,
     splits: tl.tensor,
     least: tl.tensor,
@@ -101,6 +105,7 @@ def _latent_kernel(
     ROPE_AT: tl.constexpr,
     GROUPS: tl.constexpr,
     MOST: tl.constexpr,
+    GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -108,7 +113,11 @@ def _latent_kernel(
     SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(heads / HEADS, tokens, splits)`: one program attends from HEADS heads to one split."""
+    """Grid `(heads / HEADS, tokens, splits)`: one program attends from HEADS heads to one split.
+
+    GROUP: the list has groups of so many slots; the tokens of the open group, which are read too,
+    are in the context.
+    """
     # Programs that run at the same time read the same rows.
     heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     token = tl.program_id(1).to(tl.int64)
@@ -117,8 +126,9 @@ def _latent_kernel(
     out_row = token * NUM_HEADS + heads
     await_kernels_before(EARLY)
     length = tl.load(lens_ptr + token).to(tl.int32)
+    context = length
     if MOST > 0:
-        length = tl.minimum(length, MOST)
+        length = tl.minimum(length, MOST + length % GROUP)
     begin, end, _ = split_range(length, split, splits, least, BLOCK)
     if SPLIT:  # noqa: SIM102 - known when this is compiled
         if begin >= end:
@@ -133,20 +143,34 @@ def _latent_kernel(
         rope_q_ptr + q_at, mask=is_head[:, None] & (in_rope < ROPE)[None, :], other=0.0
     )
     slots = table_ptr + tl.load(rows_ptr + token).to(tl.int64) * table_stride
+    # Tokens of the list, and what to add to the place of another token for its position.
+    listed = length - length % GROUP
+    behind = context - length
+    own = slots
+    if GROUP > 1:
+        own = contexts_ptr + tl.load(context_rows_ptr + token).to(tl.int64) * contexts_stride
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     mass = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, BLOCK_L], tl.float32)
     for start in range(begin, end, BLOCK):
         pos = start + tl.arange(0, BLOCK)
         # Past the end: slot 0, the padding page, whose values are finite.
-        slot = tl.load(slots + pos, mask=pos < end, other=0).to(tl.int64)
+        if GROUP > 1:
+            is_listed = pos < listed
+            slot = tl.load(slots + pos // GROUP, mask=is_listed & (pos < end), other=0)
+            rest = tl.load(own + behind + pos, mask=(pos >= listed) & (pos < end), other=0)
+            slot = tl.where(is_listed & (pos < end), slot * GROUP + pos % GROUP, rest)
+            slot = slot.to(tl.int64)
+        else:
+            slot = tl.load(slots + pos, mask=pos < end, other=0).to(tl.int64)
         latent = _latent_rows(pool_ptr, scales_ptr, slot, LATENT, ROW, GROUPS, BLOCK, BLOCK_L)
-        rope_at = rope_ptr + slot[:, None] * ROPE_ROW + ROPE_AT + in_rope[None, :]
-        rope = tl.load(rope_at, mask=in_rope[None, :] < ROPE, other=0.0)
         latent = latent.to(q.dtype)
         scores = tl.dot(q, tl.trans(latent), input_precision="tf32x3")
-        rope = tl.trans(rope.to(q.dtype))
-        scores = tl.dot(q_rope, rope, scores, input_precision="tf32x3")
+        if ROPE > 0:
+            rope_at = rope_ptr + slot[:, None] * ROPE_ROW + ROPE_AT + in_rope[None, :]
+            rope = tl.load(rope_at, mask=in_rope[None, :] < ROPE, other=0.0)
+            rope = tl.trans(rope.to(q.dtype))
+            scores = tl.dot(q_rope, rope, scores, input_precision="tf32x3")
         scores = tl.where(pos[None, :] < end, scores, float("-inf"))
         # Every block has a token that is seen, so no peak stays -inf.
         new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
@@ -172,6 +196,17 @@ def plan_splits(num_tokens: int, head_blocks: int) -> int:
     return 1 << max(0, wanted.bit_length() - 1)
 
 
+class OpenGroups(NamedTuple):
+    """Where tokens find the tokens of their open groups."""
+
+    size: int
+    """Tokens of a group."""
+    table: torch.Tensor
+    """int32 `[contexts, max_length]`, the last dimension dense: slots of whole contexts."""
+    rows: torch.Tensor
+    """Integer `[num_tokens]`: the context of each token."""
+
+
 def latent_attention(
     latent_q: torch.Tensor,
     rope_q: torch.Tensor,
@@ -182,6 +217,7 @@ def latent_attention(
     scaling: float,
     *,
     most: int = 0,
+    groups: OpenGroups | None = None,
     splits: int | None = None,
     launch: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
@@ -197,6 +233,8 @@ def latent_attention(
         lens: Integer `[num_tokens]`, at least 1 each: number of tokens of the list to read.
         scaling: Positive factor of the scores.
         most: Most tokens of a list to read; 0: no limit.
+        groups: The list has items of so many slots, and `lens` and `most` count tokens. The tokens
+            of the open group, fewer, are read besides. None: it has slots.
         splits: In the form of `plan_splits`; None: its result.
         launch: In the form of `LAUNCH`; None: the fastest.
 
@@ -206,15 +244,17 @@ def latent_attention(
     num_tokens, num_heads, rank = latent_q.shape
     rope_dim = rope_q.shape[-1]
     assert pool.is_contiguous()
-    groups = num_groups(rank) if pool.dtype == torch.uint8 else 0
+    scaled = num_groups(rank) if pool.dtype == torch.uint8 else 0
     row = rope_row = pool.shape[-1]
     rope_at, views = rank, (pool, pool, pool)
-    if groups:
-        rope_row, rope_at, views = row // 2, (rank + 4 * groups) // 2, typed_views(pool)
+    if scaled:
+        rope_row, rope_at, views = row // 2, (rank + 4 * scaled) // 2, typed_views(pool)
     assert rope_row - rope_at == rope_dim, f"rows of {row} for {rank} and {rope_dim} elements"
     assert latent_q.stride(-1) == rope_q.stride(-1) == table.stride(-1) == 1
+    contexts = OpenGroups(1, table, rows) if groups is None else groups
+    assert most % contexts.size == 0 and contexts.table.stride(-1) == 1
     if launch is None:
-        launch = _launch_of(latent_q.dtype, is_fp8=bool(groups))
+        launch = _launch_of(latent_q.dtype, is_fp8=bool(scaled))
     heads = _heads_of(launch, num_heads)
     head_blocks = triton.cdiv(num_heads, heads)
     count = plan_splits(num_tokens, head_blocks) if splits is None else splits
@@ -234,6 +274,8 @@ def latent_attention(
         table,
         rows,
         lens,
+        contexts.table,
+        contexts.rows,
         out,
         parts,
         lse,
@@ -242,6 +284,7 @@ def latent_attention(
         rope_q.stride(0),
         rope_q.stride(1),
         table.stride(0),
+        contexts.table.stride(0),
         scaling * math.log2(math.e),
         count,
         block,
@@ -251,8 +294,9 @@ def latent_attention(
         ROW=row,
         ROPE_ROW=rope_row,
         ROPE_AT=rope_at,
-        GROUPS=groups,
+        GROUPS=scaled,
         MOST=most,
+        GROUP=contexts.size,
         HEADS=heads,
         BLOCK_L=max(16, triton.next_power_of_2(rank)),
         BLOCK_R=max(16, triton.next_power_of_2(rope_dim)),

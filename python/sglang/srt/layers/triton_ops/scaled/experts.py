@@ -27,8 +27,8 @@ def run_experts(
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, including the shared one, for few tokens.
 
-    A shared expert of another kind than the routed ones, or of another rule, is computed by itself,
-    and added to the rounded sum of those.
+    A shared expert of another kind than the routed ones is computed by itself, and added to the
+    rounded sum of those.
 
     Args:
         x: Contiguous `[num_tokens, hidden_size]`.
@@ -38,12 +38,12 @@ def run_experts(
         `[num_tokens, hidden_size]` of the dtype of `x`.
     """
     gate_up, down, shared = experts.gate_up, experts.down, experts.shared
-    is_plain_rule = experts.activation == "silu" and experts.biases is None
-    if shared is not None and not (is_plain_rule and all(map(_are_alike, shared, (gate_up, down)))):
+    is_together = experts.biases is None and all(map(_are_alike, shared or (), (gate_up, down)))
+    if shared is not None and not is_together:
         top_k = ids.shape[1]
         routed = replace(experts, shared=None)
         out = run_experts(x, weights[:, :top_k].contiguous(), ids, routed)
-        part = _multiply(silu_and_mul(_multiply(x, shared[0])), shared[1])
+        part = _multiply(silu_and_mul(_multiply(x, shared[0]), experts.activation), shared[1])
         return out.add_(part * weights[:, top_k:])
     if isinstance(gate_up, ScaledWeight) and isinstance(down, ScaledWeight):
         scaled: tuple[ScaledWeight, ScaledWeight] | None = None

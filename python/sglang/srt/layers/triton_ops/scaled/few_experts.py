@@ -82,7 +82,7 @@ def _gate_up_kernel(
 ) -> None:
     """Compute ROWS features of an expert for all its tokens, in the program of its first token.
 
-    BIAS, LIMIT: no expert is shared.
+    BIAS: no expert is shared.
     """
     token = tl.program_id(1) // PLACES
     place = tl.program_id(1) % PLACES
@@ -326,7 +326,8 @@ def run_scaled_experts(
             of the shared one.
         ids: Contiguous `[num_tokens, top_k]`, any integer dtype.
         shared: The shared expert's weights, of the same kinds and features as the others'.
-        activation: With a gate. Without `shared` it may be clamped, and there may be biases.
+        activation: With a gate, of all experts.
+        biases: Without `shared`.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
@@ -341,7 +342,7 @@ def run_scaled_experts(
     assert is_aligned(down.elements, of_shared[1].elements)
     assert not gate_up.is_fp4 or is_aligned(x, gate_up.elements, of_shared[0].elements)
     rule = rule_of(activation)
-    assert shared is None or (biases is None and not rule["LIMIT"])
+    assert shared is None or biases is None
     first, second = (None, None) if biases is None else biases
     inner = torch.empty((num_tokens, places, features), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)

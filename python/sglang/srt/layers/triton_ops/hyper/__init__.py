@@ -1,0 +1,1 @@
+"""Kernels of hyper-connections: residual streams that are mixed around each block."""

@@ -1,0 +1,311 @@
+"""Hyper-connections between two blocks, in two kernels; `layers/compressed/hyper_connection.py`
+has the formulas.
+
+1. `_join_kernel` adds the output of the block before to the streams, mixes them, and multiplies the
+   new streams with the projection of the block behind. The columns of a token are divided over
+   programs if there are few tokens.
+2. `_split_kernel` adds up the products, and makes the weights and the normalised input of the block
+   behind. Sinkhorn's steps, which only the next join needs, have programs of their own.
+
+Streams are read twice and written once. Sums are in fp32; products of fp32 have three TF32 parts.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.triton_ops.arguments import (
+    EnteredBlock,
+    StreamsJoin,
+    StreamsSplit,
+)
+from sglang.srt.layers.triton_ops.early_start import (
+    await_kernels_before,
+    early_start,
+)
+from sglang.srt.layers.triton_ops.norm import normed_row
+
+PROGRAMS: Final = 512
+"""Programs of a join that fill the device."""
+_FEW: Final = 16
+"""Up to this many tokens are one block of a join, the least that tensor cores multiply."""
+_TOKENS: Final = 64
+_COLUMNS: Final = 64
+"""Tokens and columns of a block of a join."""
+
+
+@triton.jit(do_not_specialize=["tokens", "spans"])
+def _join_kernel(
+    streams_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rest_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
+    fn_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    tokens: tl.tensor,
+    spans: tl.tensor,
+    STREAMS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    JOIN: tl.constexpr,
+    REST: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(tokens / BLOCK_T, spans)`: one program joins some tokens' columns of a span, and
+    multiplies them. Column OUTPUTS of the products is the sum of squares.
+
+    JOIN: there is an output to add; REST: it has two parts. SPLIT: there is a block behind.
+    """
+    PER_STREAM: tl.constexpr = (HIDDEN + BLOCK_C - 1) // BLOCK_C
+    BLOCKS: tl.constexpr = PER_STREAM * STREAMS
+    WEIGHTS: tl.constexpr = STREAMS + STREAMS * STREAMS
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_token = token < tokens
+    row = token.to(tl.int64)
+    outputs = tl.arange(0, BLOCK_O)
+    each = (BLOCKS + spans - 1) // spans
+    first = tl.program_id(1) * each
+    last = tl.minimum(first + each, BLOCKS)
+    within = tl.arange(0, BLOCK_C)
+    dtype = joined_ptr.dtype.element_ty
+    fn_rows = outputs[None, :] * (STREAMS * HIDDEN)
+    fn = tl.zeros([BLOCK_C, BLOCK_O], tl.float32)
+    if SPLIT:
+        # A weight, which is read before the wait; the next block's is read in its turn.
+        cols = first % PER_STREAM * BLOCK_C + within
+        inside = (cols < HIDDEN)[:, None] & (outputs < OUTPUTS)[None, :]
+        at = first // PER_STREAM * HIDDEN + cols[:, None]
+        fn = tl.load(fn_ptr + fn_rows + at, mask=inside, other=0.0)
+    await_kernels_before(EARLY)
+    products = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
+    squares = tl.zeros([BLOCK_T], tl.float32)
+    own = weights_ptr + row * WEIGHTS
+    for block in range(first, last):
+        stream = block // PER_STREAM
+        cols = block % PER_STREAM * BLOCK_C + within
+        is_there = is_token[:, None] & (cols < HIDDEN)[None, :]
+        old = streams_ptr + row[:, None] * (STREAMS * HIDDEN) + cols[None, :]
+        if JOIN:
+            added = tl.load(out_ptr + row[:, None] * HIDDEN + cols[None, :], is_there, other=0.0)
+            added = added.to(tl.float32)
+            if REST:
+                rest = tl.load(
+                    rest_ptr + row[:, None] * HIDDEN + cols[None, :], is_there, other=0.0
+                )
+                added += rest.to(tl.float32)
+            factor = tl.load(own + stream, mask=is_token, other=0.0)
+            new = added * factor[:, None]
+            for source in tl.static_range(STREAMS):
+                of_stream = own + STREAMS + source * STREAMS + stream
+                factor = tl.load(of_stream, mask=is_token, other=0.0)
+                x = tl.load(old + source * HIDDEN, mask=is_there, other=0.0)
+                new += x.to(tl.float32) * factor[:, None]
+            rounded = new.to(dtype)
+            to = joined_ptr + (row * STREAMS + stream)[:, None] * HIDDEN + cols[None, :]
+            tl.store(to, rounded, mask=is_there)
+        else:
+            rounded = tl.load(old + stream * HIDDEN, mask=is_there, other=0.0)
+        if SPLIT:
+            wide = rounded.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+            products = tl.dot(wide, fn, products, input_precision="tf32x3")
+            following = tl.minimum(block + 1, BLOCKS - 1)
+            cols = following % PER_STREAM * BLOCK_C + within
+            # After the last block nothing is read.
+            left = tl.where(block + 1 < last, OUTPUTS, 0)
+            inside = (cols < HIDDEN)[:, None] & (outputs < left)[None, :]
+            at = following // PER_STREAM * HIDDEN + cols[:, None]
+            fn = tl.load(fn_ptr + fn_rows + at, mask=inside, other=0.0)
+    if SPLIT:
+        products = tl.where(outputs[None, :] == OUTPUTS, squares[:, None], products)
+        to = parts_ptr + (row * spans + tl.program_id(1))[:, None] * BLOCK_O + outputs[None, :]
+        tl.store(to, products, mask=is_token[:, None])
+
+
+@triton.jit
+def _summed(
+    parts: tl.tensor, spans: tl.tensor, at: tl.tensor, WIDTH: tl.constexpr, SPANS: tl.constexpr
+) -> tl.tensor:
+    """Sums over the spans of a token's products, of the outputs `at` `[n]`."""
+    span = tl.arange(0, SPANS)
+    found = tl.load(
+        parts + span[:, None] * WIDTH + at[None, :], mask=(span < spans)[:, None], other=0.0
+    )
+    return tl.sum(found, axis=0)
+
+
+@triton.jit(do_not_specialize=["spans"])
+def _split_kernel(
+    streams_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    base_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    spans: tl.tensor,
+    eps: tl.tensor,
+    norm_eps: tl.tensor,
+    input_eps: tl.tensor,
+    STREAMS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    SPANS: tl.constexpr,
+    WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(tokens, 2)`: one program makes a token's input of the block, another its weights of
+    the output and of the streams."""
+    row = tl.program_id(0).to(tl.int64)
+    nth = tl.arange(0, BLOCK_S)
+    is_stream = nth < STREAMS
+    parts = parts_ptr + row * spans * BLOCK_O
+    OUTPUTS: tl.constexpr = 2 * STREAMS + STREAMS * STREAMS
+    if tl.program_id(1) == 0:
+        cols = tl.arange(0, BLOCK_H)
+        inside = cols < HIDDEN
+        norm = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        into_base = tl.load(base_ptr + nth, mask=is_stream, other=0.0)
+        factor = tl.load(scale_ptr)
+        await_kernels_before(EARLY)
+        squares = tl.sum(_summed(parts, spans, OUTPUTS + tl.arange(0, 1), BLOCK_O, SPANS), axis=0)
+        shrink = tl.rsqrt(squares / (STREAMS * HIDDEN) + norm_eps)
+        found = _summed(parts, spans, tl.where(is_stream, nth, 0), BLOCK_O, SPANS) * shrink
+        into = 1.0 / (1.0 + tl.exp(-(into_base + found * factor))) + eps
+        acc = tl.zeros([BLOCK_H], tl.float32)
+        for stream in tl.static_range(STREAMS):
+            x = tl.load(
+                streams_ptr + (row * STREAMS + stream) * HIDDEN + cols, mask=inside, other=0.0
+            )
+            acc += x.to(tl.float32) * tl.sum(tl.where(nth == stream, into, 0.0), axis=0)
+        x = acc.to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + row * HIDDEN + cols, normed_row(x, norm, input_eps, HIDDEN, WIDE), inside)
+        tl.store(zeros_ptr + row * HIDDEN + cols, tl.zeros([BLOCK_H], x.dtype), mask=inside)
+    else:
+        pair = nth[:, None] * STREAMS + nth[None, :]
+        is_pair = is_stream[:, None] & is_stream[None, :]
+        out_base = tl.load(base_ptr + STREAMS + nth, mask=is_stream, other=0.0)
+        mix_base = tl.load(base_ptr + 2 * STREAMS + pair, mask=is_pair, other=0.0)
+        out_factor = tl.load(scale_ptr + 1)
+        mix_factor = tl.load(scale_ptr + 2)
+        await_kernels_before(EARLY)
+        squares = tl.sum(_summed(parts, spans, OUTPUTS + tl.arange(0, 1), BLOCK_O, SPANS), axis=0)
+        shrink = tl.rsqrt(squares / (STREAMS * HIDDEN) + norm_eps)
+        found = _summed(parts, spans, tl.where(is_stream, STREAMS + nth, 0), BLOCK_O, SPANS)
+        out = 2.0 / (1.0 + tl.exp(-(out_base + found * shrink * out_factor)))
+        at = tl.reshape(tl.where(is_pair, 2 * STREAMS + pair, 0), [BLOCK_S * BLOCK_S])
+        found = tl.reshape(_summed(parts, spans, at, BLOCK_O, SPANS), [BLOCK_S, BLOCK_S])
+        mix = mix_base + found * shrink * mix_factor
+        mix = tl.where(is_pair, mix, float("-inf"))
+        peak = tl.max(mix, axis=1)
+        peak = tl.where(is_stream, peak, 0.0)
+        mix = tl.exp(mix - peak[:, None])
+        mass = tl.sum(mix, axis=1)
+        # Rows and columns beyond the streams stay 0.
+        mix = tl.where(is_pair, mix / tl.where(is_stream, mass, 1.0)[:, None] + eps, 0.0)
+        mix = mix / (tl.sum(mix, axis=0) + eps)[None, :]
+        for _ in range(ITERATIONS - 1):
+            mix = mix / (tl.sum(mix, axis=1) + eps)[:, None]
+            mix = mix / (tl.sum(mix, axis=0) + eps)[None, :]
+        to = weights_ptr + row * (STREAMS + STREAMS * STREAMS)
+        tl.store(to + nth, out, mask=is_stream)
+        tl.store(to + STREAMS + pair, mix, mask=is_pair)
+
+
+def join_streams(streams: torch.Tensor, join: StreamsJoin) -> torch.Tensor:
+    """The streams `[num_tokens, streams, hidden_size]` after a block; a new tensor."""
+    joined, _, _ = _join(streams, join, None)
+    return joined
+
+
+def join_and_split(
+    streams: torch.Tensor, join: StreamsJoin | None, split: StreamsSplit
+) -> EnteredBlock:
+    """Join the output of the block before, and make the input of the block behind.
+
+    Args:
+        streams: Contiguous `[num_tokens, streams, hidden_size]`.
+        join: None: there is no block before, and the streams stay.
+    """
+    num_tokens, count, hidden = streams.shape
+    outputs = 2 * count + count * count
+    assert split.fn.shape == (outputs, count * hidden) and split.fn.is_contiguous()
+    joined, parts, spans = _join(streams, join, split)
+    x, zeros = (streams.new_empty((num_tokens, hidden)) for _ in range(2))
+    weights = torch.empty(
+        (num_tokens, count + count * count), dtype=torch.float32, device=streams.device
+    )
+    block = triton.next_power_of_2(hidden)
+    _split_kernel[(num_tokens, 2)](
+        joined, parts, split.base, split.scale, split.norm, x, zeros, weights, spans, split.eps,
+        split.norm_eps, split.input_eps, STREAMS=count, HIDDEN=hidden,
+        ITERATIONS=split.iterations, BLOCK_S=triton.next_power_of_2(count), BLOCK_H=block,
+        BLOCK_O=parts.shape[-1], SPANS=triton.next_power_of_2(spans), WIDE=split.is_wide,
+        num_warps=min(8, max(1, block // 512)), **early_start(x),
+    )  # fmt: skip
+    return EnteredBlock(joined, x, zeros, weights)
+
+
+def plan_spans(num_tokens: int, blocks: int) -> tuple[int, int]:
+    """Tokens of a block of `_join_kernel`, and the number of spans of a token's `blocks` of
+    columns. No span is empty."""
+    at_once = _FEW if num_tokens <= _FEW else _TOKENS
+    wanted = max(1, PROGRAMS // triton.cdiv(num_tokens, at_once))
+    return at_once, triton.cdiv(blocks, triton.cdiv(blocks, min(blocks, wanted)))
+
+
+def _join(
+    streams: torch.Tensor, join: StreamsJoin | None, split: StreamsSplit | None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The joined streams; fp32 `[num_tokens, spans, width]`, the products of each span of columns
+    with `split.fn`; and the number of spans."""
+    num_tokens, count, hidden = streams.shape
+    outputs = 2 * count + count * count
+    assert streams.is_contiguous()
+    block_c = min(_COLUMNS, max(16, triton.next_power_of_2(hidden)))
+    block_t, spans = plan_spans(num_tokens, count * triton.cdiv(hidden, block_c))
+    joined, parts = streams, streams
+    if join is not None:
+        assert join.out.is_contiguous() and join.weights.is_contiguous()
+        assert join.rest is None or join.rest.is_contiguous()
+        joined = torch.empty_like(streams)
+    width = max(16, triton.next_power_of_2(outputs + 1))
+    if split is not None:
+        shape = num_tokens, spans, width
+        parts = torch.empty(shape, dtype=torch.float32, device=streams.device)
+    _join_kernel[(triton.cdiv(num_tokens, block_t), spans)](
+        streams,
+        streams if join is None else join.out,
+        streams if join is None or join.rest is None else join.rest,
+        streams if join is None else join.weights,
+        joined,
+        streams if split is None else split.fn,
+        parts,
+        num_tokens,
+        spans,
+        STREAMS=count,
+        HIDDEN=hidden,
+        OUTPUTS=outputs,
+        BLOCK_T=block_t,
+        BLOCK_C=block_c,
+        BLOCK_O=width,
+        JOIN=join is not None,
+        REST=join is not None and join.rest is not None,
+        SPLIT=split is not None,
+        num_warps=4,
+        **early_start(streams),
+    )
+    return joined, parts, spans
