@@ -25,7 +25,8 @@ def _glm5_next(**fields: Any) -> Glm5NextConfig:
 
 
 LENGTH: Final = 8192
-"""Tokens of a prompt, where no other number is asked for."""
+LENGTHS: Final = {"glm5_next": 32768}
+"""Tokens of a long prompt of families with another length than LENGTH."""
 STEPS: Final = 32
 VOCABULARY: Final = 129_280
 PATTERN: Final = "hybrid_override_pattern"
@@ -117,10 +118,6 @@ RECURRENT: Final = ("qwen3_next", "kimi_linear", "nemotron_h", "glm5_next")
 """Families with recurrent states."""
 
 
-def add_length(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a prompt")
-
-
 def add_families(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--families", nargs="+", choices=list(SHAPES), default=list(SHAPES))
 
@@ -130,6 +127,11 @@ def first_layers(shape: dict[str, Any], count: int) -> dict[str, Any]:
     if PATTERN in shape:
         return {PATTERN: shape[PATTERN][:count]}
     return {"num_hidden_layers": count}
+
+
+def length_of(family: str) -> int:
+    """Tokens of a long prompt."""
+    return LENGTHS.get(family, LENGTH)
 
 
 @contextmanager

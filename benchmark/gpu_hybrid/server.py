@@ -1,7 +1,5 @@
-"""TTFT of 8,192 tokens (`--length`) over HTTP, cold and from L2, and decode of one.
-
-The target from L2 is a fifth of the cold one; some families have others.
-"""
+"""TTFT of 8,192 tokens over HTTP (32,768 of GLM-5.3-Flash), cold and from L2 (target: a fifth), and
+decode of one."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import time
 from typing import Final
 
 from benchmark.command import Command
-from benchmark.gpu_hybrid.families import RECURRENT, add_families, add_length, model_of, prompt
+from benchmark.gpu_hybrid.families import RECURRENT, add_families, length_of, model_of, prompt
 from benchmark.report import Report
 from benchmark.servers import ask, started
 from rigs.models.qwen3_8b import DUMMY_FLAGS
@@ -19,13 +17,14 @@ from rigs.servers.engine_server import EngineServer
 
 EXPECTED_OF_COLD: Final = {"qwen3_next": 0.2, "kimi_linear": 0.2, "deepseek_v32": 0.15}
 TARGETS: Final = {"glm5_next": "at most 0.03"}
-"""Of a repeat, in parts of a cold prompt of 32,768 tokens."""
+"""Families with another target for prompts from L2 than a fifth."""
 
 
-def measure_server(family: str, model: str, length: int, report: Report) -> None:
-    room = str(2 * (length + 1024))
-    flags = ["--max-total-tokens", room, "--enable-hierarchical-cache", "--page-size", "64",
-             "--hicache-ratio", "4", "--max-running-requests", "8"]  # fmt: skip
+def measure_server(family: str, model: str, report: Report) -> None:
+    length = length_of(family)
+    flags = ["--max-total-tokens", str(2 * length + 2048), "--enable-hierarchical-cache",
+             "--page-size", "64", "--hicache-ratio", "4",
+             "--max-running-requests", "8"]  # fmt: skip
     if family in RECURRENT:
         flags += ["--max-mamba-cache-size", "32"]
     medians: dict[str, float] = {}
@@ -52,12 +51,7 @@ def measure_server(family: str, model: str, length: int, report: Report) -> None
 def run(args: argparse.Namespace, report: Report) -> None:
     for family in args.families:
         with model_of(family) as model:
-            measure_server(family, model, args.length, report)
+            measure_server(family, model, report)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add_families(parser)
-    add_length(parser)
-
-
-COMMAND: Final = Command(run=run, add_options=add_options, devices=("cuda",))
+COMMAND: Final = Command(run=run, add_options=add_families, devices=("cuda",))

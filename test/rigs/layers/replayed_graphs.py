@@ -49,10 +49,17 @@ def replayed_driver(patch: pytest.MonkeyPatch, path: Any, **settings: Any) -> St
         key = kind, "triton", "cpu"
         patch.setitem(registry._BACKENDS, key, make)
         patch.setattr(registry, "_TAKE_SINKS", registry._TAKE_SINKS | {key})
+    driver = StepDriver(path, attention_backend="triton", device="cpu", **settings)
+    add_replays(patch, driver)
+    return driver
+
+
+def add_replays(patch: pytest.MonkeyPatch, driver: StepDriver) -> None:
+    """Let a driver, whose backends can be captured, replay steps of up to 4 requests, and prefills
+    of up to 16 tokens."""
     for module in (cuda_graph_runner, extend_graph_runner):
         patch.setattr(module, "GraphCapture", _Capture)
     patch.setattr(extend_graph_runner, "TOKEN_COUNTS", (16,))
-    driver = StepDriver(path, attention_backend="triton", device="cpu", **settings)
     runner = driver.runner
     given = runner.model.forward, runner.attn_backends, runner.req_to_token_pool, runner.pools
     count = runner.num_logits
@@ -60,4 +67,3 @@ def replayed_driver(patch: pytest.MonkeyPatch, path: Any, **settings: Any) -> St
         CudaGraphRunner(*given, batch_sizes=[4], num_logits=count, show_progress=False),
         ExtendGraphRunner(*given, num_logits=count, show_progress=False),
     ]
-    return driver

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 
+from rigs.layers.replayed_graphs import add_replays
 from rigs.models.tiny_models import StepDriver
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
 from sglang.srt.layers.attention.latent_triton_backend import LatentTritonBackend
@@ -17,28 +18,30 @@ from sglang.srt.layers.linear_attention.kda import KimiDeltaAttention
 from sglang.srt.layers.mla.pooled_indexer import PooledIndexer
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
+PAGE = 16
 _BY_KERNELS = HyperConnection, KimiDeltaAttention, PooledIndexer
 
 
 def poison(driver: StepDriver) -> None:
-    """NaN in all latent rows, keys and open groups but the padding's, which no request owns."""
+    """NaN in all latent rows and keys of groups but the padding page's, and in open groups."""
     for name in (PoolName.KV, PoolName.INDEXER, PoolName.OPEN_GROUP):
-        for part in driver.runner.pools[name].parts:
+        pool = driver.runner.pools[name]
+        padding = 0 if name is PoolName.OPEN_GROUP else PAGE // pool.spec.stride
+        for part in pool.parts:
             for buffer in part:
-                # The first page is padding; a reader past the end reads finite numbers there.
-                first = (
-                    0
-                    if name is PoolName.OPEN_GROUP
-                    else max(
-                        1, 16 * len(buffer) // len(driver.runner.pools[PoolName.KV].parts[0][0])
-                    )
-                )
-                buffer[first:].fill_(torch.nan)
+                buffer[padding:].fill_(torch.nan)
 
 
-def pooled_driver(path: Path, *, by_kernels: bool, **options: Any) -> StepDriver:
-    """A driver with pages of 16 tokens, in torch or by the kernels of GPUs."""
-    driver = StepDriver(path, page_size=16, **options)
+def pooled_driver(
+    path: Path, *, by_kernels: bool, replays: pytest.MonkeyPatch | None = None
+) -> StepDriver:
+    """A driver with pages of 16 tokens and poisoned pools.
+
+    Args:
+        by_kernels: By the kernels of GPUs; else in torch.
+        replays: If given, short steps are replayed.
+    """
+    driver = StepDriver(path, page_size=PAGE, pool_tokens=1024, max_requests=4)
     poison(driver)
     if not by_kernels:
         return driver
@@ -51,10 +54,12 @@ def pooled_driver(path: Path, *, by_kernels: bool, **options: Any) -> StepDriver
         AttentionConfig(
             num_heads=layer.num_heads,
             specs={spec.name: spec for spec in runner.state_specs},
-            page_size=16,
+            page_size=PAGE,
             dtype=torch.float32,
             device="cpu",
             tp_group=runner.tp_group,
         )
     )
+    if replays is not None:
+        add_replays(replays, driver)
     return driver

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rigs.layers.delta_layers import fill
+from rigs.layers.quick_interpreter import quicken_interpreter
 from rigs.models.kernel_layers import DEVICE, HALF, randn, relative_error
 from sglang.srt.layers.compressed.hyper_connection import HyperConnection, HyperOptions, Streams
 from sglang.srt.layers.cuda_kernels import KERNELS
@@ -17,6 +18,9 @@ from sglang.srt.layers.triton_ops.hyper import streams as kernels
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
+
+if DEVICE == "cpu":
+    quicken_interpreter()
 
 EDGES = [1, 2, 15, 16, 17, 127, 128, 129, 255, 256]
 
