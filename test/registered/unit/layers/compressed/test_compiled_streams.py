@@ -19,7 +19,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
 JOIN: Final = {
-    "STREAMS": 4, "HIDDEN": 4096, "OUTPUTS": 24, "BLOCK_C": 64, "BLOCK_O": 32, "JOIN": True,
+    "STREAMS": 4, "HIDDEN": 4096, "OUTPUTS": 24, "BLOCK_O": 32, "JOIN": True,
     "REST": True, "SPLIT": True,
 }  # fmt: skip
 SPLIT: Final = {
@@ -47,8 +47,8 @@ _POOL, _GROUP, _ROWS = (
 )
 _CHOICE = expert_choice._choose_kernel
 KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int, int]]] = {
-    "join of few": (_JOIN, {**JOIN, "BLOCK_T": 16, "EARLY": 1}, 4, 3, 40),
-    "join of many": (_JOIN, {**JOIN, "BLOCK_T": 64, "EARLY": 0}, 4, 3, 56),
+    "join of few": (_JOIN, {**JOIN, "BLOCK_T": 16, "BLOCK_C": 64, "EARLY": 1}, 4, 2, 40),
+    "join of many": (_JOIN, {**JOIN, "BLOCK_T": 64, "BLOCK_C": 32, "EARLY": 0}, 4, 2, 56),
     "split": (_SPLIT, SPLIT, 8, 3, 8),
     "keys of one token": (_POOL, {**POOL, "BOUNDS": False, "EARLY": 1}, 4, 3, 8),
     "keys of tokens": (_POOL, {**POOL, "BOUNDS": True, "EARLY": 0}, 4, 3, 8),

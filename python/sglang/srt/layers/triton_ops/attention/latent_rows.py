@@ -143,12 +143,13 @@ def _latent_kernel(
         rope_q_ptr + q_at, mask=is_head[:, None] & (in_rope < ROPE)[None, :], other=0.0
     )
     slots = table_ptr + tl.load(rows_ptr + token).to(tl.int64) * table_stride
-    # Tokens of the list, and what to add to the place of another token for its position.
-    listed = length - length % GROUP
-    behind = context - length
     own = slots
+    listed = end
     if GROUP > 1:
+        listed = tl.minimum(length - length % GROUP, end)
+        # Places of the tokens behind the list, of which the context has more before them.
         own = contexts_ptr + tl.load(context_rows_ptr + token).to(tl.int64) * contexts_stride
+        own += context - length
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     mass = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, BLOCK_L], tl.float32)
@@ -157,10 +158,9 @@ def _latent_kernel(
         # Past the end: slot 0, the padding page, whose values are finite.
         if GROUP > 1:
             is_listed = pos < listed
-            slot = tl.load(slots + pos // GROUP, mask=is_listed & (pos < end), other=0)
-            rest = tl.load(own + behind + pos, mask=(pos >= listed) & (pos < end), other=0)
-            slot = tl.where(is_listed & (pos < end), slot * GROUP + pos % GROUP, rest)
-            slot = slot.to(tl.int64)
+            slot = tl.load(slots + pos // GROUP, mask=is_listed, other=0)
+            rest = tl.load(own + pos, mask=(pos >= listed) & (pos < end), other=0)
+            slot = tl.where(is_listed, slot * GROUP + pos % GROUP, rest).to(tl.int64)
         else:
             slot = tl.load(slots + pos, mask=pos < end, other=0).to(tl.int64)
         latent = _latent_rows(pool_ptr, scales_ptr, slot, LATENT, ROW, GROUPS, BLOCK, BLOCK_L)

@@ -34,8 +34,9 @@ PROGRAMS: Final = 512
 _FEW: Final = 16
 """Up to this many tokens are one block of a join, the least that tensor cores multiply."""
 _TOKENS: Final = 64
-_COLUMNS: Final = 64
-"""Tokens and columns of a block of a join."""
+_COLUMNS: Final = (64, 32)
+"""Tokens of a block of a join, if they are more; columns of a block of few and of more tokens. So a
+program takes 128 registers a thread and at most 41 KB, by Triton 3.6 for Hopper."""
 
 
 @triton.jit(do_not_specialize=["tokens", "spans"])
@@ -207,8 +208,8 @@ def _split_kernel(
         found = _summed(parts, spans, tl.where(is_stream, STREAMS + nth, 0), BLOCK_O, SPANS)
         out = 2.0 / (1.0 + tl.exp(-(out_base + found * shrink * out_factor)))
         at = tl.reshape(tl.where(is_pair, 2 * STREAMS + pair, 0), [BLOCK_S * BLOCK_S])
-        found = tl.reshape(_summed(parts, spans, at, BLOCK_O, SPANS), [BLOCK_S, BLOCK_S])
-        mix = mix_base + found * shrink * mix_factor
+        of_pairs = tl.reshape(_summed(parts, spans, at, BLOCK_O, SPANS), [BLOCK_S, BLOCK_S])
+        mix = mix_base + of_pairs * shrink * mix_factor
         mix = tl.where(is_pair, mix, float("-inf"))
         peak = tl.max(mix, axis=1)
         peak = tl.where(is_stream, peak, 0.0)
@@ -275,7 +276,8 @@ def _join(
     num_tokens, count, hidden = streams.shape
     outputs = 2 * count + count * count
     assert streams.is_contiguous()
-    block_c = min(_COLUMNS, max(16, triton.next_power_of_2(hidden)))
+    columns = _COLUMNS[num_tokens > _FEW]
+    block_c = min(columns, max(16, triton.next_power_of_2(hidden)))
     block_t, spans = plan_spans(num_tokens, count * triton.cdiv(hidden, block_c))
     joined, parts = streams, streams
     if join is not None:
@@ -306,6 +308,7 @@ def _join(
         REST=join is not None and join.rest is not None,
         SPLIT=split is not None,
         num_warps=4,
+        num_stages=2,
         **early_start(streams),
     )
     return joined, parts, spans
