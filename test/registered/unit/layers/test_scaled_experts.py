@@ -260,7 +260,7 @@ def test_a_half_tile_equals_a_whole_one(has_gates: bool, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("kind", ["fp4", "fp8 blocks"])
 def test_a_shared_expert_has_the_gate_of_the_others(kind: str, tokens: int) -> None:
-    """Of their kind, in the same products, and of another one."""
+    """Weights of their kind are in the same products; others are multiplied by themselves."""
     experts, shared = pair("fp4", EXPERTS), pair(kind, seed=7)
     x, (weights, ids) = randn(tokens, 96, seed=1, dtype=HALF), choice(tokens, TOP_K + 1)
     given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=shared, activation=GATE)

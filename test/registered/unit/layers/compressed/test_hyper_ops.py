@@ -51,7 +51,7 @@ def connection(
 
 
 def both(layer: HyperConnection, given: Streams) -> list[list[torch.Tensor]]:
-    """What a block gets in torch and by the kernels, and the streams behind it."""
+    """The input of a block and the streams behind it, in torch and by the kernels."""
     found = []
     for own in (None, KERNELS):
         layer._kernels = own
@@ -94,7 +94,7 @@ def test_streams_between_blocks_are_those_of_torch(num_tokens: int, dtype: torch
 def test_sizes_that_no_block_divides(
     num_tokens: int, hidden: int, count: int, iterations: int, norm: type[RMSNorm]
 ) -> None:
-    """With and without a block before, with one part of its output and two."""
+    """The block before gives one or two parts of its output, or there is none."""
     layer = connection(torch.float32, hidden, count, iterations, norm)
     given = streams_of(num_tokens, count, hidden, torch.float32)
     for streams in (given, given._replace(rest=None), Streams(given.values)):

@@ -147,7 +147,7 @@ def _latent_kernel(
     listed = end
     if GROUP > 1:
         listed = tl.minimum(length - length % GROUP, end)
-        # Places of the tokens behind the list, of which the context has more before them.
+        # The context has the tokens behind the list later, by as many as were not chosen.
         own = contexts_ptr + tl.load(context_rows_ptr + token).to(tl.int64) * contexts_stride
         own += context - length
     peak = tl.full([HEADS], float("-inf"), tl.float32)
@@ -197,7 +197,7 @@ def plan_splits(num_tokens: int, head_blocks: int) -> int:
 
 
 class OpenGroups(NamedTuple):
-    """Where tokens find the tokens of their open groups."""
+    """The contexts in which tokens find their open groups."""
 
     size: int
     """Tokens of a group."""
