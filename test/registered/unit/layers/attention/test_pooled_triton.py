@@ -51,7 +51,7 @@ def test_groups_are_scored_and_chosen(one_list: bool) -> None:
     q, weights = randn(len(LENS), 8, 24, seed=2), randn(len(LENS), 8, seed=3)
     counts = lens // RATIO
     scores = index_scores(
-        q, weights, keys, table, rows, counts, 16, one_list=one_list, stride=RATIO
+        q, weights, keys, table, rows, counts, 20, one_list=one_list, stride=RATIO
     )
     chosen = choose_slots(scores, table, rows, counts, TOPK // RATIO, stride=RATIO)
     for i, length in enumerate(LENS):

@@ -170,8 +170,8 @@ def index_scores(
     together = max(1, most // heads) if one_list else 1
     groups = triton.cdiv(num_tokens, together)
     programs = min(triton.cdiv(longest, block), max(1, PROGRAMS // groups))
-    stride = triton.cdiv(longest, _ALIGNMENT) * _ALIGNMENT
-    scores = torch.empty((num_tokens, stride), dtype=torch.float32, device=q.device)
+    width = triton.cdiv(longest, _ALIGNMENT) * _ALIGNMENT
+    scores = torch.empty((num_tokens, width), dtype=torch.float32, device=q.device)
     _score_kernel[(groups, programs)](
         q,
         weights,
