@@ -114,7 +114,7 @@ def test_the_model_by_kernels_equals_transformers(
         monkeypatch.setattr(backend, "TOKENS_AT_ONCE", 32)
         monkeypatch.setattr(dense_attention, "UNIT", 8)
         monkeypatch.setattr(dense_attention, "PIECE_UNITS", 2)
-    hf = save_tiny_checkpoint(tmp_path, "glm5_next", max_position_embeddings=256)
+    hf = save_tiny_checkpoint(tmp_path, "glm5_next", max_position_embeddings=512)
     edges = [15, 16, 17, 63, 64, 95, 96, 97] if way == "long" else [7, 15, 16, 17, 31, 48, 49, 50]
     tokens, other = prompt(edges[-1] + 3, 1), prompt(40, 2)
     want, want_other = reference(hf, tokens), reference(hf, other)
