@@ -258,10 +258,13 @@ def test_a_half_tile_equals_a_whole_one(has_gates: bool, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("kind", ["fp4", "fp8 blocks"])
-def test_a_shared_expert_has_the_gate_of_the_others(kind: str, tokens: int) -> None:
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_shared_expert_has_the_gate_of_the_others(is_plain: bool, tokens: int) -> None:
     """Weights of their kind are in the same products; others are multiplied by themselves."""
-    experts, shared = pair("fp4", EXPERTS), pair(kind, seed=7)
+    experts = pair("fp4", EXPERTS)
+    shared: tuple[Weight, Weight] = pair("fp4", seed=7)
+    if is_plain:
+        shared = randn(64, 96, seed=2, dtype=HALF) / 8, randn(96, 32, seed=3, dtype=HALF) / 8
     x, (weights, ids) = randn(tokens, 96, seed=1, dtype=HALF), choice(tokens, TOP_K + 1)
     given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=shared, activation=GATE)
     routed = KERNELS.run_experts(
@@ -269,7 +272,7 @@ def test_a_shared_expert_has_the_gate_of_the_others(kind: str, tokens: int) -> N
     )
     none = (torch.zeros(size, device=DEVICE) for size in (shared[0].shape[0], 96))
     want = routed.double() + weights[:, TOP_K:].double() * clamped_expert(x, *shared, *none)
-    assert relative_error(KERNELS.run_experts(x, weights, ids, given), want) < bound_of(shared)
+    assert relative_error(KERNELS.run_experts(x, weights, ids, given), want) < 2e-2
 
 
 def test_4_bit_floats_and_integers_are_not_alike() -> None:
