@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import huggingface_hub
@@ -103,7 +104,7 @@ def test_pages_have_the_size_that_a_model_of_the_hub_asks_for(
     fields = json.loads(file.read_text()) | {"architectures": ["DeepseekV4ForCausalLM"]}
     file.write_text(json.dumps(fields))
 
-    def args(**given: object) -> ServerArgs:
+    def args(**given: Any) -> ServerArgs:
         return args_of(tmp_path, revision=revision, device="cpu", **given)
 
     for hierarchical, default in ((False, 1), (True, 64)):

@@ -14,6 +14,7 @@ from sglang.srt.layers.compressed.hyper_connection import HyperConnection, Hyper
 from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.layernorm import RMSNorm, WideRMSNorm
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.triton_ops.arguments import StreamsJoin
 from sglang.srt.layers.triton_ops.hyper import streams as kernels
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -55,11 +56,12 @@ def both(layer: HyperConnection, given: Streams) -> list[list[torch.Tensor]]:
     found = []
     for own in (None, KERNELS):
         layer._kernels = own
-        copied = Streams(*(None if part is None else part.clone() for part in given))
+        rest = (None if part is None else part.clone() for part in given[1:])
+        copied = Streams(given.values.clone(), *rest)
         x, zeros, streams = layer.enter(copied)
         assert not zeros.any() and zeros.shape == x.shape and streams.weights is not None
         behind = streams._replace(out=x)
-        join = kernels.StreamsJoin(x, None, streams.weights)
+        join = StreamsJoin(x, None, streams.weights)
         last = behind.joined() if own is None else KERNELS.join_streams(streams.values, join)
         found.append([x, streams.values, streams.weights, last])
     return found
