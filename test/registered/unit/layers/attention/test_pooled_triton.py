@@ -23,7 +23,7 @@ from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
-from rigs.models.pooled_driver import pooled_driver  # noqa: E402
+from rigs.layers.pooled_driver import pooled_driver  # noqa: E402
 
 if DEVICE == "cpu":
     quicken_interpreter()

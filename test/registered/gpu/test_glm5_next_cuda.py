@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
+from rigs.layers.pooled_driver import poison
 from rigs.models.model_oracle import prompt
-from rigs.models.pooled_driver import poison
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint
 from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.attention import latent_triton_backend
