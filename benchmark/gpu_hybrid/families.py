@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from transformers import DeepseekV32Config, Qwen3NextConfig
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextConfig
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
@@ -25,12 +26,16 @@ def _glm5_next(**fields: Any) -> Glm5NextConfig:
 
 
 LENGTH: Final = 8192
-LENGTHS: Final = {"glm5_next": 32768}
+LENGTHS: Final = {"deepseek_v4": 32768, "glm5_next": 32768}
 """Tokens of a long prompt of families with another length than LENGTH."""
+PAGES: Final = {"deepseek_v4": 256}
+"""Tokens of a page of families that do not take 64."""
 STEPS: Final = 32
 VOCABULARY: Final = 129_280
 PATTERN: Final = "hybrid_override_pattern"
 """A letter for each layer, in the shapes whose class counts them."""
+_OF_LAYERS: Final = ("layer_types", "mlp_layer_types")
+"""Fields with an item for each layer."""
 SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
     "qwen3_next": (
         Qwen3NextConfig,
@@ -68,6 +73,25 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
             "index_topk": 2048, "n_routed_experts": 64, "n_shared_experts": 1,
             "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_group": 8,
             "topk_group": 4, "first_k_dense_replace": 1,
+        },
+    ),
+    "deepseek_v4": (
+        DeepseekV4Config,
+        "DeepseekV4ForCausalLM",
+        {
+            "hidden_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 64,
+            "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 1024, "o_groups": 8,
+            "o_lora_rank": 1024, "sliding_window": 128,
+            "layer_types": [
+                "sliding_attention", "sliding_attention",
+                *(["compressed_sparse_attention", "heavily_compressed_attention"] * 5),
+            ],
+            "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 9, "index_n_heads": 64,
+            "index_head_dim": 128, "index_topk": 512, "hc_mult": 4, "hc_sinkhorn_iters": 20,
+            "n_routed_experts": 256, "num_experts_per_tok": 6, "moe_intermediate_size": 2048,
+            "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "expert_dtype": "fp4",
+            "quantization_config": {**WEIGHTS["fp8"], "scale_fmt": "ue8m0"},
+            "bos_token_id": None, "eos_token_id": None,
         },
     ),
     "nemotron_h": (
@@ -109,9 +133,11 @@ SHAPES: Final[dict[str, tuple[Any, str, dict[str, Any]]]] = {
     ),
 }  # fmt: skip
 """Qwen3-Next-80B-A3B with 12 of 48 layers, the whole Kimi-Linear-48B-A3B, DeepSeek-V3.2 with 6 of
-61 layers (1 dense) and 64 of 256 experts, the whole Nemotron-3-Nano-30B-A3B, the whole gpt-oss-120b
-with experts in MXFP4, and transformers' sizes of GLM-5.3-Flash with 12 of 45 layers (3 dense, 3 of
-attention) and 96 of 288 experts. Values: class of the configuration, class of the model, fields."""
+61 layers (1 dense) and 64 of 256 experts, DeepSeek-V4-Flash with 12 of 43 layers (5 sparse, 5
+heavily compressed) as published: experts in MXFP4, the rest in fp8; the whole
+Nemotron-3-Nano-30B-A3B, the whole gpt-oss-120b with experts in MXFP4, and transformers' sizes of
+GLM-5.3-Flash with 12 of 45 layers (3 dense, 3 of attention) and 96 of 288 experts. Values: class of
+the configuration, class of the model, fields."""
 EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts")
 """Names of the field with the number of experts."""
 RECURRENT: Final = ("qwen3_next", "kimi_linear", "nemotron_h", "glm5_next")
@@ -126,12 +152,18 @@ def first_layers(shape: dict[str, Any], count: int) -> dict[str, Any]:
     """The fields of a shape that say its number of layers, for its first `count` layers."""
     if PATTERN in shape:
         return {PATTERN: shape[PATTERN][:count]}
-    return {"num_hidden_layers": count}
+    lists = {name: shape[name][:count] for name in _OF_LAYERS if name in shape}
+    return {"num_hidden_layers": count, **lists}
 
 
 def length_of(family: str) -> int:
     """Tokens of a long prompt."""
     return LENGTHS.get(family, LENGTH)
+
+
+def page_of(family: str) -> int:
+    """Tokens of a page."""
+    return PAGES.get(family, 64)
 
 
 @contextmanager

@@ -14,7 +14,14 @@ from typing import Any, Final
 import torch
 
 from benchmark.command import Command
-from benchmark.gpu_hybrid.families import EXPERTS, SHAPES, add_families, model_of, prompt
+from benchmark.gpu_hybrid.families import (
+    EXPERTS,
+    SHAPES,
+    add_families,
+    model_of,
+    page_of,
+    prompt,
+)
 from benchmark.gpu_hybrid.steps import active_bytes, add_kernels, kept_batches
 from benchmark.gpu_timing import device_ms
 from benchmark.report import Report
@@ -22,7 +29,6 @@ from rigs.models.tiny_models import StepDriver
 from sglang.benchmark.one_batch import measure_limits
 
 _LENGTH: Final = 2048
-_PAGE: Final = 64
 _LAYERS: Final = 12
 TARGETS: Final = {"gpt_oss": "at most 1.6"}
 
@@ -34,9 +40,9 @@ def chosen_share(shape: dict[str, Any], tokens: int) -> float:
 
 
 def measure_many(family: str, model: str, args: argparse.Namespace, report: Report) -> None:
-    requests: int = args.requests
+    requests, page = int(args.requests), page_of(family)
     driver = StepDriver(
-        model, page_size=_PAGE, pool_tokens=requests * (_LENGTH + _PAGE), max_requests=requests,
+        model, page_size=page, pool_tokens=requests * (_LENGTH + page), max_requests=requests,
         device="cuda", load_format="dummy", cuda_graph_max_bs=requests,
         attention_backend=args.attention_backend,
     )  # fmt: skip

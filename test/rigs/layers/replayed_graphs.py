@@ -13,7 +13,8 @@ from rigs.models.tiny_models import StepDriver
 from sglang.srt.layers.attention import attention_registry as registry
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.window_triton_backend import WindowTritonBackend
-from sglang.srt.layers.attention_kind import FULL_ATTENTION, SLIDING_WINDOW
+from sglang.srt.layers.attention_kind import COMPRESSED, FULL_ATTENTION, SLIDING_WINDOW
+from sglang.srt.layers.compressed.compressed_triton_backend import CompressedTritonBackend
 from sglang.srt.layers.triton_ops.attention import decode_attention, extend_attention
 from sglang.srt.model_executor import cuda_graph_runner, extend_graph_runner, graph_capture
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
@@ -36,8 +37,8 @@ class _Capture(graph_capture.GraphCapture):
 
 
 def replayed_driver(patch: pytest.MonkeyPatch, path: Any, **settings: Any) -> StepDriver:
-    """A driver of a model with windows. Steps of up to 4 requests are replayed, and prefills of up
-    to 16 tokens. Kernels are interpreted, so contexts are not split."""
+    """A driver of a model with windows or compressed rows. Steps of up to 4 requests are replayed,
+    and prefills of up to 16 tokens. Kernels are interpreted, so contexts are not split."""
     quicken_interpreter()
     patch.setattr(extend_attention, "PROGRAMS", 1)
     patch.setattr(decode_attention, "PROGRAMS", 1)
@@ -45,6 +46,7 @@ def replayed_driver(patch: pytest.MonkeyPatch, path: Any, **settings: Any) -> St
     for kind, make in (
         (FULL_ATTENTION, TritonAttnBackend),
         (SLIDING_WINDOW, WindowTritonBackend),
+        (COMPRESSED, CompressedTritonBackend),
     ):
         key = kind, "triton", "cpu"
         patch.setitem(registry._BACKENDS, key, make)

@@ -18,6 +18,7 @@ from sglang.srt.layers.triton_ops import (
 from sglang.srt.layers.triton_ops import gemv as gemvs
 from sglang.srt.layers.triton_ops.attention.grouped_output import multiply_by_group
 from sglang.srt.layers.triton_ops.attention.pooled_keys import store_pooled_keys
+from sglang.srt.layers.triton_ops.compressed import rotated_norm
 from sglang.srt.layers.triton_ops.hyper import streams
 from sglang.srt.layers.triton_ops.kda import chunks as kda_chunks
 from sglang.srt.layers.triton_ops.kda import tokens as kda_tokens
@@ -46,6 +47,8 @@ class FusedKernels:
     multiply_scaled = staticmethod(multiply_scaled)
     scaled_gated_gemv = staticmethod(scaled_gemvs.scaled_gated_gemv)
     rotate = staticmethod(rotation.rotate)
+    rotate_heads = staticmethod(rotated_norm.rotate_heads)
+    normalise_latents = staticmethod(rotated_norm.normalise_latents)
     rotary_angles = staticmethod(fused_qkv.rotary_angles)
     normalise_rotate_store_ = staticmethod(fused_qkv.normalise_rotate_store_)
     prepare_gated_qkv_ = staticmethod(fused_qkv.prepare_gated_qkv_)

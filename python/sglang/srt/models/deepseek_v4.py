@@ -11,23 +11,21 @@ from dataclasses import replace
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from transformers import PretrainedConfig
 
 from sglang.srt.configs.compressed_config import CompressedConfig
 from sglang.srt.configs.model_config import ModelConfig, positive_int
 from sglang.srt.distributed.tensor_group import ToAdd
-from sglang.srt.layers.attention.compressed_backend import CompressedAttention
+from sglang.srt.layers.attention.compressed_backend import CompressedAttention, row_store
 from sglang.srt.layers.attention_kind import COMPRESSED
 from sglang.srt.layers.compressed.compressor import CompressorOptions, GroupCompressor
-from sglang.srt.layers.compressed.group_plan import GroupPlan, groups_of, plan_groups
 from sglang.srt.layers.compressed.hyper_connection import (
     HyperConnection,
     HyperHead,
     HyperOptions,
     Streams,
 )
-from sglang.srt.layers.compressed.rotation import rotate_last
+from sglang.srt.layers.compressed.rotation import normalise_latents, rotate_heads
 from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery
 from sglang.srt.layers.layernorm import WideRMSNorm
 from sglang.srt.layers.linear import (
@@ -111,7 +109,7 @@ class _Indexer(torch.nn.Module):
             latent: `[num_tokens, q_lora_rank]`, normalised.
         """
         q = self.to_queries.forward(latent).view(len(x), -1, self.settings.index_dim)
-        q = rotate_last(q, step.rotation)
+        q = rotate_heads(q, step.rotation)
         return IndexQuery(q, self.to_weights.forward(x), self.settings.index_topk)
 
 
@@ -180,20 +178,15 @@ class DeepseekV4Attention(torch.nn.Module):
     def forward(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """`[num_tokens, hidden_size]` to as much, or `[bs, hidden_size]` with `LayerStep.rows`."""
         settings, rows = self.settings, step.rows
-        both = self.to_latent.forward(x)
-        latent = self.q_norm.forward(both[:, : settings.q_lora_rank].contiguous())
-        kv = self.kv_norm.forward(both[:, settings.q_lora_rank :].contiguous())
-        kv = rotate_last(kv, step.rotation).unsqueeze(1)
+        norms = self.q_norm, self.kv_norm
+        latent, kv = normalise_latents(self.to_latent.forward(x), norms, step.rotation)
         q = self.to_queries.forward(latent).view(len(x), -1, settings.head_dim)
-        q = rotate_last(F.rms_norm(q, q.shape[-1:], None, self.eps), step.rotation)
+        q = rotate_heads(q, step.rotation, self.eps)
+        step.batch.begin_layer(self.attn.layer_id)
         index = self._compress(x, latent, step)
-        out = self.attn.forward(q, kv, kv, step.batch, rows=rows, index=index)
-        rotation = step.rotation
-        if rows is not None:
-            rotation = rotation._replace(
-                cos=rotation.cos[rows], signed_sin=rotation.signed_sin[rows]
-            )
-        out = rotate_last(out.view(len(out), -1, settings.head_dim), rotation, is_inverse=True)
+        out = self.attn.attend(
+            q, kv.unsqueeze(1), step.rotation, step.batch, rows=rows, index=index
+        )
         weight = self.by_group.weight
         assert isinstance(weight, torch.Tensor), "it has no format"
         grouped = out.reshape(len(out), -1, weight.shape[1])
@@ -208,27 +201,15 @@ class DeepseekV4Attention(torch.nn.Module):
         that choose rows; None: all rows are read."""
         if self.compressor is None:
             return None
-        batch, layer, ratio = step.batch, self.attn.layer_id, self.attn.ratio
-        plan = groups_of(batch, ratio)
-        assert batch.pools is not None and self.attn.rows_pool is not None
-        made = [(self.attn.rows_pool, self.compressor)]
+        batch, ratio = step.batch, self.attn.ratio
+        assert self.attn.rows_pool is not None
+        store = row_store(batch)
+        store.store_rows(x, self.compressor, self.attn.rows_pool, batch)
         if self.indexer is not None:
-            made.append((PoolName.INDEXER, self.indexer.compressor))
-        items = _items(plan, batch)
-        for name, compressor in made:
-            pool = batch.pools[name]
-            buffer = pool.parts[0][pool.place_to_write(layer)]
-            found = compressor.rows(x, plan, batch)
-            buffer.index_copy_(0, items, found.to(buffer.dtype))
+            store.store_rows(x, self.indexer.compressor, PoolName.INDEXER, batch)
         if self.indexer is None or batch.longest_context // ratio <= self.settings.index_topk:
             return None
         return self.indexer.queries(x, latent, step)
-
-
-def _items(plan: GroupPlan, batch: ForwardBatch) -> torch.Tensor:
-    """Items that take the rows of the groups that a step finishes, int64 `[groups]`: padding for
-    those that the pool has already."""
-    return batch.out_cache_loc[plan.current[:, -1]] // plan.ratio
 
 
 class DeepseekV4Layer(StreamsLayer):
@@ -287,8 +268,8 @@ class DeepseekV4Model(LlamaModel):
             LayerStep(rotary.forward(positions), forward_batch)
             for rotary in (self.rotary_emb, self.rows_rotary)
         ]
-        for plan in plan_groups(forward_batch, settings.ratios).values():
-            plan.rotation = self.rows_rotary.forward(plan.positions)
+        store = row_store(forward_batch)
+        store.plan_rows(forward_batch, positions, settings.ratios, self.rows_rotary)
         embedded = self.embed_tokens.forward(input_ids)
         streams = Streams(embedded.unsqueeze(1).repeat(1, self._streams, 1))
         last = len(self.layers) - 1

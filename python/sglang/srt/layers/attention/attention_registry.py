@@ -172,12 +172,17 @@ def _names(kind: AttentionKind, device: str) -> list[str]:
     return [n for k, n, d in _BACKENDS if (k, d) == (kind, device_type)]
 
 
-def _imported(path: str) -> MakeBackend:
-    """A backend class to import on first use, because it needs packages of its device."""
+def _imported(path: str, package: str = "attention") -> MakeBackend:
+    """A backend class to import on first use, because it needs packages of its device.
+
+    Args:
+        package: In `layers/`.
+    """
     module, _, name = path.rpartition(".")
 
     def make(config: AttentionConfig) -> AttentionBackend:
-        backend = getattr(importlib.import_module(f"{__package__}.{module}"), name)(config)
+        found = importlib.import_module(f"sglang.srt.layers.{package}.{module}")
+        backend = getattr(found, name)(config)
         assert isinstance(backend, AttentionBackend)
         return backend
 
@@ -224,6 +229,9 @@ def _make_flashmla(config: AttentionConfig) -> AttentionBackend:
 
 
 _LATENT_TRITON: Final = _imported("latent_triton_backend.LatentTritonBackend")
+_COMPRESSED_TRITON: Final = _imported(
+    "compressed_triton_backend.CompressedTritonBackend", "compressed"
+)
 _WINDOW_TRITON: Final = _imported("window_triton_backend.WindowTritonBackend")
 _FULL: Final[dict[str, MakeBackend]] = {
     "torch_native": TorchNativeAttnBackend,
@@ -246,9 +254,8 @@ for _kind in DEVICE_KINDS.values():
         register_attention_backend(MLA, "triton", _kind.name, _LATENT_TRITON)
         register_attention_backend(DSA, "triton", _kind.name, _LATENT_TRITON)
         register_attention_backend(POOLED_DSA, "triton", _kind.name, _LATENT_TRITON)
-        register_attention_backend(
-            SLIDING_WINDOW, "triton", _kind.name, _WINDOW_TRITON, takes_sinks=True
-        )
+        for _of, _make in ((SLIDING_WINDOW, _WINDOW_TRITON), (COMPRESSED, _COMPRESSED_TRITON)):
+            register_attention_backend(_of, "triton", _kind.name, _make, takes_sinks=True)
     if "flashmla" in _kind.attention_backends:
         register_attention_backend(DSA, "flashmla", _kind.name, _make_flashmla)
     register_attention_backend(MLA, "torch_native", _kind.name, MLATorchNativeBackend)

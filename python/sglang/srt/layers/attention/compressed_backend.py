@@ -9,6 +9,8 @@ It reads a copy of a request's rows in each layer, and of its indexer keys if th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,10 @@ from sglang.srt.layers.attention.partial_attention import (
     with_sinks,
 )
 from sglang.srt.layers.attention.window_backend import WindowTorchBackend
+from sglang.srt.layers.attention_kind import COMPRESSED
+from sglang.srt.layers.compressed.compressor import GroupCompressor
+from sglang.srt.layers.compressed.group_plan import groups_of, plan_groups
+from sglang.srt.layers.compressed.rotation import rotate_last
 from sglang.srt.layers.forward_batch_info import (
     AttentionInputs,
     AttentionLayer,
@@ -29,6 +35,7 @@ from sglang.srt.layers.forward_batch_info import (
     IndexQuery,
 )
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
 
@@ -43,6 +50,82 @@ class CompressedAttention(RadixAttention):
     rows_pool: PoolName | None = None
     ratio = 1
 
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        rotation: Rotation,
+        forward_batch: ForwardBatch,
+        *,
+        rows: torch.Tensor | None,
+        index: IndexQuery | None,
+    ) -> torch.Tensor:
+        """Store the new keys, then attend, and rotate the outputs back. The caller has called
+        `ForwardBatch.begin_layer`, since rows are stored before.
+
+        Args:
+            q: `[num_tokens, num_heads, head_dim]`, rotated.
+            kv: `[num_tokens, 1, head_dim]`, likewise.
+            rotation: Angles of the tokens.
+            rows: See `RadixAttention.forward`, for `index` and the result too.
+        """
+        assert forward_batch.attn_backends is not None, "the runner sets them before the model runs"
+        inputs = AttentionInputs(q, kv, kv, rows=rows, index_query=index, rotation=rotation)
+        return forward_batch.attn_backends[self.kind].forward(inputs, self, forward_batch)
+
+
+class StoresRows(ABC):
+    """The part of a backend that makes rows, before a layer attends."""
+
+    @abstractmethod
+    def plan_rows(
+        self,
+        forward_batch: ForwardBatch,
+        positions: torch.Tensor,
+        ratios: Iterable[int],
+        rotary: RotaryEmbedding,
+    ) -> None:
+        """Plan the rows of a step, once for all layers.
+
+        Args:
+            positions: int64 `[num_tokens]`.
+            ratios: Tokens of a group, of all layers.
+            rotary: Gives the angles of rows.
+        """
+
+    @abstractmethod
+    def store_rows(
+        self, x: torch.Tensor, compressor: GroupCompressor, pool: PoolName, batch: ForwardBatch
+    ) -> None:
+        """Store the rows of the groups that a step finishes, and what later steps need of its
+        tokens.
+
+        Args:
+            x: `[num_tokens, hidden_size]`.
+            pool: Pool of the rows.
+        """
+
+
+def row_store(forward_batch: ForwardBatch) -> StoresRows:
+    """The backend that makes the rows of a step."""
+    assert forward_batch.attn_backends is not None, "the runner sets them before the model runs"
+    backend = forward_batch.attn_backends[COMPRESSED]
+    assert isinstance(backend, StoresRows), f"{type(backend).__name__} makes no rows"
+    return backend
+
+
+def row_buffers(
+    layer: CompressedAttention, forward_batch: ForwardBatch
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows `[items, head_dim]` and indexer keys `[items, index_dim]` of a layer; None: all rows are
+    read. Waits for a load that fills them."""
+    assert forward_batch.pools is not None and layer.rows_pool is not None
+    pool, keys = forward_batch.pools[layer.rows_pool], forward_batch.pools.get(PoolName.INDEXER)
+    rows = pool.parts[0][pool.wait_for_layer(layer.layer_id)]
+    if keys is None or layer.layer_id not in keys.spec.layers:
+        return rows, None
+    return rows, keys.parts[0][keys.wait_for_layer(layer.layer_id)]
+
 
 class _Rows(NamedTuple):
     """The rows of one layer; `items` are those of one request, or of several."""
@@ -55,13 +138,46 @@ class _Rows(NamedTuple):
     """int64 `[rows]`, or `[bs, rows]`."""
 
 
-class CompressedTorchBackend(WindowTorchBackend):
+class CompressedTorchBackend(WindowTorchBackend, StoresRows):
     """See the module."""
+
+    def plan_rows(
+        self,
+        forward_batch: ForwardBatch,
+        positions: torch.Tensor,
+        ratios: Iterable[int],
+        rotary: RotaryEmbedding,
+    ) -> None:
+        for plan in plan_groups(forward_batch, ratios).values():
+            plan.rotation = rotary.forward(plan.positions)
+
+    def store_rows(
+        self, x: torch.Tensor, compressor: GroupCompressor, pool: PoolName, batch: ForwardBatch
+    ) -> None:
+        plan = groups_of(batch, compressor.options.ratio)
+        assert batch.pools is not None, "the runner sets it before the model runs"
+        rows = batch.pools[pool]
+        buffer = rows.parts[0][rows.place_to_write(compressor.layer_id)]
+        # Padding for those that the pool has already.
+        items = batch.out_cache_loc[plan.current[:, -1]] // plan.ratio
+        found = compressor.rows(compressor.tokens.forward(x), plan, batch)
+        buffer.index_copy_(0, items, found.to(buffer.dtype))
 
     def forward(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         assert isinstance(layer, CompressedAttention), f"{layer} has no rows"
+        assert inputs.rotation is not None, "outputs are rotated back"
+        out, rotation = self._attend(inputs, layer, forward_batch), Rotation(*inputs.rotation)
+        if inputs.rows is not None:
+            rotation = Rotation(*(angles[inputs.rows] for angles in rotation))
+        out = out.view(len(out), -1, layer.head_dim)
+        return rotate_last(out, rotation, is_inverse=True).flatten(1)
+
+    def _attend(
+        self, inputs: AttentionInputs, layer: CompressedAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """`forward`, without the rotation of outputs."""
         rings, states = self._rings_of(layer, forward_batch)
         if forward_batch.forward_mode.is_decode():
             if states.first_slots is not None:
@@ -208,7 +324,7 @@ class CompressedTorchBackend(WindowTorchBackend):
         table = forward_batch.req_to_token_pool.req_to_token
         end = length // layer.ratio * layer.ratio
         items = table[row, : end : layer.ratio].long() // layer.ratio
-        return _Rows(*self._buffers(layer, forward_batch), items)
+        return _Rows(*row_buffers(layer, forward_batch), items)
 
     def _rows_of_batch(
         self, index: IndexQuery | None, layer: CompressedAttention, forward_batch: ForwardBatch
@@ -218,7 +334,7 @@ class CompressedTorchBackend(WindowTorchBackend):
         most = max(counts)
         if layer.rows_pool is None or not most:
             return None
-        buffer, index_keys = self._buffers(layer, forward_batch)
+        buffer, index_keys = row_buffers(layer, forward_batch)
         table = forward_batch.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
         items = table[:, : most * layer.ratio : layer.ratio].long() // layer.ratio
         if index is None or most <= index.topk:
@@ -233,18 +349,6 @@ class CompressedTorchBackend(WindowTorchBackend):
                 scores = index_scores(query, index_keys[own], positions=last)
                 chosen[request] = own[choose_tokens(scores, index.topk)[0]]
         return _Rows(buffer, index_keys, chosen)
-
-    @staticmethod
-    def _buffers(
-        layer: CompressedAttention, forward_batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and indexer keys of a layer. Waits for a load that fills them."""
-        assert forward_batch.pools is not None and layer.rows_pool is not None
-        pool, keys = forward_batch.pools[layer.rows_pool], forward_batch.pools.get(PoolName.INDEXER)
-        rows = pool.parts[0][pool.wait_for_layer(layer.layer_id)]
-        if keys is None or layer.layer_id not in keys.spec.layers:
-            return rows, None
-        return rows, keys.parts[0][keys.wait_for_layer(layer.layer_id)]
 
     def _first(self, counts: torch.Tensor, width: int) -> torch.Tensor:
         """A mask `[n, width]` of the first `counts` `[n]`."""

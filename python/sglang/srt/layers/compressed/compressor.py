@@ -83,17 +83,18 @@ class GroupCompressor(torch.nn.Module):
         self.position = _Position(options, placement.at("ape"))
         self.norm = WideRMSNorm(options.dim, options.eps, placement=placement.at("norm"))
 
-    def rows(self, x: torch.Tensor, plan: GroupPlan, forward_batch: ForwardBatch) -> torch.Tensor:
+    def rows(
+        self, tokens: torch.Tensor, plan: GroupPlan, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
         """The rows of the groups that a step finishes, `[groups, dim]`. Keeps what later steps
         need of its tokens.
 
         Args:
-            x: `[num_tokens, hidden_size]`.
+            tokens: `[num_tokens, 2 * width]`: results of `self.tokens`.
         """
-        assert plan.rotation is not None, "the model sets it"
-        tokens = self.tokens.forward(x)
+        assert plan.rotation is not None, "`plan_rows` sets it"
         states, rows = states_of(forward_batch), forward_batch.req_pool_indices
-        opened = self._buffer(self.options.open_pool, forward_batch)
+        opened = self.buffer(self.options.open_pool, forward_batch)
         found = opened[rows[plan.open_requests], plan.open_places]
         sources = torch.cat([tokens, found]) if len(found) else tokens
         values, gates = sources.chunk(2, dim=1)
@@ -103,7 +104,7 @@ class GroupCompressor(torch.nn.Module):
         row_values = values[:, -dim:][plan.current]
         row_gates = gates[:, -dim:][plan.current] + place[:, -dim:]
         if self.options.overlap_pool is not None:
-            kept = self._buffer(self.options.overlap_pool, forward_batch)
+            kept = self.buffer(self.options.overlap_pool, forward_batch)
             last = kept[states.read_slots[plan.last_requests], plan.last_places]
             first = torch.cat([values[:, :dim], gates[:, :dim]], dim=1)
             if states.first_slots is not None:
@@ -122,7 +123,7 @@ class GroupCompressor(torch.nn.Module):
         weights = F.softmax(row_gates, dim=1, dtype=torch.float32).to(row_values.dtype)
         return rotate_last(self.norm.forward((row_values * weights).sum(dim=1)), plan.rotation)
 
-    def _buffer(self, name: PoolName, forward_batch: ForwardBatch) -> torch.Tensor:
+    def buffer(self, name: PoolName, forward_batch: ForwardBatch) -> torch.Tensor:
         """`[slots, tokens, 2 * values]` of the layer. Waits for a load that fills it."""
         assert forward_batch.pools is not None, "the runner sets it before the model runs"
         pool = forward_batch.pools[name]

@@ -68,7 +68,7 @@ class GroupPlan:
     tracked_sources: torch.Tensor
     """Likewise of the last group before a snapshot."""
     rotation: Rotation | None = None
-    """Angles of `positions`, which the model sets."""
+    """Angles of `positions`, which a backend sets."""
 
     @classmethod
     def of(cls, spans: list[Span], ratio: int, device: torch.device | str) -> GroupPlan:

@@ -234,18 +234,24 @@ def _store_kernel(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RingExtend:
-    """The requests of a prefill, the same for all layers."""
+class RingTokens:
+    """Which tokens of a prefill belong to which request, the same for all layers."""
 
-    work: ExtendWork
-    """Blocks of all tokens; a block's row is the index of its request. The number of parts has no
-    meaning here."""
     bounds: torch.Tensor
     """int64 `[bs + 1]`: begin and end of each request's tokens; padding requests have none."""
     seq_lens: torch.Tensor
     """Integer `[bs]`: lengths of the contexts, the new tokens included."""
     track_lens: torch.Tensor
     """int64 `[bs]`: new tokens before each request's snapshot; 0: no snapshot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingExtend(RingTokens):
+    """The requests of a prefill, and the work of its attention."""
+
+    work: ExtendWork
+    """Blocks of all tokens; a block's row is the index of its request. The number of parts has no
+    meaning here."""
 
 
 def extend_in_rings(
@@ -314,10 +320,11 @@ def store_in_rings(
     k: torch.Tensor,
     v: torch.Tensor,
     rings: RingStep,
-    step: RingExtend,
+    step: RingTokens,
     track_slots: torch.Tensor | None,
 ) -> None:
-    """Store the tokens of a prefill, and take its snapshots on the way.
+    """Store the tokens of a prefill, and take its snapshots on the way. Keys and values may be the
+    same, in one ring.
 
     Args:
         k: `[num_tokens, num_kv_heads, head_dim]`, dense except for the first stride; `v` too.

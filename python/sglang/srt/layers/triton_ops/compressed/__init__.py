@@ -1,0 +1,1 @@
+"""Kernels of attention to a window and to compressed rows (DeepSeek-V4)."""

@@ -1,0 +1,458 @@
+"""Rows of groups of tokens, and the tokens that wait for the end of their group; the computation is
+that of `layers/compressed/compressor.py`.
+
+A row reads the tokens of its group and, with an overlap, those of the group before. A token is in
+one of three places, by its position: among the step's own, among those of its request's open group,
+or among the kept halves of the last finished group. No plan is needed but the bounds of requests.
+In a decode step one program does all for a request. In a prefill a second kernel stores what later
+steps need, because other programs read what it overwrites.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+
+_TOKENS: Final = 8
+"""Most tokens of a group that a program reads at once."""
+_COLUMNS: Final = 256
+"""Columns of tokens that a program stores."""
+_WARPS: Final = 4
+
+
+@triton.jit
+def _add_tokens(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    values: tl.tensor,
+    gates: tl.tensor,
+    peak: tl.tensor,
+    mass: tl.tensor,
+    acc: tl.tensor,
+):
+    """Add tokens to a softmax of gates, channel by channel. Tokens with gates of -inf are none."""
+    new_peak = tl.maximum(peak, tl.max(gates, axis=0))
+    # For a channel that has seen nothing yet, -inf minus -inf would be NaN.
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    shrink = tl.exp(peak - base)
+    weights = tl.exp(gates - base[None, :])
+    acc = acc * shrink + tl.sum(values * weights, axis=0)
+    return new_peak, mass * shrink + tl.sum(weights, axis=0), acc
+
+
+@triton.jit
+def _either(
+    is_new: tl.tensor,
+    new_at: tl.tensor,
+    old_at: tl.tensor,
+    inside: tl.tensor,
+) -> tl.tensor:
+    """The step's own tokens, and others where `is_new` is false. fp32."""
+    new = tl.load(new_at, mask=inside & is_new[:, None], other=0.0).to(tl.float32)
+    old = tl.load(old_at, mask=inside & ~is_new[:, None], other=0.0).to(tl.float32)
+    return tl.where(is_new[:, None], new, old)
+
+
+@triton.jit
+def _row_of(
+    group: tl.tensor,
+    prefix: tl.tensor,
+    own: tl.tensor,
+    opened: tl.tensor,
+    kept: tl.tensor,
+    ape: tl.tensor,
+    stride: tl.tensor,
+    RATIO: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:
+    """The average of a group's tokens, weighted by their gates, fp32 `[BLOCK_D]`.
+
+    Args:
+        own: Pointer to where the request's first token would be among the step's own tokens.
+        opened: Pointer to the request's open group; `kept` likewise.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < DIM
+    peak = tl.full([BLOCK_D], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    begin = group * RATIO
+    for start in range(0, RATIO, TOKENS):
+        place = start + tl.arange(0, TOKENS)
+        is_new = begin + place >= prefix
+        inside = (place < RATIO)[:, None] & is_dim[None, :]
+        column = (WIDTH - DIM + dims)[None, :]
+        new_at = own + (begin + place).to(tl.int64)[:, None] * stride + column
+        old_at = opened + place[:, None] * (2 * WIDTH) + column
+        values = _either(is_new, new_at, old_at, inside)
+        gates = _either(is_new, new_at + WIDTH, old_at + WIDTH, inside)
+        gates += tl.load(ape + place[:, None] * WIDTH + column, mask=inside, other=0.0)
+        gates = tl.where((place < RATIO)[:, None], gates, float("-inf"))
+        peak, mass, acc = _add_tokens(values, gates, peak, mass, acc)
+    if WIDTH > DIM:
+        for start in range(0, RATIO, TOKENS):
+            place = start + tl.arange(0, TOKENS)
+            position = begin - RATIO + place
+            is_there = (place < RATIO) & (position >= 0)
+            inside = is_there[:, None] & is_dim[None, :]
+            column = dims[None, :]
+            is_new = position >= prefix
+            # The group before is the open one, or was finished by an earlier step.
+            was_open = (begin - RATIO) >= prefix // RATIO * RATIO
+            new_at = own + position.to(tl.int64)[:, None] * stride + column
+            open_at = opened + place[:, None] * (2 * WIDTH) + column
+            kept_at = kept + place[:, None] * (2 * DIM) + column
+            old_at = tl.where(was_open, open_at, kept_at)
+            values = _either(is_new, new_at, old_at, inside)
+            old_at = tl.where(was_open, open_at + WIDTH, kept_at + DIM)
+            gates = _either(is_new, new_at + WIDTH, old_at, inside)
+            gates += tl.load(ape + place[:, None] * WIDTH + column, mask=inside, other=0.0)
+            gates = tl.where(is_there[:, None], gates, float("-inf"))
+            peak, mass, acc = _add_tokens(values, gates, peak, mass, acc)
+    return acc / mass
+
+
+@triton.jit
+def _store_row(
+    row: tl.tensor,
+    target: tl.tensor,
+    norm: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    eps: tl.tensor,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Normalise and rotate a row, and store it."""
+    dims = tl.arange(0, BLOCK_D)
+    dtype = cos.dtype.element_ty
+    row = tl.where(dims < DIM, row, 0.0)
+    factor = tl.rsqrt(tl.sum(row * row, axis=0) / DIM + eps)
+    row = row * factor * tl.load(norm + dims, mask=dims < DIM, other=0.0)
+    first, second = tl.split(tl.reshape(row.to(dtype).to(tl.float32), [BLOCK_D // 2, 2]))
+    pair = tl.arange(0, BLOCK_D // 2)
+    place = pair - (DIM - ROTARY) // 2
+    is_turned = (place >= 0) & (place < ROTARY // 2)
+    c = tl.load(cos + place, mask=is_turned, other=1.0).to(tl.float32)
+    s = tl.load(sin + ROTARY // 2 + place, mask=is_turned, other=0.0).to(tl.float32)
+    to = target.dtype.element_ty
+    tl.store(target + 2 * pair, (first * c - second * s).to(dtype).to(to), mask=pair < DIM // 2)
+    tl.store(target + 2 * pair + 1, (second * c + first * s).to(dtype).to(to), mask=pair < DIM // 2)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["bounds_ptr", "lens_ptr", "owners_ptr", "read_ptr", "loc_ptr"],
+)
+def _rows_kernel(
+    tokens_ptr: tl.tensor,
+    open_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    ape_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    owners_ptr: tl.tensor,
+    read_ptr: tl.tensor,
+    loc_ptr: tl.tensor,
+    stride: tl.tensor,
+    eps: tl.tensor,
+    RATIO: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
+    PLACES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(groups, bs)`: one program makes the row of a group that the step finishes. Without
+    `bounds_ptr`, it is a decode step, and the program stores what later steps need, too."""
+    request = tl.program_id(1).to(tl.int64)
+    await_kernels_before(EARLY)
+    length = tl.load(lens_ptr + request).to(tl.int32)
+    begin = request
+    prefix = length - 1
+    if bounds_ptr is not None:
+        begin = tl.load(bounds_ptr + request).to(tl.int64)
+        prefix = length - (tl.load(bounds_ptr + request + 1).to(tl.int64) - begin).to(tl.int32)
+    group = prefix // RATIO + tl.program_id(0)
+    owner = tl.load(owners_ptr + request).to(tl.int64)
+    opened = open_ptr + owner * ((RATIO - 1) * 2 * WIDTH)
+    kept = open_ptr
+    if WIDTH > DIM:
+        kept = kept_ptr + tl.load(read_ptr + request).to(tl.int64) * (RATIO * 2 * DIM)
+    own = tokens_ptr + (begin - prefix) * stride
+    if group < length // RATIO:
+        last = begin + (group + 1) * RATIO - 1 - prefix
+        row = _row_of(
+            group, prefix, own, opened, kept, ape_ptr, stride,
+            RATIO, DIM, WIDTH, TOKENS, BLOCK_D,
+        )  # fmt: skip
+        item = tl.load(loc_ptr + last).to(tl.int64) // RATIO
+        cos, sin = cos_ptr + last * ROTARY, sin_ptr + last * ROTARY
+        _store_row(row, rows_ptr + item * DIM, norm_ptr, cos, sin, eps, DIM, ROTARY, BLOCK_D)
+        if bounds_ptr is None:  # noqa: SIM102 - known when this is compiled
+            if WIDTH > DIM:
+                # Every thread must have read the old halves before any of them is overwritten.
+                tl.debug_barrier()
+                for start in range(0, 2 * DIM, BLOCK_C):
+                    column = start + tl.arange(0, BLOCK_C)
+                    halves = _halves(
+                        group, prefix, own, opened, column, stride, RATIO, DIM, WIDTH, PLACES
+                    )
+                    _store_halves(kept, halves, column, RATIO, DIM, PLACES)
+    elif bounds_ptr is None:
+        at = opened + prefix % RATIO * (2 * WIDTH)
+        for start in range(0, 2 * WIDTH, BLOCK_C):
+            column = start + tl.arange(0, BLOCK_C)
+            token = tl.load(
+                tokens_ptr + begin * stride + column, mask=column < 2 * WIDTH, other=0.0
+            )
+            tl.store(at + column, token.to(open_ptr.dtype.element_ty), mask=column < 2 * WIDTH)
+
+
+@triton.jit
+def _halves(
+    group: tl.tensor,
+    prefix: tl.tensor,
+    own: tl.tensor,
+    opened: tl.tensor,
+    column: tl.tensor,
+    stride: tl.tensor,
+    RATIO: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+) -> tl.tensor:
+    """The halves of the tokens of a group that the step finishes, `[PLACES, columns]`: values and
+    gates for the row of the next group."""
+    place = tl.arange(0, PLACES)
+    position = group * RATIO + place
+    is_new = position >= prefix
+    inside = (place < RATIO)[:, None] & (column < 2 * DIM)[None, :]
+    source = tl.where(column < DIM, column, WIDTH - DIM + column)[None, :]
+    new_at = own + position.to(tl.int64)[:, None] * stride + source
+    return _either(is_new, new_at, opened + place[:, None] * (2 * WIDTH) + source, inside)
+
+
+@triton.jit
+def _store_halves(
+    kept: tl.tensor,
+    halves: tl.tensor,
+    column: tl.tensor,
+    RATIO: tl.constexpr,
+    DIM: tl.constexpr,
+    PLACES: tl.constexpr,
+) -> None:
+    place = tl.arange(0, PLACES)
+    inside = (place < RATIO)[:, None] & (column < 2 * DIM)[None, :]
+    at = kept + place[:, None] * (2 * DIM) + column[None, :]
+    tl.store(at, halves.to(kept.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "bounds_ptr", "lens_ptr", "owners_ptr", "read_ptr", "slots_ptr", "track_ptr",
+        "track_lens_ptr",
+    ],
+)  # fmt: skip
+def _keep_kernel(
+    tokens_ptr: tl.tensor,
+    open_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    owners_ptr: tl.tensor,
+    read_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    track_ptr: tl.tensor,
+    track_lens_ptr: tl.tensor,
+    stride: tl.tensor,
+    RATIO: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+) -> None:
+    """Grid `(bs, columns / BLOCK_C)`: one program stores some columns of a request's last finished
+    group, of that before its snapshot, and of its open group."""
+    request = tl.program_id(0).to(tl.int64)
+    begin = tl.load(bounds_ptr + request).to(tl.int64)
+    new = (tl.load(bounds_ptr + request + 1).to(tl.int64) - begin).to(tl.int32)
+    if new == 0:
+        return
+    length = tl.load(lens_ptr + request).to(tl.int32)
+    prefix = length - new
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    opened = open_ptr + tl.load(owners_ptr + request).to(tl.int64) * ((RATIO - 1) * 2 * WIDTH)
+    own = tokens_ptr + (begin - prefix) * stride
+    last = length // RATIO
+    if WIDTH > DIM:
+        # Halves have half of a token's columns, so these programs have them all.
+        size = RATIO * 2 * DIM
+        slot = tl.load(slots_ptr + request).to(tl.int64)
+        # Columns of the open group, in the order of halves: a program reads no others before its
+        # barrier.
+        is_half = (column < DIM) | ((column >= WIDTH) & (column < WIDTH + DIM))
+        half = tl.where(column < DIM, column, column - WIDTH + DIM)
+        half = tl.where(is_half, half, 2 * DIM)
+        if track_ptr is not None:
+            track = tl.load(track_lens_ptr + request).to(tl.int32)
+            if track > 0:
+                group = (prefix + track) // RATIO - 1
+                halves = _halves(
+                    group, prefix, own, opened, half, stride, RATIO, DIM, WIDTH, PLACES
+                )
+                target = kept_ptr + tl.load(track_ptr + request).to(tl.int64) * size
+                _store_halves(target, halves, half, RATIO, DIM, PLACES)
+        if last > prefix // RATIO:
+            halves = _halves(last - 1, prefix, own, opened, half, stride, RATIO, DIM, WIDTH, PLACES)
+        else:
+            place = tl.arange(0, PLACES)
+            source = kept_ptr + tl.load(read_ptr + request).to(tl.int64) * size
+            inside = (place < RATIO)[:, None] & (half < 2 * DIM)[None, :]
+            old_at = source + place[:, None] * (2 * DIM) + half[None, :]
+            halves = tl.load(old_at, mask=inside, other=0.0).to(tl.float32)
+        _store_halves(kept_ptr + slot * size, halves, half, RATIO, DIM, PLACES)
+        # Every thread must have read the open group before any token of it is overwritten.
+        tl.debug_barrier()
+    for start in range(0, RATIO, PLACES):
+        place = start + tl.arange(0, PLACES)
+        position = last * RATIO + place
+        is_kept = (position >= prefix) & (position < length)
+        inside = is_kept[:, None] & (column < 2 * WIDTH)[None, :]
+        new_at = own + position.to(tl.int64)[:, None] * stride + column[None, :]
+        token = tl.load(new_at, mask=inside, other=0.0).to(open_ptr.dtype.element_ty)
+        tl.store(opened + place[:, None] * (2 * WIDTH) + column[None, :], token, mask=inside)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWeights:
+    """What turns the tokens of a group into a row."""
+
+    position: torch.Tensor
+    """fp32 `[ratio, width]`: added to gates."""
+    norm: torch.Tensor
+    """fp32 `[dim]`: weight of the norm of rows."""
+    eps: float
+    angles: tuple[torch.Tensor, torch.Tensor]
+    """Cosines and signed sines, contiguous `[num_tokens, 1, rotary_dim]` each: those of the first
+    position of each token's group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBuffers:
+    """One layer's buffers of one kind of row; contiguous."""
+
+    rows: torch.Tensor
+    """`[items, dim]`."""
+    opened: torch.Tensor
+    """`[requests, ratio - 1, 2 * width]`: values and gates of the tokens of open groups."""
+    kept: torch.Tensor | None
+    """`[slots, ratio, 2 * dim]`: those of the last finished group, for the row after it; a token's
+    first half. None: a row reads its own group alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStep:
+    """The requests of a step: integers on the device."""
+
+    lens: torch.Tensor
+    """`[bs]`: lengths of the contexts, the new tokens included."""
+    owners: torch.Tensor
+    """`[bs]`: each request's slot of open groups."""
+    slots: torch.Tensor
+    """`[bs]`: slots of kept halves that the step writes."""
+    loc: torch.Tensor
+    """`[num_tokens]`: slots of the tokens. That of a group's last token has the row's item."""
+    read_slots: torch.Tensor
+    """`[bs]`: slots of kept halves that requests continue from."""
+    bounds: torch.Tensor | None = None
+    """`[bs + 1]`: begin and end of each request's tokens; None: a decode step."""
+    most_new: int = 1
+    """Most new tokens of a request."""
+    track_slots: torch.Tensor | None = None
+    """`[bs]`: slots for snapshots; None: there are none."""
+    track_lens: torch.Tensor | None = None
+    """`[bs]`: new tokens before each request's snapshot, which is at a group's end; 0: none."""
+
+
+def store_groups(
+    tokens: torch.Tensor, weights: GroupWeights, buffers: GroupBuffers, step: GroupStep
+) -> None:
+    """Store the rows of the groups that a step finishes, and what later steps need of its tokens.
+
+    Args:
+        tokens: `[num_tokens, 2 * width]` with dense rows: values and gates. With an overlap, the
+            `width` is twice the `dim` of rows, and the first half is for the row of the next group.
+    """
+    ratio, width = weights.position.shape
+    dim = buffers.rows.shape[-1]
+    kept = buffers.kept
+    assert tokens.stride(1) == 1 and tokens.shape[1] == 2 * width
+    assert buffers.rows.is_contiguous() and buffers.opened.is_contiguous()
+    assert width == dim if kept is None else width == 2 * dim and kept.is_contiguous()
+    places = int(triton.next_power_of_2(ratio))
+    rotary = weights.angles[0].shape[-1]
+    assert dim % 2 == rotary % 2 == 0
+    block_d = int(triton.next_power_of_2(dim))
+    groups = 1 if step.bounds is None else step.most_new // ratio + 1
+    _rows_kernel[(groups, len(step.lens))](
+        tokens,
+        buffers.opened,
+        kept,
+        buffers.rows,
+        weights.position,
+        weights.norm,
+        *weights.angles,
+        step.bounds,
+        step.lens,
+        step.owners,
+        step.read_slots,
+        step.loc,
+        tokens.stride(0),
+        weights.eps,
+        RATIO=ratio,
+        DIM=dim,
+        WIDTH=width,
+        ROTARY=rotary,
+        PLACES=places,
+        TOKENS=min(_TOKENS, places),
+        BLOCK_D=block_d,
+        BLOCK_C=min(4 * _COLUMNS, int(triton.next_power_of_2(2 * dim))),
+        num_warps=_WARPS,
+        **early_start(tokens),
+    )
+    if step.bounds is None:
+        return
+    _keep_kernel[(len(step.lens), triton.cdiv(2 * width, _COLUMNS))](
+        tokens,
+        buffers.opened,
+        kept,
+        step.bounds,
+        step.lens,
+        step.owners,
+        step.read_slots,
+        step.slots,
+        step.track_slots,
+        step.track_lens,
+        tokens.stride(0),
+        RATIO=ratio,
+        DIM=dim,
+        WIDTH=width,
+        PLACES=places if kept is not None else min(_TOKENS, places),
+        BLOCK_C=_COLUMNS,
+        num_warps=_WARPS,
+    )
