@@ -1,8 +1,8 @@
 """Attention to a window and to compressed rows on CUDA: Triton kernels over rings and rows.
 
 No launch of a decode step depends on lengths, and no step waits for the device, so graphs can
-capture decode steps and short prefills. Where all rows may be more than an indexer chooses, it
-chooses in every step; a token that sees fewer rows gets them all.
+capture decode steps and short prefills. In a captured step the indexer always chooses; a token that
+sees fewer rows than it may choose gets them all.
 """
 
 from __future__ import annotations

@@ -340,7 +340,7 @@ def _keep_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupWeights:
-    """What turns the tokens of a group into a row."""
+    """Weights that make a row from the tokens of a group."""
 
     position: torch.Tensor
     """fp32 `[ratio, width]`: added to gates."""
@@ -376,7 +376,7 @@ class GroupStep:
     slots: torch.Tensor
     """`[bs]`: slots of kept halves that the step writes."""
     loc: torch.Tensor
-    """`[num_tokens]`: slots of the tokens. That of a group's last token has the row's item."""
+    """`[num_tokens]`: slots of the tokens. A row is in the item of its group's last token."""
     read_slots: torch.Tensor
     """`[bs]`: slots of kept halves that requests continue from."""
     bounds: torch.Tensor | None = None
@@ -396,7 +396,7 @@ def store_groups(
 
     Args:
         tokens: `[num_tokens, 2 * width]` with dense rows: values and gates. With an overlap, the
-            `width` is twice the `dim` of rows, and the first half is for the row of the next group.
+            `width` is twice the `dim` of rows: the first half is for the next group's row.
     """
     ratio, width = weights.position.shape
     dim = buffers.rows.shape[-1]
