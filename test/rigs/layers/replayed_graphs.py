@@ -15,7 +15,11 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.window_triton_backend import WindowTritonBackend
 from sglang.srt.layers.attention_kind import COMPRESSED, FULL_ATTENTION, SLIDING_WINDOW
 from sglang.srt.layers.compressed.compressed_triton_backend import CompressedTritonBackend
-from sglang.srt.layers.triton_ops.attention import decode_attention, extend_attention
+from sglang.srt.layers.triton_ops.attention import (
+    decode_attention,
+    extend_attention,
+    latent_rows,
+)
 from sglang.srt.model_executor import cuda_graph_runner, extend_graph_runner, graph_capture
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
@@ -40,6 +44,7 @@ def replayed_driver(patch: pytest.MonkeyPatch, path: Any, **settings: Any) -> St
     """A driver of a model with windows or compressed rows. Steps of up to 4 requests are replayed,
     and prefills of up to 16 tokens. Kernels are interpreted, so contexts are not split."""
     quicken_interpreter()
+    patch.setattr(latent_rows, "PROGRAMS", 1)
     patch.setattr(extend_attention, "PROGRAMS", 1)
     patch.setattr(decode_attention, "PROGRAMS", 1)
     patch.setattr(decode_attention, "LONG_SPLITS", (1, 1))

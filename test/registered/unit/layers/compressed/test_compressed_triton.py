@@ -20,6 +20,7 @@ from rigs.layers.compressed_cases import CompressedLayers, Work  # noqa: E402
 from sglang.srt.layers.compressed.compressed_triton_backend import (  # noqa: E402
     CompressedTritonBackend,
 )
+from sglang.srt.layers.triton_ops.attention import latent_rows  # noqa: E402
 
 WINDOW, SPARSE = "sliding_attention", "compressed_sparse_attention"
 HEAVY = "heavily_compressed_attention"
@@ -34,6 +35,13 @@ PUBLISHED = {
 }
 """Ratios and window as published."""
 TOLERANCE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def split_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of few tokens have two parts: interpreted programs take long."""
+    if not ON_GPU:
+        monkeypatch.setattr(latent_rows, "PROGRAMS", 8)
 
 
 def make(path: Path, **settings: object) -> CompressedLayers:
