@@ -66,6 +66,15 @@ def window_spec(
     )
 
 
+def refuse_drafts(forward_batch: ForwardBatch) -> None:
+    """Raises ValueError: the step verifies drafts."""
+    if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
+        raise ValueError(
+            "drafts are not verified in layers with a sliding window, because a rejected draft "
+            "would have overwritten a token in a ring: remove --speculative-algorithm"
+        )
+
+
 def ring_buffers(
     layer: AttentionLayer, forward_batch: ForwardBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,11 +84,7 @@ def ring_buffers(
     Raises:
         ValueError: The step verifies drafts.
     """
-    if forward_batch.forward_mode is ForwardMode.TARGET_VERIFY:
-        raise ValueError(
-            "drafts are not verified in layers with a sliding window, because a rejected draft "
-            "would have overwritten a token in a ring: remove --speculative-algorithm"
-        )
+    refuse_drafts(forward_batch)
     assert forward_batch.pools is not None, "the runner sets it before the model runs"
     pool = forward_batch.pools[PoolName.SWA]
     assert isinstance(pool, StatePool)

@@ -20,7 +20,7 @@ from sglang.srt.layers.attention.compressed_backend import (
     StoresRows,
     row_buffers,
 )
-from sglang.srt.layers.attention.window_backend import ring_buffers
+from sglang.srt.layers.attention.window_backend import refuse_drafts, ring_buffers
 from sglang.srt.layers.compressed.compressor import GroupCompressor
 from sglang.srt.layers.compressed.group_plan import states_of
 from sglang.srt.layers.forward_batch_info import (
@@ -97,6 +97,7 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
         """int64 `[num_tokens]`: rows that each token sees, by ratio."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        refuse_drafts(forward_batch)
         if forward_batch.forward_mode is not ForwardMode.EXTEND:
             return
         states, num_new = states_of(forward_batch), forward_batch.extend_seq_lens_cpu
