@@ -174,30 +174,20 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
             opened=compressor.buffer(options.open_pool, batch),
             kept=kept,
         )
+        prefill = None if batch.forward_mode.is_decode() else self._prefill
+        if prefill is None and kept is not None and states.first_slots is not None:
+            _copy(kept, states.first_slots, states.slots)
         step = GroupStep(
             lens=batch.seq_lens,
             owners=batch.req_pool_indices,
             slots=states.slots,
-            read_slots=states.slots,
             loc=batch.out_cache_loc,
+            read_slots=states.slots if prefill is None else states.read_slots,
+            bounds=None if prefill is None else prefill.rings.bounds,
+            most_new=1 if prefill is None else prefill.most_new,
+            track_slots=states.track_slots,
+            track_lens=None if prefill is None else prefill.rings.track_lens,
         )
-        if batch.forward_mode.is_decode():
-            if kept is not None and states.first_slots is not None:
-                _copy(kept, states.first_slots, states.slots)
-        else:
-            prefill = self._prefill
-            assert prefill is not None, "the step was planned"
-            step = GroupStep(
-                lens=batch.seq_lens,
-                owners=batch.req_pool_indices,
-                slots=states.slots,
-                read_slots=states.read_slots,
-                loc=batch.out_cache_loc,
-                bounds=prefill.rings.bounds,
-                most_new=prefill.most_new,
-                track_slots=states.track_slots,
-                track_lens=prefill.rings.track_lens,
-            )
         store_groups(compressor.tokens.forward(x), weights, buffers, step)
 
     def forward(
