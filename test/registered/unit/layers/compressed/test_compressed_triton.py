@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from rigs.models.triton_device import triton_device
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -15,12 +16,20 @@ register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
 DEVICE = triton_device()
 ON_GPU = DEVICE == "cuda"
+# The interpreter's bf16 is no real one.
+HALF = torch.bfloat16 if ON_GPU else torch.float16
 
 from rigs.layers.compressed_cases import CompressedLayers, Work  # noqa: E402
 from sglang.srt.layers.compressed.compressed_triton_backend import (  # noqa: E402
     CompressedTritonBackend,
 )
+from sglang.srt.layers.compressed.rotation import rotate_last  # noqa: E402
+from sglang.srt.layers.rotary_embedding import Rotation  # noqa: E402
 from sglang.srt.layers.triton_ops.attention import latent_rows  # noqa: E402
+from sglang.srt.layers.triton_ops.compressed.rotated_norm import (  # noqa: E402
+    normalise_latents,
+    rotate_heads,
+)
 
 WINDOW, SPARSE = "sliding_attention", "compressed_sparse_attention"
 HEAVY = "heavily_compressed_attention"
@@ -50,6 +59,35 @@ def make(path: Path, **settings: object) -> CompressedLayers:
 
         quicken_interpreter()
     return CompressedLayers(path, CompressedTritonBackend, DEVICE, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_norms_and_rotations_equal_torch(dtype: torch.dtype) -> None:
+    numbers = torch.Generator().manual_seed(4)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=numbers).to(DEVICE, dtype)
+
+    cos, sin, eps = randn(5, 1, 4), randn(5, 1, 4), 1e-3
+    rotation = Rotation(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
+    wide = randn(5, 7, 24)
+    heads = wide[:, :3]
+    normed = F.rms_norm(heads, (24,), None, eps)
+    close = {"rtol": 2e-2, "atol": 2e-2} if dtype is HALF else {"rtol": 1e-5, "atol": 1e-5}
+    for got, want in (
+        (rotate_heads(heads, rotation, eps), rotate_last(normed, rotation)),
+        (rotate_heads(heads, rotation), rotate_last(heads, rotation)),
+    ):
+        torch.testing.assert_close(got, want, **close)
+    x, weights = randn(5, 40), (randn(16).float(), randn(24).float())
+    latent, key = normalise_latents(x, weights, rotation, eps)
+    parts = torch.split(x.float(), [16, 24], dim=1)
+    wants = [
+        F.rms_norm(part, weight.shape, weight, eps).to(dtype)
+        for part, weight in zip(parts, weights, strict=True)
+    ]
+    torch.testing.assert_close(latent, wants[0], **close)
+    torch.testing.assert_close(key, rotate_last(wants[1], rotation), **close)
 
 
 def test_chunks_and_decode_steps_equal_torch(tmp_path: Path) -> None:
