@@ -33,6 +33,7 @@ FP8_STATE: Final = ("--kv-cache-dtype", "fp8_e4m3")
 DRAFTS: Final = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2")
 LAYERS: Final = {
     "qwen3": 4, "qwen3_next": 4, "kimi_linear": 5, "deepseek_v32": 2, "nemotron_h": 7,
+    "deepseek_v4": 4,
 }  # fmt: skip
 """Few, because all servers share a GPU: one of each kind of layer."""
 SERVERS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
@@ -42,6 +43,7 @@ SERVERS: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {
     "hybrid, drafts": ("qwen3_next", {"drafts": True}, (*TIERS, *DRAFTS)),
     "mamba": ("nemotron_h", {}, TIERS),
     "hybrid, latent": ("kimi_linear", {}, TIERS),
+    "compressed": ("deepseek_v4", {}, (*TIERS, "--page-size", "256")),
     "latent": ("deepseek_v32", {}, TIERS),
     "latent, fp8 state": ("deepseek_v32", {"weights": "fp8"}, (*TIERS, *FP8_STATE)),
     "latent, drafts": ("deepseek_v32", {"drafts": True}, (*TIERS, *DRAFTS)),

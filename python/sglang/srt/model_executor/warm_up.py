@@ -65,7 +65,12 @@ def warm_up_batches(
         states = StateBatch.running(pool, rows)
         if states is not None and count == 1 and new > CHUNK:
             # Like after a cache hit: with a snapshot, and tokens after it.
-            states.track_slots, states.track_lens_cpu = rows, [(new - 1) // CHUNK * CHUNK]
+            track = (new - 1) // CHUNK * CHUNK
+            if token_to_kv_pool.page_size > CHUNK:
+                # Groups of tokens end where pages do.
+                page = token_to_kv_pool.page_size
+                track = max(0, (prefixes[0] + new - 1) // page * page - prefixes[0])
+            states.track_slots, states.track_lens_cpu = rows, [track]
         totals = [prefix + own for prefix, own in zip(prefixes, news, strict=True)]
         yield ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
