@@ -45,8 +45,8 @@ from sglang.srt.layers.triton_ops.compressed.attention import (
 )
 from sglang.srt.layers.triton_ops.compressed.groups import (
     GroupBuffers,
-    GroupStep,
     GroupWeights,
+    StepRequests,
     store_groups,
 )
 from sglang.srt.mem_cache.device.state_spec import PoolName
@@ -177,7 +177,7 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
         prefill = None if batch.forward_mode.is_decode() else self._prefill
         if prefill is None and kept is not None and states.first_slots is not None:
             _copy(kept, states.first_slots, states.slots)
-        step = GroupStep(
+        step = StepRequests(
             lens=batch.seq_lens,
             owners=batch.req_pool_indices,
             slots=states.slots,

@@ -366,7 +366,7 @@ class GroupBuffers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupStep:
+class StepRequests:
     """The requests of a step: integers on the device."""
 
     lens: torch.Tensor
@@ -390,7 +390,7 @@ class GroupStep:
 
 
 def store_groups(
-    tokens: torch.Tensor, weights: GroupWeights, buffers: GroupBuffers, step: GroupStep
+    tokens: torch.Tensor, weights: GroupWeights, buffers: GroupBuffers, step: StepRequests
 ) -> None:
     """Store the rows of the groups that a step finishes, and what later steps need of its tokens.
 
