@@ -31,7 +31,8 @@ def servers() -> Iterator[Servers]:
     """All servers of the tests below, started side by side."""
     with ExitStack() as stack:
         large = stack.enter_context(dummy_model())
-        recurrent = {
+        with_states = {
+            "rows": stack.enter_context(model_of("deepseek_v4", layers=4)),
             "mamba": stack.enter_context(model_of("nemotron_h", layers=7)),
             "kda": stack.enter_context(model_of("kimi_linear", layers=5)),
         }
@@ -51,11 +52,11 @@ def servers() -> Iterator[Servers]:
                 model=large,
             ),
         }  # fmt: skip
-        for name, model in recurrent.items():
+        for name, model in with_states.items():
             made[name] = EngineServer(
-                "--device", "cuda", *DUMMY_FLAGS, "--page-size", "64", "--max-total-tokens", "8192",
-                "--enable-hierarchical-cache", "--hicache-ratio", "8", "--max-running-requests",
-                "4", "--max-mamba-cache-size", "24", model=model,
+                "--device", "cuda", *DUMMY_FLAGS, "--page-size", "256" if name == "rows" else "64",
+                "--max-total-tokens", "8192", "--enable-hierarchical-cache", "--hicache-ratio", "8",
+                "--max-running-requests", "4", "--max-mamba-cache-size", "24", model=model,
             )  # fmt: skip
         for server in made.values():
             stack.callback(server.kill)
@@ -130,8 +131,8 @@ def test_long_prompts_of_a_large_shape_load_from_l2(servers: Servers) -> None:
     server.flush()
 
 
-@pytest.mark.parametrize("kind", ["mamba", "kda"])
-def test_recurrent_states_from_l2_are_those_of_l1(servers: Servers, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["mamba", "kda", "rows"])
+def test_states_from_l2_are_those_of_l1(servers: Servers, kind: str) -> None:
     """Both answers begin at the same snapshot, so the words and their logprobs are the same."""
     server = servers[kind]
     rng = random.Random(5)
