@@ -56,6 +56,25 @@ def _finish(
 
 
 @triton.jit
+def _finish_one(
+    at: tl.tensor,
+    to: tl.tensor,
+    weight_ptr: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    eps: tl.tensor,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Normalise, rotate and store one vector."""
+    row = tl.arange(0, 1)
+    dims = tl.arange(0, BLOCK_D)
+    x = tl.load(at + row[:, None] + dims[None, :], mask=(dims < DIM)[None, :], other=0.0)
+    _finish(x, to, row, DIM, row == 0, weight_ptr, cos, sin, eps, DIM, ROTARY, 1, BLOCK_D, True)
+
+
+@triton.jit
 def _heads_kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -104,25 +123,15 @@ def _latents_kernel(
 ) -> None:
     """Grid `(tokens, 2)`: one program takes the latent vector, one the key."""
     token = tl.program_id(0).to(tl.int64)
-    row = tl.arange(0, 1)
-    is_row = row == 0
     cos, sin = cos_ptr + token * ROTARY, sin_ptr + token * ROTARY
     await_kernels_before(EARLY)
-    at = x_ptr + token * x_stride + row[:, None]
+    at = x_ptr + token * x_stride
     if tl.program_id(1) == 0:
-        dims = tl.arange(0, BLOCK_R)
-        x = tl.load(at + dims[None, :], mask=(dims < RANK)[None, :], other=0.0)
         to = latent_ptr + token * RANK
-        _finish(
-            x, to, row, RANK, is_row, latent_weight_ptr, cos, sin, eps, RANK, 0, 1, BLOCK_R, True
-        )
+        _finish_one(at, to, latent_weight_ptr, cos, sin, eps, RANK, 0, BLOCK_R)
     else:
-        dims = tl.arange(0, BLOCK_D)
-        x = tl.load(at + RANK + dims[None, :], mask=(dims < DIM)[None, :], other=0.0)
         to = key_ptr + token * DIM
-        _finish(
-            x, to, row, DIM, is_row, key_weight_ptr, cos, sin, eps, DIM, ROTARY, 1, BLOCK_D, True
-        )
+        _finish_one(at + RANK, to, key_weight_ptr, cos, sin, eps, DIM, ROTARY, BLOCK_D)
 
 
 def rotate_heads(
