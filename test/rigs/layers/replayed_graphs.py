@@ -11,10 +11,10 @@ import pytest
 from rigs.layers.quick_interpreter import quicken_interpreter
 from rigs.models.tiny_models import StepDriver
 from sglang.srt.layers.attention import attention_registry as registry
+from sglang.srt.layers.attention.compressed_triton_backend import CompressedTritonBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.window_triton_backend import WindowTritonBackend
 from sglang.srt.layers.attention_kind import COMPRESSED, FULL_ATTENTION, SLIDING_WINDOW
-from sglang.srt.layers.compressed.compressed_triton_backend import CompressedTritonBackend
 from sglang.srt.layers.triton_ops.attention import (
     decode_attention,
     extend_attention,

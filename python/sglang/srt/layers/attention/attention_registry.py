@@ -172,17 +172,12 @@ def _names(kind: AttentionKind, device: str) -> list[str]:
     return [n for k, n, d in _BACKENDS if (k, d) == (kind, device_type)]
 
 
-def _imported(path: str, package: str = "attention") -> MakeBackend:
-    """A backend class to import on first use, because it needs packages of its device.
-
-    Args:
-        package: In `layers/`.
-    """
+def _imported(path: str) -> MakeBackend:
+    """A backend class to import on first use, because it needs packages of its device."""
     module, _, name = path.rpartition(".")
 
     def make(config: AttentionConfig) -> AttentionBackend:
-        found = importlib.import_module(f"sglang.srt.layers.{package}.{module}")
-        backend = getattr(found, name)(config)
+        backend = getattr(importlib.import_module(f"{__package__}.{module}"), name)(config)
         assert isinstance(backend, AttentionBackend)
         return backend
 
@@ -229,9 +224,7 @@ def _make_flashmla(config: AttentionConfig) -> AttentionBackend:
 
 
 _LATENT_TRITON: Final = _imported("latent_triton_backend.LatentTritonBackend")
-_COMPRESSED_TRITON: Final = _imported(
-    "compressed_triton_backend.CompressedTritonBackend", "compressed"
-)
+_COMPRESSED_TRITON: Final = _imported("compressed_triton_backend.CompressedTritonBackend")
 _WINDOW_TRITON: Final = _imported("window_triton_backend.WindowTritonBackend")
 _FULL: Final[dict[str, MakeBackend]] = {
     "torch_native": TorchNativeAttnBackend,

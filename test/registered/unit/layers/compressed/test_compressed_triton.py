@@ -20,7 +20,7 @@ ON_GPU = DEVICE == "cuda"
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 
 from rigs.layers.compressed_cases import CompressedLayers, Work  # noqa: E402
-from sglang.srt.layers.compressed.compressed_triton_backend import (  # noqa: E402
+from sglang.srt.layers.attention.compressed_triton_backend import (  # noqa: E402
     CompressedTritonBackend,
 )
 from sglang.srt.layers.compressed.rotation import rotate_last  # noqa: E402

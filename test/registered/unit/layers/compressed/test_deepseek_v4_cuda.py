@@ -18,10 +18,10 @@ ON_GPU = triton_device() == "cuda"
 from rigs.layers.replayed_graphs import replayed_driver  # noqa: E402
 from rigs.models.model_oracle import prompt, reference  # noqa: E402
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint  # noqa: E402
-from sglang.srt.layers.attention_kind import COMPRESSED  # noqa: E402
-from sglang.srt.layers.compressed.compressed_triton_backend import (  # noqa: E402
+from sglang.srt.layers.attention.compressed_triton_backend import (  # noqa: E402
     CompressedTritonBackend,
 )
+from sglang.srt.layers.attention_kind import COMPRESSED  # noqa: E402
 from sglang.srt.layers.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput  # noqa: E402
 from sglang.srt.mem_cache.device.state_pool import StatePool  # noqa: E402
