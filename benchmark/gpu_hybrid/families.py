@@ -152,7 +152,7 @@ def first_layers(shape: dict[str, Any], count: int) -> dict[str, Any]:
     """The fields of a shape that say its number of layers, for its first `count` layers."""
     if PATTERN in shape:
         return {PATTERN: shape[PATTERN][:count]}
-    lists = {name: shape[name][:count] for name in _OF_LAYERS if name in shape}
+    lists: dict[str, Any] = {name: shape[name][:count] for name in _OF_LAYERS if name in shape}
     return {"num_hidden_layers": count, **lists}
 
 

@@ -71,7 +71,7 @@ class CompressedLayers:
             path, page_size=page_size, pool_tokens=page_size, max_requests=1, device=device,
             attention_backend="torch_native", disable_cuda_graph=True,
         ).runner  # fmt: skip
-        model = runner.model.model  # type: ignore[attr-defined]
+        model = runner.model.model
         assert isinstance(model, DeepseekV4Model)
         self.model, self.device, self.dtype = model, device, dtype
         config = AttentionConfig(
@@ -245,11 +245,7 @@ class CompressedLayers:
                 for one, two in zip(mine, other, strict=True):
                     known, found = one[padding:].float(), two[padding:].float().nan_to_num(0.0)
                     torch.testing.assert_close(
-                        found,
-                        known,
-                        rtol=tolerance,
-                        atol=tolerance,
-                        msg=lambda m, n=name: f"{n}: {m}",
+                        found, known, rtol=tolerance, atol=tolerance, msg=f"{name} differs"
                     )
 
     def _restore(self, row: int, slot: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,9 @@ def test_norms_and_rotations_equal_torch(dtype: torch.dtype) -> None:
     wide = randn(5, 7, 24)
     heads = wide[:, :3]
     normed = F.rms_norm(heads, (24,), None, eps)
-    close = {"rtol": 2e-2, "atol": 2e-2} if dtype is HALF else {"rtol": 1e-5, "atol": 1e-5}
+    close: dict[str, Any] = (
+        {"rtol": 2e-2, "atol": 2e-2} if dtype is HALF else {"rtol": 1e-5, "atol": 1e-5}
+    )
     for got, want in (
         (rotate_heads(heads, rotation, eps), rotate_last(normed, rotation)),
         (rotate_heads(heads, rotation), rotate_last(heads, rotation)),
