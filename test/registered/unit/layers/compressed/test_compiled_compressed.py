@@ -11,7 +11,7 @@ from rigs.layers.compiled_kernels import compile_kernel, usage_of
 from sglang.srt.layers.triton_ops.compressed import attention, groups, rotated_norm
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=10, suite="base-a-test-cpu")
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
