@@ -143,6 +143,7 @@ def _attention_kernel(
 ) -> None:
     """Grid `(heads / HEADS, tokens, splits)`: one program attends from HEADS heads to one split.
     Without `requests_ptr`, it is a decode step: each token is its request's only one."""
+    EVEN: tl.constexpr = (NUM_HEADS % HEADS == 0) and (DIM == BLOCK_D)
     WINDOW_END: tl.constexpr = (WINDOW + BLOCK - 1) // BLOCK * BLOCK
     heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     nth = tl.program_id(1).to(tl.int64)
@@ -172,9 +173,11 @@ def _attention_kernel(
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < DIM
     cos, sin = cos_ptr + token * ROTARY, sin_ptr + token * ROTARY
-    inside = is_head[:, None] & is_dim[None, :]
-    q_at = q_ptr + token * q_stride + heads[:, None] * DIM + dims[None, :]
-    q = tl.load(q_at, mask=inside, other=0.0)
+    q_at = (q_ptr + token * q_stride + heads * DIM)[:, None] + dims[None, :]
+    if EVEN:
+        q = tl.load(q_at)
+    else:
+        q = tl.load(q_at, mask=is_head[:, None] & is_dim[None, :], other=0.0)
     ring = ring_ptr + tl.load(slots_ptr + request).to(tl.int64) * (WINDOW * DIM)
     # The key of position p is `p - position` rows after the token's own.
     own = new_ptr + token * new_stride
@@ -200,7 +203,8 @@ def _attention_kernel(
                 item = tl.load(table + place, mask=seen, other=0).to(tl.int64)
             else:
                 item = tl.load(table + place * RATIO, mask=seen, other=0).to(tl.int64) // RATIO
-            key = _load_keys(rows_ptr + item[:, None] * DIM + dims[None, :], seen, DIM, BLOCK_D)
+            key_at = (rows_ptr + item * DIM)[:, None] + dims[None, :]
+            key = _load_keys(key_at, seen, DIM, BLOCK_D)
             peak, mass, acc = _add_keys(q, key, seen, peak, mass, acc, scale)
     if requests_ptr is None:  # noqa: SIM102 - known when this is compiled
         if tl.program_id(0) + split == 0:
@@ -212,13 +216,16 @@ def _attention_kernel(
     if SPLIT:
         part = out_row * splits + split
         tl.store(lse_ptr + part, peak + tl.log2(mass), mask=is_head)
-        tl.store(parts_ptr + part[:, None] * DIM + dims[None, :], acc, mask=inside)
-        turned_at = parts_ptr + part * DIM + DIM - ROTARY
+        out = parts_ptr + part * DIM
     else:
-        out_at = out_row[:, None] * DIM + dims[None, :]
-        tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
-        turned_at = out_ptr + out_row * DIM + DIM - ROTARY
-    _rotate_back(turned_at, is_head, cos, sin, ROTARY, BLOCK_R)
+        out = out_ptr + out_row * DIM
+    out_at = out[:, None] + dims[None, :]
+    if EVEN:
+        tl.store(out_at, acc.to(out.dtype.element_ty))
+    else:
+        inside = is_head[:, None] & is_dim[None, :]
+        tl.store(out_at, acc.to(out.dtype.element_ty), mask=inside)
+    _rotate_back(out + DIM - ROTARY, is_head, cos, sin, ROTARY, BLOCK_R)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
