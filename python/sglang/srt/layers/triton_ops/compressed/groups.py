@@ -395,8 +395,8 @@ def store_groups(
     """Store the rows of the groups that a step finishes, and what later steps need of its tokens.
 
     Args:
-        tokens: `[num_tokens, 2 * width]` with dense rows: values and gates. If rows read two groups,
-            `width` is twice their `dim`, and the first half is for the next group's row.
+        tokens: `[num_tokens, 2 * width]` with dense rows: values and gates. If rows read two
+            groups, `width` is twice their `dim`, and the first half is for the next group's row.
     """
     ratio, width = weights.position.shape
     dim = buffers.rows.shape[-1]
