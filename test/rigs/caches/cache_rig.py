@@ -55,6 +55,7 @@ class HiCacheSettings:
     hicache_ratio: float = 4.0
     hicache_size: float = 0.0
     hicache_host_memory_fraction: float | None = None
+    hicache_host_memory_mode: str = "cache"
     hicache_write_policy: str = "write_through"
     hicache_io_backend: str = "auto"
     hicache_mem_layout: str = "auto"

@@ -28,6 +28,8 @@ from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 
 EVICTION = ("lru", "lfu", "fifo", "mru", "filo", "priority", "slru")
 PREFETCH = ("best_effort", "wait_complete")
+BELOW = ("L2", "L2 and L3", "buffer")
+"""What is below L1; the last is a buffer and L3."""
 MAX_PAGES = 6
 
 
@@ -54,17 +56,19 @@ class Tiers(RuleBasedStateMachine):
         prefetch_policy=st.sampled_from(PREFETCH),
         eviction=st.sampled_from(EVICTION),
         layout=st.sampled_from(RIG_LAYOUTS),
-        has_storage=st.booleans(),
+        below=st.sampled_from(BELOW),
     )
     def build(
         self, page_size: int, l1_pages: int, l2_pages: int, write_policy: str,
-        prefetch_policy: str, eviction: str, layout: str, has_storage: bool,
+        prefetch_policy: str, eviction: str, layout: str, below: str,
     ) -> None:  # fmt: skip
+        is_buffer = below == "buffer" and write_policy != "write_back"
         chosen = HiCacheSettings(
             hicache_ratio=l2_pages / l1_pages,
+            hicache_host_memory_mode="buffer_only" if is_buffer else "cache",
             hicache_write_policy=write_policy,
             hicache_mem_layout=layout,
-            hicache_storage_backend="file" if has_storage else None,
+            hicache_storage_backend=None if below == "L2" else "file",
             hicache_storage_prefetch_policy=prefetch_policy,
             hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": page_size}),
         )
@@ -307,15 +311,15 @@ class StateTiers(Tiers):
         prefetch_policy=st.sampled_from(PREFETCH),
         eviction=st.sampled_from(EVICTION),
         layout=st.sampled_from([one for one in RIG_LAYOUTS if one != "page_first_kv_split"]),
-        has_storage=st.booleans(),
+        below=st.sampled_from(BELOW),
     )
     def build(
         self, page_size: int, l1_pages: int, l2_pages: int, write_policy: str,
-        prefetch_policy: str, eviction: str, layout: str, has_storage: bool,
+        prefetch_policy: str, eviction: str, layout: str, below: str,
     ) -> None:  # fmt: skip
         super().build(
             page_size, l1_pages, l2_pages, write_policy, prefetch_policy, eviction, layout,
-            has_storage,
+            below,
         )  # fmt: skip
 
     def make_rig(

@@ -401,6 +401,22 @@ def _check_events(args: ServerFlags) -> Iterator[str]:
         )
 
 
+def _check_buffer(args: ServerFlags) -> Iterator[str]:
+    """Refuse what a buffer between L1 and L3 cannot do."""
+    mode = "--hicache-host-memory-mode buffer_only"
+    if args.hicache_storage_backend is None:
+        yield (
+            f"{mode} needs --hicache-storage-backend: no page stays in host memory, so there must "
+            "be a store behind it; or leave the mode out"
+        )
+    if args.hicache_write_policy == "write_back":
+        yield (
+            f"{mode} does not work with --hicache-write-policy write_back: L1 evicts when it "
+            "needs the room at once, and would wait for L3 or lose what the buffer cannot hold; "
+            "give write_through or write_through_selective"
+        )
+
+
 def _check_cache(args: ServerFlags) -> Iterator[str]:
     """Refuse settings of the cache that have no effect or contradict each other."""
     hierarchical, page_size = cache_and_page_size(args)
@@ -428,6 +444,8 @@ def _check_cache(args: ServerFlags) -> Iterator[str]:
             yield from refuse_ignored(args, field, "without --enable-hierarchical-cache")
         elif args.hicache_storage_backend is None and flag_name(field) == FLAG:
             yield from refuse_ignored(args, field, "without --hicache-storage-backend")
+    if hierarchical and args.hicache_host_memory_mode == "buffer_only":
+        yield from _check_buffer(args)
     if args.nnodes > 1 and args.hicache_host_memory_fraction is not None:
         yield (
             f"--hicache-host-memory-fraction does not work with --nnodes {args.nnodes}, since the "

@@ -251,7 +251,7 @@ SGLANG_FLAGS: Final = (
         strip_thinking_cache swa_prefix_tails enable_encoder_swa_bounded_replay
         enable_decoder_swa_bounded_replay c128_page_size
         radix_eviction_policy_config enable_page_major_kv_layout enable_unified_memory
-        prefill_only_disable_kv_cache hicache_host_memory_mode=cache"""),
+        prefill_only_disable_kv_cache"""),
     _row(_IGNORED, "prefill and decode on different servers", """num_reserved_decode_tokens
         disaggregation_decode_polling_interval disaggregation_decode_tp disaggregation_decode_dp
         disaggregation_prefill_pp prefill_round_robin_balance disaggregation_decode_allocation_*

@@ -30,6 +30,11 @@ class HiCacheArgs:
         "Share of the host's (or the container's) free memory that L2 of all ranks takes, such as "
         "0.8; servers that start together take it in turn. Overrides the ratio, not the size.",
     )
+    hicache_host_memory_mode: str = flag(
+        "cache",
+        "What L2 is: a tier that keeps pages, or a buffer that they pass between L1 and L3.",
+        choices=("cache", "buffer_only"),
+    )
     hicache_write_policy: str = flag(
         "write_through",
         "When pages are copied from L1 to L2.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheArgs, make_controller
 from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
 from sglang.srt.mem_cache.l2.host_flows import HostBackup, HostLoad, NoLoad
+from sglang.srt.mem_cache.l3.buffered_backup import BufferedBackup
 from sglang.srt.mem_cache.l3.hicache_administration import ChangeResult, StorageAdministration
+from sglang.srt.mem_cache.l3.request_reads import RequestReads
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.l3.storage_prefetch import StoragePrefetch
 from sglang.srt.mem_cache.l3.storage_reads import LookUpRetries
@@ -31,7 +34,7 @@ from sglang.srt.mem_cache.tree.hicache_metrics import QUEUES, HiCacheMetrics
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.srt.mem_cache.tree.pool_tier import PoolTier
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
-from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey, TokenArray
+from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
 from sglang.srt.mem_cache.tree.replicated_state import CacheState, ReplicatedState
 from sglang.srt.mem_cache.tree.tick_sync import Progress, TickSync
 from sglang.srt.mem_cache.tree.tier_use import HostUse, host_use
@@ -91,17 +94,19 @@ class HiRadixCache(RadixCache):
             reads_states=not params.pages_alone,
             events=tree.events,
         )
-        _add_host(tree, controller.mem_pool_host)
-        tree.host.evicted = metrics.evicted.labels("host")
+        is_buffer = server_args.hicache_host_memory_mode == "buffer_only"
+        _add_host(tree, controller.mem_pool_host, is_buffer=is_buffer)
+        if not is_buffer:
+            tree.host.evicted = metrics.evicted.labels("host")
         self.storage_prefetch = StoragePrefetch(tree, store, metrics)
         self.storage_backup = StorageBackup(tree, store, metrics)
-        self.host_backup = HostBackup(
-            tree,
-            controller,
-            write_policy=server_args.hicache_write_policy,
-            metrics=metrics,
-            on_landed=self.storage_backup.on_host_landed,
+        writes, policy = self.storage_backup, server_args.hicache_write_policy
+        make_backup: Callable[..., HostBackup] = (
+            partial(BufferedBackup, storage=writes)
+            if is_buffer
+            else partial(HostBackup, on_landed=writes.on_host_landed)
         )
+        self.host_backup = make_backup(tree, controller, write_policy=policy, metrics=metrics)
         self.administration = StorageAdministration(
             store, self.host_backup, self.is_busy, self._group
         )
@@ -114,9 +119,10 @@ class HiRadixCache(RadixCache):
             reduce_min=self._all_reduce_attn_groups,
             metrics=metrics,
         )
-        self._from_storage: dict[str, int] = {}
-        """Number of tokens that L3 contributed, by request."""
         super().__init__(params, tree, evict_from, metrics)
+        self._reads = RequestReads(
+            tree, store, self.storage_prefetch, self.match_prefix, self.init_load_back
+        )
         metrics.host_total.set(self.host_pool.size)
         counts = {"epoch of L3": lambda: store.epoch}
         for tier in tree.tiers:
@@ -137,7 +143,7 @@ class HiRadixCache(RadixCache):
         """Empty L1 and L2. Raises AssertionError while any operation is under way."""
         assert not self.is_busy(), f"cannot reset while busy: {self.is_busy()}"
         super().reset()
-        self._from_storage.clear()
+        self._reads.clear()
         self.cache_controller.reset()
 
     def shutdown(self) -> None:
@@ -163,7 +169,11 @@ class HiRadixCache(RadixCache):
 
     @property
     def needs_tick(self) -> bool:
-        return self.store.is_watched or bool(self.is_busy())
+        return self.store.is_watched or bool(self.is_busy()) or bool(self.tree.host.unneeded())
+
+    def begin_tick(self, now: float) -> None:
+        super().begin_tick(now)
+        self._reads.now = now
 
     def watch_queues(self, queues: ReplicatedState) -> None:
         self._replicated.queues = queues
@@ -174,6 +184,7 @@ class HiRadixCache(RadixCache):
     def check_hicache_events(self) -> None:
         self.storage_prefetch.begin_tick()
         controller = self.cache_controller
+        self._pass_on()
         controller.start_writing(soon=True)
         busy = self.is_busy()
         if not (busy or self.store.is_watched):
@@ -212,6 +223,13 @@ class HiRadixCache(RadixCache):
             self.host_load.settle(agreed.loads)
         if is_writing:
             self.storage_backup.act_on(agreed)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Free the pages of a buffer that have no reason to stay, and begin the copies that wait
+        for their room."""
+        self.tree.host.release_unneeded()
+        self.host_backup.resume()
 
     def _create_prefetch_sync_groups(self) -> None:
         """Make the groups in which the ranks agree on copies and transfers: a group of the ranks
@@ -312,49 +330,31 @@ class HiRadixCache(RadixCache):
         only_join: bool = False,
         report: CacheReport | None = None,
     ) -> None:
-        if self.store.attached is None:
-            return
-        # A state after the last token is of no use: see `StateComponent.usable`.
-        tokens = max(0, len(new_input_tokens) - bool(self.tree.components))
-        whole_pages = new_input_tokens[: tokens // self.page_size * self.page_size]
-        refusal = self.storage_prefetch.join_or_read(
+        self._reads.arrive(
             req_id,
             last_host_node,
-            RadixKey(whole_pages, extra_key),
+            new_input_tokens,
             last_hash,
             prefix_keys,
+            extra_key=extra_key,
             only_join=only_join,
             report=report,
         )
-        if report is not None:
-            self.storage_prefetch.explain(req_id, report, refusal)
-        if refusal is not None:
-            self.storage_prefetch.note_refusal(refusal, len(whole_pages))
 
     def check_prefetch_progress(self, req_id: str) -> bool:
-        prefetch = self.storage_prefetch
-        if not prefetch.table.may_schedule(req_id, self.store.prefetch_policy):
-            return False
-        for read in prefetch.table.reads_of(req_id):
-            # Landed pages are published now. The read continues until the request is scheduled,
-            # which may be much later.
-            new = prefetch.publish(read, read.needs[req_id]) or 0
-            self._from_storage[req_id] = self._from_storage.get(req_id, 0) + new
-            if new or read.progress.ended:
-                prefetch.settle_known(read)
-        return True
+        return self._reads.may_schedule(req_id)
 
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
-        return self._from_storage.pop(req_id, 0)
+        return self._reads.take_tokens(req_id)
 
     def note_scheduled(self, rid: str) -> None:
         super().note_scheduled(rid)
-        self.storage_prefetch.release(rid)
+        self._reads.release(rid)
 
     def release_aborted_request(self, rid: str) -> None:
         super().release_aborted_request(rid)
-        self.storage_prefetch.release(rid)
-        self._from_storage.pop(rid, None)
+        self._reads.release(rid)
+        self._reads.take_tokens(rid)
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """Record that a prefill of `tokens` took `seconds`, which is the cost of missing pages."""
@@ -489,8 +489,9 @@ class HiRadixCache(RadixCache):
         return [*self.storage_prefetch.owned_slots(), *self.host_backup.owned_slots()]
 
 
-def _add_host(tree: PrefixTree, group: HostPoolGroup) -> None:
+def _add_host(tree: PrefixTree, group: HostPoolGroup, *, is_buffer: bool) -> None:
     """Let nodes of `tree` have slots in the pools of L2, which evict to make room."""
-    tree.add_host(group.primary, {name: entry.host_pool for name, entry in group.entries.items()})
+    pools = {name: entry.host_pool for name, entry in group.entries.items()}
+    tree.add_host(group.primary, pools, is_buffer=is_buffer)
     for component in tree.components:
         group.entries[component.pool.spec.name].host_evict_fn = component.host.evict

@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.l3 import storage_backup
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchOperation, PrefetchTable
 from sglang.srt.mem_cache.l3.storage_reads import StorageReads
-from sglang.srt.mem_cache.tree.pool_tier import HostTier
+from sglang.srt.mem_cache.tree.host_tier import HostTier
 from sglang.srt.mem_cache.tree.radix_key import PageHash, RadixKey
 from sglang.test.ci.ci_register import register_cpu_ci
 

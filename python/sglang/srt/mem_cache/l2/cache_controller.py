@@ -49,6 +49,7 @@ class HiCacheArgs(Protocol):
     hicache_ratio: float
     hicache_size: float
     hicache_host_memory_fraction: float | None
+    hicache_host_memory_mode: str
     hicache_write_policy: str
     hicache_io_backend: str
     hicache_mem_layout: str

@@ -97,6 +97,7 @@ class EvictionToHost:
         else:
             # The children have host pages, so the node stays in the tree.
             is_owed = are_pages and bool(node.children) and not node.backuped
+            is_owed = is_owed and not self._tree.host_is_buffer
         if is_leaf and is_owed and self._write_back(node, leaving):
             return True
         if are_pages and not node.backuped:
@@ -145,17 +146,25 @@ class EvictionToHost:
 
     def _drop(self, node: TreeNode) -> bool:
         """Delete a node without host pages, and the host pages below it. False: a node below is
-        pinned, and the node stays."""
+        pinned, and the node stays. From a buffer it leaves: writes to L3, which may hang, keep
+        their host pages alone."""
         below = [node]
         for at in below:
             below.extend(at.children.values())
-        if any(at.host_ref_counter for at in below):
+        lost = sum(len(at.key) for at in below)
+        if self._tree.host_is_buffer:
+            lost = 0 if self._backup.is_saved(node) else len(node.key)
+            for child in list(node.children.values()):
+                self._tree.condemn(child, 0)
+            below = [node]
+        elif any(at.host_ref_counter for at in below):
             return False
         self._tree.device.drop(node)
         for at in reversed(below):
             self._tree.host.drop(at)
             self._tree.prune(at)
-        self._note_lost(sum(len(at.key) for at in below))
+        if lost:
+            self._note_lost(lost)
         return True
 
     def _note_lost(self, tokens: int) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -76,9 +76,12 @@ class HostBackup:
         on_landed: Called with nodes, parents first, whose pages have reached the host.
 
     Attributes:
+        POLICIES: Write policies that this one can have.
         write_policy: The write policy; an operator may change it.
         writing: The copies under way, by operation. Read only.
     """
+
+    POLICIES: ClassVar[tuple[str, ...]] = WRITE_POLICIES
 
     def __init__(
         self,
@@ -114,6 +117,13 @@ class HostBackup:
             path,
             lambda node: wanted == 1 or node.hit_count >= wanted or node.kept_on_host > 0,
         )
+
+    def is_saved(self, node: TreeNode) -> bool:
+        """True if a tier below L1 has the pages of `node`."""
+        return node.backuped
+
+    def resume(self) -> None:
+        """Begin the copies that wait for room: none does here."""
 
     def back_up(self, path: list[TreeNode]) -> int:
         """Queue copies of what L2 lacks of `path`, root's child first, whatever the write policy.

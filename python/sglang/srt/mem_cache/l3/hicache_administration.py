@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.distributed.device_communicators.mooncake_library import log_exposed_ports
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
-from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES, HostBackup
+from sglang.srt.mem_cache.l2.host_flows import HostBackup
 from sglang.srt.mem_cache.l3.store_connection import PreparedChange, StoreConnection
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.on_all_ranks import MOST_REASON_BYTES, reasons
@@ -88,11 +88,11 @@ class StorageAdministration:
 
         Raises:
             ValueError: A change or another operation is under way, or the write policy does not
-                exist.
+                exist or does not work here.
         """
         self._refuse_while_busy()
-        if write_policy is not None and write_policy not in WRITE_POLICIES:
-            choices = ", ".join(WRITE_POLICIES)
+        if write_policy is not None and write_policy not in self._backup.POLICIES:
+            choices = ", ".join(self._backup.POLICIES)
             raise ValueError(f"hicache_write_policy {write_policy!r} is none of {choices}")
 
         def prepare() -> PreparedChange:

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.tree.tick_sync import MAX_PREFETCHES, PrefetchProgress
 from sglang.srt.messages.cache_report import CacheReport, Tier
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.tree.pool_tier import HostTier
+    from sglang.srt.mem_cache.tree.host_tier import HostTier
 
 _NO_PROGRESS: Final = PrefetchProgress()
 _ANSWER_S: Final = 0.001

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.l3.storage_writes import StorageOperation
 from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.radix_key import PageHash
 from sglang.srt.mem_cache.tree.tick_sync import MAX_SETTLED, Progress, Status
-from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
+from sglang.srt.mem_cache.tree.tree_node import StateSlots, TreeNode, parts_of
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.l3.store_connection import StoreConnection
@@ -78,10 +78,16 @@ class StorageBackup:
         self._uses = 0
         """Uses of stored prompts since the start."""
         tree.keepers.append(self)
+        tree.host.is_owed = lambda node: node.id in self.postponed
 
     def has_stored(self, node: TreeNode) -> bool:
         """True if L3 is believed to have the pages of `node`."""
         return node.parent is None or node.storage_epoch == self._store.epoch
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens in L2 whose writes are in flight or postponed."""
+        return self._tokens + sum(len(node.key) for node in self.postponed.values())
 
     def on_delete(self, node: TreeNode) -> None:
         """See `NodeKeeper`: a postponed write is given up."""
@@ -110,13 +116,17 @@ class StorageBackup:
         assert self._store.attached is not None
         stored = list(itertools.takewhile(self.has_stored, path))
         needed = self._tree.components_from_storage
-        while stored and any(kind.of(stored[-1]).host_value is None for kind in needed):
-            # A stored prompt ends with its states; only those on the host are known to be in L3.
-            stored.pop()
+        while stored and not all(self._is_stored(kind.of(stored[-1])) for kind in needed):
+            stored.pop()  # A stored prompt ends with its states.
         hashes = [page for node in stored for page in node.page_hashes(self._tree.page_size)]
         if hashes:
             self.check = CheckOperation(hashes, self._store.epoch, self._store.asked_at)
             self._store.attached.reads.queue.put(self.check)
+
+    def _is_stored(self, state: StateSlots) -> bool:
+        """True if L3 is known to have the state, where it has the pages: those on the host are
+        there. If they only pass through the host, a state that comes takes the mark away."""
+        return state.is_on_any_tier if self._tree.host_is_buffer else state.host_value is not None
 
     def on_host_landed(self, nodes: list[TreeNode]) -> None:
         """The pages of `nodes`, parents first, have reached the host."""
@@ -178,12 +188,22 @@ class StorageBackup:
         attached.writes.queue.put(operation)
         return None
 
+    def may_take(self, node: TreeNode) -> bool:
+        """True if the pages of `node`, once they are on the host, can be written."""
+        above = node.parent
+        return (
+            self._store.attached is not None
+            and self._store.available
+            and above is not None
+            and (above.backuped or above.write_id is not None or self.has_stored(above))
+        )
+
     def _refusal(self, node: TreeNode, above: TreeNode) -> NoWrite | None:
         if node.is_condemned:
             return NoWrite.EVICTED
         if not self.has_stored(above) and above.backup_op is None:
             return NoWrite.QUEUE_FULL if above.id in self.postponed else NoWrite.ORPHAN
-        if not above.backuped_from_root:
+        if not (self._tree.host_is_buffer or above.backuped_from_root):
             # If this write hung, an ancestor without a host copy could not be evicted from L1. When
             # the ancestor reaches the host, these pages are written after it.
             return NoWrite.ORPHAN
@@ -247,6 +267,8 @@ class StorageBackup:
             has_state = any(state.host_value is not None for state in node.states)
             if has_state and not has_written_state:
                 late.append(node)
+            elif self._tree.host_is_buffer and node.has_unsaved_state:
+                pass  # It came while the pages were written, and its copy follows.
             elif success and node.is_in_tree:
                 # The epoch of the write's start: if L3 was lost meanwhile, the pages may be lost
                 # too.

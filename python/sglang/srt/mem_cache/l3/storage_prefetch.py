@@ -126,6 +126,7 @@ class StoragePrefetch:
         *,
         only_join: bool,
         report: CacheReport | None = None,
+        seconds: float | None = None,
     ) -> NoRead | None:
         """Join the reads of pages of `new` that are under way, and start one for the pages after
         them; return None, or the reason why no read was started. A read begins at the next tick.
@@ -137,6 +138,7 @@ class StoragePrefetch:
             prefix_keys: Hashes of the pages before, if the caller knows them.
             only_join: Start no read.
             report: Gets the reason why only a part of `new` is read; None: not wanted.
+            seconds: The longest time for the read; None: the policy's.
         """
         is_root = node is self._tree.root
         if not (node.is_in_tree or is_root):
@@ -179,7 +181,8 @@ class StoragePrefetch:
         waits_to_end = self._store.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE
         timeout = attached.settings.timeout
         # The time for all of `new`: the read may come after the joined ones.
-        seconds = timeout.max if waits_to_end else timeout.seconds_for(len(new))
+        if seconds is None:
+            seconds = timeout.max if waits_to_end else timeout.seconds_for(len(new))
         operation = PrefetchOperation(
             request_id=req_id,
             key=key,
@@ -209,7 +212,11 @@ class StoragePrefetch:
             return NoRead.TOO_SHORT
         if not self._store.available:
             return NoRead.UNAVAILABLE
-        wanted = min(wanted, self.table.room(int(_PREFETCH_SHARE * pool.size)) // page * page)
+        share = int(_PREFETCH_SHARE * pool.size)
+        wanted = min(wanted, self.table.room(share) // page * page)
+        if self._tree.host_is_buffer:
+            # One part is loaded to L1 while the next is read.
+            wanted = min(wanted, max(share // 2, least) // page * page)
         if wanted < least:
             return NoRead.QUEUE_FULL
         policy, rates = self._store.prefetch_policy, self._store.rates

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from sglang.srt.mem_cache.evict_policy import EvictionHeap, get_eviction_strategy
-from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.kv_events import StorageMedium
 from sglang.srt.mem_cache.tree.ownership_audit import OwnershipAudit
 from sglang.srt.mem_cache.tree.tree_node import PoolSlots, TreeNode
@@ -24,7 +23,8 @@ from sglang.srt.messages.cache_key import tenant_of
 from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.tree.tenants import Evictor, TenantUse
+    from sglang.srt.mem_cache.tree.host_tier import HostTier
+    from sglang.srt.mem_cache.tree.tenants import TenantUse
     from sglang.srt.utils.metrics import Counter
 
 
@@ -88,6 +88,7 @@ class TieredTree(Protocol):
 
     page_size: int
     eviction_policy: str
+    host_is_buffer: bool
     keepers: list[NodeKeeper]
     tenants: TenantUse
     tiers: list[PoolTier]
@@ -384,81 +385,3 @@ class DeviceTier(PoolTier):
             f"{self.name}: the tree counts {self.protected} protected and {self.evictable} "
             f"evictable slots, and holds {locked} and {total - locked}"
         )
-
-
-class HostTier(PoolTier):
-    """A pool on the host (L2). Pins of a node keep its slots there, of all pools."""
-
-    medium = StorageMedium.CPU
-
-    def get(self, node: TreeNode) -> torch.Tensor | None:
-        return self.slots_of(node).host_value
-
-    def kept(self, node: TreeNode) -> int:
-        return self.slots_of(node).kept_on_host
-
-    def may_leave(self, node: TreeNode) -> bool:
-        is_inner = self._of is None and node.host_children > 0
-        has_slots = self.slots_of(node).host_value is not None
-        is_free = node.host_ref_counter == 0 and not node.is_condemned
-        return has_slots and is_free and not is_inner
-
-    def put(self, node: TreeNode, slots: torch.Tensor, *, is_stored: bool = False) -> bool:
-        """Give `slots`, whose bytes have landed, to `node`. False: the node has slots of the pool
-        on the host, and `slots` are freed.
-
-        Args:
-            is_stored: True if L3 has what the node's mark says even so. If not, the node counts as
-                not stored, so that its slots are written.
-        """
-        at = self.slots_of(node)
-        if at.host_value is not None:
-            # Another flow has given the node slots of the pool.
-            self.free(slots)
-            return False
-        at.set_host_value(slots)
-        for one in self.listeners:
-            one.stored(node, self.medium)
-        if at.value is None:
-            at.last_access_time = node.last_access_time
-        if not is_stored:
-            node.storage_epoch = -1
-        self._offer_new(node)
-        return True
-
-    def _clear(self, node: TreeNode) -> None:
-        self.slots_of(node).set_host_value(None)
-
-    def make_room(self, num: int, by: Evictor) -> None:
-        """Evict pages until `num` slots are free, or all others are pinned."""
-        missing = num - self.pool.available_size()
-        if missing > 0:
-            why = "room for copies of L1" if by.request is None else "room to read from L3"
-            self._tree.tenants.evict(
-                self, Decision.EVICTED_HOST, why, by, lambda: self.evict(missing)
-            )
-
-    def alloc(self, num: int) -> torch.Tensor | None:
-        """Take `num` slots, int64; evicts for them if needed. None: too many are pinned."""
-        missing = num - self.pool.available_size()
-        if missing > 0:
-            self.evict(missing)
-        return self.pool.alloc(num)
-
-    def pin(self, node: TreeNode) -> None:
-        """Keep `node` and its slots on the host, of all pools, until the matching `unpin` or
-        `release`. Call it on the tier of the pages, as these."""
-        node.protect_host()
-        for tier in (self, *self.dependents):
-            tier.heap.discard(node)
-
-    def release(self, node: TreeNode) -> None:
-        """Undo one `pin` of a node that has not become useless."""
-        node.release_host()
-        for tier in (self, *self.dependents):
-            tier.heap.offer(node)
-
-    def unpin(self, node: TreeNode) -> None:
-        """Undo one `pin`."""
-        self.release(node)
-        self._tree.prune(node)

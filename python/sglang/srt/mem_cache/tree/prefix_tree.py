@@ -20,7 +20,8 @@ import torch
 
 from sglang.srt.mem_cache.evict_policy import LookAhead
 from sglang.srt.mem_cache.tree.departed_prefixes import DepartedPrefixes
-from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, NodeKeeper, PoolTier, SlotPool
+from sglang.srt.mem_cache.tree.host_tier import HostTier
+from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, NodeKeeper, PoolTier, SlotPool
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.replicated_state import check_digest
 from sglang.srt.mem_cache.tree.session_hints import SessionHints
@@ -53,12 +54,14 @@ class PrefixTree:
         host: The pages on the host (L2), if there is one.
         departed: The prefixes that have left all tiers.
         events: The log of the arguments.
+        host_is_buffer: True if pages only pass through L2; see `HostTier.unneeded`.
 
     Raises:
         ValueError: The policy is unknown, or a component does not fit the tree.
     """
 
     host: HostTier
+    host_is_buffer = False
 
     def __init__(
         self,
@@ -104,13 +107,17 @@ class PrefixTree:
         if events is not None:
             self.add_listener(events)
 
-    def add_host(self, pool: SlotPool, pools: Mapping[str, SlotPool]) -> None:
+    def add_host(
+        self, pool: SlotPool, pools: Mapping[str, SlotPool], *, is_buffer: bool = False
+    ) -> None:
         """Let nodes have slots on the host too.
 
         Args:
             pool: The host pool of pages.
             pools: Host pools of the components' states, by name.
+            is_buffer: Pages only pass through it.
         """
+        self.host_is_buffer = is_buffer
         self.host = HostTier(self, "pages on the host", pool)
         self.host.listeners = self._listeners
         self.tenants.add_tier("host", self.host)

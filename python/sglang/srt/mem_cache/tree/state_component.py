@@ -32,7 +32,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.tree.digest import hash_of
 from sglang.srt.mem_cache.tree.hicache_metrics import StateMetrics
-from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, HostTier, SlotPool, TieredTree
+from sglang.srt.mem_cache.tree.host_tier import HostTier
+from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, SlotPool, TieredTree
 from sglang.srt.mem_cache.tree.tree_node import StateSlots, StateWeights, TreeNode
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ class StateComponent:
         """Let nodes have slots of `pool` on the host too."""
         name = f"{self.pool.spec.name} states on the host"
         self.host = HostTier(self._tree, name, pool, slots_of=self.of)
-        self.host.evicted = self.metrics.evicted.labels("host")
+        if not self._tree.host_is_buffer:
+            self.host.evicted = self.metrics.evicted.labels("host")
         self._tree.host.dependents.append(self.host)
 
     def of(self, node: TreeNode) -> StateSlots:
@@ -231,6 +233,8 @@ class StateComponent:
         """As `DeviceTier.put`. States above that `end` replaces are the next to leave."""
         if not self.device.put(end, slot):
             return False
+        if self._tree.host_is_buffer:
+            end.storage_epoch = -1  # L3 may have the pages without the state.
         if self.max_per_path != -1:
             with_state = [node for node in end.path_up() if self.can_end(node)]
             for node in with_state[self.max_per_path :]:

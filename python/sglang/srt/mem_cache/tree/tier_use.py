@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 if TYPE_CHECKING:
     import torch
 
-    from sglang.srt.mem_cache.tree.pool_tier import HostTier
+    from sglang.srt.mem_cache.tree.host_tier import HostTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 
 _MAX_SCANNED: Final = 20_000

@@ -1,0 +1,127 @@
+"""Copies to L2 where it is a buffer: pages pass through it to L3, as many at once as have room.
+
+A copy begins if its write to L3 can follow. Longer nodes are divided; what has no room yet waits in
+L1, unlocked, and is lost if L1 evicts it first. Readers have the other half of the buffer, so that
+neither waits for the other.
+
+Threads: the scheduler's only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from sglang.srt.mem_cache.l2.host_flows import HostBackup
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
+    from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
+    from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
+    from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
+
+_WRITE_SHARE: Final = 0.5
+"""Share of the buffer's pages that copies and writes to L3 may hold."""
+
+
+class BufferedBackup(HostBackup):
+    """`HostBackup` of a buffer.
+
+    Args:
+        storage: Takes the pages on to L3.
+
+    Attributes:
+        owed: Nodes whose pages wait for room, by id, parents first. Read only.
+    """
+
+    POLICIES: ClassVar[tuple[str, ...]] = ("write_through", "write_through_selective")
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        controller: HiCacheController,
+        *,
+        write_policy: str,
+        metrics: HiCacheMetrics,
+        storage: StorageBackup,
+    ) -> None:
+        landed = storage.on_host_landed
+        super().__init__(
+            tree, controller, write_policy=write_policy, metrics=metrics, on_landed=landed
+        )
+        self._storage = storage
+        self.owed: dict[int, TreeNode] = {}
+        tree.keepers.append(self)
+
+    def on_delete(self, node: TreeNode) -> None:
+        """See `NodeKeeper`."""
+        self.owed.pop(node.id, None)
+
+    def on_reset(self, nodes: Sequence[TreeNode]) -> None:
+        """See `NodeKeeper`."""
+        self.owed.clear()
+
+    def is_saved(self, node: TreeNode) -> bool:
+        return node.backuped or self._storage.has_stored(node)
+
+    def back_up(self, path: list[TreeNode]) -> int:
+        super().back_up(path)
+        return sum(len(node.key) for node in path if not self._is_on_its_way(node))
+
+    def _write_path(self, path: list[TreeNode], is_due: Callable[[TreeNode], bool]) -> int:
+        for nth, node in enumerate(path):
+            if self._storage.has_stored(node):
+                continue
+            if not is_due(node):
+                self.resume()
+                return nth
+            if node.backuped:
+                self._save_states(node)
+            elif node.write_id is None:
+                self.owed[node.id] = node
+        self.resume()
+        return len(path)
+
+    def resume(self) -> None:
+        """Begin the copies of owed pages, in their order, while there is room."""
+        while self.owed:
+            node = next(iter(self.owed.values()))
+            part = self._first_unsaved(node)
+            if part is None or not self._storage.may_take(part):
+                del self.owed[node.id]
+                continue
+            room = self._room()
+            if not room or not self._has_room_for_states(part):
+                return
+            if len(part.key) > room:
+                part = self._tree.split(part, room)
+            if not self.write(part):
+                return
+            if part is node:
+                del self.owed[node.id]
+
+    def _is_on_its_way(self, node: TreeNode) -> bool:
+        return self.is_saved(node) or node.write_id is not None
+
+    def _first_unsaved(self, node: TreeNode) -> TreeNode | None:
+        """The first of the nodes up to `node` that has to be written; None: there is none. Splits
+        since it was owed have moved its first pages to nodes above."""
+        first = None
+        while node.parent is not None and not self._is_on_its_way(node):
+            first, node = node, node.parent
+        return first
+
+    def _room(self) -> int:
+        """Tokens, whole pages, that copies may take now."""
+        pool, page = self._tree.host.pool, self._tree.page_size
+        held = sum(len(copy.host_indices) for copy in self.writing.values())
+        share = max(page, int(_WRITE_SHARE * pool.size))
+        left = share - held - self._storage.pending_tokens
+        return max(0, min(left, pool.available_size())) // page * page
+
+    def _has_room_for_states(self, node: TreeNode) -> bool:
+        return all(
+            not kind.of(node).is_on_device_only or kind.host.pool.available_size()
+            for kind in self._tree.components
+        )
