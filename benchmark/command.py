@@ -16,7 +16,7 @@ from benchmark.report import Report
 COMMANDS: Final[dict[str, tuple[str, ...]]] = {
     "cpu-targets": (),
     "cpu-costs": ("tree", "scheduler", "http-path", "first-token", "unused", "kv-events"),
-    "simulate": ("trace", "turns", "states", "snapshots", "store", "groups", "agents"),
+    "simulate": ("trace", "turns", "states", "snapshots", "store", "buffer", "groups", "agents"),
     "storage": ("backends", "keys", "full"),
     "multiturn": (),
     "words-by-tier": ("same", "recall"),

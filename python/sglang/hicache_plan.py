@@ -49,6 +49,7 @@ from sglang.planning.tiers import (
     Tier,
     device_tier,
     host_tier,
+    is_buffer,
     pool_cost,
     read_or_compute,
     store_bytes_per_token,
@@ -226,7 +227,11 @@ def weights_by_ranks(config: ModelConfig) -> list[dict[str, Any]]:
 
 
 def _flags(args: ServerArgs, host: Tier) -> list[str]:
-    flags = ["--enable-hierarchical-cache", f"--hicache-size {int(host.rank_bytes // GB)}"]
+    size = host.rank_bytes / GB
+    flags = ["--enable-hierarchical-cache", f"--hicache-size {int(size)}"]
+    if is_buffer(args):
+        mode = f"--hicache-host-memory-mode {args.hicache_host_memory_mode}"
+        flags[1:] = [f"--hicache-size {size:.3g}", mode]
     sizes = {"tp_size": args.tp_size, "attn_dp_size": args.attn_dp_size, "ep_size": args.ep_size}
     flags[:0] = [f"{flag_name(name)} {size}" for name, size in sizes.items() if size > 1]
     return flags
@@ -242,12 +247,14 @@ def _notes(
 ) -> list[str]:
     """Consequences of the figures, a sentence each."""
     notes = []
-    if host.tokens < 2 * device.tokens and args.hicache_write_policy == "write_through":
+    if is_buffer(args):
+        notes.append("L2 is a buffer: it adds no tokens, and what L1 lacks is read from L3")
+    elif host.tokens < 2 * device.tokens and args.hicache_write_policy == "write_through":
         notes.append(
             "L2 is less than twice L1, which it duplicates under write_through: "
             "--hicache-write-policy write_back keeps each page in one of them"
         )
-    if int(host.rank_bytes // GB) == 0:
+    if int(host.rank_bytes // GB) == 0 and not is_buffer(args):
         notes.append("L2 is below 1 GB: give --hicache-ratio in place of --hicache-size")
     least = reads.break_even_bytes_per_s / GB
     rate = f"L3 at {machine.l3_bytes_per_s.value / GB:.3g} GB/s a rank"
@@ -313,6 +320,8 @@ def _trace(
         for tier in tiers:
             own = sampled * tier.tokens * (l2_factor if tier.name == "L2" else 1)
             is_sum = adds and tier.name == "L2"
+            if tier.name == "L2" and is_buffer(args):
+                own = 0.0
             above, size = size, size + own if is_sum else max(size, own)
             rate = distances.hit_rate(size)
             share = rate - found

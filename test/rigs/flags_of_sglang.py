@@ -72,7 +72,6 @@ IGNORED: Final = _flags("""
     enable-scattered-sconv pre-warm-nccl boundary-reduction=auto:rs
     enable-fused-moe-sum-all-reduce enforce-shared-experts-fusion
     radix-eviction-policy-config:{} enable-page-major-kv-layout enable-unified-memory
-    hicache-host-memory-mode=cache:buffer_only
     startup-weight-load-mode=serial:parallel weight-loader-drop-cache-after-load
     engine-info-bootstrap-port=6789:6800 load-snapshot-publish-interval=15:5
     extra-metric-labels:a load-publish-endpoint:tcp://*:1 enable-forward-pass-metrics

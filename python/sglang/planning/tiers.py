@@ -40,6 +40,9 @@ from sglang.srt.speculative.eagle_worker import verification_bytes
 
 HOST_SHARE: Final = 0.9
 """Share of the free host memory, less the engine's reserve, that the planner gives to L2."""
+BUFFER_PAGES: Final = 512
+"""Pages of L2 that the planner gives to a buffer: the fewest with which a get has all the pages
+that it has with a large L2, since it may have an eighth of them."""
 TYPICAL_PROMPT: Final = 8192
 PREFIXES: Final = (1024, 8192, 32768, 131072)
 """Tokens of the prompts whose times are shown."""
@@ -164,6 +167,11 @@ def device_tier(
     )
 
 
+def is_buffer(args: ServerArgs) -> bool:
+    """True if L2 keeps no pages."""
+    return args.hicache_host_memory_mode == "buffer_only"
+
+
 def host_tier(
     args: ServerArgs, machine: Machine, device: Tier, *, ratio: float | None, ranks_here: int
 ) -> Tier:
@@ -175,6 +183,10 @@ def host_tier(
     reserve = envs.HICACHE_HOST_MEMORY_RESERVE_BYTES.get()
     most = max(0.0, machine.host_bytes.value - reserve) / ranks_here
     wanted, reason = HOST_SHARE * most, f"{HOST_SHARE:.0%} of the host's free memory"
+    if is_buffer(args):
+        assert args.page_size is not None, "resolved"
+        tokens = BUFFER_PAGES * args.page_size
+        wanted, reason = device.rank_bytes * tokens / device.tokens, f"a buffer of {tokens} tokens"
     if args.hicache_size:
         wanted, reason = args.hicache_size * GB, f"--hicache-size {args.hicache_size:g}"
     elif args.hicache_host_memory_fraction is not None:

@@ -41,6 +41,7 @@ from rigs.disaggregation.random_pd_setup import (
     FlippingMover,
     attach,
     draw_args,
+    draw_buffer,
     draw_groups,
     short_repeats,
     small_l1,
@@ -135,6 +136,8 @@ class RandomPd:
             group = draw_group(random.Random(f"groups of {seed}"), self.page_size)
             self.state = dataclasses.replace(self.state, group=group)
         self.groups = draw_groups(seed)
+        for args in self.args.values() if self._has_l3 else ():
+            draw_buffer(args, apart)
         may_swap = not self.damages_l2 and apart.random() < 0.7 and self.groups == (1, 1)
         self._swaps = random.Random(seed) if may_swap else None
         """Draws the rests in which both servers change their roles; None: they keep them."""

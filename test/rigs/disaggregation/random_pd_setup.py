@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from rigs.disaggregation.pd_rig import EngineMover, LocalMover, RigEngine
-from rigs.schedulers.random_setup import impatient
+from rigs.schedulers.random_setup import buffers_without_store, impatient
 from rigs.stores.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
 from sglang.srt.disaggregation.control import control_client
 from sglang.srt.distributed.device_communicators.transfer_types import Block
@@ -101,6 +101,13 @@ def draw_args(rng: random.Random, page_size: int) -> dict[str, Any]:
     return args
 
 
+def draw_buffer(args: dict[str, Any], rng: random.Random) -> None:
+    """Maybe make L2 of a side that gets an L3 a buffer."""
+    if args.get("enable_hierarchical_cache") and rng.random() < 0.5:
+        args["hicache_host_memory_mode"] = "buffer_only"
+        args["hicache_write_policy"] = "write_through"
+
+
 def small_l1(page_size: int) -> dict[str, Any]:
     """Arguments of a decode side that often loads from L2."""
     return {
@@ -116,6 +123,7 @@ def short_repeats() -> Iterator[None]:
     repeat = control_client.REPEAT_S
     with (
         impatient(),
+        buffers_without_store(),
         envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.override(LOST_S),
         envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0),
         envs.SGLANG_DISAGGREGATION_UNKNOWN_ROOM_TIMEOUT.override(UNKNOWN_S),

@@ -243,6 +243,8 @@ class MixedScheduler:
             args |= {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
         if mix.tiers > 2:
             extra = {"prefetch_threshold": page}
+            if mix.is_buffer:
+                args |= {"hicache_host_memory_mode": "buffer_only", "hicache_ratio": 0.2}
             args |= {
                 "hicache_storage_backend": "file",
                 "hicache_storage_prefetch_policy": "wait_complete",
@@ -392,6 +394,7 @@ class MixedScheduler:
             "overlap": mix.overlap,
             "L2": mix.tiers > 1,
             "L3": mix.tiers > 2,
+            "L2 as a buffer": mix.is_buffer,
             "damage": outcome.counts["damaged in L2"] > 0,
             "retraction": retractions > 0,
             "parts of prompts": mix.chunk_tokens > 0,

@@ -24,6 +24,8 @@ class Mix:
     num_drafts: int
     max_requests: int
     tiers: int
+    is_buffer: bool
+    """True if L2 is a buffer before L3."""
     damages_l2: bool
     """True if pages of L2 change their bytes now and then."""
     is_small: bool
@@ -40,6 +42,8 @@ class Mix:
             return False
         if self.kv_cache_dtype != "auto" and self.family not in LATENT:
             return False  # A CPU keeps keys and values of heads as the model computes them.
+        if self.is_buffer and self.tiers < 3:
+            return False
         return not self.damages_l2 or self.tiers > 1
 
     def pairs(self) -> Iterator[frozenset[tuple[str, Any]]]:
@@ -54,6 +58,7 @@ LEVELS: Final[dict[str, Sequence[Any]]] = {
     "num_drafts": (0, 3, 8),
     "max_requests": (8, 68),
     "tiers": (1, 2, 3),
+    "is_buffer": (False, True),
     "damages_l2": (False, True),
     "is_small": (False, True),
     "overlap": (True, False),

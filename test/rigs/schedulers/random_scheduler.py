@@ -46,7 +46,6 @@ from rigs.schedulers.step_watchdog import Watchdog, log_kept
 from rigs.stores.object_store import FILE, MOODS, ObjectFolder, ObjectStore
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
 from sglang.srt.messages.io_struct import (
     AbortReq,
     AttachHiCacheStorageReqInput,
@@ -413,7 +412,7 @@ class RandomScheduler:
                 self.store, self.rig.group.attn_tp_size
             ),
             hicache_storage_prefetch_policy=rng.choice(policies),
-            hicache_write_policy=rng.choice((*WRITE_POLICIES, None, None, None)),
+            hicache_write_policy=rng.choice((*self.setup.write_policies, None, None, None)),
         )
 
     def _control(self) -> ToScheduler:

@@ -8,6 +8,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -19,6 +20,7 @@ from rigs.schedulers.checkable_model import VOCAB_SIZE
 from rigs.schedulers.checkable_pools import CheckableState
 from rigs.schedulers.lagging_device import LaggingRuntime
 from rigs.stores.object_store import FILE, IN_PLACE, PLAIN, STORE_KEY, ObjectStore
+from sglang.srt.arg_groups import checks
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.host.host_layout import AUTO, HostLayout
@@ -34,6 +36,7 @@ from sglang.srt.mem_cache.l3 import (
     storage_writes,
     store_calls,
 )
+from sglang.srt.mem_cache.l3.buffered_backup import BufferedBackup
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree import pool_tier
 from sglang.srt.speculative import verify_graphs
@@ -108,6 +111,8 @@ class Setup:
     """Tokens of a decode step for each request; above 1, all but one are drafts."""
     group: int = field(default=0, repr=False)
     """See `CheckableState`."""
+    is_buffer: bool = field(default=False, repr=False)
+    """True if L2 is a buffer before L3, which the driver attaches and detaches."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setup:
@@ -144,7 +149,15 @@ class Setup:
         damages = rng.random() < 0.5 and self.tiers > 1 and has_checksums
         drafts = rng.choice((1, 1, 2, 4, 9))
         group = draw_group(rng, self.page_size) if self.num_states and drafts == 1 else 0
-        return dataclasses.replace(self, damages_l2=damages, num_draft_tokens=drafts, group=group)
+        is_buffer = self.tiers == 3 and rng.random() < 0.4
+        return dataclasses.replace(
+            self,
+            damages_l2=damages,
+            num_draft_tokens=drafts,
+            group=group,
+            is_buffer=is_buffer,
+            write_policy=rng.choice(BufferedBackup.POLICIES) if is_buffer else self.write_policy,
+        )
 
     @classmethod
     def _draw_dense(cls, rng: random.Random) -> Setup:
@@ -187,6 +200,11 @@ class Setup:
         )
 
     @property
+    def write_policies(self) -> tuple[str, ...]:
+        """Write policies that an operator may choose."""
+        return BufferedBackup.POLICIES if self.is_buffer else WRITE_POLICIES
+
+    @property
     def state(self) -> CheckableState:
         """State that the model keeps, of all heads."""
         return CheckableState(
@@ -226,6 +244,7 @@ class Setup:
             args |= {
                 "enable_hierarchical_cache": True,
                 "hicache_ratio": self.l2_ratio,
+                "hicache_host_memory_mode": "buffer_only" if self.is_buffer else "cache",
                 "hicache_write_policy": self.write_policy,
                 "hicache_mem_layout": self.layout,
                 "hicache_storage_prefetch_policy": self.prefetch_policy,
@@ -261,6 +280,8 @@ class Setup:
                     patch.object(HostPoolGroup, "prefers_cpu_slots", lambda *_: True)
                 )
                 stack.enter_context(patch.object(cache_controller, "_PAGES_AT_ONCE", 2))
+            if self.is_buffer:
+                stack.enter_context(buffers_without_store())
             if self.damages_l2:
                 stack.enter_context(envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0))
             if self.most_lag_s:
@@ -270,6 +291,11 @@ class Setup:
             most_tokens = largest * self.num_draft_tokens
             stack.enter_context(patch.object(verify_graphs, "MAX_TOKENS", most_tokens))
             yield
+
+
+def buffers_without_store() -> AbstractContextManager[object]:
+    """Let servers start with a buffer and without the store, which the driver attaches."""
+    return patch.object(checks, "_check_buffer", lambda args: iter(()))
 
 
 @contextlib.contextmanager

@@ -267,6 +267,8 @@ class DecodeRole(Role):
             if has_retracted or progress.grammar_ticket is not None:
                 continue
             if self._state.awaits_l3(one.req):
+                if self._state.hicache is not None:
+                    self._holder.issue_loads(self._state.hicache)
                 continue
             share = shares[one.peer]
             # The first prompt of a server may have any share: else a long one would never come.

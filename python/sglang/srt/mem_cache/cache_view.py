@@ -134,7 +134,8 @@ def _device_states(cache: RadixCache) -> list[dict[str, Any]]:
 
 def _lower_tiers(cache: HiRadixCache) -> list[dict[str, Any]]:
     use = cache.host_use()
-    tiers = [_tier("L2", "host memory", "tokens", use._asdict(), use.in_flight + use.locked)]
+    where = "host memory, a buffer" if cache.tree.host_is_buffer else "host memory"
+    tiers = [_tier("L2", where, "tokens", use._asdict(), use.in_flight + use.locked)]
     for component in cache.tree.components:
         pool = component.host.pool
         free = pool.available_size()

@@ -58,6 +58,7 @@ class HiRadixCache(RadixCache):
         host_pool: The primary pool in L2.
         eviction: Eviction from L1.
         host_backup, host_load, storage_backup, storage_prefetch: The flows down and up.
+        request_reads: What waiting requests get from L3.
     """
 
     metrics: HiCacheMetrics
@@ -120,7 +121,7 @@ class HiRadixCache(RadixCache):
             metrics=metrics,
         )
         super().__init__(params, tree, evict_from, metrics)
-        self._reads = RequestReads(
+        self.request_reads = RequestReads(
             tree, store, self.storage_prefetch, self.match_prefix, self.init_load_back
         )
         metrics.host_total.set(self.host_pool.size)
@@ -143,7 +144,7 @@ class HiRadixCache(RadixCache):
         """Empty L1 and L2. Raises AssertionError while any operation is under way."""
         assert not self.is_busy(), f"cannot reset while busy: {self.is_busy()}"
         super().reset()
-        self._reads.clear()
+        self.request_reads.clear()
         self.cache_controller.reset()
 
     def shutdown(self) -> None:
@@ -173,7 +174,7 @@ class HiRadixCache(RadixCache):
 
     def begin_tick(self, now: float) -> None:
         super().begin_tick(now)
-        self._reads.now = now
+        self.request_reads.now = now
 
     def watch_queues(self, queues: ReplicatedState) -> None:
         self._replicated.queues = queues
@@ -330,7 +331,7 @@ class HiRadixCache(RadixCache):
         only_join: bool = False,
         report: CacheReport | None = None,
     ) -> None:
-        self._reads.arrive(
+        self.request_reads.arrive(
             req_id,
             last_host_node,
             new_input_tokens,
@@ -342,19 +343,19 @@ class HiRadixCache(RadixCache):
         )
 
     def check_prefetch_progress(self, req_id: str) -> bool:
-        return self._reads.may_schedule(req_id)
+        return self.request_reads.may_schedule(req_id)
 
     def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
-        return self._reads.take_tokens(req_id)
+        return self.request_reads.take_tokens(req_id)
 
     def note_scheduled(self, rid: str) -> None:
         super().note_scheduled(rid)
-        self._reads.release(rid)
+        self.request_reads.release(rid)
 
     def release_aborted_request(self, rid: str) -> None:
         super().release_aborted_request(rid)
-        self._reads.release(rid)
-        self._reads.take_tokens(rid)
+        self.request_reads.release(rid)
+        self.request_reads.take_tokens(rid)
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
         """Record that a prefill of `tokens` took `seconds`, which is the cost of missing pages."""

@@ -99,6 +99,14 @@ REFUSED: Final = {
         "-m --disaggregation-mode prefill --disaggregation-transfer-backend mori",
         ["--disaggregation-transfer-backend mori: SGLang has it"],
     ),
+    "HiCache, buffers without a store": (
+        f"-m {HICACHE} --hicache-host-memory-mode buffer_only",
+        ["buffer_only needs --hicache-storage-backend"],
+    ),
+    "HiCache, buffers that write back": (
+        f"-m {MOONCAKE} --hicache-host-memory-mode buffer_only --hicache-write-policy write_back",
+        ["buffer_only does not work with --hicache-write-policy write_back"],
+    ),
     "HiCache on 3FS": (
         f"-m {HICACHE} --hicache-storage-backend hf3fs",
         ["--hicache-storage-backend hf3fs: SGLang has it"],

@@ -133,6 +133,18 @@ def test_a_ratio_that_is_given_counts(
         assert host["reason"] == f"--hicache-ratio {ratio}"
 
 
+def test_a_buffer_adds_no_tokens_to_l1(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model-path", qwen, "--host-memory", "200", "--max-total-tokens", "200000"]
+    flags += ["--hicache-storage-backend", "file", "--trace", str(EXCERPT)]
+    buffer = plan(capsys, *flags, "--hicache-host-memory-mode", "buffer_only")
+    assert buffer["tiers"][1]["rank_bytes"] == pytest.approx(512 * 64 * TOKEN, rel=0.01)
+    shares = {row["tier"]: row["hit_rate"] for row in buffer["trace"]["by_tier"]}
+    assert shares["L2"] == 0 and shares["L1"] > 0.2
+    assert "--hicache-host-memory-mode buffer_only" in buffer["flags"]
+    cache = plan(capsys, *flags)["trace"]
+    assert buffer["trace"]["unlimited_hit_rate"] == cache["unlimited_hit_rate"]
+
+
 def test_a_trace_gives_shares_by_tier_and_both_kinds_of_plot(
     qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ PLAIN = Mix(
     num_drafts=0,
     max_requests=8,
     tiers=1,
+    is_buffer=False,
     damages_l2=False,
     is_small=False,
     overlap=False,

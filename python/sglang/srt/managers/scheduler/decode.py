@@ -151,6 +151,7 @@ class DecodeScheduler:
         )
         node = match.last_host_node
         hicache.note_waiting(req.rid, req.arrival_number, node)
+        hicache.request_reads.expect(req.rid, req.match_key())
         lost = hicache.host_backup.back_up(hicache.tree.path_to(node))
         state.metrics.on_backed_up(node.depth - lost, lost)
         if lost:

@@ -96,13 +96,13 @@ class PrefillScheduler:
         if queues.partial is None:
             self._add_waiting(adder, works)
         if state.hicache is not None:
-            self._issue_loads(state.hicache)
+            self.issue_loads(state.hicache)
         if not works:
             return None
         load, self._unawaited_load = self._unawaited_load, -1
         return works, load
 
-    def _issue_loads(self, hicache: HiRadixCache) -> None:
+    def issue_loads(self, hicache: HiRadixCache) -> None:
         """Issue the loads that are queued. The next batch waits for them: they fill slots that the
         tree shows, even if their request is not admitted after all."""
         if (load := hicache.ready_to_load_host_cache()) != -1:
@@ -127,7 +127,7 @@ class PrefillScheduler:
         adder = PrefillAdder(limits, len(others), reserved)
         prefix, plan = self._reuse(req, adder, needs_state=False)
         if state.hicache is not None:
-            self._issue_loads(state.hicache)
+            self.issue_loads(state.hicache)
         if plan.is_admitted:
             progress.kv_committed_len = len(prefix.slots)
             rest = progress.uncommitted_tokens
@@ -254,7 +254,7 @@ class PrefillScheduler:
         if plan.is_admitted:
             if state.hicache is not None and len(state.queues.waiting) == 1:
                 # No other load can join: its bytes set out before the rest is done.
-                self._issue_loads(state.hicache)
+                self.issue_loads(state.hicache)
             plan = self._begin(req, len(prefix.slots), plan)
             first_state = 0
             if state.snapshots is not None:
@@ -390,7 +390,10 @@ class PrefillScheduler:
         from_storage, backend = 0, None
         if (hicache := self._state.hicache) is not None:
             backend = hicache.storage_backend_name
-            from_storage = min(hicache.pop_prefetch_loaded_tokens(req.rid), prefix.from_host)
+            # The first parts of a prompt that passed through a buffer are in L1 already.
+            above = prefix.from_device if hicache.tree.host_is_buffer else 0
+            read = hicache.pop_prefetch_loaded_tokens(req.rid)
+            from_storage = min(read, prefix.from_host + above)
         if req.report.was_scheduled:
             return
         # For the client and the metrics: only its first prefill counts.
@@ -441,12 +444,14 @@ class PrefillScheduler:
 
 def _reused_tokens(prefix: _Prefix, from_storage: int, num_tokens: int) -> tuple[int, int, int]:
     """Tokens of a request of `num_tokens` that are not computed, by the tier they come from:
-    device, host, storage. L3 gave `from_storage` of `prefix.from_host`.
+    device, host, storage. L3 gave `from_storage` of them, the last ones first.
 
     If all are cached, the last token is computed nevertheless, and the lowest tier that contributed
     counts one less.
     """
-    device, host, storage = prefix.from_device, prefix.from_host - from_storage, from_storage
+    from_host = min(from_storage, prefix.from_host)
+    device, host = prefix.from_device - (from_storage - from_host), prefix.from_host - from_host
+    storage = from_storage
     if device + host + storage < num_tokens:
         return device, host, storage
     if storage:

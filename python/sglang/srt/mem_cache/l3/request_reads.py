@@ -45,8 +45,8 @@ class _Stream:
     """The whole prompt."""
     end: int
     """Tokens of it that a read may bring."""
-    deadline: float
-    """Seconds of the ticks' time, equal on all ranks."""
+    deadline: float | None
+    """Seconds of the ticks' time, equal on all ranks; None: not before its turn comes."""
     report: CacheReport | None
     known: int
     """Tokens that were in L1 and L2 when its last read began."""
@@ -113,17 +113,28 @@ class RequestReads:
             path = node.path_up()[::-1]
             ids = np.concatenate([*(one.key.ids for one in path), RadixKey(tokens).ids])
             known = node.depth
-            timeout = self._store.attached.settings.timeout
-            waits_to_end = self._store.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE
-            seconds = timeout.max if waits_to_end else timeout.seconds_for(len(new))
             self._streams[req_id] = _Stream(
                 key=RadixKey(ids, extra_key),
                 end=known + len(new),
-                deadline=self.now + seconds,
+                deadline=self._deadline(len(new)),
                 report=report,
                 known=known,
                 asked=self._reach(req_id, known),
             )
+
+    def expect(self, req_id: str, key: RadixKey) -> None:
+        """Request `req_id`, which was retracted, needs `key` again. If L2 is a buffer, what leaves
+        L1 until its turn comes is read from L3."""
+        if self._tree.host_is_buffer:
+            end = (len(key) - 1) // self._tree.page_size * self._tree.page_size
+            self._streams[req_id] = _Stream(key, end, None, None, known=0, asked=0)
+
+    def _deadline(self, tokens: int) -> float:
+        """When a request that needs `tokens` from L3 waits no longer."""
+        assert self._store.attached is not None
+        timeout = self._store.attached.settings.timeout
+        waits_to_end = self._store.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE
+        return self.now + (timeout.max if waits_to_end else timeout.seconds_for(tokens))
 
     def may_schedule(self, req_id: str) -> bool:
         """See `BasePrefixCache.check_prefetch_progress`."""
@@ -171,6 +182,8 @@ class RequestReads:
         attached, tree = self._store.attached, self._tree
         if attached is None or self._store.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
             return False
+        if stream.deadline is None:
+            stream.deadline = self._deadline(stream.end)
         if self.now > stream.deadline or self._prefetch.table.reads_of(req_id):
             return False  # The store is too slow, or has no more of it.
         needs_state = bool(tree.components_from_storage) or not tree.components

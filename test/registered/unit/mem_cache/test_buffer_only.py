@@ -1,0 +1,274 @@
+"""L2 as a buffer (`--hicache-host-memory-mode buffer_only`): pages pass through it and do not stay.
+
+`test_tiers_stateful.py` has the same in any order of operations.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rigs.caches.cache_rig import HiCacheSettings, Reused
+from rigs.caches.stepped_rig import SteppedRig, SteppedStateRig
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=4, suite="base-a-test-cpu")
+
+PAGE = 2
+
+
+def settings(l1_pages: int, l2_pages: int, **more: Any) -> HiCacheSettings:
+    return HiCacheSettings(
+        hicache_host_memory_mode="buffer_only",
+        hicache_ratio=l2_pages / l1_pages,
+        hicache_storage_backend="file",
+        hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": PAGE}),
+        **more,
+    )
+
+
+def make_rig(l1_pages: int = 32, l2_pages: int = 8, **more: Any) -> SteppedRig:
+    chosen = settings(l1_pages, l2_pages, **more)
+    return SteppedRig(l1_pages=l1_pages, page_size=PAGE, settings=chosen)
+
+
+def pages_of(count: int) -> list[int]:
+    """A prompt whose `count` first pages can be reused."""
+    return list(range(PAGE * count + 1))
+
+
+def used_host_pages(rig: SteppedRig) -> int:
+    return (rig.hi.host_pool.size - rig.hi.host_pool.available_size()) // PAGE
+
+
+def stored_pages(rig: SteppedRig) -> int:
+    epoch = rig.hi.store.epoch
+    return sum(len(one.key) for one in rig.hi.nodes() if one.storage_epoch == epoch) // PAGE
+
+
+def empty_l1(rig: SteppedRig) -> None:
+    rig.hi.evict(EvictParams(num_tokens=rig.allocator.size))
+
+
+def test_a_page_leaves_once_it_is_in_the_store() -> None:
+    rig = make_rig()
+    rig.run(pages_of(3))
+    rig.tick()
+    rig.writes.run()
+    rig.tick()
+    assert used_host_pages(rig) == 3, "it is being written"
+    rig.settle()
+    assert (used_host_pages(rig), stored_pages(rig)) == (0, 3)
+    # Used again, it is not written again.
+    assert rig.run(pages_of(3)) == Reused(device=3 * PAGE)
+    rig.settle()
+    assert rig.hi.metrics.host_written._value.get() == 3 * PAGE
+
+
+def test_a_page_leaves_once_it_is_in_l1() -> None:
+    rig = make_rig()
+    rig.run(pages_of(2))
+    rig.settle()
+    empty_l1(rig)
+    assert not list(rig.hi.nodes()), "prefixes are known in L1 alone"
+    rig.arrive("r", pages_of(2))
+    rig.prefetches(None)
+    rig.tick()
+    assert rig.hi.check_prefetch_progress("r")
+    assert used_host_pages(rig) == 2
+    rig.tick()
+    assert used_host_pages(rig) == 2, "a waiting request will use it"
+    request, reused = rig.admit("r", pages_of(2))
+    assert reused == Reused(storage=2 * PAGE)
+    rig.finish(request)
+    rig.settle()
+    assert used_host_pages(rig) == 0
+    assert rig.run(pages_of(2)) == Reused(device=2 * PAGE)
+
+
+def test_what_no_request_waits_for_leaves() -> None:
+    rig = make_rig()
+    rig.run(pages_of(2))
+    rig.settle()
+    empty_l1(rig)
+    rig.arrive("r", pages_of(2))
+    rig.prefetches(None)
+    rig.tick()
+    assert rig.hi.check_prefetch_progress("r")
+    rig.hi.release_aborted_request("r")
+    assert rig.hi.needs_tick
+    rig.tick()
+    assert used_host_pages(rig) == 0 and not rig.hi.needs_tick
+    rig.settle()
+
+
+@pytest.mark.parametrize("l2_pages", [2, 3, 4, 8])
+def test_a_prompt_longer_than_the_buffer_passes_in_parts(l2_pages: int) -> None:
+    rig = make_rig(l2_pages=l2_pages)
+    rig.run(pages_of(20))
+    while rig.hi.is_busy():
+        rig.land_all()
+        rig.tick()
+        assert used_host_pages(rig) <= l2_pages // 2, "readers have the other half"
+    assert stored_pages(rig) == 20
+    empty_l1(rig)
+    request, reused = rig.start(pages_of(20))
+    assert reused.total == 20 * PAGE
+    rig.finish(request)
+    rig.settle()
+    assert used_host_pages(rig) == 0
+
+
+def test_one_prompt_at_a_time_is_read_in_parts_and_none_starves() -> None:
+    rig = make_rig(l1_pages=64, l2_pages=8)
+    prompts = [[1000 * at + one for one in pages_of(12)] for at in range(4)]
+    for ids in prompts:
+        rig.run(ids)
+        rig.settle()
+    empty_l1(rig)
+    for at, ids in enumerate(prompts):
+        rig.arrive(str(at), ids)
+    for at, ids in enumerate(prompts):
+        rig.until(lambda rid=str(at): rig.hi.check_prefetch_progress(rid))  # type: ignore[misc]
+        request, reused = rig.admit(str(at), ids)
+        assert reused.total == 12 * PAGE
+        rig.finish(request)
+    rig.settle()
+    assert used_host_pages(rig) == 0
+
+
+def test_best_effort_reads_no_further_than_the_first_part() -> None:
+    rig = make_rig(l2_pages=8, hicache_storage_prefetch_policy="best_effort")
+    rig.run(pages_of(20))
+    rig.settle()
+    empty_l1(rig)
+    rig.arrive("r", pages_of(20))
+    rig.prefetches(None)
+    rig.tick()
+    assert rig.hi.check_prefetch_progress("r")
+    request, reused = rig.admit("r", pages_of(20))
+    assert 0 < reused.total < 20 * PAGE
+    rig.finish(request)
+    rig.settle()
+
+
+def test_a_read_of_a_long_prompt_ends_with_the_time_of_its_request() -> None:
+    rig = make_rig()
+    rig.run(pages_of(20))
+    rig.settle()
+    empty_l1(rig)
+    rig.hi.begin_tick(1.0)
+    rig.arrive("r", pages_of(20))
+    rig.prefetches(None)
+    rig.tick()
+    assert not rig.hi.check_prefetch_progress("r")
+    rig.prefetches(None)
+    rig.tick()
+    rig.hi.begin_tick(32.0)
+    assert rig.hi.check_prefetch_progress("r")
+    request, reused = rig.admit("r", pages_of(20))
+    assert 0 < reused.total < 20 * PAGE
+    rig.finish(request)
+    rig.settle()
+    assert used_host_pages(rig) == 0
+
+
+def test_writes_that_hang_keep_no_page_of_l1_and_no_reader_waits_for_them() -> None:
+    rig = make_rig(l1_pages=32, l2_pages=8)
+    other = [*range(500, 500 + 2 * PAGE), 7]
+    rig.run(other)
+    rig.settle()
+    empty_l1(rig)
+    rig.run(pages_of(2))
+    rig.settle()
+    rig.run(pages_of(10))
+    for _ in range(3):
+        rig.tick()
+        rig.writes.run()
+    assert rig.hi.is_busy() == {"backups": 1}
+    # The first two pages are in L1 and L3, the next four are being written.
+    empty_l1(rig)
+    assert rig.allocator.available_size() == rig.allocator.size
+    assert used_host_pages(rig) == 4
+    rig.hi.check_integrity()
+    rig.arrive("r", other)
+    rig.prefetches(None)
+    rig.tick()
+    assert rig.hi.check_prefetch_progress("r")
+    request, reused = rig.admit("r", other)
+    assert reused == Reused(storage=2 * PAGE)
+    rig.finish(request)
+    rig.settle()
+    assert used_host_pages(rig) == 0
+
+
+def test_a_store_that_is_gone_leaves_pages_in_l1() -> None:
+    rig = make_rig()
+    rig.run(pages_of(2))
+    rig.settle()
+    assert rig.hi.detach_storage_backend().done
+    rig.run([*range(700, 700 + 3 * PAGE), 7])
+    rig.settle()
+    assert used_host_pages(rig) == 0
+    assert rig.run([*range(700, 700 + 3 * PAGE), 7]) == Reused(device=3 * PAGE)
+
+
+def test_write_back_is_refused_while_running() -> None:
+    rig = make_rig()
+    answer = rig.hi.attach_storage_backend("file", hicache_write_policy="write_back")
+    assert not answer.done
+    assert "write_through, write_through_selective" in answer.message
+
+
+def test_selective_writes_wait_for_a_second_use() -> None:
+    rig = make_rig(hicache_write_policy="write_through_selective")
+    rig.run(pages_of(3))
+    rig.settle()
+    assert stored_pages(rig) == 0
+    rig.run(pages_of(3))
+    rig.settle()
+    assert (used_host_pages(rig), stored_pages(rig)) == (0, 3)
+
+
+def test_what_l1_evicts_before_its_turn_is_lost_and_counted() -> None:
+    rig = make_rig(l2_pages=2)
+    rig.run(pages_of(6))
+    rig.tick()
+    rig.writes.run()
+    rig.tick()
+    empty_l1(rig)
+    rig.settle()
+    assert rig.hi.metrics.dropped.labels("unwritten")._value.get() >= 4 * PAGE
+    assert used_host_pages(rig) == 0
+
+
+def test_a_backup_of_a_retracted_request_goes_to_the_store() -> None:
+    """Whatever the write policy; what has no room in the buffer yet may be lost."""
+    rig = make_rig(hicache_write_policy="write_through_selective")
+    rig.run(pages_of(6))
+    rig.settle()
+    match = rig.hi.match_prefix(MatchPrefixParams(RadixKey(pages_of(6))))
+    lost = rig.hi.host_backup.back_up(rig.hi.tree.path_to(match.last_host_node))
+    assert lost == 2 * PAGE, "half of the buffer has room for the others"
+    rig.settle()
+    assert (used_host_pages(rig), stored_pages(rig)) == (0, 6)
+
+
+def test_a_state_that_comes_later_is_written_with_its_pages() -> None:
+    chosen = settings(32, 16)
+    rig = SteppedStateRig(l1_pages=32, page_size=PAGE, settings=chosen, num_states=8)
+    ids = pages_of(4)
+    rig.run(ids)
+    rig.settle()
+    host = rig.states.host.pool
+    assert used_host_pages(rig) == 0 and host.available_size() == host.size
+    empty_l1(rig)
+    request, reused = rig.start(ids)
+    assert reused.storage + reused.host + reused.device > 0
+    rig.finish(request)
+    rig.settle()
+    assert used_host_pages(rig) == 0 and host.available_size() == host.size
