@@ -17,7 +17,7 @@ COMMANDS: Final[dict[str, tuple[str, ...]]] = {
     "cpu-targets": (),
     "cpu-costs": ("tree", "scheduler", "http-path", "first-token", "unused", "kv-events"),
     "simulate": ("trace", "turns", "states", "snapshots", "store", "buffer", "groups", "agents"),
-    "storage": ("backends", "keys", "full"),
+    "storage": ("backends", "buffer", "keys", "full"),
     "multiturn": (),
     "words-by-tier": ("same", "recall"),
     "ranks": ("collectives", "context-parallel", "dp-steps"),

@@ -162,7 +162,7 @@ class HiRadixCache(RadixCache):
             "writes": len(self.host_backup.writing) or len(self.cache_controller.ack_write_queue),
             "loads": len(self.host_load.loading),
             "checks": int(writes.check is not None),
-            "backups": len(writes.under_way) + len(writes.postponed),
+            "backups": len(writes.under_way) + len(writes.postponed) + len(self.host_backup.owed),
         }
         return {kind: count for kind, count in counts.items() if count}
 

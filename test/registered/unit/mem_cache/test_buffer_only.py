@@ -14,6 +14,7 @@ from rigs.caches.cache_rig import HiCacheSettings, Reused
 from rigs.caches.stepped_rig import SteppedRig, SteppedStateRig
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.messages.cache_report import CacheReport
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
@@ -141,6 +142,22 @@ def test_one_prompt_at_a_time_is_read_in_parts_and_none_starves() -> None:
     assert used_host_pages(rig) == 0
 
 
+def test_a_report_of_a_prompt_read_in_parts_ends_where_the_store_does() -> None:
+    rig = make_rig()
+    rig.run(pages_of(20))
+    rig.settle()
+    empty_l1(rig)
+    report = CacheReport(on_arrival=0, spans=None)
+    longer = [*pages_of(20)[:-1], 99, 98, 97]
+    node = rig.hi.match_prefix(MatchPrefixParams(RadixKey(longer))).last_host_node
+    rig.hi.prefetch_from_storage("r", node, longer, report=report)
+    rig.until(lambda: rig.hi.check_prefetch_progress("r"))
+    rig.hi.release_aborted_request("r")
+    assert report.storage == 20 * PAGE
+    assert [(one.at, one.reason) for one in report.cuts] == [(20 * PAGE, "miss")]
+    rig.settle()
+
+
 def test_best_effort_reads_no_further_than_the_first_part() -> None:
     rig = make_rig(l2_pages=8, hicache_storage_prefetch_policy="best_effort")
     rig.run(pages_of(20))
@@ -189,7 +206,7 @@ def test_writes_that_hang_keep_no_page_of_l1_and_no_reader_waits_for_them() -> N
     for _ in range(3):
         rig.tick()
         rig.writes.run()
-    assert rig.hi.is_busy() == {"backups": 1}
+    assert rig.hi.is_busy() == {"backups": 2}, "one is under way, and one waits for its room"
     # The first two pages are in L1 and L3, the next four are being written.
     empty_l1(rig)
     assert rig.allocator.available_size() == rig.allocator.size

@@ -79,6 +79,7 @@ class HostBackup:
         POLICIES: Write policies that this one can have.
         write_policy: The write policy; an operator may change it.
         writing: The copies under way, by operation. Read only.
+        owed: Nodes whose copies wait for room, by id, parents first. Read only.
     """
 
     POLICIES: ClassVar[tuple[str, ...]] = WRITE_POLICIES
@@ -94,6 +95,7 @@ class HostBackup:
     ) -> None:
         self.write_policy = write_policy
         self.writing: dict[int, DeviceCopy] = {}
+        self.owed: dict[int, TreeNode] = {}
         self.on_landed = on_landed
         self._tree = tree
         self._controller = controller

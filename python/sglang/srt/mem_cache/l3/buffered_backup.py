@@ -30,9 +30,6 @@ class BufferedBackup(HostBackup):
 
     Args:
         storage: Takes the pages on to L3.
-
-    Attributes:
-        owed: Nodes whose pages wait for room, by id, parents first. Read only.
     """
 
     POLICIES: ClassVar[tuple[str, ...]] = ("write_through", "write_through_selective")
@@ -51,7 +48,6 @@ class BufferedBackup(HostBackup):
             tree, controller, write_policy=write_policy, metrics=metrics, on_landed=landed
         )
         self._storage = storage
-        self.owed: dict[int, TreeNode] = {}
         tree.keepers.append(self)
 
     def on_delete(self, node: TreeNode) -> None:
@@ -67,6 +63,7 @@ class BufferedBackup(HostBackup):
 
     def back_up(self, path: list[TreeNode]) -> int:
         super().back_up(path)
+        self.resume()
         return sum(len(node.key) for node in path if not self._is_on_its_way(node))
 
     def _write_path(self, path: list[TreeNode], is_due: Callable[[TreeNode], bool]) -> int:
@@ -74,13 +71,13 @@ class BufferedBackup(HostBackup):
             if self._storage.has_stored(node):
                 continue
             if not is_due(node):
-                self.resume()
                 return nth
             if node.backuped:
                 self._save_states(node)
             elif node.write_id is None:
+                # Its copy begins with the next tick: now the caller has the path, and no split may
+                # change it.
                 self.owed[node.id] = node
-        self.resume()
         return len(path)
 
     def resume(self) -> None:

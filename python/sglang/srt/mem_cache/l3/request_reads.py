@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
 from sglang.srt.mem_cache.l3.storage_prefetch import NoRead
 from sglang.srt.mem_cache.tree.radix_key import RadixKey, TokenArray
+from sglang.srt.messages.cache_report import Tier
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.l3.storage_prefetch import StoragePrefetch
@@ -210,7 +211,9 @@ class RequestReads:
             self._load(params)
             if params.refusal is not None:
                 return False
-        seconds = stream.deadline - self.now
+        if (report := stream.report) is not None:
+            # The last part ended for want of room, which there is now.
+            report.cuts = [cut for cut in report.cuts if cut.tier is not Tier.STORAGE]
         refusal = self._prefetch.join_or_read(
             req_id,
             match.best_match_node,
@@ -218,8 +221,8 @@ class RequestReads:
             None,
             None,
             only_join=False,
-            report=stream.report,
-            seconds=seconds,
+            report=report,
+            seconds=stream.deadline - self.now,
         )
         if refusal not in _CONTINUES:
             return False

@@ -189,14 +189,18 @@ class StorageBackup:
         return None
 
     def may_take(self, node: TreeNode) -> bool:
-        """True if the pages of `node`, once they are on the host, can be written."""
+        """True if the pages of `node`, once they are on the host, can be written. Counts the reason
+        if not."""
         above = node.parent
-        return (
-            self._store.attached is not None
-            and self._store.available
-            and above is not None
-            and (above.backuped or above.write_id is not None or self.has_stored(above))
-        )
+        if self._store.attached is None or above is None:
+            return False
+        if not self._store.available:
+            self._count(NoWrite.UNAVAILABLE, node)
+            return False
+        if above.backuped or above.write_id is not None or self.has_stored(above):
+            return True
+        self._count(NoWrite.ORPHAN, node)
+        return False
 
     def _refusal(self, node: TreeNode, above: TreeNode) -> NoWrite | None:
         if node.is_condemned:
