@@ -1,10 +1,10 @@
 """L2 as a cache beside L2 as a buffer: hit rates by tier and mean TTFT, by the size of L2.
 
 A trace and the conversations of `simulate turns`, on the real tree. L3 has every page that was ever
-computed. With `buffer_only` a prompt is found in L1 and L3 alone; `buffer_pages` bounds the parts
-in which it is read. Each part costs a look-up and a tick beside its bytes. A read that would take
-longer than computing does not begin. One thread reads, one device computes, in the order of
-arrival. Computing takes an H200's times with Qwen3-8B's shape; writes cost nothing.
+computed. A buffer keeps no page: prompts are found in L1 and L3 alone. `buffer_pages` bounds the
+parts in which they are read. Each part costs a look-up and a tick beside its bytes. A read that
+would take longer than computing does not begin. One thread reads, one device computes, in the order
+of arrival. Computing takes an H200's times with Qwen3-8B's shape; writes cost nothing.
 
 Lengths of the trace are divided by `--scale` for the tree alone, with pages as much shorter: times
 are those of the whole lengths. About 3 minutes.

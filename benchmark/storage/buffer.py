@@ -52,8 +52,7 @@ class Tiers(CacheRig):
         """Seconds until L1 has the prefix of a prompt, its tokens, and the most tokens in L2."""
         began, most = time.monotonic(), 0
         self.arrive("read", ids)
-        while not self.tree.check_prefetch_progress("read"):
-            self.hi.ready_to_load_host_cache()
+        while not self.may_admit("read"):
             self.tick()
             most = max(most, self._used())
             assert time.monotonic() < began + _LONGEST_S, "the read does not end"
@@ -108,7 +107,13 @@ def measure(
         hicache_storage_backend=backend,
         hicache_storage_backend_extra_config=json.dumps(extra),
     )
-    rig = Tiers(l1_pages=l1_pages, page_size=_PAGE, settings=settings, dtype=torch.bfloat16)
+    rig = Tiers(
+        l1_pages=l1_pages,
+        page_size=_PAGE,
+        settings=settings,
+        dtype=torch.bfloat16,
+        weights_identity=f"{mode} {l2_pages}",  # Finds what it has written itself.
+    )
     try:
         tokens = args.prompt_pages * _PAGE
         ids = [*range(tokens), 7]

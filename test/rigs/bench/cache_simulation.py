@@ -84,6 +84,7 @@ class _HiCacheSettings:
     hicache_ratio: float
     hicache_write_policy: str
     hicache_size: float = 0.0
+    hicache_host_memory_mode: str = "cache"
     hicache_host_memory_fraction: float | None = None
     hicache_io_backend: str = "auto"
     hicache_mem_layout: str = "auto"

@@ -161,6 +161,8 @@ class CacheRig:
             )
         )
         self._next_rid = self._arrivals = 0
+        self._load = -1
+        """The newest load that no forward has waited for."""
 
     def make_pool(self, size: int) -> KVCache:
         """The pool whose slots requests own, `size` of them."""
@@ -205,8 +207,26 @@ class CacheRig:
         rid = f"r{self._next_rid}"
         self._next_rid += 1
         self.arrive(rid, ids, extra_key)
-        self.until(lambda: self.tree.check_prefetch_progress(rid))
+        self.until(lambda: self.may_admit(rid))
         return self.admit(rid, ids, extra_key)
+
+    def may_admit(self, rid: str) -> bool:
+        """True if request `rid` waits for no read any more. Issues the loads of its first parts."""
+        if self.tree.check_prefetch_progress(rid):
+            return True
+        self._issue_loads()
+        return False
+
+    def _issue_loads(self) -> None:
+        if (load := self.tree.ready_to_load_host_cache()) != -1:
+            self._load = load
+
+    def await_loads(self) -> None:
+        """Let the next forward wait for all loads."""
+        self._issue_loads()
+        if isinstance(self.tree, HiRadixCache):
+            self.tree.cache_controller.layer_done_counter.set_consumer(self._load)
+        self._load = -1
 
     def arrive(
         self, rid: str, ids: list[int], extra_key: str | None = None, *, only_join: bool = False
@@ -242,9 +262,7 @@ class CacheRig:
             tree.dec_lock_ref(node)
             node = lower
         tree.note_scheduled(rid)
-        consumer = tree.ready_to_load_host_cache()
-        if isinstance(tree, HiRadixCache):
-            tree.cache_controller.layer_done_counter.set_consumer(consumer)
+        self.await_loads()
         storage = min(tree.pop_prefetch_loaded_tokens(rid), len(loaded))
         reused = Reused(len(prefix), len(loaded) - storage, storage)
         request = RigRequest(rid, extra_key, ids, torch.cat([prefix, loaded]), node)

@@ -23,7 +23,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.device.state_pool import MambaPool, MambaSpec, StatePool
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.mem_cache.tree.state_component import StateComponent
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -126,9 +125,7 @@ class StateRig(CacheRig):
             node, total = lower, depth(lower)
             prefix = torch.cat([prefix, loaded])[:total]
         tree.note_scheduled(request.rid)
-        consumer = tree.ready_to_load_host_cache()
-        if isinstance(tree, HiRadixCache):
-            tree.cache_controller.layer_done_counter.set_consumer(consumer)
+        self.await_loads()
         running = request.mamba_pool_idx
         assert running is not None
         if not total:

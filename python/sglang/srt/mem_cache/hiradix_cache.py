@@ -229,8 +229,9 @@ class HiRadixCache(RadixCache):
     def _pass_on(self) -> None:
         """Free the pages of a buffer that have no reason to stay, and begin the copies that wait
         for their room."""
-        self.tree.host.release_unneeded()
-        self.host_backup.resume()
+        if self.tree.host_is_buffer:
+            self.tree.host.release_unneeded()
+            self.host_backup.resume()
 
     def _create_prefetch_sync_groups(self) -> None:
         """Make the groups in which the ranks agree on copies and transfers: a group of the ranks

@@ -4,6 +4,7 @@ pages go to L2, and come back by a load."""
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rigs.schedulers.random_checks import assert_unpinned
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.environ import envs
 from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -132,6 +134,29 @@ def test_pages_come_back_as_they_were(
         assert not node.wanted_by
         assert_right(rig, words)
         assert outcomes(rig)["kept"] > 0 == outcomes(rig)["l2_full"]
+
+
+def test_from_a_buffer_they_go_to_the_store_and_come_back_from_it(
+    model: Path, words: list[list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
+    settings = {
+        "hicache_host_memory_mode": "buffer_only",
+        "hicache_ratio": 1.0,
+        "hicache_storage_backend": "file",
+        "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": PAGE}),
+        "hicache_storage_prefetch_policy": "wait_complete",
+    }
+    with rig_of(model, **settings) as (rig, cache):
+        found = begin(rig, cache, monkeypatch)
+        rig.run_until(lambda: cache.storage_backup.has_stored(found.node))
+        assert not found.node.backuped, "no page stays in L2"
+        cache.evict(EvictParams(num_tokens=POOL))
+        assert found.node.evicted
+        computed = rig.scheduler.state.counters.prefill_tokens
+        rig.run_until(lambda: found.req in rig.scheduler.state.queues.decoding)
+        assert rig.scheduler.state.counters.prefill_tokens - computed <= PAGE
+        assert_right(rig, words)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

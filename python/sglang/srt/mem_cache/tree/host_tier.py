@@ -39,7 +39,7 @@ class HostTier(PoolTier):
         super().__init__(tree, name, pool, slots_of=slots_of)
         self.is_owed: Callable[[TreeNode], bool] = lambda node: False
         self._ends: dict[int, TreeNode] = {}
-        """Of a buffer, by id: nodes with slots. Of a chain that a split has made, the last."""
+        """In a buffer, nodes with slots by id; the last one of nodes that a split has made."""
 
     def get(self, node: TreeNode) -> torch.Tensor | None:
         return self.slots_of(node).host_value
