@@ -46,6 +46,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset-path", default=str(EXCERPT), help="a trace, JSON lines")
     parser.add_argument("--num-prompts", type=int, help="number of requests, from the first one")
     parser.add_argument("--scale", type=int, default=8, help="divisor of the prompts' lengths")
+    parser.add_argument(
+        "--time", type=float, default=3.0, help="factor of the times between requests"
+    )
     parser.add_argument("--l1", type=float, default=0.1, help="share of the working set")
     parser.add_argument(
         "--l2", type=float, nargs="+", default=[0.1, 0.2, 0.5], help="shares of the working set"
@@ -127,7 +130,8 @@ def trace_requests(args: argparse.Namespace, l2: float) -> Iterator[Request]:
         stored = min(blocks * scale.block_tokens, (len(ids) - 1) // page * page)
         store = max(0, stored - device - host)
         yield Request(
-            one.timestamp_ms / 1e3, *(n * args.scale for n in (device, host, store, len(ids)))
+            args.time * one.timestamp_ms / 1e3,
+            *(n * args.scale for n in (device, host, store, len(ids))),
         )
     cache.close()
 

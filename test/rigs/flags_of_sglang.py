@@ -45,7 +45,7 @@ ACTED_ON: Final = _flags("""
     cuda-graph-max-bs-decode:32 mamba-radix-cache-strategy=auto:extra_buffer_lazy
     hicache-host-memory-fraction=0.8:0.5 hicache-storage-prefetch-retry-poll-interval=8:4
     hicache-storage-prefetch-retry-max-attempts=8:2 mamba-max-states-per-path=-1:4
-    attn-dp-size=1:2
+    attn-dp-size=1:2 hicache-host-memory-mode=cache:buffer_only
 """)
 """Some need other flags beside them."""
 
