@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,17 +143,22 @@ def test_from_a_buffer_they_go_to_the_store_and_come_back_from_it(
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
     settings = {
         "hicache_host_memory_mode": "buffer_only",
-        "hicache_ratio": 1.0,
+        "hicache_ratio": 2.0,
         "hicache_storage_backend": "file",
         "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": PAGE}),
         "hicache_storage_prefetch_policy": "wait_complete",
     }
     with rig_of(model, **settings) as (rig, cache):
         found = begin(rig, cache, monkeypatch)
-        rig.run_until(lambda: cache.storage_backup.has_stored(found.node))
-        assert not found.node.backuped, "no page stays in L2"
+        # The request goes on soon, so the scheduler stands still meanwhile.
+        deadline = time.monotonic() + 60
+        while not cache.storage_backup.has_stored(found.node):
+            cache.check_hicache_events()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
         cache.evict(EvictParams(num_tokens=POOL))
-        assert found.node.evicted
+        cache.evict_host(cache.host_pool.size)
+        assert not found.node.is_on_any_tier
         computed = rig.scheduler.state.counters.prefill_tokens
         rig.run_until(lambda: found.req in rig.scheduler.state.queues.decoding)
         assert rig.scheduler.state.counters.prefill_tokens - computed <= PAGE
