@@ -121,7 +121,8 @@ def measure(
         rig.run(ids)
         rig.settle()
         figures = {"write_seconds": time.monotonic() - began}
-        seconds, most = [], 0
+        seconds: list[float] = []
+        most = 0
         for _ in range(args.repeats):
             rig.hi.evict(EvictParams(num_tokens=rig.allocator.size))
             rig.hi.evict_host(rig.hi.host_pool.size)
@@ -141,7 +142,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     gb = args.prompt_pages * _PAGE_BYTES / 1e9
     for backend in args.backends:
         with store(backend) as extra:
-            limit = None
+            limit: float | None = None
             cases = [("cache", 2 * args.prompt_pages)]
             cases += [("buffer_only", pages) for pages in args.buffer_pages]
             for mode, pages in cases:
