@@ -30,9 +30,9 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.device.memory_pool import MHATokenToKVPool
 
-_PAGE: Final = 64
-_LAYERS: Final = 8
-_HEADS: Final = 4
+_PAGE: Final = 16
+_LAYERS: Final = 16
+_HEADS: Final = 8
 _DIM: Final = 128
 _PAGE_BYTES: Final = _PAGE * _LAYERS * _HEADS * _DIM * 2 * 2
 _TICK_S: Final = 0.001
@@ -71,8 +71,8 @@ class Tiers(CacheRig):
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", nargs="+", default=["file", "mooncake"])
-    parser.add_argument("--prompt-pages", type=int, default=256)
-    parser.add_argument("--buffer-pages", type=int, nargs="+", default=[8, 32, 64, 128, 256, 512])
+    parser.add_argument("--prompt-pages", type=int, default=192)
+    parser.add_argument("--buffer-pages", type=int, nargs="+", default=[8, 32, 64, 128, 384])
     parser.add_argument("--repeats", type=int, default=5)
 
 

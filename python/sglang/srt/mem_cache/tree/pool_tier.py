@@ -23,7 +23,6 @@ from sglang.srt.messages.cache_key import tenant_of
 from sglang.srt.utils.parts import NODE_ITEMS, Meter, Parts
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.tree.host_tier import HostTier
     from sglang.srt.mem_cache.tree.tenants import TenantUse
     from sglang.srt.utils.metrics import Counter
 
@@ -93,7 +92,9 @@ class TieredTree(Protocol):
     tenants: TenantUse
     tiers: list[PoolTier]
     device: DeviceTier
-    host: HostTier
+
+    @property
+    def host(self) -> PoolTier: ...
 
     def prune(self, node: TreeNode) -> None: ...
 
