@@ -1,8 +1,8 @@
 """Copies to L2 where it is a buffer: pages pass through it to L3, as many at once as have room.
 
 A copy begins if its write to L3 can follow. Longer nodes are divided; what has no room yet waits in
-L1, unlocked, and is lost if L1 evicts it first. Readers have the other half of the buffer, so that
-neither waits for the other.
+L1, unlocked, and is lost if L1 evicts it first. Copies and writes hold at most half of the buffer:
+readers need not wait for a store that takes nothing.
 
 Threads: the scheduler's only.
 """
