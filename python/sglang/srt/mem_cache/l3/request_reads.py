@@ -53,6 +53,8 @@ class _Stream:
     """Tokens that were in L1 and L2 when its last read began."""
     asked: int
     """Tokens at which that read ends."""
+    wants_turn: bool = False
+    """True once more of it was found to be missing; it is not looked up again before its turn."""
 
 
 class RequestReads:
@@ -187,6 +189,8 @@ class RequestReads:
             stream.deadline = self._deadline(stream.end)
         if self.now > stream.deadline or self._prefetch.table.reads_of(req_id):
             return False  # The store is too slow, or has no more of it.
+        if stream.wants_turn and self._turn not in (None, req_id):
+            return True
         needs_state = bool(tree.components_from_storage) or not tree.components
         match = self._match(MatchPrefixParams(stream.key, needs_state=needs_state))
         known = len(match.device_indices) + match.host_hit_length
@@ -198,6 +202,7 @@ class RequestReads:
         if not is_whole and stream.asked > stream.known:
             return False
         if self._turn not in (None, req_id):
+            stream.wants_turn = True
             return True
         self._turn = req_id
         if match.host_hit_length or match.mamba_host_hit_length:
