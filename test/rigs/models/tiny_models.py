@@ -16,6 +16,8 @@ from transformers import (
     DeepseekV32ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
     Kimi_K25Config,
@@ -79,6 +81,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "deepseek_v4": (DeepseekV4Config, DeepseekV4ForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "glm5_next": (
         beside_vision(Glm5NextConfig, glm5_next.VISION),
         Glm5NextForConditionalGeneration,
@@ -212,6 +215,7 @@ _FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
     },
+    "glm4_moe_lite": {**_LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8},
     "gpt_oss": {
         "num_hidden_layers": 4,
         "num_local_experts": 8,

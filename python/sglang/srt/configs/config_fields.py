@@ -142,12 +142,10 @@ _LINEAR: Final = _words("""
     attention_bias linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
     linear_num_key_heads linear_num_value_heads
 """)
-_DRAFTS: Final = _words("""
-    mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers
-""")
-"""Fields of layers that draft tokens. They have no effect unless these layers are loaded."""
 _HYBRID_DRAFTS: Final = "mtp_num_hidden_layers"
 _LATENT_DRAFTS: Final = "num_nextn_predict_layers"
+_DRAFTS: Final = frozenset({_HYBRID_DRAFTS, _LATENT_DRAFTS, "mtp_use_dedicated_embeddings"})
+"""Fields of layers that draft tokens. They have no effect unless these layers are loaded."""
 _HYBRID_FIXED: Final = {
     "layer_types": ("linear_attention", "full_attention"),
     "attn_output_gate": (True,),
@@ -243,6 +241,13 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         read=_SIGMOID_EXPERTS | _words("attention_bias use_qk_norm first_k_dense_replace"),
         read_by_class=_LATENT_BY_CLASS,
         num_draft_layers=_LATENT_DRAFTS,
+    ),
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK_V3,
+        model_types=_words("glm4_moe_lite"),
+        read=_LATENT | _words("mlp_layer_types"),
+        # transformers ignores the first. Where the types are absent, only layer 0 is dense.
+        fixed={**_LATENT_FIXED, "first_k_dense_replace": (1,)},
     ),
     "Glm5NextForConditionalGeneration": ConfigFields(
         **GLM5_NEXT, text=ConfigFields(**GLM5_NEXT_TEXT)
@@ -412,8 +417,7 @@ def check_fields(raw: Mapping[str, Any], architecture: str) -> None:
         if model_type is not None and str(model_type) not in text_types:
             raise ValueError(
                 f"config.json: {TEXT_CONFIG}.model_type={model_type!r} is not that of "
-                f"{architecture} ({', '.join(sorted(text_types))}): copy the "
-                "checkpoint again"
+                f"{architecture} ({', '.join(sorted(text_types))}): copy the checkpoint again"
             )
         _check(text, fields.text, fields.text.known(), f"{TEXT_CONFIG}.", architecture)
     # Settings of the text model may be repeated beside it.
@@ -447,10 +451,9 @@ def _check(
         items = values.get(name)
         for item in items if isinstance(items, list) else [items]:
             if item is not None and not _is_one_of(item, allowed):
-                words = " or ".join(map(repr, allowed))
                 raise ValueError(
                     f"config.json: {prefix}{name}={shown(item)} is not supported for "
-                    f"{architecture}: {words} is"
+                    f"{architecture}: {' or '.join(map(repr, allowed))} is"
                 )
     for name, letters in fields.letters.items():
         pattern = values.get(name)
@@ -487,9 +490,7 @@ def _with_rope(values: Mapping[str, Any], harmless: frozenset[str]) -> Iterator[
 
 def _is_one_of(value: object, words: tuple[Any, ...]) -> bool:
     # True equals 1, and is another value.
-    return any(
-        value == word and isinstance(value, bool) == isinstance(word, bool) for word in words
-    )
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in words)
 
 
 def shown(value: object) -> str:

@@ -233,6 +233,14 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
         return grouped_router(hf, "n_routed_experts")
 
 
+class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
+    """GLM-4.7-Flash: DeepSeek-V3 whose `mlp_layer_types` name the layers with experts."""
+
+    @classmethod
+    def _sparse_layers(cls, config: ModelConfig) -> Iterable[int]:
+        return _named_sparse_layers(config)
+
+
 def grouped_router(hf: PretrainedConfig, num_experts: str) -> RouterOptions:
     """A router by sigmoids, which chooses groups of experts first. `num_experts` is the name of
     the field with the number of experts. Raises ValueError: a field is no positive integer."""
@@ -262,8 +270,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
     @classmethod
     def _sparse_layers(cls, config: ModelConfig) -> Iterable[int]:
-        draft = range(config.num_hidden_layers, config.num_layers)
-        return [*layers_with_experts(config), *draft]
+        return _named_sparse_layers(config)
 
     def state_specs(self, kv_dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """Latent rows and, in the same slots, keys of the layers with an indexer. Keys are in fp8
@@ -311,6 +318,11 @@ def layers_with_experts(config: ModelConfig) -> list[int]:
             f"{config.num_hidden_layers} layers 'dense' or 'sparse'"
         )
     return [layer for layer, name in enumerate(types) if name == "sparse"]
+
+
+def _named_sparse_layers(config: ModelConfig) -> list[int]:
+    """Those of `layers_with_experts` and the draft layer."""
+    return [*layers_with_experts(config), *range(config.num_hidden_layers, config.num_layers)]
 
 
 def _check(value: object, name: str, supported: tuple[str, ...]) -> None:

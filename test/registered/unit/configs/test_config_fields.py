@@ -138,6 +138,11 @@ PUBLISHED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         {**DEEPSEEK, "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False},
     ),
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", DEEPSEEK),
+    "GLM-4.7-Flash": (
+        "Glm4MoeLiteForCausalLM",
+        {**DEEPSEEK, "model_type": "glm4_moe_lite", "n_group": 1, "topk_group": 1,
+         "first_k_dense_replace": 1, "partial_rotary_factor": 1.0, "rope_scaling": None},
+    ),
     "Kimi-K2": ("DeepseekV3ForCausalLM", {**DEEPSEEK, "model_type": "kimi_k2"}),
     "Kimi-Linear": ("KimiLinearForCausalLM", KIMI_LINEAR),
     "DeepSeek-V3.2": (
@@ -210,6 +215,7 @@ FAMILIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "DeepseekV32ForCausalLM": ("deepseek_v32", {}),
     "DeepseekV4ForCausalLM": ("deepseek_v4", {}),
     "Glm4MoeForCausalLM": ("glm4_moe", {}),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", {}),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", {}),
     "GptOssForCausalLM": ("gpt_oss", {}),
     "KimiLinearForCausalLM": ("kimi_linear", {}),
@@ -256,6 +262,9 @@ def test_a_field_that_changes_the_mathematics_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="indexer_rope_interleave=True is not supported for Deep"):
         check_fields({**raw, "indexer_rope_interleave": True}, "DeepseekV32ForCausalLM")
     check_fields({**raw, "indexer_rope_interleave": True}, "GlmMoeDsaForCausalLM")
+    # transformers does not read it for this class, and takes layer 0 alone as dense.
+    with pytest.raises(ValueError, match="first_k_dense_replace=3 is not supported for Glm4MoeLi"):
+        check_fields({**DEEPSEEK, "first_k_dense_replace": 3}, "Glm4MoeLiteForCausalLM")
     with pytest.raises(ValueError, match="indexer_rope_interleave=False is not supported for Glm"):
         check_fields({**raw, "indexer_rope_interleave": False}, "GlmMoeDsaForCausalLM")
 

@@ -63,6 +63,12 @@ CASES = [
     pytest.param("deepseek_v3", {"norm_topk_prob": False}, id="deepseek_v3-not-normalized"),
     pytest.param("deepseek_v3", {"n_group": 1, "topk_group": 1}, id="deepseek_v3-one-group"),
     pytest.param("deepseek_v3", {"tie_word_embeddings": True, **DENSE}, id="deepseek_v3-tied"),
+    pytest.param("glm4_moe_lite", {}, id="glm4_moe_lite"),
+    pytest.param(
+        "glm4_moe_lite",
+        {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        id="glm4_moe_lite-dense-among-sparse",
+    ),
     pytest.param("kimi_k25_vision", {}, id="kimi_k25"),
     pytest.param("kimi_k25_vision", {"tie_word_embeddings": True, **DENSE}, id="kimi_k25-tied"),
     pytest.param("deepseek_v32", {"max_shard_size": "40KB"}, id="deepseek_v32-sharded"),

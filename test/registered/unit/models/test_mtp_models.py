@@ -31,6 +31,7 @@ FAMILIES = (
     "deepseek_v3",
     "deepseek_v32",
     "glm4_moe",
+    "glm4_moe_lite",
     "glm_moe_dsa",
     "glm_moe_dsa_shared",
     "qwen3_next",

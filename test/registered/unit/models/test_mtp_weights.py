@@ -176,7 +176,7 @@ def test_families_without_such_a_layer_are_refused_by_name(tmp_path: Path, famil
     message = (
         f"--speculative-algorithm: {type(hf).__name__} has no layer that drafts tokens; supported "
         "are DeepseekV32ForCausalLM, DeepseekV3ForCausalLM, Glm4MoeForCausalLM, "
-        "GlmMoeDsaForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
+        "Glm4MoeLiteForCausalLM, GlmMoeDsaForCausalLM, Qwen3NextForCausalLM, Qwen3_5ForCausalLM, "
         "Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM, "
         "Qwen3_5MoeForConditionalGeneration: remove --speculative-algorithm"
     )
