@@ -38,6 +38,11 @@ MAX_BODY_PATTERNS: Final = 64
 """Most different `stop_regex` patterns in one body: all are compiled before any prompt is
 answered."""
 
+WAIT_FOR_PAGES: Final = (
+    "start the server with --hicache-storage-prefetch-retry-max-attempts, by which a prompt waits "
+    "for pages that are being written"
+)
+
 _DEFAULT_NEW_TOKENS: Final = SamplingParams().max_new_tokens
 
 
@@ -94,6 +99,7 @@ class GenerateBody(SharedFields, kw_only=True):
     use_audio_in_video: Annotated[Any, Refused(TEXT_ALONE)] = None
     token_ids_logprob: Annotated[Any, Refused("ask for top_logprobs_num")] = None
     return_entropy: Annotated[Any, Refused("leave it out")] = None
+    routed_experts_start_len: Annotated[Any, Refused("leave it out", (*NOTHING, 0))] = None
     return_bytes: Annotated[Any, Refused("output_ids has every byte")] = None
     require_reasoning: Annotated[
         Any, Refused("constrain the output with a structural_tag, which leaves reasoning free")
@@ -102,6 +108,8 @@ class GenerateBody(SharedFields, kw_only=True):
     background: Annotated[Any, Refused("keep the connection open")] = None
     lora_id: Annotated[Any, Refused(LORA)] = None
     bootstrap_pair_key: Annotated[Any, Refused("bootstrap_room alone names the pair")] = None
+    storage_checkpoint: Annotated[Any, Refused(WAIT_FOR_PAGES)] = None
+    storage_checkpoint_dependency: Annotated[Any, Refused(WAIT_FOR_PAGES)] = None
 
 
 def to_requests(

@@ -62,7 +62,8 @@ GENERATE_FIELDS: Final = """
     disagg_prefill_dp_rank conversation_id priority extra_key cache_salt routing_key no_logs
     custom_labels return_bytes return_entropy max_dynamic_patch min_dynamic_patch
     image_max_dynamic_patch video_max_dynamic_patch use_audio_in_video external_trace_header
-    return_prompt_token_ids model stream_options
+    return_prompt_token_ids model stream_options storage_checkpoint storage_checkpoint_dependency
+    routed_experts_start_len
 """
 """Fields that SGLang's clients, benchmarks and router send to `/generate`."""
 SAMPLING_FIELDS: Final = """
