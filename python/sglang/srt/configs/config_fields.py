@@ -246,7 +246,7 @@ FIELDS: Final[Mapping[str, ConfigFields]] = {
         _DEEPSEEK_V3,
         model_types=_words("glm4_moe_lite"),
         read=_LATENT | _words("mlp_layer_types"),
-        # transformers ignores the first. Where the types are absent, only layer 0 is dense.
+        # transformers does not read this field; by its default only layer 0 is dense.
         fixed={**_LATENT_FIXED, "first_k_dense_replace": (1,)},
     ),
     "Glm5NextForConditionalGeneration": ConfigFields(
