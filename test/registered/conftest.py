@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -66,6 +67,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if len(_CPU_MS) > 1:
         for path, milliseconds in _CPU_MS.most_common(10):
             terminalreporter.write_line(f"{milliseconds / 1e3:.1f} CPU seconds: {path}")
+
+
+@pytest.fixture(autouse=True)
+def no_call_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still does not make L3 silent. `forked_servers` does the same."""
+    store_calls = sys.modules.get("sglang.srt.mem_cache.l3.store_calls")
+    if store_calls is not None:
+        monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 60.0)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.l2 import cache_controller
-from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.model_loader import checkpoint_files, remote_weights
 from sglang.srt.models.llama import LlamaDecoderLayer
 from sglang.srt.process.tick_watchdog import TickWatchdog
@@ -144,7 +143,6 @@ def kills_while_it_reads_weights(victim: int | None, rank: int) -> None:
 def l3_hangs(rank: int) -> None:
     """No read of the rank from L3 ends. Its requests wait for it as long as their policy says."""
     if rank == FAULTY:
-        mock.patch.object(store_calls, "_SILENT_AFTER_S", 60.0).start()
         forever = threading.Event().wait
         hanging = mock.Mock(side_effect=lambda *_, **__: forever())
         mock.patch.object(HiCacheFile, "batch_get_v2", hanging).start()

@@ -38,6 +38,7 @@ from sglang.srt.distributed.rendezvous import Rendezvous
 from sglang.srt.entrypoints import engine_processes, http_server
 from sglang.srt.environ import envs
 from sglang.srt.managers.detokenizer import detokenizer_manager
+from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.models import registry
 from sglang.srt.process import run
 from sglang.test.test_utils import RunningServer, await_health, new_log_path, server_flags, tail_of
@@ -217,6 +218,7 @@ def _run_with(env: Mapping[str, str], target: Callable[..., None], args: tuple[A
     # The engine's processes look whether their parent is still the one that they began with.
     engine._pid = os.getppid()
     _fork_compile_processes()
+    _allow_pauses()
     target(*args)
 
 
@@ -233,9 +235,15 @@ def _run_child(target: Callable[..., None], args: tuple[Any, ...], in_rank: InRa
     if meeting is not None:
         _share_a_core()
     _fork_compile_processes()
+    _allow_pauses()
     if in_rank is not None and target.__name__ == "_run_scheduler":
         in_rank(0 if meeting is None else meeting.rank)
     target(*args)
+
+
+def _allow_pauses() -> None:
+    """A machine that stands still does not make L3 silent."""
+    mock.patch.object(store_calls, "_SILENT_AFTER_S", 60.0).start()
 
 
 def _share_a_core() -> None:

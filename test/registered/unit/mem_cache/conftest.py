@@ -22,7 +22,6 @@ def storage_dir(tmp_path: Path) -> Iterator[Path]:
 def no_call_looks_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for seconds does not make L3 unavailable."""
     monkeypatch.setattr(store_calls, "_STUCK_AFTER_S", 60.0)
-    monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 60.0)
 
 
 @pytest.fixture(name="rigs")
