@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import orjson
+import msgspec
 import psutil
 
 from benchmark.command import Command
@@ -126,7 +126,7 @@ def measure_round(
 
 def measure(args: argparse.Namespace) -> dict[str, list[Round]]:
     """Every round of echo and engine, after one that is not kept."""
-    body = orjson.dumps(
+    body = msgspec.json.encode(
         {
             "text": "the code of heron is " * (args.words // 5),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},

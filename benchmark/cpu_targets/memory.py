@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import orjson
+import msgspec
 import psutil
 
 from benchmark.cpu_targets.rows import VOCABULARY, Figure, Outcome
@@ -40,7 +40,7 @@ def growth(quick: bool) -> Outcome:
         for goal in (first, total // 2, total):
             prompts = random_prompts(goal, goal - done, _PROMPT_TOKENS, *VOCABULARY)
             bodies = [
-                orjson.dumps({"input_ids": prompt, "sampling_params": _PARAMS})
+                msgspec.json.encode({"input_ids": prompt, "sampling_params": _PARAMS})
                 for prompt in prompts
             ]
             post_all(server.url, bodies, _CONCURRENCY)

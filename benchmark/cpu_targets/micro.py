@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import orjson
+import msgspec
 
 from benchmark.cpu_targets.rows import Figure, Outcome
 
@@ -27,7 +27,7 @@ def measured(*words: str) -> Cases:
             cwd=_ROOT,
         )
         found: Cases = {}
-        for line in map(orjson.loads, path.read_bytes().splitlines()):
+        for line in map(msgspec.json.decode, path.read_bytes().splitlines()):
             case = ", ".join(f"{name} {value}" for name, value in line["case"].items())
             found.setdefault(case, {})[line["metric"]] = line["value"]
         return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import orjson
+import msgspec
 
 from benchmark.posting import post_all
 from benchmark.timing import seconds_of
@@ -72,7 +72,7 @@ class StreamClient:
     def first_token(self, prompt: Sequence[int]) -> tuple[float, dict[str, Any]]:
         """Seconds to the first event of a streamed answer; the cached tokens by tier."""
         params = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
-        body = orjson.dumps({"input_ids": prompt, "sampling_params": params, "stream": True})
+        body = msgspec.json.encode({"input_ids": prompt, "sampling_params": params, "stream": True})
         # The server closes connections that were idle for seconds, as between two rounds.
         self._connection.close()
         self._connection.connect()
@@ -85,7 +85,7 @@ class StreamClient:
         line = response.readline()
         seconds = time.perf_counter() - started
         response.read()
-        details: dict[str, Any] = orjson.loads(line.removeprefix(b"data: "))["meta_info"]
+        details: dict[str, Any] = msgspec.json.decode(line.removeprefix(b"data: "))["meta_info"]
         cached: dict[str, Any] = details["cached_tokens_details"]
         return seconds, cached
 
@@ -95,10 +95,12 @@ def output_speed(
 ) -> float:
     """Output tokens a second of whole answers, `concurrency` requests at a time."""
     params = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-    bodies = [orjson.dumps({"input_ids": prompt, "sampling_params": params}) for prompt in prompts]
+    bodies = [
+        msgspec.json.encode({"input_ids": prompt, "sampling_params": params}) for prompt in prompts
+    ]
 
     def check(answer: bytes) -> None:
-        body = orjson.loads(answer)
+        body = msgspec.json.decode(answer)
         assert len(body["output_ids"]) == new_tokens, body["meta_info"]
 
     seconds = seconds_of(lambda: post_all(url, bodies, concurrency, check))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-import orjson
+import msgspec
 
 from sglang.benchmark.api_backends import (
     BACKENDS,
@@ -73,8 +73,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _json_object(text: str) -> dict[str, Any]:
     value = None
-    with contextlib.suppress(orjson.JSONDecodeError):
-        value = orjson.loads(text)
+    with contextlib.suppress(msgspec.DecodeError):
+        value = msgspec.json.decode(text)
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import aiohttp
+import msgspec
 import numpy as np
-import orjson
 
 from sglang.benchmark.workload import BenchRequest, Vocabulary
 from sglang.srt.utils.hf_tokenizer import get_tokenizer, special_token_ids
@@ -137,7 +137,7 @@ class ApiBackend(ABC):
         text: str | None = None,
     ) -> RequestResult:
         """Send a request and read the answer to its end."""
-        body = orjson.dumps({**self.body(request, text, options), **options.extra_body})
+        body = msgspec.json.encode({**self.body(request, text, options), **options.extra_body})
         result = RequestResult(prompt_tokens=len(request.prompt_ids))
         progress = _Progress(result)
         try:
@@ -162,7 +162,7 @@ class ApiBackend(ABC):
         async for data in _events(content):
             if data == b"[DONE]":
                 return
-            event = orjson.loads(data)
+            event = msgspec.json.decode(data)
             if "error" in event:
                 progress.result.error = str(event["error"])[:_ERROR_CHARS]
                 return

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 
 _REPOSITORY = Path(__file__).resolve().parent
 
@@ -75,9 +75,13 @@ def writable_file(path: str) -> str:
         raise argparse.ArgumentTypeError(f"{path}: cannot be written: {error.strerror}") from None
 
 
+def _from_numpy(value: Any) -> Any:
+    return value.tolist()
+
+
 def append(record: Mapping[str, Any], path: str | Path | None) -> None:
     """Append `record` as one line of JSON to the file `path`, if given."""
     if path is None:
         return
     with Path(path).open("ab") as file:
-        file.write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        file.write(msgspec.json.encode(record, enc_hook=_from_numpy) + b"\n")

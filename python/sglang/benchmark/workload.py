@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from sglang.srt.constants import TRACE_BLOCK_TOKENS
 
@@ -103,7 +103,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]
 
 def _parsed(line: bytes, where: str) -> TraceRequest:
     try:
-        raw: dict[str, Any] = orjson.loads(line)
+        raw: dict[str, Any] = msgspec.json.decode(line)
         request = TraceRequest(
             timestamp_ms=float(raw["timestamp"]),
             input_length=int(raw["input_length"]),
@@ -112,7 +112,7 @@ def _parsed(line: bytes, where: str) -> TraceRequest:
             priority=int(raw.get("priority", 0)),
             share=float(raw.get("share", 1.0)),
         )
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{where}: not a trace request ({type(error).__name__}: {error}); it needs timestamp, "
             "input_length, output_length and hash_ids"

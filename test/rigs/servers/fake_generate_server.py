@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
+import msgspec
 from aiohttp import web
 
 from sglang.srt.utils.network import get_free_port
@@ -82,7 +82,7 @@ class FakeServer:
 
     @contextlib.asynccontextmanager
     async def _stream(self, request: web.Request) -> AsyncIterator[_Stream]:
-        body = orjson.loads(await request.read())
+        body = msgspec.json.decode(await request.read())
         self.bodies.append(body)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -90,7 +90,7 @@ class FakeServer:
         await response.prepare(request)
 
         async def say(event: dict[str, Any]) -> None:
-            await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
         try:
             yield _Stream(body, say, response)

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from typing import Final
 
 import msgspec
-import orjson
 import torch
 import xgrammar
 from transformers import PreTrainedTokenizerBase
@@ -192,13 +191,13 @@ def compile_constraint(
         if kind is ConstraintKind.REGEX:
             return compiler.compile_regex(text)
         if kind is ConstraintKind.STRUCTURAL_TAG:
-            tag = orjson.loads(text)
+            tag = msgspec.json.decode(text)
             for node in json_schema_nodes(tag):
                 if node.keys() == {"type", "json_schema"}:
-                    schema = orjson.dumps(node.pop("json_schema")).decode()
+                    schema = msgspec.json.encode(node.pop("json_schema")).decode()
                     node["type"] = "grammar"
                     node["grammar"] = json_ebnf(schema, any_whitespace=any_whitespace)
-            return compiler.compile_structural_tag(orjson.dumps(tag).decode())
+            return compiler.compile_structural_tag(msgspec.json.encode(tag).decode())
         return compiler.compile_grammar(text)
     except (RuntimeError, ValueError, TypeError, MemoryError) as error:
         raise GrammarError(f"{kind.value}: {cause_of(error)}") from error

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 
-import orjson
+import msgspec
 
 from sglang.srt.constrained.constraint import (
     THINK_END,
@@ -29,6 +29,8 @@ from sglang.srt.constrained.constraint import (
 from sglang.srt.constrained.schema_rules import normalize, problems
 from sglang.srt.function_call.gpt_oss_detector import HEADER_MARKS
 
+MAX_DEPTH: Final = 254
+"""Most levels of lists and objects: the library's compiler recurses into each."""
 _STRUCTURE_FIELDS = {"begin", "schema", "end"}
 
 
@@ -40,8 +42,8 @@ def prepare_structural_tag(text: str) -> str:
             enforced.
     """
     try:
-        tag = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        tag = msgspec.json.decode(text)
+    except (ValueError, RecursionError) as error:
         raise GrammarError(f"structural_tag: not JSON: {error}") from None
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag":
         raise _wrong('expected an object with "type": "structural_tag"')
@@ -52,10 +54,7 @@ def prepare_structural_tag(text: str) -> str:
         raise _wrong("give format, or structures and triggers, and nothing else")
     for node in json_schema_nodes(tag):
         node["json_schema"] = _prepared(node.get("json_schema"))
-    try:
-        return orjson.dumps(tag).decode()
-    except orjson.JSONEncodeError:
-        raise _wrong("nested too deeply: flatten it") from None
+    return _encoded(tag, "structural_tag")
 
 
 _ANY_TEXT: Final = {"type": "any_text"}
@@ -74,7 +73,7 @@ def tag_after_reasoning(
         GrammarError: One of them is missing.
     """
     if kind is ConstraintKind.JSON_SCHEMA:
-        answer = {"type": "json_schema", "json_schema": orjson.loads(text)}
+        answer = {"type": "json_schema", "json_schema": msgspec.json.decode(text)}
     elif kind is ConstraintKind.REGEX:
         answer = {"type": "regex", "pattern": text}
     else:
@@ -88,7 +87,7 @@ def tag_after_reasoning(
         if reasoning is Reasoning.POSSIBLE:
             elements = [{"type": "optional", "content": _sequence(*elements)}]
     whole = _sequence(*elements, answer)
-    return orjson.dumps({"type": "structural_tag", "format": whole}).decode()
+    return msgspec.json.encode({"type": "structural_tag", "format": whole}).decode()
 
 
 def _messages_before_final(marks: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -152,12 +151,26 @@ def _triggered(structures: Any, triggers: Any) -> dict[str, Any]:
 
 
 def _prepared(schema: Any) -> Any:
+    text = _encoded(schema, "structural_tag")
     try:
-        return orjson.loads(prepare_json_schema(orjson.dumps(schema).decode()))
+        return msgspec.json.decode(prepare_json_schema(text))
     except GrammarError as error:
         raise GrammarError(f"structural_tag: {error}") from None
-    except orjson.JSONEncodeError:
-        raise _wrong("nested too deeply: flatten it") from None
+
+
+def _encoded(value: Any, field: str) -> str:
+    """`value` as JSON. Raises GrammarError if it is nested deeper than `MAX_DEPTH`."""
+    level, depth = [value], 0
+    while level := [
+        child
+        for node in level
+        if isinstance(node, dict | list)
+        for child in (node.values() if isinstance(node, dict) else node)
+    ]:
+        depth += 1
+        if depth >= MAX_DEPTH:
+            raise GrammarError(f"{field}: nested too deeply: flatten it")
+    return msgspec.json.encode(value).decode()
 
 
 def _wrong(problem: str) -> GrammarError:
@@ -187,8 +200,8 @@ def loosen_json_schema(text: str) -> tuple[str, list[str]]:
 def _checked(text: str, dropped: list[str] | None) -> str:
     """Refuse keywords that cannot be enforced, or drop them and add their places to `dropped`."""
     try:
-        schema = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        schema = msgspec.json.decode(text)
+    except (ValueError, RecursionError) as error:
         raise GrammarError(f"json_schema: not JSON: {error}") from None
     stack: list[tuple[str, Any]] = [("#", schema)]
     places: dict[int, str] = {}
@@ -223,10 +236,7 @@ def _checked(text: str, dropped: list[str] | None) -> str:
             f"json_schema: {places[error.args[1][0]]} needs a value of itself, so no answer would "
             "end: leave something out of required or minItems"
         ) from None
-    try:
-        return orjson.dumps(schema).decode()
-    except orjson.JSONEncodeError:
-        raise GrammarError("json_schema: nested too deeply: flatten it") from None
+    return _encoded(schema, "json_schema")
 
 
 def _target(path: str, ref: object, schema: Any) -> Any:
