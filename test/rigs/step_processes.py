@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 from unittest import mock
 
-import setproctitle
-
 from rigs.shared_processes import SharedProcess
 from sglang.srt.environ import child_environment
 
@@ -213,8 +211,6 @@ def _serve_forks(start: int, listener: int, alive: int) -> NoReturn:
             line = pipe.readline()
         if line:
             env, modules = json.loads(line)
-            # setproctitle looks for the arguments beside the first environment, once.
-            setproctitle.getproctitle()
             os.environ.clear()  # noqa: TID251 - of a child
             os.environ.update(env)  # noqa: TID251
             forkserver.main(listener, alive, modules)

@@ -473,6 +473,13 @@ class Envs:
 envs = Envs()
 
 
+def move_variables() -> None:
+    """Copy the variables, as C's functions see them, out of the memory in which the process got
+    them, behind its arguments."""
+    for name, value in os.environ.items():
+        os.putenv(name, value)
+
+
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """A copy of the process environment for a child process; `extra` overrides it."""
     return {**os.environ, **(extra or {})}

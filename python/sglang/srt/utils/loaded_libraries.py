@@ -30,7 +30,7 @@ def replace_imports(path_prefix: str, old: int, new: int) -> int:
         new: Stays valid as long as the process lives.
     """
     found = 0
-    for span, access, path in _mappings():
+    for span, access, path in mappings():
         if path.startswith(path_prefix) and access[0] == "r" and access[2] == "-":
             begin, end = (int(bound, 16) for bound in span.split("-"))
             found += replace_pointers(begin, end, old, new, is_writable=access[1] == "w")
@@ -39,13 +39,13 @@ def replace_imports(path_prefix: str, old: int, new: int) -> int:
 
 def open_loaded(path_prefix: str, name: str) -> ctypes.CDLL | None:
     """A loaded library whose path and file name begin with the given prefixes."""
-    for _, _, path in _mappings():
+    for _, _, path in mappings():
         if path.startswith(path_prefix) and Path(path).name.startswith(name):
             return ctypes.CDLL(path)
     return None
 
 
-def _mappings() -> Iterator[tuple[str, str, str]]:
+def mappings() -> Iterator[tuple[str, str, str]]:
     """Span, access and path of each part of a file in this process's memory."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, access, _, _, _, *path = line.split(maxsplit=5)

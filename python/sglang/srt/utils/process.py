@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-from setproctitle import setproctitle
 
-from sglang.srt.environ import envs
+from sglang.srt.environ import envs, move_variables
 from sglang.srt.utils.network import wait_until
 
 logger = logging.getLogger(__name__)
@@ -34,6 +33,9 @@ _CGROUP_FILES: Final = (
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
 """Limit, use, and reclaimable file cache of a control group: version 2, version 1."""
+_ARGUMENTS: Final = slice(45, 49)
+"""Begin and end of the arguments and of the environment, in /proc/self/stat behind the name
+(proc_pid_stat(5))."""
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None)
 _GROUP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -42,7 +44,18 @@ _GROUP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
 
 def set_title(role: str, details: str = "") -> None:
     """Set the title that `ps` and `top` show for this process: `sglang::role details`."""
-    setproctitle(f"sglang::{role} {details}".rstrip())
+    title = f"sglang::{role} {details}".rstrip().encode()
+    Path("/proc/self/comm").write_bytes(title)  # The kernel keeps 15 bytes.
+    # `ps` reads the arguments in the process's memory. Python has a copy of its own.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end, variables, last = map(int, fields[_ARGUMENTS])
+    room = end - begin
+    if len(title) >= room and variables == end:
+        # Where the arguments do not end with 0, `ps` reads on in the environment.
+        move_variables()
+        room = min(len(title) + 1, last - begin)
+    if room > 0:
+        ctypes.memmove(begin, title[: room - 1].ljust(room, b"\0"), room)
 
 
 def spin_briefly() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Final
 
-from threadpoolctl import threadpool_limits
+from sglang.srt.utils.loaded_libraries import mappings
 
 _SWITCH_S: Final = 0.0005
+_OPENMP: Final = re.compile(r"lib(gomp|i?omp5?)[-.]")
+"""Names of OpenMP's libraries; torch brings its own."""
 _NICENESS: Final = 10
 """About a tenth of the time of a busy core, and all of an idle one."""
 
@@ -62,7 +67,8 @@ def leave_cores_to_model() -> None:
     import torch  # Processes without torch import this module too.
 
     torch.get_num_threads()  # Sets the thread's default now, so that it cannot override the limit.
-    threadpool_limits(1, user_api="openmp")
+    for path in {path for _, _, path in mappings() if _OPENMP.match(Path(path).name)}:
+        ctypes.CDLL(path).omp_set_num_threads(1)
 
 
 def lower_priority() -> None:
