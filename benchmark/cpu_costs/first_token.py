@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+import msgspec
 import numpy as np
-import orjson
 import zmq
 
 from benchmark.command import Command
@@ -175,7 +175,7 @@ def run_client(port: int, tokens: int, count: int) -> None:
     """Process: asks `count` times on one connection."""
     params = {"max_new_tokens": 1, "temperature": 0}
     ids = random_prompt(0, tokens, 0, _VOCAB_SIZE)
-    body = orjson.dumps({"input_ids": ids, "sampling_params": params, "stream": True})
+    body = msgspec.json.encode({"input_ids": ids, "sampling_params": params, "stream": True})
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port)) as peer:
         for _ in range(count):
@@ -203,14 +203,9 @@ class WakingSelector(selectors.DefaultSelector):
 
 def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Measure the server process before and after the engine's part."""
-    import uvicorn
-
     from rigs.servers.fake_engine import byte_tokenizer
-    from sglang.srt.entrypoints.http.protocol import (
-        AnswerTransport,
-        BoundedProtocol,
-        bounded_protocol,
-    )
+    from sglang.srt.entrypoints.http.protocol import BoundedProtocol
+    from sglang.srt.entrypoints.http.request import Request
     from sglang.srt.entrypoints.http.server_context import ServerContext
     from sglang.srt.entrypoints.http_server import BoundedServer, create_app
     from sglang.srt.managers.tokenizer.chat_template import ChatTemplate
@@ -225,7 +220,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     memory = None if args.warm else np.zeros(_COLD_WORDS, dtype=np.int64)
     is_with_engine = False
     received, flush = BoundedProtocol.data_received, ServerChannel._flush
-    write = AnswerTransport.write
+    write = Request.write
 
     def on_data(self: BoundedProtocol, data: bytes) -> None:
         if way_in._began is None:
@@ -244,12 +239,11 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         if is_with_engine:
             way_out.begin()
 
-    def on_write(self: AnswerTransport, data: bytes) -> None:
+    def on_write(self: Request, part: bytes) -> None:
         nonlocal is_with_engine
-        write(self, data)
-        if not data.startswith(b"HTTP/"):  # The head waits for what follows.
-            is_with_engine = False
-            way_out.end()
+        write(self, part)
+        is_with_engine = False
+        way_out.end()
 
     directory = make_ipc_directory()
     ipc = IpcAddresses(directory.path)
@@ -270,11 +264,15 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         model_info={},
     )
     port = get_free_port()
-    server = BoundedServer(
-        uvicorn.Config(
-            create_app(context), port=port, http=bounded_protocol(), ws="none", log_config=None
-        )
-    )
+
+    class Server(BoundedServer):
+        async def on_startup(self) -> None:
+            await context.manager.start()
+
+        async def on_shutdown(self) -> None:
+            await context.manager.close()
+
+    server = Server(create_app(context), port=port)
     spawn = multiprocessing.get_context("spawn")
     engine = spawn.Process(target=run_engine, args=(ipc,))
     count = args.repeats + _WARM_UP
@@ -294,7 +292,7 @@ def measure_server(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     with (
         mock.patch.object(BoundedProtocol, "data_received", on_data),
         mock.patch.object(ServerChannel, "_flush", on_flush),
-        mock.patch.object(AnswerTransport, "write", on_write),
+        mock.patch.object(Request, "write", on_write),
         asyncio.Runner(
             loop_factory=lambda: asyncio.SelectorEventLoop(WakingSelector(on_wake))
         ) as runner,

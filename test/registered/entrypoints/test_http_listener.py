@@ -22,26 +22,22 @@ register_cpu_ci(est_time=5, suite="base-b-test-cpu")
 MOST: Final = 150
 """Connections of a process that may open 300 files."""
 SERVER: Final = """
-import asyncio, logging, os, resource, sys, uvicorn
+import asyncio, logging, os, resource, sys
 from sglang.srt.entrypoints.http_server import BoundedServer
-from sglang.srt.entrypoints.http.protocol import bounded_protocol
 from sglang.srt.utils.bounded_listener import most_connections
 
-async def app(scope, receive, send):
-    if scope["path"] == "/hold":
+async def app(request):
+    if request.path == "/hold":
         while not os.path.exists(sys.argv[3]):
             await asyncio.sleep(0.02)
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"ok"})
+    request.begin(200, {}, 2)
+    request.end(b"ok")
 
 logging.basicConfig(level=logging.INFO)
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
 assert most_connections() == 150
 others = [open(os.devnull) for _ in range(int(sys.argv[2]))]
-config = uvicorn.Config(
-    app, port=int(sys.argv[1]), http=bounded_protocol(), ws="none", lifespan="off", log_config=None
-)
-BoundedServer(config).run()
+BoundedServer(app, port=int(sys.argv[1])).run()
 """
 
 

@@ -1,4 +1,4 @@
-"""The real `openai` client against a real uvicorn, with an echo behind."""
+"""The real `openai` client against a real server, with an echo behind."""
 
 from __future__ import annotations
 

@@ -429,7 +429,7 @@ def front_server(
         thread = threading.Thread(target=server.run, name="front-server")
         thread.start()
         try:
-            assert wait_until(lambda: server.started, 20.0), "uvicorn did not start"
+            assert wait_until(lambda: server.started, 20.0), "the server did not start"
             url = base_url(server_args.host, server_args.port)
             yield FrontServer(url, engine, context, server, thread)
         finally:

@@ -7,11 +7,9 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.entrypoints.http.application import Route
 from sglang.srt.entrypoints.http.body import (
     WHOLE_PROMPT,
     Ignored,
@@ -19,8 +17,9 @@ from sglang.srt.entrypoints.http.body import (
     read_json,
     refuse_fields,
 )
-from sglang.srt.entrypoints.http.errors import ApiError, bad_request, checked
+from sglang.srt.entrypoints.http.errors import ApiError, bad_request, checked, error_response
 from sglang.srt.entrypoints.http.pd_role import SWITCH_FLAG
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.entrypoints.http.sse import json_response
 from sglang.srt.managers.tokenizer.request_limits import check_session
@@ -34,7 +33,6 @@ from sglang.srt.messages.io_struct import (
     StopProfileReqInput,
 )
 from sglang.srt.utils.auth import AuthLevel, auth_level, refused_with
-from sglang.srt.utils.error_answers import error_object
 
 MOST_STEPS: Final = 500
 """Most steps of a profile, which are kept in memory until its end."""
@@ -163,7 +161,7 @@ async def stop_profile(request: Request) -> Response:
 def _no_admin(status: int, accept: str) -> Response:
     """The refusal of whoever has no operator's key: always 403."""
     why = "this endpoint needs the admin key: send the header 'Authorization: Bearer KEY'"
-    return JSONResponse(error_object(why, "authentication_error", 403), 403)
+    return error_response(ApiError(403, why), "", kind="authentication_error")
 
 
 @auth_level(AuthLevel.ADMIN_FORCE)

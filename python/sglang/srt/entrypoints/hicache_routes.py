@@ -13,11 +13,9 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
+from sglang.srt.entrypoints.http.application import Route
 from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.entrypoints.http.sse import json_response
 from sglang.srt.messages.io_struct import GetCacheViewReq
@@ -52,7 +50,7 @@ def _wants_page(accept: str) -> bool:
 
 def page(status: int) -> Response:
     """The page; a refusal has its status."""
-    return Response(_PAGE, status, _HEADERS, media_type="text/html; charset=utf-8")
+    return Response(_PAGE.encode(), status, _HEADERS, "text/html; charset=utf-8")
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)

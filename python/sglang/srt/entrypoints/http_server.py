@@ -1,5 +1,5 @@
-"""The HTTP server: one process with uvicorn in front of the engine's processes. Its connections are
-bounded by the limit of open files, and it drains."""
+"""The HTTP server: one process in front of the engine's processes. Its connections are bounded by
+the limit of open files, and it drains."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ import logging
 import math
 import os
 import signal
-import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Final
-
-import uvicorn
-from starlette.applications import Starlette
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from typing import Final
 
 from sglang.srt.entrypoints import (
     control_routes,
@@ -31,14 +25,14 @@ from sglang.srt.entrypoints import (
 )
 from sglang.srt.entrypoints.anthropic import serving_messages
 from sglang.srt.entrypoints.engine import WRITE_BACK_SECONDS, EngineFront
-from sglang.srt.entrypoints.http.errors import install_error_handlers
-from sglang.srt.entrypoints.http.protocol import bounded_protocol
+from sglang.srt.entrypoints.http.application import Application
+from sglang.srt.entrypoints.http.protocol import App, BoundedProtocol, ServerState
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.openai import routes as openai_routes
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.auth import add_api_key_middleware
-from sglang.srt.utils.bounded_listener import Listener, most_connections
+from sglang.srt.utils.bounded_listener import MAX_IDLE_CONNECTIONS, Listener, most_connections
 from sglang.srt.utils.logging_utils import configure_logger
 from sglang.srt.utils.network import (
     check_port_available,
@@ -52,24 +46,76 @@ logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS: Final = 5
 """Seconds for clients to read their answers when the server ends; then connections are cut."""
+_CANCEL_SECONDS: Final = 2
+"""Seconds for requests to notice that their connection was cut; then they are cancelled."""
+_TICK_SECONDS: Final = 0.1
+_BACKLOG: Final = 2048
 
 
-class BoundedServer(uvicorn.Server):
-    """uvicorn with `Listener`, and with draining. Its protocol is made by `bounded_protocol`.
+class BoundedServer:
+    """Serves an application on `Listener`, and drains.
 
     A draining server goes on listening, so that the application can serve requests for a while, and
     then refuse them with an answer. Each answer ends its connection. The server shuts down as soon
     as no request is under way.
+
+    Attributes:
+        started: It accepts connections.
+        should_exit: Any thread may set it: shut down now.
     """
 
-    _listener: Listener | None = None
-    _num_answered = 0
-    _last_used = -math.inf
-    """`time.monotonic()` seconds at which a request was last seen."""
-    _drain_begin = 0.0
-    _drain_end: float | None = None
-    """`time.monotonic()` seconds between which a draining server shuts down; None: it does not
-    drain."""
+    def __init__(
+        self,
+        app: App,
+        *,
+        host: str = "127.0.0.1",
+        port: int,
+        tls: ssl.SSLContext | None = None,
+        max_idle: int = MAX_IDLE_CONNECTIONS,
+    ) -> None:
+        self.app = app
+        self.server_state = ServerState(app, max_idle)
+        self.started = self.should_exit = False
+        self.port = port
+        self._host, self._tls = host, tls
+        self._listener: Listener | None = None
+        self._num_answered = 0
+        self._last_used = -math.inf
+        """`time.monotonic()` seconds at which a request was last seen."""
+        self._drain_begin = 0.0
+        self._drain_end: float | None = None
+        """`time.monotonic()` seconds between which a draining server shuts down; None: it does not
+        drain."""
+
+    def run(self) -> None:
+        """Serve until a signal or `should_exit`. Raises ValueError if the address cannot be
+        listened on."""
+        asyncio.run(self.serve())
+
+    async def serve(self) -> None:
+        """The same on the running loop."""
+        with self._signals():
+            await self.startup()
+            while not self.on_tick():
+                await asyncio.sleep(_TICK_SECONDS)
+            await self.shutdown()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in signals}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Shut down. A signal handler."""
+        self.should_exit = True
 
     def drain(self, listen_until: float, at_most: float) -> None:
         """Begin to drain. May be called by a signal handler. The server goes on listening until
@@ -77,14 +123,13 @@ class BoundedServer(uvicorn.Server):
         have to end within `at_most` seconds."""
         self._drain_end = time.monotonic() + at_most
         self._drain_begin = min(listen_until, self._drain_end)
-        protocol: Any = self.config.http_protocol_class
-        protocol.open_connections.end_with_answer = True
-        connections: Any = list(self.server_state.connections)
-        for connection in connections:
+        self.server_state.open_connections.end_with_answer = True
+        for connection in list(self.server_state.connections):
             connection.end_with_answer()
 
-    async def on_tick(self, counter: int) -> bool:
-        """uvicorn's hook, ten times a second: shut down once the drain is over."""
+    def on_tick(self) -> bool:
+        """Called ten times a second. True: shut down."""
+        self.server_state.note_time()
         self._note_use()
         if self._drain_end is not None:
             now = time.monotonic()
@@ -92,38 +137,35 @@ class BoundedServer(uvicorn.Server):
                 self.refuse_requests()
             is_idle = not self.server_state.tasks and now >= self._drain_begin
             self.should_exit = self.should_exit or is_idle or now >= self._drain_end
-        return await super().on_tick(counter)
+        return self.should_exit
 
     def _note_use(self) -> None:
         """Note whether requests came since the last call."""
         state = self.server_state
-        if state.tasks or state.total_requests != self._num_answered:
-            self._num_answered, self._last_used = state.total_requests, time.monotonic()
+        if state.tasks or state.num_answered != self._num_answered:
+            self._num_answered, self._last_used = state.num_answered, time.monotonic()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, then accept. Raises ValueError if `host` and `port` cannot be
-        listened on."""
-        config = self.config
-        own = listening_sockets(config.host, config.port, config.backlog)
-        await super().startup(sockets=[])
-        if not self.started:
-            return
-        protocol: Any = config.http_protocol_class
-
-        def make_protocol() -> asyncio.Protocol:
-            made: asyncio.Protocol = protocol(
-                config=config, server_state=self.server_state, app_state=self.lifespan.state
-            )
-            return made
-
+    async def startup(self) -> None:
+        """Start the application, then accept. Raises ValueError if the address cannot be listened
+        on."""
+        sockets = listening_sockets(self._host, self.port, _BACKLOG)
+        await self.on_startup()
+        state = self.server_state
         self._listener = Listener(
-            own,
-            make_protocol,
-            count=lambda: len(self.server_state.connections),
-            connections=protocol.open_connections,
+            sockets,
+            lambda: BoundedProtocol(state),
+            count=lambda: len(state.connections),
+            connections=state.open_connections,
             most=most_connections(),
-            tls=config.ssl,
+            tls=self._tls,
         )
+        self.started = True
+
+    async def on_startup(self) -> None:
+        """Hook: start the application, before the first connection."""
+
+    async def on_shutdown(self) -> None:
+        """Hook: end the application, after the last connection."""
 
     def refuse_requests(self) -> None:
         """Hook: refuse all further requests. Called ten times a second, once a drain listens only
@@ -132,32 +174,36 @@ class BoundedServer(uvicorn.Server):
     async def end_requests(self) -> None:
         """Hook: end the requests under way, so that their answers come soon."""
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    async def shutdown(self) -> None:
         """Stop listening, end the requests under way and their connections, then the
         application."""
         if self._listener is not None:
             self._listener.close()
         await self.end_requests()
-        cut = asyncio.get_running_loop().call_later(CLOSE_SECONDS, self._cut_connections)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            cut.cancel()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shut_down()
+        cut = asyncio.get_running_loop().time() + CLOSE_SECONDS
+        while state.connections or state.tasks:
+            await asyncio.sleep(_TICK_SECONDS / 2)
+            if asyncio.get_running_loop().time() >= cut:
+                await self._cut_connections()
+                break
+        await self.on_shutdown()
 
-    def _cut_connections(self) -> None:
-        """Let go of clients that do not read; uvicorn would cancel their requests with a
-        traceback."""
-        connections: Any = list(self.server_state.connections)
-        for connection in connections:
+    async def _cut_connections(self) -> None:
+        """Let go of clients that do not read, then of requests that go on without a client."""
+        for connection in list(self.server_state.connections):
             connection.transport.abort()
+        if tasks := self.server_state.tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+        for task in self.server_state.tasks:
+            task.cancel()
 
 
 EXIT_FAILED: Final = 1
 READY_LINE: Final = "The server is fired up and ready to roll!"
 """SGLang's log line, for which scripts that start a server wait (docs/api.md)."""
-KEEP_ALIVE_SECONDS: Final = 75
-"""Seconds for which an idle connection stays open. Clients close theirs earlier (after 5 to 15 s):
-a server that closes first breaks a request that is just being sent."""
 NOTICE_SECONDS: Final = 5.0
 """Seconds for a router to notice SIGTERM. Probes get 503 at once, and a server that was probed
 serves requests meanwhile. A server that was never probed refuses requests at once, because clients
@@ -166,27 +212,12 @@ signal."""
 PROBED_SECONDS: Final = 10.0
 """Most seconds between the last probe and SIGTERM for a server that counts as probed: two periods
 of Kubernetes' probes in docker/k8s."""
-DEATH_GRACE_SECONDS: Final = CLOSE_SECONDS + 2.0
+DEATH_GRACE_SECONDS: Final = CLOSE_SECONDS + _CANCEL_SECONDS
 """Seconds to send errors to clients after the engine has died; then the server ends in any case."""
 
 
-def create_app(
-    context: ServerContext, stop: Callable[[], Awaitable[None]] | None = None
-) -> Starlette:
-    """The application of one server. It starts `context.manager` on the loop that serves it, and
-    awaits `stop` when serving ends; None: it closes the manager.
-
-    Bare Starlette: `http/body.py` decodes bodies, and FastAPI's additions to each request
-    (dependencies, validation, documentation) have no use here.
-    """
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await context.manager.start()
-        yield
-        await (stop or context.manager.close)()
-
-    # Each request is compared with one route after the other, twice: prompts come first.
+def create_app(context: ServerContext) -> Application:
+    """The application of one server."""
     apis = (
         serving_messages,
         native_routes,
@@ -196,50 +227,10 @@ def create_app(
         hicache_routes,
         openapi,
     )
-    routes = [route for api in apis for route in api.ROUTES]
-    app = Starlette(routes=routes, lifespan=lifespan)
-    # A redirect would use the client's own Host header, and always http.
-    app.router.redirect_slashes = False
-    app.state.context = context
-    install_error_handlers(app)
-    add_api_key_middleware(
-        app, api_key=context.args.api_key, admin_api_key=context.args.admin_api_key
-    )
-    if context.manager.tracer is not None:
-        from sglang.srt.observability.tracing import TraceMiddleware
-
-        paths = frozenset(route.path for route in routes)
-        app.add_middleware(TraceMiddleware, tracer=context.manager.tracer, routes=paths)
-    # Around the check of keys: preflights have no key, and a page must be able to read the reason
-    # of a refusal.
-    app.add_middleware(_CrossOriginMiddleware)
+    app = Application((route for api in apis for route in api.ROUTES), context)
+    args = context.args
+    add_api_key_middleware(app, api_key=args.api_key, admin_api_key=args.admin_api_key)
     return app
-
-
-class _CrossOriginMiddleware:
-    """Lets pages of any origin read answers (CORS); requests without an `Origin` bypass it.
-
-    Any origin is allowed, as in SGLang. A page without the key gains no access, because a page has
-    to send the bearer token itself. Credentials that browsers add by themselves, such as cookies,
-    are not allowed with such requests: the server does not read them, but a proxy in front of it
-    may.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        methods = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS")
-        self._app = app
-        self._for_pages = CORSMiddleware(
-            app, allow_origins=("*",), allow_methods=methods, allow_headers=("*",)
-        )
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Handle one request. Not a coroutine, since each event of a stream would pass through
-        it."""
-        if scope["type"] == "http":
-            for name, _ in scope["headers"]:
-                if name == b"origin":
-                    return self._for_pages(scope, receive, send)
-        return self._app(scope, receive, send)
 
 
 def launch_server(server_args: ServerArgs) -> None:
@@ -274,24 +265,15 @@ def run_server(args: ServerArgs) -> int:
         front.processes.kill()
 
 
-def _tls_factory(args: ServerArgs) -> Callable[..., ssl.SSLContext] | None:
-    """Makes uvicorn's TLS context; None: the server speaks http."""
-    certfile, keyfile = args.ssl_certfile, args.ssl_keyfile
-    if certfile is None or keyfile is None:
+def _tls(args: ServerArgs) -> ssl.SSLContext | None:
+    """None: the server speaks http."""
+    if args.ssl_certfile is None or args.ssl_keyfile is None:
         return None
-    return lambda *_: tls_context(certfile, keyfile, args.ssl_keyfile_password)
-
-
-def _without_query(record: logging.LogRecord) -> bool:
-    """Filter of uvicorn's access log: clients send keys in queries, too."""
-    if isinstance(record.args, tuple) and len(record.args) == 5:
-        client, method, path, *rest = record.args
-        record.args = (client, method, str(path).partition("?")[0], *rest)
-    return True
+    return tls_context(args.ssl_certfile, args.ssl_keyfile, args.ssl_keyfile_password)
 
 
 class HttpServer(BoundedServer):
-    """uvicorn with this engine's shutdown.
+    """A server with this engine's shutdown.
 
     The first SIGTERM or SIGINT drains. Probes fail at once. New requests are refused; after SIGTERM
     routers first have time to notice (`NOTICE_SECONDS`). Requests under way may finish, and then
@@ -300,25 +282,8 @@ class HttpServer(BoundedServer):
 
     def __init__(self, front: EngineFront) -> None:
         args = front.context.args
-        logging.getLogger("uvicorn.access").addFilter(_without_query)
-        super().__init__(
-            uvicorn.Config(
-                create_app(front.context, self._stop),
-                host=args.host,
-                port=args.port,
-                http=bounded_protocol(),
-                ws="none",
-                log_config=None,
-                log_level=None if args.log_level == "debug" else "warning",
-                access_log=args.log_level == "debug",
-                timeout_graceful_shutdown=int(DEATH_GRACE_SECONDS),
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                server_header=False,
-                # The client's address is not used.
-                proxy_headers=False,
-                ssl_context_factory=_tls_factory(args),
-            )
-        )
+        app = create_app(front.context)
+        super().__init__(app, host=args.host, port=args.port, tls=_tls(args))
         self._front = front
         self._cause: str | None = None
         """Cause of the engine's death, if it has died."""
@@ -332,11 +297,13 @@ class HttpServer(BoundedServer):
         ended_well = self._cause is None and self.started and self._ended_well
         return 0 if ended_well else EXIT_FAILED
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._front.processes.watch(self._on_death)
-            logger.info("%s %s", READY_LINE, self._front.context.args.url)
+    async def startup(self) -> None:
+        await super().startup()
+        self._front.processes.watch(self._on_death)
+        logger.info("%s %s", READY_LINE, self._front.context.args.url)
+
+    async def on_startup(self) -> None:
+        await self._front.manager.start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain on the first signal, end at once on the second."""
@@ -367,10 +334,10 @@ class HttpServer(BoundedServer):
             manager.num_requests,
         )
 
-    async def on_tick(self, counter: int) -> bool:
+    def on_tick(self) -> bool:
         if self._signalled:
             self._front.manager.resume_at_end()
-        return await super().on_tick(counter)
+        return super().on_tick()
 
     def refuse_requests(self) -> None:
         manager = self._front.manager
@@ -388,7 +355,7 @@ class HttpServer(BoundedServer):
             )
             await manager.abort_all()
 
-    async def _stop(self) -> None:
+    async def on_shutdown(self) -> None:
         if self._cause is None:
             self._ended_well = await self._front.drain(WRITE_BACK_SECONDS)
         else:

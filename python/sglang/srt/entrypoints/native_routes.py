@@ -9,12 +9,11 @@ from contextlib import aclosing
 from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
+from sglang.srt.entrypoints.http.application import Route
 from sglang.srt.entrypoints.http.body import read_json
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import (
     EventStream,
@@ -189,11 +188,9 @@ async def generate(request: Request) -> Response:
     with_text = bool(body.return_text_in_logprobs)
     if body.stream:
         events = stream_answers(context.manager, requests, is_batch, with_text)
-        return EventStream(
-            await unless_client_leaves(request.receive, anext(events), events), events
-        )
+        return EventStream(await unless_client_leaves(request.gone, anext(events), events), events)
     work = whole_answers(context.manager, requests, with_text)
-    answers = await unless_client_leaves(request.receive, work)
+    answers = await unless_client_leaves(request.gone, work)
     return json_response(answers if is_batch else answers[0])
 
 

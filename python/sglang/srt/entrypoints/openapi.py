@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, get_args
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
 from sglang.srt.constants import VERSION
 from sglang.srt.entrypoints import control_routes, native_routes, server_routes
 from sglang.srt.entrypoints.anthropic import serving_messages
 from sglang.srt.entrypoints.anthropic.protocol import CountTokensBody, MessagesBody
+from sglang.srt.entrypoints.http.application import Route
 from sglang.srt.entrypoints.http.body import Refused, marks_of
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.sse import json_response
 from sglang.srt.entrypoints.native_protocol import GenerateBody
 from sglang.srt.entrypoints.openai import routes, serving_chat, serving_completions
@@ -90,20 +89,17 @@ _ANTHROPIC_ERROR: Final[dict[str, Any]] = {
 
 async def openapi(request: Request) -> Response:
     """This document."""
-    state = request.app.state
-    if getattr(state, "openapi", None) is None:
-        state.openapi = document(request.app.routes)
-    return json_response(state.openapi)
+    app = request.app
+    app.openapi = app.openapi or document(app.routes)
+    return json_response(app.openapi)
 
 
-def document(served: Iterable[BaseRoute]) -> dict[str, Any]:
+def document(served: Iterable[Route]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of the routes `served`."""
     paths: dict[str, dict[str, Any]] = {}
     for route in served:
-        if isinstance(route, Route):
-            path = route.path_format
-            for method in sorted((route.methods or set()) - {"HEAD"}):
-                paths.setdefault(path, {})[method.lower()] = _operation(route, method)
+        for method in sorted(route.methods - {"HEAD"}):
+            paths.setdefault(route.path, {})[method.lower()] = _operation(route, method)
     return {
         "openapi": "3.1.0",
         "info": {"title": "sglang", "version": VERSION},
@@ -124,7 +120,7 @@ def _operation(route: Route, method: str) -> dict[str, Any]:
     error = {"schema": {"$ref": _TEMPLATE.format(name=name)}}
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": _TEXT}
-        for name in route.param_convertors
+        for name in filter(None, [route.parameter])
     ]
     parameters += [
         {"name": name, "in": "query", "required": False, "schema": schema}

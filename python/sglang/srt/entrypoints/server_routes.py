@@ -9,16 +9,15 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.arg_groups.extra_config import FLAG, parse_extra_config
 from sglang.srt.arg_groups.remote_weights import SEED_PATH
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, VERSION
+from sglang.srt.entrypoints.http.application import Route
 from sglang.srt.entrypoints.http.body import read_json
 from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, bad_request, checked
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response
 from sglang.srt.managers.tokenizer.dp_groups import sums_of
@@ -211,7 +210,7 @@ async def metrics(request: Request) -> Response:
         _metrics_of(manager, dp_rank) for dp_rank in range(context_of(request).args.attn_dp_size)
     )
     text = manager.metrics.render() + join_metrics(await asyncio.gather(*asking))
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(text.encode(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _metrics_of(manager: TokenizerManager, dp_rank: int) -> str:

@@ -18,8 +18,7 @@ from typing import Any, Final
 
 import xxhash
 
-from sglang.srt.utils.json_files import read_json
-from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
+from sglang.srt.utils.json_files import read_json, refuse_lfs_pointer
 
 logger = logging.getLogger(__name__)
 

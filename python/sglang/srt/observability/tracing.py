@@ -7,11 +7,12 @@ or answers.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -33,7 +34,6 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
     from prometheus_client import CollectorRegistry
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -246,47 +246,29 @@ class Tracer:
             span.set_status(trace.StatusCode.ERROR, timed.error)
         return span
 
-    def http_span(self, method: str, route: str, headers: Mapping[str, str]) -> trace.Span:
-        """A span for an HTTP request that begins now, in the trace that its `traceparent` names."""
-        return self._tracer.start_span(
-            f"{method} {route}",
+    @contextlib.contextmanager
+    def http_request(
+        self, route: str, headers: Mapping[str, str]
+    ) -> Iterator[Callable[[int], None]]:
+        """A span for a POST request that begins now, in the trace that its `traceparent` names.
+        Code within finds the span by `parent`. Gives a function that notes the answer's status."""
+        span = self._tracer.start_span(
+            f"POST {route}",
             propagate.extract(headers),
             kind=trace.SpanKind.SERVER,
-            attributes={"http.request.method": method, "http.route": route},
+            attributes={"http.request.method": "POST", "http.route": route},
         )
+
+        def note_status(status: int) -> None:
+            if status:
+                span.set_attribute("http.response.status_code", status)
+            if status >= 500:
+                span.set_status(trace.StatusCode.ERROR)
+
+        with trace.use_span(span, end_on_exit=True, record_exception=False):
+            yield note_status
 
 
 def _nanoseconds(seconds: float, offset: int) -> int:
     """Nanoseconds of the wall clock at `seconds` of the monotonic one."""
     return round(seconds * 1e9) + offset
-
-
-class TraceMiddleware:
-    """Makes a span of each POST to a route of the application; what it calls finds the span by
-    `Tracer.parent`."""
-
-    def __init__(self, app: ASGIApp, tracer: Tracer, routes: frozenset[str]) -> None:
-        self._app = app
-        self._tracer = tracer
-        self._routes = routes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        path = scope.get("path", "")
-        if scope["type"] != "http" or scope["method"] != "POST" or path not in self._routes:
-            await self._app(scope, receive, send)
-            return
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
-        span = self._tracer.http_span("POST", path, headers)
-
-        async def noting_status(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                span.set_attribute("http.response.status_code", message["status"])
-                if message["status"] >= 500:
-                    span.set_status(trace.StatusCode.ERROR)
-            await send(message)
-
-        with trace.use_span(span, end_on_exit=True, record_exception=False):
-            await self._app(scope, receive, noting_status if span.is_recording() else send)

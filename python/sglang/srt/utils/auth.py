@@ -16,23 +16,16 @@ The key is in `Authorization: Bearer KEY`, or in `X-Api-Key: KEY`. Probes (`/hea
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, TypeAlias, TypeVar
-
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Match
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from sglang.srt.utils.error_answers import anthropic_error, error_object, is_anthropic
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LEVEL_ATTRIBUTE: Final = "_auth_level"
 _REFUSAL_ATTRIBUTE: Final = "_auth_refusal"
-Refusal: TypeAlias = Callable[[int, str], Response | None]
+Refusal: TypeAlias = Callable[[int, str], Any]
 """Makes the body of a refusal from its status and the request's `Accept` header; None: the usual
 one."""
 _OPEN_PATHS: Final = frozenset({"/health", "/health_generate", "/ready", "/metrics"})
@@ -77,8 +70,24 @@ def refused_with(refusal: Refusal) -> Callable[[F], F]:
     return mark
 
 
-def app_has_admin_force_endpoints(app: Starlette) -> bool:
-    return any(_level_of(route) is AuthLevel.ADMIN_FORCE for route in app.routes)
+class Guarded(Protocol):
+    """An application that checks keys."""
+
+    api_key: str | None
+    admin_api_key: str | None
+
+    @property
+    def routes(self) -> Sequence[Any]:
+        """Each has its function as `endpoint`."""
+
+
+def add_api_key_middleware(app: Guarded, *, api_key: str | None, admin_api_key: str | None) -> None:
+    """Let `app` check the key of every HTTP request before any endpoint runs."""
+    app.api_key, app.admin_api_key = api_key, admin_api_key
+
+
+def app_has_admin_force_endpoints(app: Guarded) -> bool:
+    return any(level_of(route.endpoint) is AuthLevel.ADMIN_FORCE for route in app.routes)
 
 
 def is_open(path: str) -> bool:
@@ -124,92 +133,16 @@ def decide_request_auth(
     return AuthDecision(False, 401, f"{problem}: send the header 'Authorization: Bearer KEY'")
 
 
-def add_api_key_middleware(
-    app: Starlette, *, api_key: str | None, admin_api_key: str | None
-) -> None:
-    """Check the key of every HTTP request to `app` before any of the app's code runs."""
-    app.add_middleware(
-        _ApiKeyMiddleware, routes_of=app, api_key=api_key, admin_api_key=admin_api_key
-    )
-
-
-class _ApiKeyMiddleware:
-    """Plain ASGI, so that streams and disconnects pass through unchanged."""
-
-    def __init__(
-        self, app: ASGIApp, routes_of: Starlette, api_key: str | None, admin_api_key: str | None
-    ) -> None:
-        self._app = app
-        self._routes_of = routes_of
-        self._api_key = api_key
-        self._admin_api_key = admin_api_key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        route = _route_for(self._routes_of, scope)
-        decision = decide_request_auth(
-            method=str(scope.get("method", "GET")).upper(),
-            path=str(scope["path"]),
-            authorization_header=_authorization(scope),
-            api_key=self._api_key,
-            admin_api_key=self._admin_api_key,
-            auth_level=_level_of(route),
-        )
-        if decision.allowed:
-            await self._app(scope, receive, send)
-            return
-        own = getattr(getattr(route, "endpoint", None), _REFUSAL_ATTRIBUTE, None)
-        status, accept = decision.error_status_code, _header(scope, b"accept") or ""
-        answer = (own and own(status, accept)) or _refusal(decision, str(scope["path"]))
-        if status == 401:
-            answer.headers["WWW-Authenticate"] = "Bearer"
-        await answer(scope, receive, send)
-
-
-def _refusal(decision: AuthDecision, path: str) -> JSONResponse:
-    status = decision.error_status_code
-    body = error_object(decision.reason, "authentication_error", status)
-    if is_anthropic(path):
-        body = anthropic_error(status, decision.reason)
-    return JSONResponse(body, status_code=status)
-
-
 def _bearer_matches(header: str | None, key: str) -> bool:
     scheme, _, token = (header or "").partition(" ")
-    same = hmac.compare_digest(token.strip().encode(), key.encode())
+    same = hmac.compare_digest(token.strip().encode(errors="surrogateescape"), key.encode())
     return same and scheme.lower() == "bearer"
 
 
-def _authorization(scope: Scope) -> str | None:
-    """The header `Authorization`; or that of Anthropic's clients, `X-Api-Key`, as a bearer key."""
-    if (own := _header(scope, b"authorization")) is not None:
-        return own
-    key = _header(scope, b"x-api-key")
-    return None if key is None else f"Bearer {key}"
+def level_of(endpoint: object) -> AuthLevel:
+    return AuthLevel(getattr(endpoint, _LEVEL_ATTRIBUTE, AuthLevel.NORMAL))
 
 
-def _header(scope: Scope, wanted: bytes) -> str | None:
-    for name, value in scope["headers"]:
-        if name == wanted:
-            return bytes(value).decode("utf-8", errors="replace")
-    return None
-
-
-def _route_for(app: Starlette, scope: Scope) -> BaseRoute | None:
-    """The route for `scope`. If only methods differ, a route with a level of its own counts
-    first."""
-    partial: BaseRoute | None = None
-    for route in app.routes:
-        match, _ = route.matches(scope)
-        if match is Match.FULL:
-            return route
-        if match is Match.PARTIAL and _level_of(partial) is AuthLevel.NORMAL:
-            partial = route
-    return partial
-
-
-def _level_of(route: object) -> AuthLevel:
-    level = getattr(getattr(route, "endpoint", None), _LEVEL_ATTRIBUTE, AuthLevel.NORMAL)
-    return AuthLevel(level)
+def refusal_of(endpoint: object) -> Refusal | None:
+    """The refusal that `endpoint` was marked with."""
+    return getattr(endpoint, _REFUSAL_ATTRIBUTE, None)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
+from sglang.srt.utils.json_files import refuse_lfs_pointer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,5 @@
-"""Reads JSON files of a checkpoint, which strangers write."""
+"""Reads JSON files of a checkpoint, which strangers write, and refuses pointers of Git LFS: small
+files that replace large ones in a checkout until they are fetched."""
 
 from __future__ import annotations
 
@@ -7,12 +8,26 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from sglang.srt.utils.lfs_pointer import refuse_lfs_pointer
-
+_FIRST_LINE: Final = b"version https://git-lfs.github.com/spec/"
 _MAX_LEVELS: Final = 32
 """Most levels of objects and lists in a JSON file. Libraries copy and print them recursively."""
 _MAX_INTEGER: Final = (1 << 63) - 1
 """Greatest integer of a JSON file. Libraries fail in many ways at greater ones."""
+
+
+def refuse_lfs_pointer(file: Path) -> None:
+    """Raise ValueError if `file` is a pointer; the message names it and the remedy. Ignores files
+    that cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(len(_FIRST_LINE))
+    except OSError:
+        return
+    if start == _FIRST_LINE:
+        raise ValueError(
+            f"{file} is a git-lfs pointer, not the file itself: run `git lfs install` and "
+            f"`git lfs pull` in {file.parent}"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

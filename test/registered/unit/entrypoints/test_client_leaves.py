@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
 
 import pytest
 
@@ -15,15 +14,11 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 
 
 class Client:
-    """One request's `receive`, and the work that answers it."""
+    """One request's `gone`, and the work that answers it."""
 
     def __init__(self) -> None:
         self.has_left: asyncio.Future[None] = asyncio.Future()
         self.answer: asyncio.Future[str] = asyncio.Future()
-
-    async def receive(self) -> dict[str, Any]:
-        await self.has_left
-        return {"type": "http.disconnect"}
 
     async def work(self) -> str:
         return await self.answer
@@ -42,7 +37,7 @@ def test_the_answer_counts_if_it_comes_in_the_turn_in_which_the_client_leaves(
                 one.set_result("words" if one is client.answer else None)  # type: ignore[arg-type]
 
         asyncio.get_running_loop().call_later(0.01, both)
-        result = await unless_client_leaves(client.receive, client.work())
+        result = await unless_client_leaves(client.has_left, client.work())
         # The caller's next awaits must not be cancelled.
         for _ in range(3):
             await asyncio.sleep(0)
@@ -66,7 +61,7 @@ def test_a_client_that_leaves_before_its_answer_closes_the_stream() -> None:
         client, stream = Client(), events()
         asyncio.get_running_loop().call_later(0.01, client.has_left.set_result, None)
         with pytest.raises(ClientLeft):
-            await unless_client_leaves(client.receive, anext(stream), stream)
+            await unless_client_leaves(client.has_left, anext(stream), stream)
         task = asyncio.current_task()
         assert task is not None and task.cancelling() == 0
         await asyncio.sleep(0)

@@ -12,10 +12,10 @@ from types import FrameType, SimpleNamespace
 from typing import Any, Final
 
 import pytest
-from starlette.requests import Request
-from starlette.responses import Response
 
 from rigs.servers.fake_engine import FakeEngine, fake_engine
+from sglang.srt.entrypoints.http.protocol import BoundedProtocol, ServerState
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.native_routes import generate
 from sglang.srt.entrypoints.openai.serving_chat import chat_completions
@@ -137,17 +137,20 @@ def name_of(frame: FrameType) -> str | None:
     return f"{Path(path).stem}:{'.'.join(names)}"
 
 
+async def no_app(_: Request) -> None:
+    """Nothing arrives on the connection."""
+
+
 def request_of(body: dict[str, Any], context: ServerContext) -> Request:
     """A request whose body is here already, and whose client stays."""
     raw = json.dumps(body).encode()
-    parts = [{"type": "http.request", "body": raw, "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        return parts.pop() if parts else await asyncio.Future()
-
-    app = SimpleNamespace(state=SimpleNamespace(context=context))
-    headers = [(b"content-length", str(len(raw)).encode())]
-    return Request({"type": "http", "app": app, "headers": headers}, receive)
+    connection = BoundedProtocol(ServerState(no_app))
+    connection.transport = asyncio.Transport()
+    headers = {"content-length": str(len(raw))}
+    request = Request(connection, "POST", "/", headers, keep_alive=True, more_body=True)
+    request.feed(raw, more_body=False)
+    request.app = SimpleNamespace(context=context)
+    return request
 
 
 async def run_to_the_socket(
@@ -170,25 +173,19 @@ async def run_to_the_socket(
     try:
         # The second body is counted: the first fills the caches of a process (`marks_of`).
         for walk in (Walk(), Walk()):
+            request = request_of(body, context)
             sys.setprofile(walk.note)
             try:
-                response = await endpoint(request_of(body, context))
+                response = await endpoint(request)
             finally:
                 sys.setprofile(None)
             # Its client leaves at once: a stream without a reader is closed.
-            await response({"type": "http"}, leave, drop)
+            request.lose_client()
+            await response.send(request)
             await asyncio.sleep(0)
         return walk
     finally:
         await manager.close()
-
-
-async def leave() -> dict[str, Any]:
-    return {"type": "http.disconnect"}
-
-
-async def drop(_: object) -> None:
-    """A socket without a reader."""
 
 
 @pytest.mark.parametrize("room", [{}, ROOM], ids=["whole", "half"])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.testclient import TestClient
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import httpx
+import pytest
+
+from sglang.srt.entrypoints.http.application import Application, Route
+from sglang.srt.entrypoints.http.request import Request, Response
+from sglang.srt.entrypoints.http_server import BoundedServer
 from sglang.srt.utils.auth import (
     AuthDecision,
     AuthLevel,
@@ -17,6 +20,7 @@ from sglang.srt.utils.auth import (
     auth_level,
     decide_request_auth,
 )
+from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
@@ -135,7 +139,7 @@ def test_preflights_need_no_key() -> None:
 
 
 @pytest.fixture
-def app() -> Starlette:
+def app() -> Application:
     async def normal(request: Request) -> Response:
         return Response()
 
@@ -143,17 +147,36 @@ def app() -> Starlette:
     async def admin(request: Request) -> Response:
         return Response()
 
-    return Starlette(
-        routes=[
+    return Application(
+        [
             Route("/open", normal, methods=["GET"]),
             Route("/admin", admin, methods=["POST"]),
         ]
     )
 
 
-def test_middleware_applies_the_level_of_the_route(app: Starlette) -> None:
+@contextmanager
+def served(app: Application) -> Iterator[httpx.Client]:
+    server = BoundedServer(app, port=get_free_port())
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        assert wait_until(lambda: server.started, 30)
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=20) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def client(app: Application) -> Iterator[httpx.Client]:
     add_api_key_middleware(app, api_key="user", admin_api_key="admin")
-    client = TestClient(app)
+    with served(app) as client:
+        yield client
+
+
+def test_middleware_applies_the_level_of_the_route(client: httpx.Client) -> None:
     user, admin = {"Authorization": "Bearer user"}, {"Authorization": "Bearer admin"}
     assert client.get("/open").status_code == 401
     assert client.get("/open", headers=user).status_code == 200
@@ -167,12 +190,12 @@ def test_middleware_applies_the_level_of_the_route(app: Starlette) -> None:
     assert "Authorization: Bearer" in refused.json()["error"]["message"]
 
 
-def test_admin_force_endpoints_are_found(app: Starlette) -> None:
+def test_admin_force_endpoints_are_found(app: Application) -> None:
     assert not app_has_admin_force_endpoints(app)
 
     @auth_level(FORCE)
     async def force(request: Request) -> Response:
         return Response()
 
-    app.routes.append(Route("/force", force, methods=["POST"]))
-    assert app_has_admin_force_endpoints(app)
+    forced = Application([*app.routes, Route("/force", force, methods=["POST"])])
+    assert app_has_admin_force_endpoints(forced)

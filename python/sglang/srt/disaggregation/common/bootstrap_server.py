@@ -19,11 +19,10 @@ import threading
 from typing import Any, Final, NoReturn
 from urllib.parse import parse_qsl
 
-import httptools
 import msgspec
+from aiohttp.http_parser import RawRequestMessage
 
 from sglang.srt.arg_groups.disaggregation import BOOTSTRAP_PORT_FLAG
-from sglang.srt.constants import KIB
 from sglang.srt.disaggregation.base.bootstrap_route import (
     MAX_DP_RANK,
     MAX_RANK,
@@ -37,17 +36,18 @@ from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
 from sglang.srt.disaggregation.base.deployment_secret import NONCE_BYTES, SOURCES, DeploymentSecret
 from sglang.srt.utils.bad_messages import BadMessages
 from sglang.srt.utils.bounded_listener import Listener, OpenConnections, most_connections
+from sglang.srt.utils.http_head import HEAD_END, MAX_HEAD_BYTES, parse_head
 from sglang.srt.utils.network import listening_sockets
 
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S: Final = 10.0
 """Seconds for a client's whole request, and for reading the answer."""
-MAX_REQUEST_BYTES: Final = 16 * KIB
 MAX_CONNECTIONS: Final = 256
 """Most connections; a further one takes the place of the oldest. An answer takes no time, so that
 the oldest one has a slow client."""
 _BACKLOG: Final = 256
+_LAST_CHUNK: Final = b"0\r\n\r\n"
 _JOIN_S: Final = 5.0
 _HEALTH_PATH: Final = "/health"
 _NUMBER: Final = re.compile(r"[0-9]{1,5}")
@@ -118,10 +118,10 @@ class CommonKVBootstrapServer(BaseKVBootstrapServer):
 
     # -- answers ---------------------------------------------------------------------------------
 
-    def answer(self, request: _Connection, method: str, client: str) -> bytes:
-        """The HTTP response to a whole request. Raises `_Refusal`."""
-        target = request.url.decode("latin-1")
-        path, _, query = target.partition("?")
+    def answer(self, request: RawRequestMessage, client: str) -> bytes:
+        """The HTTP response to a request. Raises `_Refusal`."""
+        method = request.method
+        path, _, query = request.path.partition("?")
         if path not in (_HEALTH_PATH, ROUTE_PATH):
             raise _Refusal(
                 http.HTTPStatus.NOT_FOUND,
@@ -139,9 +139,9 @@ class CommonKVBootstrapServer(BaseKVBootstrapServer):
             proof = f"{PROOF_SCHEME}: {self._secret.proof(OF_ANSWER, nonce, body).hex()}\r\n"
         return _response(http.HTTPStatus.OK, body, "application/json", proof)
 
-    def _proved_nonce(self, request: _Connection, client: str) -> bytes:
+    def _proved_nonce(self, request: RawRequestMessage, client: str) -> bytes:
         """The nonce of a question whose client knows the secret; nothing if there is none."""
-        scheme, _, proof = request.authorization.decode("latin-1").partition(" ")
+        scheme, _, proof = request.headers.get("authorization", "").partition(" ")
         nonce, _, mac = proof.partition(" ")
         is_given = scheme == PROOF_SCHEME
         if self._secret is None:
@@ -151,7 +151,9 @@ class CommonKVBootstrapServer(BaseKVBootstrapServer):
         if not is_given:
             self._deny(client, "has no secret, and this prefill server has one")
         drawn = bytes.fromhex(nonce) if _NONCE.fullmatch(nonce) else b""
-        if not self._secret.is_hex_proof(mac, OF_QUESTION, drawn, request.url):
+        if not self._secret.is_hex_proof(
+            mac, OF_QUESTION, drawn, request.path.encode(errors="surrogateescape")
+        ):
             self._deny(client, "has another secret than this prefill server")
         return drawn
 
@@ -182,8 +184,7 @@ def _number(query: str, name: str, most: int, absent: str = "") -> int:
 
 
 class _Connection(asyncio.Protocol):
-    """A client, whose only request is answered. Thread of the server. The parser calls `on_url`,
-    `on_header` and `on_message_complete` by these names."""
+    """A client, whose only request is answered. Thread of the server."""
 
     transport: asyncio.Transport
 
@@ -193,11 +194,7 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._everyone = everyone
         self._waiting = waiting
-        self._parser = httptools.HttpRequestParser(self)
-        self._num_bytes = 0
-        self._is_complete = False
-        self.url = b""
-        self.authorization = b""
+        self._data = b""
         self.loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -222,33 +219,30 @@ class _Connection(asyncio.Protocol):
     def eof_received(self) -> None:
         self._end(_error(http.HTTPStatus.BAD_REQUEST, "the request is not complete"))
 
-    def on_url(self, part: bytes) -> None:
-        self.url += part
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"authorization":
-            self.authorization = value
-
-    def on_message_complete(self) -> None:
-        self._is_complete = True
-
     def _parse(self, data: bytes) -> bytes | None:
         """The answer, if the request is whole. Raises `_Refusal`."""
-        self._num_bytes += len(data)
-        if self._num_bytes > MAX_REQUEST_BYTES:
+        self._data += data
+        if len(self._data) > MAX_HEAD_BYTES:
             raise _Refusal(
                 http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the request has more than {MAX_REQUEST_BYTES} bytes",
+                f"the request has more than {MAX_HEAD_BYTES} bytes",
             )
+        head, end, body = self._data.partition(HEAD_END)
         try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not head[:1].isalpha():
+                raise ValueError("no method begins with this byte")
+            if not end:
+                return None
+            request = parse_head(head + end)
+        except ValueError as error:
             why = f"not understood as HTTP: {error}"
             raise _Refusal(http.HTTPStatus.BAD_REQUEST, why) from None
-        if not self._is_complete:
+        # No question has a body; the connection ends with the answer to one that has.
+        length = int(request.headers.get("content-length", "0"))
+        if not body.endswith(_LAST_CHUNK) if request.chunked else len(body) < length:
             return None
         host, *_ = self.transport.get_extra_info("peername") or ("an unknown address",)
-        return self._server.answer(self, self._parser.get_method().decode("ascii"), host)
+        return self._server.answer(request, host)
 
     def _end(self, answer: bytes) -> None:
         if not self.transport.is_closing():

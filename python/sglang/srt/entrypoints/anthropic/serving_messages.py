@@ -7,9 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from sglang.srt.entrypoints.anthropic.context_management import (
     FIELD,
@@ -22,8 +19,10 @@ from sglang.srt.entrypoints.anthropic.protocol import (
     MessagesBody,
     chat_body,
 )
+from sglang.srt.entrypoints.http.application import Route
 from sglang.srt.entrypoints.http.body import read_json
 from sglang.srt.entrypoints.http.errors import ApiError, client_names
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response, unless_client_leaves
 from sglang.srt.entrypoints.openai.output_blocks import (
@@ -85,7 +84,7 @@ async def _num_tokens(request: Request, one: GenerateRequest) -> int:
     manager, text = context_of(request).manager, one.text or ""
     check_texts([text], manager.limits, "messages")
     work = manager.encoder.encode(text, add_special_tokens=False)
-    return len(await unless_client_leaves(request.receive, work))
+    return len(await unless_client_leaves(request.gone, work))
 
 
 class MessageAnswers(BlockAnswers):

@@ -15,10 +15,10 @@ from functools import cache
 from typing import Annotated, Any, Final, TypeVar, get_args
 
 import msgspec
-from starlette.requests import Request
 
 from sglang.srt.constants import DEFAULT_BOOTSTRAP_PORT, HEALTH_CHECK_RID_PREFIX, MIB
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
+from sglang.srt.entrypoints.http.request import Request
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.managers.tokenizer.request_limits import MAX_RID_CHARS
 from sglang.srt.messages.io_struct import MAX_ROOM, Bootstrap
@@ -44,7 +44,7 @@ MAX_NAME_CHARS: Final = 64
 """An unknown field's name is cut to this length in errors; known ones are shorter."""
 _LARGE_BYTES: Final = MIB
 _SESSION_FIELD: Final = "session_id"
-_SESSION_HEADER: Final = b"x-smg-routing-key"
+_SESSION_HEADER: Final = "x-smg-routing-key"
 
 _MESSAGE: Final = re.compile(r"(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?", re.DOTALL)
 _NAMED_FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
@@ -60,21 +60,23 @@ async def read_body(request: Request) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced[:20]) > MAX_BODY_BYTES:
         raise _too_large()
+    if not request.more_body:  # Most bodies come with their head.
+        return b"".join(request.parts)
     now = asyncio.get_running_loop().time
     end = now() + BODY_SECONDS
     body = bytearray()
     try:
         async with asyncio.timeout_at(now() + CHUNK_SECONDS) as bound:
-            part = await request.receive()
-            while part["type"] != "http.disconnect":
-                data: bytes = part.get("body", b"")
-                if len(body) + len(data) > MAX_BODY_BYTES:
-                    raise _too_large()
-                if not part.get("more_body"):
-                    return bytes(body) + data if body else data
-                body += data
-                bound.reschedule(min(now() + CHUNK_SECONDS, end))
+            while True:
                 part = await request.receive()
+                if request.gone.done():
+                    break
+                if len(body) + len(part) > MAX_BODY_BYTES:
+                    raise _too_large()
+                if not request.more_body:
+                    return bytes(body) + part if body else part
+                body += part
+                bound.reschedule(min(now() + CHUNK_SECONDS, end))
     except TimeoutError:
         raise ApiError(
             408,
@@ -123,16 +125,17 @@ async def read_json(request: Request, kind: type[T], *, may_be_empty: bool = Fal
 
 
 def _session_of(request: Request) -> str | None:
-    for name, value in request.scope["headers"]:
-        if name == _SESSION_HEADER:
-            if not 1 <= len(value) <= MAX_RID_CHARS:
-                raise bad_request(
-                    "the header X-SMG-Routing-Key names the session where session_id does not: it "
-                    f"must have 1 to {MAX_RID_CHARS} characters",
-                    _SESSION_FIELD,
-                )
-            return str(value, "latin-1")
-    return None
+    name = request.headers.get(_SESSION_HEADER)
+    if name is None:
+        return None
+    raw = name.encode(errors="surrogateescape")
+    if not 1 <= len(raw) <= MAX_RID_CHARS:
+        raise bad_request(
+            "the header X-SMG-Routing-Key names the session where session_id does not: it "
+            f"must have 1 to {MAX_RID_CHARS} characters",
+            _SESSION_FIELD,
+        )
+    return raw.decode("latin-1")
 
 
 def convert(value: object, kind: type[T], field: str) -> T:

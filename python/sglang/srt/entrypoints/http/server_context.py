@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from starlette.requests import Request
-
 from sglang.srt.configs.generation_config import SamplingDefaults
 from sglang.srt.entrypoints.http.errors import ApiError
+from sglang.srt.entrypoints.http.request import Request
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.process import HeapTrimmer
@@ -90,6 +89,6 @@ class ServerContext:
 
 
 def context_of(request: Request) -> ServerContext:
-    context = request.app.state.context
+    context = request.app.context
     assert isinstance(context, ServerContext)
     return context

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, error_body
+from sglang.srt.entrypoints.http.request import Request, Response
 
 T = TypeVar("T")
 
@@ -82,11 +81,11 @@ async def merge(
 
 
 DONE: Final = b"data: [DONE]\n\n"
-_STREAM_HEADERS: Final = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
+_STREAM_HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 _encoder: Final = msgspec.json.Encoder()
 
 
@@ -116,34 +115,31 @@ class EventStream(Response):
     def __init__(
         self, first: object, events: AsyncGenerator[object, None], *, named: bool = False
     ) -> None:
-        """Take a stream whose `first` event has come, with `unless_client_leaves(request.receive,
+        """Take a stream whose `first` event has come, with `unless_client_leaves(request.gone,
         anext(events), events)`: a failure before it is then a plain HTTP error."""
-        super().__init__()
+        super().__init__(headers=_STREAM_HEADERS)
         self._first = first
         self._events = events
         self._named = named
 
-    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        """Starlette's hook; by default it builds the headers anew for each stream."""
-        self.raw_headers = list(_STREAM_HEADERS)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def send(self, request: Request) -> None:
+        """Answer `request`."""
         try:
             # The first token goes out before anything is set up for the others.
-            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            await send(start)
-            await self._send_event(send, self._first)
+            request.begin(200, self.headers)
+            request.write(self._shown(self._first))
             with contextlib.suppress(ClientLeft):
-                await unless_client_leaves(receive, self._pump(send))
+                await unless_client_leaves(request.gone, self._pump(request))
         finally:
             await self._events.aclose()
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, request: Request) -> None:
         async for event in self._with_errors():
-            await self._send_event(send, event)
+            await request.drain()
+            request.write(self._shown(event))
         if not self._named:
-            await _send_part(send, DONE)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            request.write(DONE)
+        request.end()
 
     async def _with_errors(self) -> AsyncIterator[object]:
         try:
@@ -155,19 +151,19 @@ class EventStream(Response):
                 raise
             yield error_body(api_error)
 
-    async def _send_event(self, send: Send, event: Any) -> None:
+    def _shown(self, event: Any) -> bytes:
         name = f"event: {event['type']}\n".encode() if self._named else b""
-        await _send_part(send, name + b"data: " + json_bytes(event) + b"\n\n")
+        return b"%bdata: %b\n\n" % (name, json_bytes(event))
 
 
 async def unless_client_leaves(
-    receive: Receive,
+    gone: asyncio.Future[None],
     work: Coroutine[Any, Any, T],
     events: AsyncGenerator[object, None] | None = None,
 ) -> T:
     """The result of `work`, which runs in the caller's task and is cancelled when the client
-    leaves. Then `events`, the stream whose first event it waits for, is closed. `receive` is the
-    request's, whose body has been read.
+    leaves: when `gone`, the request's, is done. Then `events`, the stream whose first event it
+    waits for, is closed.
 
     Raises:
         ClientLeft: No answer reaches the client any more.
@@ -176,16 +172,16 @@ async def unless_client_leaves(
     assert task is not None, "endpoints run in tasks"
     has_left = is_over = False
 
-    def on_gone(_: asyncio.Task[None]) -> None:
+    def cancel() -> None:
         nonlocal has_left
-        # The client may leave in the turn of the loop in which `work` ends. This callback is then
-        # scheduled already, and would cancel what the caller does next.
         if not is_over:
             has_left = True
             task.cancel()
 
-    # `work` runs in this task. Only the watch has its own: a task for `work` would cost more.
-    gone = asyncio.create_task(_wait_until_gone(receive))
+    def on_gone(_: asyncio.Future[None]) -> None:
+        # The client may leave in the turn of the loop in which `work` ends: then the answer counts.
+        task.get_loop().call_soon(cancel)
+
     gone.add_done_callback(on_gone)
     try:
         return await work
@@ -198,15 +194,4 @@ async def unless_client_leaves(
         raise ClientLeft from None
     finally:
         is_over = True
-        gone.cancel()
-
-
-async def _wait_until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _send_part(send: Send, body: bytes) -> None:
-    # The other task notices that the client has left; this write may fail before it does.
-    with contextlib.suppress(OSError):
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        gone.remove_done_callback(on_gone)

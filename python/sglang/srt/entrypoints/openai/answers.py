@@ -12,9 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import ServerContext
 from sglang.srt.entrypoints.http.sse import (
     EventStream,
@@ -314,6 +313,6 @@ async def respond(
 
     if samples[0].stream:
         chunks = stream()
-        first = await unless_client_leaves(request.receive, anext(chunks), chunks)
+        first = await unless_client_leaves(request.gone, anext(chunks), chunks)
         return EventStream(first, chunks, named=named_events)
-    return json_response(await unless_client_leaves(request.receive, whole()))
+    return json_response(await unless_client_leaves(request.gone, whole()))

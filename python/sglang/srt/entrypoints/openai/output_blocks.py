@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, client_names
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.entrypoints.openai.answers import respond, shown_reports
 from sglang.srt.entrypoints.openai.protocol import ChatBody

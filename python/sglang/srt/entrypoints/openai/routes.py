@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
+from sglang.srt.entrypoints.http.application import Route
 from sglang.srt.entrypoints.http.body import MAX_BATCH, NOTHING, is_neutral, read_json
 from sglang.srt.entrypoints.http.errors import ApiError, bad_request
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import json_response, unless_client_leaves
 from sglang.srt.entrypoints.openai.chat_prompt import chat_prompt, tool_use
@@ -42,7 +40,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request) -> Response:
     """The model that the path names, if it is the served one."""
     context = context_of(request)
-    name = str(request.path_params["name"])
+    name = request.path.removeprefix("/v1/models/")
     if name != context.model_name:
         raise ApiError(
             404,
@@ -75,7 +73,7 @@ async def tokenize(request: Request) -> Response:
     adds = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     texts = [prompt] if isinstance(prompt, str) else prompt
     check_texts(texts, context.manager.limits, "prompt")
-    rows = await unless_client_leaves(request.receive, _encode_all(context.manager, texts, adds))
+    rows = await unless_client_leaves(request.gone, _encode_all(context.manager, texts, adds))
     single = isinstance(prompt, str)
     return json_response(
         {
@@ -133,7 +131,7 @@ async def detokenize(request: Request) -> Response:
 async def other_model(request: Request) -> Response:
     """Refused by name: a client that is told 404 looks for a wrong address."""
     name = context_of(request).model_name
-    work = "embeddings" if request.url.path.endswith("/embeddings") else "rankings"
+    work = "embeddings" if request.path.endswith("/embeddings") else "rankings"
     raise ApiError(
         501,
         f"{name!r} generates text, and this server computes no {work}: use a server of an "
@@ -183,7 +181,7 @@ ROUTES: Final = (
     Route("/v1/embeddings", other_model, methods=["POST"]),
     Route("/v1/rerank", other_model, methods=["POST"]),
     Route("/v1/models", models, methods=["GET"]),
-    Route("/v1/models/{name:path}", model, methods=["GET"]),
+    Route("/v1/models/{name}", model, methods=["GET"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/v1/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),

@@ -7,12 +7,10 @@ from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any, Final
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from sglang.srt.constrained.constraint import ConstraintKind, Reasoning
 from sglang.srt.entrypoints.http.body import dp_rank_of, read_json, rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.openai.answers import (
     Answers,

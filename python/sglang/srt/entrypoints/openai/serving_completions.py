@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final, cast
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from sglang.srt.entrypoints.http.body import MAX_BATCH, dp_rank_of, read_json, rooms_of
 from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.openai.answers import (
     Answers,

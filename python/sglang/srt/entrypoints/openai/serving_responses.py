@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from sglang.srt.entrypoints.http.body import read_json
 from sglang.srt.entrypoints.http.errors import ApiError
+from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.http.sse import Slices
 from sglang.srt.entrypoints.openai.answers import TokenFormatter

@@ -25,10 +25,10 @@ from sglang.srt.disaggregation.base.deployment_secret import DeploymentSecret
 from sglang.srt.disaggregation.common import bootstrap_server
 from sglang.srt.disaggregation.common.bootstrap_server import (
     MAX_CONNECTIONS,
-    MAX_REQUEST_BYTES,
     REQUEST_TIMEOUT_S,
     CommonKVBootstrapServer,
 )
+from sglang.srt.utils.http_head import MAX_HEAD_BYTES
 from sglang.srt.utils.network import get_free_port, is_port_available
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -123,7 +123,7 @@ def test_ranks_of_several_groups_have_the_same_numbers(running: Running) -> None
         ("PUT", "/health", 405),
         ("PUT", "/route", 405),
         ("GET", "/generate", 404),
-        ("GET", "/" + "x" * MAX_REQUEST_BYTES, 413),
+        ("GET", "/" + "x" * MAX_HEAD_BYTES, 413),
     ],
 )
 def test_wrong_questions_are_refused(running: Running, method: str, path: str, status: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.entrypoints.http.protocol import BodyMeter
+from sglang.srt.entrypoints.http.body_framing import BodyMeter
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")

@@ -12,17 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
 from sglang.srt.entrypoints.http.protocol import (
     DISCARD_BYTES,
-    MAX_HEAD_BYTES,
     MAX_UNREAD_BYTES,
+    App,
     BoundedProtocol,
-    bounded_protocol,
+    ServerState,
 )
+from sglang.srt.entrypoints.http.request import Request
 from sglang.srt.entrypoints.http_server import BoundedServer
+from sglang.srt.utils.bounded_listener import OpenConnections
+from sglang.srt.utils.http_head import MAX_HEAD_BYTES
 from sglang.srt.utils.network import get_free_port, wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -37,34 +38,33 @@ class Served:
     """A server of a small application, and what that saw."""
 
     port: int
-    protocol: type[BoundedProtocol]
+    state: ServerState = field(init=False)
     seen: list[tuple[str, bytes]] = field(default_factory=list)
     """Path and body of each request; of one that is refused, no body."""
     at_once: int = 0
     most_at_once: int = 0
     hold: threading.Event = field(default_factory=threading.Event)
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, request: Request) -> None:
         """Answers with the path. `/refuse` reads no body; `/hold` waits while `hold` is set."""
-        path, body, more = scope["path"], b"", scope["path"] != "/refuse"
+        path, body, more = request.path, b"", request.path != "/refuse"
         self.at_once += 1
         self.most_at_once = max(self.at_once, self.most_at_once)
         while more:
-            part = await receive()
-            if part["type"] == "http.disconnect":
+            part = await request.receive()
+            if request.gone.done():
                 self.at_once -= 1
                 return
-            body += part["body"]
-            more = part["more_body"]
+            body += part
+            more = request.more_body
         while path == "/hold" and self.hold.is_set():
             await asyncio.sleep(0.01)
         self.seen.append((path, body))
         text = path.encode()
-        length = (b"content-length", str(len(text)).encode())
         await asyncio.sleep(0)
         self.at_once -= 1
-        await send({"type": "http.response.start", "status": 200, "headers": [length]})
-        await send({"type": "http.response.body", "body": text})
+        request.begin(200, {}, len(text))
+        request.end(text)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
@@ -77,7 +77,11 @@ class Served:
 
     @property
     def bad_requests(self) -> int:
-        return self.protocol.bad_requests.count
+        return self.state.bad_requests.count
+
+    @property
+    def open_connections(self) -> OpenConnections:
+        return self.state.open_connections
 
 
 def read_all(peer: socket.socket) -> bytes:
@@ -95,13 +99,10 @@ def sent_until_refused(peer: socket.socket, piece: bytes, most: int) -> int:
 
 @contextmanager
 def serving(max_idle: int = 64, discard_seconds: float = 60.0) -> Iterator[Served]:
-    protocol = bounded_protocol(max_idle)
-    protocol.discard_seconds = discard_seconds
-    served = Served(get_free_port(), protocol)
-    config = uvicorn.Config(
-        served, port=served.port, http=protocol, ws="none", lifespan="off", log_config=None
-    )
-    server = BoundedServer(config)
+    served = Served(get_free_port())
+    server = BoundedServer(served, port=served.port, max_idle=max_idle)
+    served.state = server.server_state
+    served.state.discard_seconds = discard_seconds
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -122,7 +123,7 @@ def shared() -> Iterator[Served]:
 @pytest.fixture
 def served(shared: Served) -> Served:
     shared.seen.clear()
-    shared.protocol.bad_requests.count = 0
+    shared.state.bad_requests.count = 0
     return shared
 
 
@@ -193,7 +194,7 @@ def test_a_client_that_sends_nothing_more_is_not_waited_for() -> None:
     with serving(discard_seconds=0.2) as served, served.connect() as peer:
         peer.sendall(CHUNKED % b"refuse")
         read_all(peer)
-        open_now = served.protocol.open_connections
+        open_now = served.open_connections
         assert wait_until(lambda: open_now.num_idle == 0, 30)
 
 
@@ -332,7 +333,7 @@ def test_idle_connections_are_few_and_the_longest_idle_goes() -> None:
         served.hold.set()
         busy = served.connect()
         busy.sendall(GET.replace(b"%d", b"hold"))
-        open_now = served.protocol.open_connections
+        open_now = served.open_connections
         peers = []
         for number in range(4):
             peers.append(served.connect())
@@ -375,26 +376,29 @@ class Transport(asyncio.Transport):
         """Does nothing: this object holds no resource."""
 
 
-async def stream(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    if scope["method"] == "HEAD":
-        await send({"type": "http.response.body"})
+async def stream(request: Request) -> None:
+    request.begin(200, {})
+    if request.method == "HEAD":
+        request.end()
         return
     for body in (b"one", b"two"):
-        await send({"type": "http.response.body", "body": body, "more_body": True})
-    await send({"type": "http.response.body"})
+        await request.drain()
+        request.write(body)
+    request.end()
+
+
+def connect(app: App, transport: Transport) -> BoundedProtocol:
+    connection = BoundedProtocol(ServerState(app))
+    connection.connection_made(transport)
+    return connection
 
 
 def writes_of(request: bytes, lost_at: int = 1000) -> list[bytes]:
     async def run() -> list[bytes]:
-        config = uvicorn.Config(stream, http=bounded_protocol(), ws="none", log_config=None)
-        config.load()
-        state, transport = ServerState(), Transport(lost_at)
-        connection: Any = config.http_protocol_class
-        connection = connection(config=config, server_state=state, app_state={})
-        connection.connection_made(transport)
+        transport = Transport(lost_at)
+        connection = connect(stream, transport)
         connection.data_received(request)
-        await asyncio.gather(*state.tasks)
+        await asyncio.gather(*connection.state.tasks)
         connection.connection_lost(None)
         return transport.written
 
@@ -422,22 +426,15 @@ def test_a_response_without_a_body_has_a_head() -> None:
 def test_a_body_that_is_not_read_waits_once_it_is_large(size: int, pauses: int) -> None:
     seen = bytearray()
 
-    async def read(scope: Any, receive: Any, send: Any) -> None:
-        more = True
-        while more:
-            part = await receive()
-            seen.extend(part["body"])
-            more = part["more_body"]
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body"})
+    async def read(request: Request) -> None:
+        while request.more_body:
+            seen.extend(await request.receive())
+        request.begin(200, {})
+        request.end()
 
     async def run() -> None:
-        config = uvicorn.Config(read, http=bounded_protocol(), ws="none", log_config=None)
-        config.load()
-        state, transport = ServerState(), Transport()
-        connection: Any = config.http_protocol_class
-        connection = connection(config=config, server_state=state, app_state={})
-        connection.connection_made(transport)
+        transport = Transport()
+        connection = connect(read, transport)
         head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (size + 1)
         connection.data_received(head + bytes(size))
         assert (transport.pauses, transport.is_paused) == (pauses, bool(pauses))
@@ -445,7 +442,7 @@ def test_a_body_that_is_not_read_waits_once_it_is_large(size: int, pauses: int) 
             await asyncio.sleep(0)
         assert not transport.is_paused, "its endpoint has read it"
         connection.data_received(b"x")
-        await asyncio.gather(*state.tasks)
+        await asyncio.gather(*connection.state.tasks)
         assert transport.pauses == pauses
         connection.connection_lost(None)
 
