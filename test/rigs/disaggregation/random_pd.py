@@ -5,15 +5,13 @@
 
 A seed determines a configuration of both schedulers, and round after round of work: requests that
 share prefixes, aborts on either side, requests that only one side gets, rooms that are taken,
-prefill servers that are away or silent. In
-some rounds nothing fails, and every request must give its words. In the others messages are lost,
-doubled and delayed, reads hang and fail, rooms are given up, and prompts fail by injection;
-then a request gives its words or ends with an error that names the step. After each round both
-sides are idle, their page ownership exact, and no room is open.
-
-In some seeds the model is a tiny one of a family whose pools have strides, windows and groups; in
-the others a model that checks all it reads. NIXL carries the bytes in some, if its package is
-there. A run is a function of its seed, except for the progress of threads.
+prefill servers that are away or silent. In some rounds nothing fails, and every request must give
+its words. In the others messages are lost, doubled and delayed, reads hang and fail, rooms are
+given up, and prompts fail by injection; then a request gives its words or ends with an error that
+names the step. After each round both sides are idle, their pages have one owner each, and no room
+is open. In some seeds the model is a tiny one of a family whose pools have strides, windows and
+groups; in the others a model that checks all it reads. NIXL carries the bytes in some, if its
+package is there. A run is a function of its seed, except for the progress of threads.
 """
 
 from __future__ import annotations
