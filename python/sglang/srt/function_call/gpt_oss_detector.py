@@ -257,6 +257,8 @@ class GptOssDetector(FormatDetector):
     def _end_header(self, text: str, *, has_body: bool) -> None:
         self._is_first = False
         header = read_header(text, is_cut=not has_body)
+        if header is not None and not (has_body or self._may_be_cut(header.recipient)):
+            header = None
         words = _spaced(_MARK.sub(" ", text))
         if header is None:
             self._begin_text()
@@ -273,6 +275,15 @@ class GptOssDetector(FormatDetector):
             self._begin_text()
             if header.channel == "analysis":
                 self._kind = PartKind.REASONING
+
+    def _may_be_cut(self, recipient: str) -> bool:
+        """True if `recipient`, whose end may be missing, is that of a call, or empty."""
+        if self._names is None:
+            return recipient.startswith(_FUNCTIONS) or _FUNCTIONS.startswith(recipient)
+        return any(
+            name.startswith(recipient) or (_FUNCTIONS + name).startswith(recipient)
+            for name in self._names
+        )
 
     def _begin_text(self) -> None:
         self._is_first = False

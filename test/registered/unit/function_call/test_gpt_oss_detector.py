@@ -10,7 +10,7 @@ from itertools import groupby
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rigs.harmony_text import (
@@ -364,6 +364,7 @@ WORD = re.compile(r"WORD[0-9]+;")
 
 
 @settings(max_examples=300, deadline=None)
+@example([" to=functions.add", "WORD"], [], PROMPT)
 @given(
     parts=st.lists(st.sampled_from(FRAGMENTS), max_size=16),
     points=st.lists(st.integers(0, 2000), max_size=12),
