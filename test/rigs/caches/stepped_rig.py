@@ -77,6 +77,7 @@ def _stop_threads(attached: AttachedStore) -> None:
     for waiting in (attached.reads.queue, attached.writes.queue):
         waiting.put(None)
     attached._closing.set()
+    attached.breaker.end()
     for thread in attached._threads:
         thread.join()
 
