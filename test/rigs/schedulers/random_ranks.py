@@ -74,8 +74,8 @@ class RankRig(CheckableRig):
         self.num_ticks = 0
 
     def step(self, *messages: ToScheduler) -> None:
-        """Rank 0: run one tick of all ranks, one second later."""
-        self.now += 1.0
+        """Rank 0: run one tick of all ranks, `tick_s` after the last one."""
+        self.now += self.tick_s
         tick = self.scheduler.make_tick(self.now, messages)
         self._tick(self.group.broadcast(encode(tick)))
 
@@ -197,6 +197,7 @@ class RandomRanks(RandomScheduler):
         group = self._exchange.group(rank, seed=self._seed, most_delay_s=_MOST_DELAY_S)
         referee = self._referees.group(rank) if self._has_referee else None
         rig = RankRig(self._wrap_group(group), referee, **self.setup.rig_args())
+        rig.tick_s = self.setup.tick_s  # type: ignore[misc]
         self.setup.slow_down(rig.tree, random.Random(f"{self._seed} {rank}"))
         return rig
 

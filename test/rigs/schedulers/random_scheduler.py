@@ -168,6 +168,7 @@ class RandomScheduler:
         rig = CheckableRig(
             BUILTIN_MODEL_DIR, held_pages=self._door.notes[group], **self.setup.rig_args()
         )
+        rig.tick_s = self.setup.tick_s  # type: ignore[misc]
         self.setup.slow_down(rig.tree, random.Random(self.rng.random()))
         return rig
 

@@ -84,7 +84,7 @@ class Setup:
     overlap: bool
     stream_interval: int
     target_inter_token_latency: float | None
-    """Seconds; the rig's clock advances by one in each step."""
+    """In ticks."""
     backend: str
     pass_prefix_keys: bool
     verify_checksum: bool
@@ -200,6 +200,12 @@ class Setup:
         )
 
     @property
+    def tick_s(self) -> float:
+        """Seconds by which the rig's clock advances in each step. Above a buffer a prompt is read
+        in parts for as long as the clock gives it, so that the clock must not outrun the store."""
+        return 0.001 if self.is_buffer else 1.0
+
+    @property
     def write_policies(self) -> tuple[str, ...]:
         """Write policies that an operator may choose."""
         return BufferedBackup.POLICIES if self.is_buffer else WRITE_POLICIES
@@ -216,6 +222,7 @@ class Setup:
 
     def rig_args(self) -> dict[str, Any]:
         """Arguments of `CheckableRig`."""
+        latency = self.target_inter_token_latency
         args: dict[str, Any] = {
             "state": self.state,
             "heads": self.heads,
@@ -233,7 +240,7 @@ class Setup:
             "schedule_conservativeness": self.conservativeness,
             "radix_eviction_policy": self.eviction,
             "stream_interval": self.stream_interval,
-            "target_inter_token_latency": self.target_inter_token_latency,
+            "target_inter_token_latency": latency and latency * self.tick_s,
         }
         if self.track_interval:
             args["mamba_track_interval"] = self.track_interval
@@ -262,8 +269,8 @@ class Setup:
         config: dict[str, Any] = {
             STORE_KEY: store.name,
             "prefetch_threshold": self.threshold_pages * self.page_size,
-            "prefetch_timeout_base": 0.01,
-            "prefetch_timeout_max": 0.05,
+            "prefetch_timeout_base": 0.05 if self.is_buffer else 0.01,
+            "prefetch_timeout_max": 0.2 if self.is_buffer else 0.05,
             "hicache_storage_pass_prefix_keys": self.pass_prefix_keys,
             "verify_checksum": self.verify_checksum,
         }

@@ -174,7 +174,7 @@ class HiRadixCache(RadixCache):
 
     def begin_tick(self, now: float) -> None:
         super().begin_tick(now)
-        self.request_reads.now = now
+        self.request_reads.begin_tick(now)
 
     def watch_queues(self, queues: ReplicatedState) -> None:
         self._replicated.queues = queues

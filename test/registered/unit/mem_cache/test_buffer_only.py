@@ -142,6 +142,73 @@ def test_one_prompt_at_a_time_is_read_in_parts_and_none_starves() -> None:
     assert used_host_pages(rig) == 0
 
 
+def rig_with_two_streams() -> tuple[SteppedRig, list[int]]:
+    """A rig in which request `a` has the turn to read its prompt in parts, and `b` waits for it;
+    and the prompt of `b`."""
+    rig = make_rig(l1_pages=64, l2_pages=8)
+    prompts = {name: [1000 * at + one for one in pages_of(12)] for at, name in enumerate("ab")}
+    for ids in prompts.values():
+        rig.run(ids)
+        rig.settle()
+    empty_l1(rig)
+    rig.hi.begin_tick(1.0)
+    for name, ids in prompts.items():
+        rig.arrive(name, ids)
+    rig.prefetches(None)
+    rig.tick()
+    assert not rig.hi.check_prefetch_progress("a")
+    assert not rig.hi.check_prefetch_progress("b")
+    return rig, prompts["b"]
+
+
+def test_a_turn_passes_on_if_the_scheduler_asks_about_others_alone() -> None:
+    """A decode server, for example, passes over new requests while a retracted one waits."""
+    rig, ids = rig_with_two_streams()
+    now = 1.0
+
+    def may_admit() -> bool:
+        nonlocal now
+        now += 0.01
+        rig.hi.begin_tick(now)
+        return rig.hi.check_prefetch_progress("b")
+
+    rig.until(may_admit)
+    request, reused = rig.admit("b", ids)
+    assert reused.total == 12 * PAGE and now < 2.0
+    rig.finish(request)
+    rig.hi.release_aborted_request("a")
+    rig.settle()
+    assert used_host_pages(rig) == 0
+
+
+def test_a_turn_stays_in_ticks_in_which_nothing_is_asked() -> None:
+    rig, _ = rig_with_two_streams()
+    for now in (1.1, 1.2, 1.3):
+        rig.hi.begin_tick(now)
+    rig.prefetches(None)
+    rig.tick()
+    assert not rig.hi.check_prefetch_progress("b")
+    assert not rig.hi.storage_prefetch.table.reads_of("b")
+    assert not rig.hi.check_prefetch_progress("a")
+    assert rig.hi.storage_prefetch.table.reads_of("a")
+    for name in "ab":
+        rig.hi.release_aborted_request(name)
+    rig.settle()
+    assert used_host_pages(rig) == 0
+
+
+def test_no_prompt_waits_for_its_turn_while_the_store_is_silent() -> None:
+    rig, ids = rig_with_two_streams()
+    rig.hi.store.silence_ms = 400
+    assert rig.hi.check_prefetch_progress("b"), "computing takes no longer"
+    request, reused = rig.admit("b", ids)
+    assert 0 < reused.storage < 12 * PAGE
+    rig.finish(request)
+    rig.hi.release_aborted_request("a")
+    rig.settle()
+    assert used_host_pages(rig) == 0
+
+
 def test_a_report_of_a_prompt_read_in_parts_ends_where_the_store_does() -> None:
     rig = make_rig()
     rig.run(pages_of(20))

@@ -3,7 +3,7 @@
 A buffer holds a part of a long prompt. While its request waits, each part that has landed is loaded
 to L1, which frees its room for the part after the next; the last part is loaded when the request is
 scheduled. One request at a time has the *turn* to do so: all waiting prompts together would evict
-each other from L1.
+each other from L1. Its turn passes on once the scheduler asks about others and not about it.
 
 Threads: the scheduler's only.
 """
@@ -64,8 +64,6 @@ class RequestReads:
         match: Longest known prefix.
         load: Queues the load of a matched prefix to L1, which the next batch waits for.
 
-    Attributes:
-        now: Seconds of the tick, equal on all ranks.
     """
 
     def __init__(
@@ -76,7 +74,8 @@ class RequestReads:
         match: Callable[[MatchPrefixParams], MatchResult],
         load: Callable[[InitLoadBackParams], object],
     ) -> None:
-        self.now = 0.0
+        self._now = 0.0
+        """Seconds of the tick, equal on all ranks."""
         self._tree = tree
         self._store = store
         self._prefetch = prefetch
@@ -86,6 +85,15 @@ class RequestReads:
         """Number of tokens that L3 contributed, by request."""
         self._streams: dict[str, _Stream] = {}
         self._turn: str | None = None
+        self._asked: set[str] = set()
+        """Requests of `_streams` that the scheduler has asked about in this tick."""
+
+    def begin_tick(self, now: float) -> None:
+        """`now`: seconds of the tick, equal on all ranks."""
+        self._now = now
+        if self._asked and self._turn not in self._asked:
+            self._turn = None
+        self._asked.clear()
 
     def arrive(
         self,
@@ -137,11 +145,13 @@ class RequestReads:
         assert self._store.attached is not None
         timeout = self._store.attached.settings.timeout
         waits_to_end = self._store.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE
-        return self.now + (timeout.max if waits_to_end else timeout.seconds_for(tokens))
+        return self._now + (timeout.max if waits_to_end else timeout.seconds_for(tokens))
 
     def may_schedule(self, req_id: str) -> bool:
         """See `BasePrefixCache.check_prefetch_progress`."""
         prefetch, policy = self._prefetch, self._store.prefetch_policy
+        if req_id in self._streams:
+            self._asked.add(req_id)
         if not prefetch.table.may_schedule(req_id, policy):
             return False
         for read in prefetch.table.reads_of(req_id):
@@ -166,6 +176,7 @@ class RequestReads:
         """Forget all requests. No read may be under way."""
         self._brought.clear()
         self._streams.clear()
+        self._asked.clear()
         self._turn = None
 
     # ---- reading in parts --------------------------------------------------------------------
@@ -187,8 +198,10 @@ class RequestReads:
             return False
         if stream.deadline is None:
             stream.deadline = self._deadline(stream.end)
-        if self.now > stream.deadline or self._prefetch.table.reads_of(req_id):
+        if self._now > stream.deadline or self._prefetch.table.reads_of(req_id):
             return False  # The store is too slow, or has no more of it.
+        if self._prefetch.is_hopeless(req_id, stream.end - stream.known):
+            return False
         if stream.wants_turn and self._turn not in (None, req_id):
             return True
         needs_state = bool(tree.components_from_storage) or not tree.components
@@ -227,7 +240,7 @@ class RequestReads:
             None,
             only_join=False,
             report=report,
-            seconds=stream.deadline - self.now,
+            seconds=stream.deadline - self._now,
         )
         if refusal not in _CONTINUES:
             return False

@@ -219,9 +219,9 @@ class StoragePrefetch:
             wanted = min(wanted, max(share // 2, least) // page * page)
         if wanted < least:
             return NoRead.QUEUE_FULL
-        policy, rates = self._store.prefetch_policy, self._store.rates
-        if self.cost_model.is_hopeless(req_id, wanted, policy, rates, self._store.silence_ms):
+        if self.is_hopeless(req_id, wanted):
             return NoRead.UNAVAILABLE
+        policy, rates = self._store.prefetch_policy, self._store.rates
         if not self.cost_model.may_begin(req_id, wanted, policy, rates):
             return NoRead.SLOWER
         limit = NoRead.QUEUE_FULL if wanted < asked else NoRead.NO_HOST_MEMORY
@@ -241,6 +241,13 @@ class StoragePrefetch:
         pages = pool.alloc(wanted)
         assert pages is not None
         return pages, states, limit
+
+    def is_hopeless(self, req_id: str, tokens: int) -> bool:
+        """True if request `req_id` must not wait for `tokens` from L3, since it is silent."""
+        store = self._store
+        return self.cost_model.is_hopeless(
+            req_id, tokens, store.prefetch_policy, store.rates, store.silence_ms
+        )
 
     def _alloc_states(self) -> dict[StateComponent, torch.Tensor]:
         """A host slot for the state of each kind that a read brings, as far as there is room."""
