@@ -275,7 +275,7 @@ class RandomPd:
         hangs = self._has_faults and rng.random() < 0.5
         rate = rng.choice((0.1, 0.3, 0.8))
         for _ in range(rng.choice((10, 40, 80))):
-            if rng.random() < rate and len(self._pending) < 30:
+            if rng.random() < rate and len(self._pending) < self.work.most:
                 self._arrive(odd)
             if rng.random() < (0.15 if hangs else 0.04):
                 self._abort()

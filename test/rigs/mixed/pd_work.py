@@ -33,7 +33,14 @@ def draw_family(seed: int) -> str | None:
 
 
 class PdWork(Protocol):
-    """Draws requests, and knows what they must give."""
+    """Draws requests, and knows what they must give.
+
+    Attributes:
+        most: Requests under way at once. A small decode server of a real model that serves many one
+            after the other ends the last of them for want of slots.
+    """
+
+    most: int
 
     def draw(self, limits: BatchLimits) -> list[Sent]:
         """Some requests."""
@@ -54,6 +61,8 @@ class PdWork(Protocol):
 class CheckableWork(RandomRequests):
     """Of a checkable model."""
 
+    most = 30
+
     def remember(self, sent: Sent, words: list[int]) -> None:  # type: ignore[override]
         super().remember(sent.message.extra_key, sent.prompt + words)
 
@@ -73,6 +82,8 @@ class CheckableWork(RandomRequests):
 
 class RealWork:
     """Of a tiny model of `family`. Words are checked at the end of a request alone."""
+
+    most = 12
 
     def __init__(self, family: str, rng: random.Random, page_size: int) -> None:
         self._family = family
