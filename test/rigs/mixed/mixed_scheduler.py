@@ -11,6 +11,7 @@ ownership is checked, and a mirror of the tiers, which hears KV events alone, is
 tree.
 
 Some seeds have two DP groups: schedulers over one store, behind the server's choice of a group.
+Some have a store that hangs, fails and is slow, and the engine's timers are scaled to that.
 
 Seeds from 0 to the number of `covering_mixes` have these configurations in turn, and so on.
 """
@@ -46,6 +47,7 @@ from rigs.schedulers.random_seeds import Outcome
 from rigs.schedulers.random_setup import impatient, speculation
 from rigs.schedulers.scheduler_rig import Collected, SchedulerRig
 from rigs.schedulers.step_watchdog import log_kept
+from rigs.stores.object_store import FILE, STORE_KEY, ObjectFolder
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
@@ -64,6 +66,8 @@ _REST_S: Final = 30.0
 _MOST_STEPS_TO_REST: Final = 4000
 _MANY: Final = 60
 """Requests that run or wait at once, for `many requests`."""
+_MOODS: Final = ("quick", "well", "slow", "crawling", "hanging", "hanging", "failing", "dead")
+"""Of a store that loses nothing."""
 Pair = frozenset[str]
 FEATURES: Final = (
     *(f"model {family}" for family in LEVELS["family"]),
@@ -172,6 +176,10 @@ class MixedScheduler:
         self._asked: dict[str, Asked] = {}
         """Requests that have not ended."""
         self._storage = Path()
+        self._troubles = random.Random(f"{seed} store")
+        is_troubled = mix is None and self.mix.tiers == 3 and self._troubles.random() < 0.4
+        self._store = ObjectFolder(seed, damages=False) if is_troubled else None
+        """A store with moods; None: L3 is the engine's own store of files, or there is none."""
         self._rigs: list[SchedulerRig] = []
         """Those of the groups."""
         self._requests = MixedRequests(self.rng, self.mix.page_size, self._most_tokens)
@@ -193,7 +201,7 @@ class MixedScheduler:
             folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(self._storage))
             stack.enter_context(folder)
             stack.enter_context(impatient())
-            stack.enter_context(unhurried())
+            stack.enter_context(self._store or unhurried())
             stack.enter_context(log_kept(self._log))
             if self.mix.damages_l2:
                 stack.enter_context(envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0))
@@ -202,6 +210,7 @@ class MixedScheduler:
             for group in range(self._door.num_groups):
                 self._rigs.append(self._make_rig(group))
                 stack.callback(self._rigs[-1].close)
+            stack.callback(self._calm_store)
             try:
                 while self.outcome.steps < steps:
                     self._busy_time()
@@ -242,12 +251,23 @@ class MixedScheduler:
         if mix.tiers > 1:
             args |= {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
         if mix.tiers > 2:
-            extra = {"prefetch_threshold": page}
+            extra: dict[str, Any] = {"prefetch_threshold": page}
+            backend, policy = "file", "wait_complete"
+            if self._store is not None:
+                extra |= {
+                    "backend_name": FILE,
+                    "module_path": "rigs.stores.chaotic_store",
+                    "class_name": "FileStore",
+                    STORE_KEY: self._store.name,
+                    "prefetch_timeout_base": 0.05,
+                    "prefetch_timeout_max": 0.2,
+                }
+                backend, policy = "dynamic", self._troubles.choice(("wait_complete", "timeout"))
             if mix.is_buffer:
                 args |= {"hicache_host_memory_mode": "buffer_only", "hicache_ratio": 0.2}
             args |= {
-                "hicache_storage_backend": "file",
-                "hicache_storage_prefetch_policy": "wait_complete",
+                "hicache_storage_backend": backend,
+                "hicache_storage_prefetch_policy": policy,
                 "hicache_storage_backend_extra_config": json.dumps(extra),
             }
         rig = SchedulerRig(self._cold.path, **args)
@@ -255,6 +275,20 @@ class MixedScheduler:
         policy = rig.scheduler._draft_policy
         policy.first_steps, policy.trial_steps, policy.period_steps = 6, 2, 8
         return rig
+
+    # ---- the store -----------------------------------------------------------------------------
+
+    def _trouble_store(self) -> None:
+        """Change the mood of the store now and then, or let go what hangs."""
+        if self._store is not None and self._troubles.random() < 0.15:
+            self._store.set_mood(self._troubles.choice(_MOODS))
+            if self._troubles.random() < 0.5:
+                self._store.release()
+
+    def _calm_store(self) -> None:
+        if self._store is not None:
+            self._store.set_mood("quick")
+            self._store.release()
 
     # ---- ticks ---------------------------------------------------------------------------------
 
@@ -279,6 +313,7 @@ class MixedScheduler:
                     self.outcome.counts["damaged in L2"] += flip_any(rig.tree, rng)
             if self._pausing.random() < (0.2 if self._is_paused else 0.06):
                 messages.append(self._pause_or_continue())
+            self._trouble_store()
             self._step(*messages)
 
     def _step(self, *messages: ToScheduler) -> None:
@@ -310,6 +345,7 @@ class MixedScheduler:
 
     def _come_to_rest(self) -> None:
         began = time.monotonic()
+        self._calm_store()
         if self._is_paused:
             self._step(self._pause_or_continue())
         for steps in itertools.count():
@@ -395,12 +431,16 @@ class MixedScheduler:
             "L2": mix.tiers > 1,
             "L3": mix.tiers > 2,
             "L2 as a buffer": mix.is_buffer,
+            "troubled store": self._store is not None,
             "damage": outcome.counts["damaged in L2"] > 0,
             "retraction": retractions > 0,
             "parts of prompts": mix.chunk_tokens > 0,
             "pauses": outcome.counts["pauses"] > 0,
         }
         outcome.run_features |= {name for name, has in happened.items() if has}
+        if self._store is not None:
+            happened = self._store.happened.items()
+            outcome.counts.update({f"store: {what}": count for what, count in happened})
         outcome.counts["retractions"] += retractions
         outcome.counts["started again"] += sum(one.redone for one in counters)
         outcome.counts["nodes"] += sum(
