@@ -23,8 +23,8 @@ from rigs.servers.engine_server import ADMIN_KEY, EngineServer
 from rigs.servers.forked_servers import ForkedServer
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.srt.constants import BUILTIN_MODEL_DIR
+from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.test_utils import wait_until
 
 register_cpu_ci(est_time=8, suite="base-b-test-cpu")
 

@@ -252,7 +252,7 @@ class MixedScheduler:
             args |= {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
         if mix.tiers > 2:
             extra: dict[str, Any] = {"prefetch_threshold": page}
-            backend, policy = "file", "wait_complete"
+            backend, waits = "file", "wait_complete"
             if self._store is not None:
                 extra |= {
                     "backend_name": FILE,
@@ -262,12 +262,12 @@ class MixedScheduler:
                     "prefetch_timeout_base": 0.05,
                     "prefetch_timeout_max": 0.2,
                 }
-                backend, policy = "dynamic", self._troubles.choice(("wait_complete", "timeout"))
+                backend, waits = "dynamic", self._troubles.choice(("wait_complete", "timeout"))
             if mix.is_buffer:
                 args |= {"hicache_host_memory_mode": "buffer_only", "hicache_ratio": 0.2}
             args |= {
                 "hicache_storage_backend": backend,
-                "hicache_storage_prefetch_policy": policy,
+                "hicache_storage_prefetch_policy": waits,
                 "hicache_storage_backend_extra_config": json.dumps(extra),
             }
         rig = SchedulerRig(self._cold.path, **args)
@@ -439,8 +439,8 @@ class MixedScheduler:
         }
         outcome.run_features |= {name for name, has in happened.items() if has}
         if self._store is not None:
-            happened = self._store.happened.items()
-            outcome.counts.update({f"store: {what}": count for what, count in happened})
+            faults = self._store.happened.items()
+            outcome.counts.update({f"store: {what}": count for what, count in faults})
         outcome.counts["retractions"] += retractions
         outcome.counts["started again"] += sum(one.redone for one in counters)
         outcome.counts["nodes"] += sum(
