@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_exceptions import HttpProcessingError, InvalidURLError
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
 
 MAX_HEAD_BYTES: Final = 16384
 """Longest head of a request, its empty line included."""
 HEAD_END: Final = b"\r\n\r\n"
 _MAX_HEADERS: Final = 256
+_MAX_LENGTH_DIGITS: Final = 20
+"""Of 64 bits. llhttp takes zeros before them without end, and Python's numbers do not."""
 _UPGRADE: Final = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
@@ -36,6 +38,9 @@ def parse_head(head: bytes) -> RawRequestMessage:
     )
     try:
         messages, _, _ = parser.feed_data(_UPGRADE.sub(rb"\r\nno-upgrade:", head))
+    except InvalidURLError:
+        # The parser's reason may be the target alone.
+        raise ValueError("the target is no URL") from None
     except HttpProcessingError as error:
         # The parser quotes the refused text behind its reason; it may be a key.
         raise ValueError(re.split(r"[:\n]", error.message, maxsplit=1)[0]) from None
@@ -45,4 +50,9 @@ def parse_head(head: bytes) -> RawRequestMessage:
     if message.version not in ((1, 0), (1, 1)):
         major, minor = message.version
         raise ValueError(f"HTTP/{major}.{minor} is not spoken here")
+    if len(message.headers.get("content-length", "")) > _MAX_LENGTH_DIGITS:
+        raise ValueError(f"Content-Length has more than {_MAX_LENGTH_DIGITS} digits")
+    if message.headers.get("transfer-encoding", "chunked").lower() != "chunked":
+        # llhttp decodes no other coding, and takes an empty one beside a length.
+        raise ValueError("Transfer-Encoding may be chunked alone")
     return message

@@ -28,13 +28,17 @@ def test_a_target_is_read_without_its_host(target: str, path: str) -> None:
     assert (message.method, message.url.raw_path_qs) == ("GET", path)
 
 
-def test_an_upgrade_is_a_header_like_others() -> None:
-    head = b"Connection: Upgrade\r\nUPGRADE: websocket\r\nContent-Length: 2\r\n\r\n"
+def parsed(lines: bytes) -> RawRequestMessage:
+    """A request with a body, for whose reader the parser needs a loop."""
 
     async def parse() -> RawRequestMessage:
-        return parse_head(GET + head)
+        return parse_head(GET + lines + b"\r\n")
 
-    message = asyncio.run(parse())
+    return asyncio.run(parse())
+
+
+def test_an_upgrade_is_a_header_like_others() -> None:
+    message = parsed(b"Connection: Upgrade\r\nUPGRADE: websocket\r\nContent-Length: 2\r\n")
     assert not (message.upgrade or message.should_close)
     assert message.headers["content-length"] == "2"
 
@@ -54,10 +58,25 @@ def test_an_upgrade_is_a_header_like_others() -> None:
         b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n",
         b"Transfer-Encoding: chunked, s3cret\r\n",
         b"Transfer-Encoding: s3cret\r\n",
+        b"Transfer-Encoding: s3cret, chunked\r\n",
+        b"Transfer-Encoding:\r\nContent-Length: 1\r\n",
+        b"Content-Length: " + b"0" * 5000 + b"1\r\n",
     ],
 )
 def test_a_refusal_quotes_nothing(lines: bytes) -> None:
     with pytest.raises(ValueError) as refused:
-        parse_head(GET + lines + b"\r\n")
+        parsed(lines)
     assert str(refused.value)
     assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("target", ["*s3cret", "http://s3cret[/", "http://x:s3cret/"])
+def test_a_refusal_quotes_no_target(target: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        parse_head(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    assert "the target is no URL" in str(refused.value)
+    assert "s3cret" not in str(refused.value)
+
+
+def test_the_case_of_a_coding_is_free() -> None:
+    assert parsed(b"Transfer-Encoding:\tChunked \r\n").chunked
