@@ -2,7 +2,8 @@
 
 - A head may have `MAX_HEAD_BYTES` and take `HEAD_SECONDS`. `body.py` bounds the bytes and seconds
   of a body, and `BodyMeter` the overhead of its chunks.
-- One request is parsed at a time; data after it waits until it is answered.
+- One request is parsed at a time; data after it waits until it is answered. The connection is
+  paused at `MAX_HEAD_BYTES` of it. Until then a client that leaves is noticed.
 - An answer that comes before the whole body ends the connection. The rest of the body is discarded
   unparsed, for a while, so that the client can read the answer (`_discard`).
 - A connection is paused at `MAX_UNREAD_BYTES` of a body that its endpoint has not read.
@@ -198,8 +199,9 @@ class BoundedProtocol(asyncio.Protocol):
             elif self._request.more_body:
                 data = self._take_body(data, self._request)
             else:
-                self._ahead = bytes(data)
-                self._pause_reading()
+                self._ahead = bytes(data).lstrip(b"\r\n")
+                if len(self._ahead) > MAX_HEAD_BYTES:
+                    self._pause_reading()
                 return
         if self._request is None and not (self._awaits_head or self._discarding):
             self._await_head()

@@ -1,0 +1,108 @@
+"""Clients that do not read, leave, or send what nobody waits for; on real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import pytest
+
+from sglang.srt.entrypoints.http.application import Application, Route
+from sglang.srt.entrypoints.http.request import Request, Response
+from sglang.srt.entrypoints.http_server import BoundedServer
+from sglang.srt.utils.network import get_free_port, wait_until
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+GET: Final = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
+LARGE: Final = bytes(1 << 20)
+WAIT_S: Final = 20.0
+
+
+class Served(Application):
+    """A server of three endpoints, and what they saw."""
+
+    def __init__(self) -> None:
+        routes = {"/large": self.large, "/small": self.small, "/wait": self.wait}
+        super().__init__(Route(at, endpoint, methods=["GET"]) for at, endpoint in routes.items())
+        self.server = BoundedServer(self, port=get_free_port())
+        self.state = self.server.server_state
+        self.num_large = self.num_waiting = self.num_left = 0
+
+    async def large(self, request: Request) -> Response:
+        self.num_large += 1
+        return Response(LARGE)
+
+    async def small(self, request: Request) -> Response:
+        return Response(b"small")
+
+    async def wait(self, request: Request) -> Response:
+        self.num_waiting += 1
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.shield(request.gone)
+        self.num_left += 1
+        return Response()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.server.port), timeout=WAIT_S)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving() as one:
+        yield one
+
+
+@contextmanager
+def serving() -> Iterator[Served]:
+    served = Served()
+    thread = threading.Thread(target=served.server.run)
+    thread.start()
+    try:
+        assert wait_until(lambda: served.server.started, WAIT_S)
+        yield served
+    finally:
+        served.server.should_exit = True
+        thread.join()
+
+
+def read_answer(peer: socket.socket) -> bytes:
+    """The body of the next answer, of a known length."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        head += peer.recv(1)
+    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    body = b""
+    while len(body) < length:
+        body += peer.recv(length - len(body))
+    return body
+
+
+def test_who_asks_on_without_reading_gets_no_more_answers(served: Served) -> None:
+    count = 60
+    with served.connect() as deaf, served.connect() as other:
+        deaf.sendall(GET % b"/large" * count)
+        assert wait_until(
+            lambda: any(one.drained is not None for one in list(served.state.connections)), WAIT_S
+        )
+        for _ in range(2 * count):
+            other.sendall(GET % b"/small")
+            assert read_answer(other) == b"small"
+        assert 0 < served.num_large < count
+        assert all(read_answer(deaf) == LARGE for _ in range(count))
+
+
+@pytest.mark.parametrize("behind", [b"", b"\r\n", b"GET /small HT", GET % b"/small" * 3])
+def test_a_client_that_leaves_is_noticed_whatever_it_sent_ahead(
+    served: Served, behind: bytes
+) -> None:
+    with served.connect() as peer:
+        peer.sendall(GET % b"/wait" + behind)
+        assert wait_until(lambda: served.num_waiting == 1, WAIT_S)
+    assert wait_until(lambda: served.num_left == 1, WAIT_S / 2)
+    assert wait_until(lambda: not (served.state.connections or served.state.tasks), WAIT_S)
