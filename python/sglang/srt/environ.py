@@ -477,7 +477,8 @@ def move_variables() -> None:
     """Copy the variables, as C's functions see them, out of the memory in which the process got
     them, behind its arguments."""
     for name, value in os.environ.items():
-        os.putenv(name, value)
+        if name:  # C's functions take no empty name, which a process may yet be given.
+            os.putenv(name, value)
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
