@@ -23,6 +23,8 @@ for title in ("short", "x" * 100_000, "again"):
     set_title("role", title)
     with open("/proc/self/cmdline", "rb") as file:
         shown.append(file.read().rstrip(b"\\0").decode())
+with open("/proc/self/comm") as file:
+    shown.append(file.read())
 getenv = ctypes.CDLL(None).getenv
 getenv.restype = ctypes.c_char_p
 in_c = [(getenv(name.encode()) or b"").decode() for name in names]
@@ -45,8 +47,9 @@ def test_a_title_is_shown_and_the_environment_stays(variables: dict[str, str]) -
         stdout=subprocess.PIPE,
         check=True,
     )
-    (first, longest, last), in_c, in_python, of_child = json.loads(done.stdout)
+    (first, longest, last, name), in_c, in_python, of_child = json.loads(done.stdout)
     assert (first, last) == ("sglang::role short", "sglang::role again")
+    assert name == "sglang::role ag\n"
     # A title ends with the memory of the arguments and the environment.
     assert len(longest) > len(arguments)
     assert longest.removeprefix("sglang::role x").strip("x") == ""

@@ -37,6 +37,7 @@ _ARGUMENTS: Final = slice(45, 49)
 """Begin and end of the arguments and of the environment, in /proc/self/stat behind the name
 (proc_pid_stat(5))."""
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NAME: Final = 15
 _LIBC: Final = ctypes.CDLL(None)
 _GROUP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
 """Signals that a whole process group may get, for example by Ctrl-C; its leader handles them."""
@@ -45,7 +46,7 @@ _GROUP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM})
 def set_title(role: str, details: str = "") -> None:
     """Set the title that `ps` and `top` show for this process: `sglang::role details`."""
     title = f"sglang::{role} {details}".rstrip().encode()
-    Path("/proc/self/comm").write_bytes(title)  # The kernel keeps 15 bytes.
+    _LIBC.prctl(_PR_SET_NAME, title)  # The kernel keeps 15 bytes.
     # `ps` reads the arguments in the process's memory. Python has a copy of its own.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end, variables, last = map(int, fields[_ARGUMENTS])
