@@ -72,8 +72,8 @@ class Request:
         more_body: bool,
         takes_chunks: bool = True,
     ) -> None:
-        """`target` has no scheme and host. Clients of HTTP/1.0 take no chunks: a stream then ends
-        with its connection."""
+        """`target` has no scheme and host. Clients of HTTP/1.0 take no chunks, so that a stream
+        ends with its connection, and no `100 Continue`."""
         self._connection = connection
         self._target = target
         path, _, self.query = target.partition("?")
@@ -90,7 +90,9 @@ class Request:
         self.is_answered = False
         self.parts: list[bytes] = []
         self._arrival: asyncio.Future[None] | None = None
-        self._expects_continue = more_body and headers.get("expect", "").lower() == "100-continue"
+        self._expects_continue = (
+            more_body and takes_chunks and headers.get("expect", "").lower() == "100-continue"
+        )
         self._head = b""
         """The answer's head while it waits for the body."""
         self._takes_chunks = takes_chunks

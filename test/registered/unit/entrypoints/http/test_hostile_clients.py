@@ -12,6 +12,7 @@ from typing import Final
 import pytest
 
 from sglang.srt.entrypoints.http.application import Application, Route
+from sglang.srt.entrypoints.http.body import read_body
 from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http_server import BoundedServer
 from sglang.srt.utils.network import get_free_port, wait_until
@@ -25,14 +26,16 @@ WAIT_S: Final = 20.0
 
 
 class Served(Application):
-    """A server of three endpoints, and what they saw."""
+    """A server of small endpoints, and what they saw."""
 
     def __init__(self) -> None:
-        routes = {"/large": self.large, "/small": self.small, "/wait": self.wait}
-        super().__init__(Route(at, endpoint, methods=["GET"]) for at, endpoint in routes.items())
+        get = [Route(f"/{one.__name__}", one, methods=["GET"]) for one in (
+            self.large, self.small, self.wait,
+        )]  # fmt: skip
+        super().__init__([*get, Route("/read", self.read, methods=["POST"])])
         self.server = BoundedServer(self, port=get_free_port())
         self.state = self.server.server_state
-        self.num_large = self.num_waiting = self.num_left = 0
+        self.num_large = self.num_reading = self.num_waiting = self.num_left = 0
 
     async def large(self, request: Request) -> Response:
         self.num_large += 1
@@ -40,6 +43,10 @@ class Served(Application):
 
     async def small(self, request: Request) -> Response:
         return Response(b"small")
+
+    async def read(self, request: Request) -> Response:
+        self.num_reading += 1
+        return Response(await read_body(request))
 
     async def wait(self, request: Request) -> Response:
         self.num_waiting += 1
@@ -106,3 +113,23 @@ def test_a_client_that_leaves_is_noticed_whatever_it_sent_ahead(
         assert wait_until(lambda: served.num_waiting == 1, WAIT_S)
     assert wait_until(lambda: served.num_left == 1, WAIT_S / 2)
     assert wait_until(lambda: not (served.state.connections or served.state.tasks), WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("version", "path", "is_told"), [("1.1", "/read", True), ("1.0", "/read", False),
+    ("1.1", "/none", False)]
+)  # fmt: skip
+def test_who_waits_for_a_word_gets_it_before_the_body(
+    served: Served, version: str, path: str, is_told: bool
+) -> None:
+    with served.connect() as peer:
+        peer.sendall(
+            f"POST {path} HTTP/{version}\r\nHost: x\r\nConnection: close\r\n"
+            "Expect: 100-continue\r\nContent-Length: 1\r\n\r\n".encode()
+        )
+        assert wait_until(lambda: served.num_reading == 1 or path == "/none", WAIT_S)
+        told = peer.recv(65536) if is_told else b""
+        peer.sendall(b"a")
+        answer = b"".join(iter(lambda: peer.recv(65536), b""))
+    assert (told == b"HTTP/1.1 100 Continue\r\n\r\n") is is_told
+    assert answer.startswith(b"HTTP/1.1 404 " if path == "/none" else b"HTTP/1.1 200 ")
