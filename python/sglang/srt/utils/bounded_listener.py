@@ -30,6 +30,9 @@ LEAST_IDLE_SECONDS: Final = 0.25
 its way."""
 HANDSHAKE_SECONDS: Final = 10.0
 """Most seconds of a TLS handshake."""
+UNREAD_SECONDS: Final = 300.0
+"""Seconds for which a client may read nothing of an answer, or be out of reach. Then the kernel
+ends its connection, which would otherwise keep its memory, its file and its request."""
 SPARE_FILES: Final = 256
 """Number of files kept free for other uses, and for connections that were just closed."""
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -116,6 +119,8 @@ class Listener:
         self._warn = RateLimitedLogger(logger, _LOG_AGAIN_SECONDS)
         self._closed = False
         for sock in sockets:
+            # Connections inherit it.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1e3))
             self._accept_from(sock)
 
     def close(self) -> None:
