@@ -75,7 +75,7 @@ class Application:
     async def __call__(self, request: Request) -> None:
         """Answer `request`."""
         request.app = self
-        # Who asks on without reading gets no further answers, which would wait in memory.
+        # Answers to a client that does not read would pile up in memory.
         await request.drain()
         if self._tracer is None or request.method != "POST" or request.path not in self._exact:
             await self._serve(request)
