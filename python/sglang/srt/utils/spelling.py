@@ -41,6 +41,8 @@ def _is_near(words: list[str], others: list[str]) -> bool:
 
 def _is_typing_error(word: str, other: str) -> bool:
     """True if one letter is missing, one too many, another one, or swapped with the next."""
+    if abs(len(word) - len(other)) > 1:
+        return False  # The rest takes long for the words of strangers.
     digits = re.sub(r"\D", "", word), re.sub(r"\D", "", other)
     if max(len(word), len(other)) < _SHORTEST_WORD or digits[0] != digits[1]:
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sglang.srt.utils import spelling
 from sglang.srt.utils.spelling import did_you_mean, near_misspelling
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -41,3 +42,15 @@ KNOWN = ("--page-size", "--dp-size", "--log-requests", "--hicache-ratio", "lru",
 def test_a_name_is_suggested_for_one_typing_error(name: str, meant: str | None) -> None:
     assert near_misspelling(name, KNOWN) == meant
     assert did_you_mean(name, KNOWN) == ("" if meant is None else f"; did you mean {meant}?")
+
+
+def test_a_long_word_of_a_stranger_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def sub(pattern: str, by: str, word: str) -> str:
+        sizes.append(len(word))
+        return word
+
+    monkeypatch.setattr(spelling.re, "sub", sub)
+    assert near_misspelling("--page-" + "size" * 4000, KNOWN) is None
+    assert max(sizes, default=0) < 100
