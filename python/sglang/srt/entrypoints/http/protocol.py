@@ -7,7 +7,8 @@
 - An answer that comes before the whole body ends the connection. The rest of the body is discarded
   unparsed, for a while, so that the client can read the answer (`_discard`).
 - A connection is paused at `MAX_UNREAD_BYTES` of a body that its endpoint has not read.
-- The number of idle connections is bounded (`OpenConnections`).
+- The number of idle connections is bounded (`OpenConnections`), and the time for which a client may
+  read nothing of an answer (`bounded_listener`).
 """
 
 from __future__ import annotations
