@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.utils import spelling
 from sglang.srt.utils.spelling import did_you_mean, near_misspelling
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -51,6 +50,6 @@ def test_a_long_word_of_a_stranger_costs_little(monkeypatch: pytest.MonkeyPatch)
         sizes.append(len(word))
         return word
 
-    monkeypatch.setattr(spelling.re, "sub", sub)
+    monkeypatch.setattr("sglang.srt.utils.spelling.re.sub", sub)
     assert near_misspelling("--page-" + "size" * 4000, KNOWN) is None
     assert max(sizes, default=0) < 100
