@@ -52,7 +52,7 @@ class BodyMeter:
 
 TOO_SMALL: Final = "the body comes in too many small chunks: send larger ones"
 _MAX_LINE_BYTES: Final = 4096
-_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[^\r\n\0]*)?\r\n")
+_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\r\n\0]*)?\r\n")
 _TRAILER: Final = re.compile(rb"[^\x00-\x20:\x7f]+:[^\r\n\0]*\r\n")
 
 
