@@ -52,8 +52,11 @@ class BodyMeter:
 
 TOO_SMALL: Final = "the body comes in too many small chunks: send larger ones"
 _MAX_LINE_BYTES: Final = 4096
-_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\r\n\0]*)?\r\n")
-_TRAILER: Final = re.compile(rb"[^\x00-\x20:\x7f]+:[^\r\n\0]*\r\n")
+_WORD: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_SIZE: Final = re.compile(
+    rb'([0-9A-Fa-f]{1,16})(?:;%b(?:=(?:%b|"[ !#-\[\]-~]*"))?)*\r\n' % (_WORD, _WORD)
+)
+_TRAILER: Final = re.compile(rb"%b:[\t -~\x80-\xff]*\r\n" % _WORD)
 
 
 class ChunkDecoder:
