@@ -269,6 +269,27 @@ def test_a_put_that_stored_nothing_is_a_miss_and_ends_the_prefix(
     assert bench.put() == [LANDED] * PAGES
 
 
+def test_a_put_of_another_client_that_ends_soon_loses_nothing(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    pending, fake = bench.key(2), bench.fakes[0]
+    ends: list[str] = []
+
+    def answer(keys: list[str]) -> list[int]:
+        there = [int(key in fake.objects) for key in keys]
+        if pending in keys and bench.asked("batch_put_from_multi_buffers"):
+            fake.objects[pending] = b"theirs"
+            ends.append(pending)
+        return there
+
+    bench.answer(
+        batch_is_exist=answer,
+        batch_put_from_multi_buffers=lambda keys: bench.keep(keys, but=pending),
+    )
+    assert bench.put() == [LANDED] * PAGES
+    assert ends and "does not have them" not in caplog.text
+
+
 def test_a_single_object_that_was_not_stored_is_no_success(bench: Bench) -> None:
     value = torch.zeros(8, dtype=torch.uint8)
     bench.answer(put=lambda *_: 0)

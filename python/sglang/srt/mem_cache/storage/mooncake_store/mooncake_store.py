@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -52,6 +53,8 @@ from sglang.srt.utils.threads import leave_cores_to_model, started_pool
 logger = logging.getLogger(__name__)
 _CONCURRENT_GETS: Final = 4
 """Gets under way from a stand-alone client, which serves them in parallel with `--threads=4`."""
+_OTHERS_S: Final = 0.25
+"""Seconds that another client's put of the same object has to end."""
 _ONE_RANK: Final = HiCacheStorageConfig(
     tp_rank=0,
     tp_size=1,
@@ -331,10 +334,11 @@ class MooncakeStore(MooncakeBaseStore):
         """The objects of `put` that the store does not have, though it accepted their puts.
 
         Mooncake accepts a put and stores nothing while another client's put of the key is pending.
-        The query also gives leases to the new objects and to the pages before them: a full store
-        evicts the object first whose lease ended first, and engines do not query pages that they
-        have in L1 or L2. Without the query, a prefix could lose its first pages long before later
-        ones. The order of the keys has no effect: the master walks through its shards.
+        That one gets a moment to end: nobody else may write the pages behind it. The query also
+        gives leases to the new objects and to the pages before them: a full store evicts the object
+        first whose lease ended first, and engines do not query pages that they have in L1 or L2.
+        Else a prefix could lose its first pages long before later ones. The order of the keys has
+        no effect: the master walks through its shards.
 
         Args:
             before: Keys of pages. One object of each is queried if its others are of its group.
@@ -344,6 +348,9 @@ class MooncakeStore(MooncakeBaseStore):
         pools = [PoolName.KV] if self.config.enable_group_semantics else self._rows
         there = self._exist([*put, *chain(*(self.object_keys(before, pool) for pool in pools))])
         lost = set(compress(put, [not one for one in there]))
+        if lost:
+            time.sleep(_OTHERS_S)
+            lost -= set(compress(pending := list(lost), self._exist(pending)))
         if lost:
             self._counters.bump("set_unfinished_pages", len(lost))
             self._warn.warning(
