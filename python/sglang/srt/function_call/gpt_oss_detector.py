@@ -280,7 +280,7 @@ class GptOssDetector(FormatDetector):
         """True if `recipient`, whose end may be missing, is that of a call, or empty."""
         if self._names is None:
             return recipient.startswith(_FUNCTIONS) or _FUNCTIONS.startswith(recipient)
-        return any(
+        return not recipient or any(
             name.startswith(recipient) or (_FUNCTIONS + name).startswith(recipient)
             for name in self._names
         )
