@@ -124,6 +124,8 @@ class HiRadixCache(RadixCache):
         self.request_reads = RequestReads(
             tree, store, self.storage_prefetch, self.match_prefix, self.init_load_back
         )
+        if is_buffer:
+            self._clocked.append(self.request_reads.begin_tick)
         metrics.host_total.set(self.host_pool.size)
         counts = {"epoch of L3": lambda: store.epoch}
         for tier in tree.tiers:
@@ -162,19 +164,17 @@ class HiRadixCache(RadixCache):
             "writes": len(self.host_backup.writing) or len(self.cache_controller.ack_write_queue),
             "loads": len(self.host_load.loading),
             "checks": int(writes.check is not None),
-            "backups": len(writes.under_way) + len(writes.postponed) + len(self.host_backup.owed),
+            "backups": len(writes.under_way) + len(writes.postponed),
         }
+        counts["backups"] += len(owed) if (owed := self.host_backup.owed) else 0
         return {kind: count for kind, count in counts.items() if count}
 
     # ---- one tick --------------------------------------------------------------------------
 
     @property
     def needs_tick(self) -> bool:
-        return self.store.is_watched or bool(self.is_busy()) or bool(self.tree.host.unneeded())
-
-    def begin_tick(self, now: float) -> None:
-        super().begin_tick(now)
-        self.request_reads.begin_tick(now)
+        needs = self.store.silence_ms or not self.store.answers or self.is_busy()
+        return bool(needs or (self.tree.host_is_buffer and self.tree.host.unneeded()))
 
     def watch_queues(self, queues: ReplicatedState) -> None:
         self._replicated.queues = queues
@@ -185,10 +185,11 @@ class HiRadixCache(RadixCache):
     def check_hicache_events(self) -> None:
         self.storage_prefetch.begin_tick()
         controller = self.cache_controller
-        self._pass_on()
+        if self.tree.host_is_buffer:
+            self._pass_on()
         controller.start_writing(soon=True)
         busy = self.is_busy()
-        if not (busy or self.store.is_watched):
+        if not (busy or self.store.silence_ms) and self.store.answers:
             return
         is_writing = "backups" in busy or "checks" in busy
         # Copies end in the order of their queues. A write may have pages that were computed from a
@@ -224,14 +225,13 @@ class HiRadixCache(RadixCache):
             self.host_load.settle(agreed.loads)
         if is_writing:
             self.storage_backup.act_on(agreed)
-        self._pass_on()
+        if self.tree.host_is_buffer:
+            self._pass_on()
 
     def _pass_on(self) -> None:
-        """Free the pages of a buffer that have no reason to stay, and begin the copies that wait
-        for their room."""
-        if self.tree.host_is_buffer:
-            self.tree.host.release_unneeded()
-            self.host_backup.resume()
+        """Free a buffer's pages that need not stay, and begin copies that wait for their room."""
+        self.tree.host.release_unneeded()
+        self.host_backup.resume()
 
     def _create_prefetch_sync_groups(self) -> None:
         """Make the groups in which the ranks agree on copies and transfers: a group of the ranks

@@ -78,6 +78,7 @@ class RadixCache(BasePrefixCache):
         if self.state_metrics is None and self._mamba_pool is not None:
             self.state_metrics = StateMetrics(params.metrics_registry)
         self._evict_from = evict_from
+        self._clocked: list[Callable[[float], None]] = []  # Get the time of each tick.
         self.tree.device.evicted = self.metrics.evicted.labels("device")
         self.tree.tenants.decisions = self.metrics.decisions
 
@@ -268,6 +269,8 @@ class RadixCache(BasePrefixCache):
         if ended := self.tree.sessions.expire(now):
             self.tree.refresh(ended)
         self.tree.note_uses()
+        for note in self._clocked:
+            note(now)
 
     def renew_session(self, session: Session) -> None:
         """Keep the prefix of `session` for a whole time to live from now on."""
@@ -280,9 +283,8 @@ class RadixCache(BasePrefixCache):
     # ---- requests that wait ----------------------------------------------------------------
 
     def note_waiting(self, rid: str, arrival_number: int, node: TreeNode) -> None:
-        """Record that request `rid` waits and will use the prefix that ends with `node`. Pages that
-        waiting requests will use are evicted last. Requests are expected to be served in the order
-        of their numbers."""
+        """Record that request `rid` waits and will use the prefix that ends with `node`. Such pages
+        are evicted last. Requests are expected to be served in the order of their numbers."""
         self.tree.look_ahead.add(rid, arrival_number, node)
 
     def note_scheduled(self, rid: str) -> None:

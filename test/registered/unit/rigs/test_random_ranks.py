@@ -94,7 +94,7 @@ def test_sets_of_ranks_diverge_without_the_round_over_cp(seed: int) -> None:
 
 def without_states(seed: int) -> Setup:
     """The setup of a seed, for a model of whose pages each may leave L2 alone."""
-    return dataclasses.replace(Setup.draw(random.Random(seed)), num_states=0)
+    return dataclasses.replace(Setup.draw(random.Random(seed)), num_states=0, is_buffer=False)
 
 
 def losing_a_page(monkeypatch: pytest.MonkeyPatch, rank: int) -> list[int]:

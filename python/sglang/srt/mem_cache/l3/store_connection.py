@@ -139,11 +139,6 @@ class StoreConnection:
         way."""
         return self.answers and not self.is_changing
 
-    @property
-    def is_watched(self) -> bool:
-        """True if the next tick has to see whether L3 answers again."""
-        return not self.answers or self.silence_ms > 0
-
     def forget_stored(self) -> None:
         """Mark all nodes as not stored: L3 is another one, was cleared, or has lost pages."""
         self.epoch += 1

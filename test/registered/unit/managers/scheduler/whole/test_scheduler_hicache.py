@@ -241,7 +241,7 @@ def test_nobody_waits_for_a_store_that_does_not_answer(
             assert last_of(rig, "comes").cached_tokens_details.storage == 0
             assert counts(hi_of(rig).metrics.prefetch_outcomes)["unavailable"] == 1
         settle(rig)
-        assert not hi_of(rig).store.is_watched, "it answers"
+        assert not hi_of(rig).needs_tick, "it answers"
         flush(rig)
         assert ask(rig, "last", prompts[1]).cached_tokens_details.storage == 288
     finally:
