@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -157,6 +158,18 @@ def left_in(directory: str) -> list[str]:
     return sorted(name for name in os.listdir(directory) if not name.startswith("torchinductor_"))
 
 
+def is_unlocked(directory: Path) -> bool:
+    """True if no process holds the lock of an engine's directory."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def test_f5_the_next_start_cleans_up_after_a_process_tree_killed_at_once() -> None:
     # A short prefix, because paths of Unix sockets have a limit.
     with tempfile.TemporaryDirectory(prefix="f5-") as parent:
@@ -171,6 +184,8 @@ def test_f5_the_next_start_cleans_up_after_a_process_tree_killed_at_once() -> No
             killed.process.wait(GONE_S)
             assert wait_until(lambda: not any(map(is_alive, family)), GONE_S, 0.02), family
             assert sorted(os.listdir(orphan)) == ["detokenizer", "scheduler_0", "tokenizer"]
+            # A process looks dead while its last threads still hold its files.
+            assert wait_until(lambda: is_unlocked(orphan), GONE_S, 0.02)
             killed.start()
             assert not orphan.exists()
             assert f"removed {orphan}" in log_of(killed)
