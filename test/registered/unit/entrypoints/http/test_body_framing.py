@@ -78,6 +78,7 @@ def test_what_is_taken_llhttp_takes_as_the_same(pieces: list[bytes], cuts: list[
 @pytest.mark.parametrize(
     "data",
     [
+        b"1 \r\na\r\n", b"1;a b\r\na\r\n", b"0\r\nA\xa4: b\r\n\r\n", b"0\r\nA: \x0b\r\n\r\n",
         b"x\r\n", b"\r\n", b"-1\r\n", b"+1\r\na\r\n", b"0x1\r\na\r\n", b"1\na\r\n", b"1\r\nab\r\n",
         b"1\r\na\n", b"0\r\nno header\r\n\r\n", b"0\r\n: x\r\n\r\n", b"0" * 17 + b"\r\n", b" 1\r\n",
     ],
