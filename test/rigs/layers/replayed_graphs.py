@@ -4,12 +4,17 @@ tensors."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from rigs.layers.quick_interpreter import quicken_interpreter
+from rigs.models.model_oracle import prompt, reference
 from rigs.models.tiny_models import StepDriver
+from rigs.models.triton_device import triton_device
 from sglang.srt.layers.attention import attention_registry as registry
 from sglang.srt.layers.attention.compressed_triton_backend import CompressedTritonBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
@@ -59,6 +64,52 @@ def replayed_driver(patch: pytest.MonkeyPatch, path: Any, **settings: Any) -> St
     driver = StepDriver(path, attention_backend="triton", device="cpu", **settings)
     add_replays(patch, driver)
     return driver
+
+
+def driver_with_states(patch: pytest.MonkeyPatch, path: Path) -> StepDriver:
+    """A driver with slots for snapshots: on the GPU if there is one, else with replays."""
+    settings: dict[str, Any] = {"page_size": 16, "num_states": 20}
+    if triton_device() == "cuda":
+        return StepDriver(path, device="cuda", **settings)
+    return replayed_driver(patch, path, max_requests=4, pool_tokens=1024, **settings)
+
+
+def check_logits(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal up to sums in another order."""
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-3)
+
+
+def assert_replayed_steps(
+    hf: PreTrainedModel, driver: StepDriver, *, short: int, decodes: int
+) -> None:
+    """Compare steps of other sizes than those captured. A snapshot is taken amid a short prefill.
+
+    Args:
+        driver: Of `driver_with_states`; it has run nothing.
+        short: Tokens of the prefill with the snapshot.
+        decodes: Decode steps.
+    """
+    prompts = {row: prompt(60, row) for row in range(4)}
+    wanted = {row: reference(hf, tokens) for row, tokens in prompts.items()}
+
+    def extend(news: dict[int, int], track: dict[int, tuple[int, int]] | None = None) -> None:
+        begins = {row: driver.lens[row] for row in news}
+        work = [(row, prompts[row][begins[row] :][:new]) for row, new in news.items()]
+        got = driver.extend(work, track).next_token_logits
+        ends = [wanted[row][begins[row] + new - 1] for row, new in news.items()]
+        check_logits(got, torch.stack(ends))
+
+    extend({0: 40, 1: 3})  # longer than what is captured on a CPU
+    extend({0: 5, 1: 9, 2: 1})
+    extend({1: short}, {1: (18, 4)})
+    driver.continue_from(18, 1, [3], 16)
+    prompts[3], wanted[3] = prompts[1], wanted[1]
+    for _ in range(decodes):
+        rows = [0, 1, 2, 3][: driver.lens[0] % 2 + 3]
+        ends = torch.stack([wanted[row][driver.lens[row]] for row in rows])
+        work = [(row, prompts[row][driver.lens[row]]) for row in rows]
+        check_logits(driver.decode(work).next_token_logits, ends)
+    extend({3: 1})
 
 
 def add_replays(patch: pytest.MonkeyPatch, driver: StepDriver) -> None:

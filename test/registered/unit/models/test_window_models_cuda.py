@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rigs.models.triton_device import triton_device
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -15,8 +14,12 @@ register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
 ON_GPU = triton_device() == "cuda"
 
-from rigs.layers.replayed_graphs import replayed_driver  # noqa: E402
-from rigs.models.model_oracle import prompt, reference  # noqa: E402
+from rigs.layers.replayed_graphs import (  # noqa: E402
+    assert_replayed_steps,
+    check_logits,
+    driver_with_states,
+)
+from rigs.models.model_oracle import prompt  # noqa: E402
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint  # noqa: E402
 from sglang.srt.layers.attention.window_triton_backend import WindowTritonBackend  # noqa: E402
 from sglang.srt.layers.attention_kind import SLIDING_WINDOW  # noqa: E402
@@ -25,48 +28,15 @@ from sglang.srt.mem_cache.device.state_pool import StatePool  # noqa: E402
 from sglang.srt.mem_cache.device.state_spec import PoolName  # noqa: E402
 
 
-def make_driver(patch: pytest.MonkeyPatch, path: Path) -> StepDriver:
-    settings: dict[str, Any] = {"page_size": 16, "num_states": 20}
-    if ON_GPU:
-        return StepDriver(path, device="cuda", **settings)
-    return replayed_driver(patch, path, max_requests=4, pool_tokens=1024, **settings)
-
-
-def check(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Equal up to sums in another order."""
-    torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("family", ["ministral", "gpt_oss"])
 def test_replayed_steps_equal_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Steps of other sizes than those captured. A snapshot is taken amid a short prefill."""
     types = ["sliding_attention", "full_attention"]
     hf = save_tiny_checkpoint(tmp_path, family, num_hidden_layers=2, layer_types=types)
-    driver = make_driver(monkeypatch, tmp_path)
+    driver = driver_with_states(monkeypatch, tmp_path)
     assert isinstance(driver.runner.attn_backends[SLIDING_WINDOW], WindowTritonBackend)
-    prompts = {row: prompt(60, row) for row in range(4)}
-    wanted = {row: reference(hf, tokens) for row, tokens in prompts.items()}
-
-    def extend(news: dict[int, int], track: dict[int, tuple[int, int]] | None = None) -> None:
-        begins = {row: driver.lens[row] for row in news}
-        work = [(row, prompts[row][begins[row] :][:new]) for row, new in news.items()]
-        got = driver.extend(work, track).next_token_logits
-        ends = [wanted[row][begins[row] + new - 1] for row, new in news.items()]
-        check(got, torch.stack(ends))
-
-    extend({0: 40, 1: 3})  # longer than what is captured on a CPU
-    extend({0: 5, 1: 9, 2: 1})
-    extend({1: 17}, {1: (18, 4)})
-    driver.continue_from(18, 1, [3], 16)
-    prompts[3], wanted[3] = prompts[1], wanted[1]
-    for _ in range(2):
-        rows = [0, 1, 2, 3][: driver.lens[0] % 2 + 3]
-        ends = torch.stack([wanted[row][driver.lens[row]] for row in rows])
-        work = [(row, prompts[row][driver.lens[row]]) for row in rows]
-        check(driver.decode(work).next_token_logits, ends)
-    extend({3: 1})
+    assert_replayed_steps(hf, driver, short=17, decodes=2)
     rings = driver.runner.pools[PoolName.SWA]
     assert isinstance(rings, StatePool)
     assert all(buffer.isfinite().all() for buffer in rings.buffers)
@@ -99,5 +69,5 @@ def _words(outputs: list[LogitsProcessorOutput], rows: list[int]) -> dict[int, i
     """Check a step of every driver against the last one's. Returns the words, by row."""
     *others, want = (output.next_token_logits for output in outputs)
     for got in others:
-        check(got, want.cpu())
+        check_logits(got, want.cpu())
     return dict(zip(rows, want.argmax(-1).tolist(), strict=True))

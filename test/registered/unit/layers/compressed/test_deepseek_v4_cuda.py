@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rigs.models.triton_device import triton_device
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -15,8 +14,12 @@ register_cuda_ci(est_time=90, suite="base-b-test-1-gpu-large")
 
 ON_GPU = triton_device() == "cuda"
 
-from rigs.layers.replayed_graphs import replayed_driver  # noqa: E402
-from rigs.models.model_oracle import prompt, reference  # noqa: E402
+from rigs.layers.replayed_graphs import (  # noqa: E402
+    assert_replayed_steps,
+    check_logits,
+    driver_with_states,
+)
+from rigs.models.model_oracle import prompt  # noqa: E402
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint  # noqa: E402
 from sglang.srt.layers.attention.compressed_triton_backend import (  # noqa: E402
     CompressedTritonBackend,
@@ -30,43 +33,11 @@ from sglang.srt.mem_cache.device.state_spec import PoolName  # noqa: E402
 SETTINGS: dict[str, Any] = {"page_size": 16, "num_states": 20}
 
 
-def make_driver(patch: pytest.MonkeyPatch, path: Path) -> StepDriver:
-    if ON_GPU:
-        return StepDriver(path, device="cuda", **SETTINGS)
-    return replayed_driver(patch, path, max_requests=4, pool_tokens=1024, **SETTINGS)
-
-
-def check(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Equal up to sums in another order."""
-    torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-3)
-
-
 def test_replayed_steps_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of other sizes than those captured. A snapshot is taken amid a short prefill."""
     hf = save_tiny_checkpoint(tmp_path, "deepseek_v4", max_position_embeddings=96)
-    driver = make_driver(monkeypatch, tmp_path)
+    driver = driver_with_states(monkeypatch, tmp_path)
     assert isinstance(driver.runner.attn_backends[COMPRESSED], CompressedTritonBackend)
-    prompts = {row: prompt(60, row) for row in range(4)}
-    wanted = {row: reference(hf, tokens) for row, tokens in prompts.items()}
-
-    def extend(news: dict[int, int], track: dict[int, tuple[int, int]] | None = None) -> None:
-        begins = {row: driver.lens[row] for row in news}
-        work = [(row, prompts[row][begins[row] :][:new]) for row, new in news.items()]
-        got = driver.extend(work, track).next_token_logits
-        ends = [wanted[row][begins[row] + new - 1] for row, new in news.items()]
-        check(got, torch.stack(ends))
-
-    extend({0: 40, 1: 3})  # longer than what is captured on a CPU
-    extend({0: 5, 1: 9, 2: 1})
-    extend({1: 14}, {1: (18, 4)})
-    driver.continue_from(18, 1, [3], 16)
-    prompts[3], wanted[3] = prompts[1], wanted[1]
-    for _ in range(4):
-        rows = [0, 1, 2, 3][: driver.lens[0] % 2 + 3]
-        ends = torch.stack([wanted[row][driver.lens[row]] for row in rows])
-        work = [(row, prompts[row][driver.lens[row]]) for row in rows]
-        check(driver.decode(work).next_token_logits, ends)
-    extend({3: 1})
+    assert_replayed_steps(hf, driver, short=14, decodes=4)
     for name in (PoolName.SWA, PoolName.COMPRESSOR):
         pool = driver.runner.pools[name]
         assert isinstance(pool, StatePool)
@@ -75,7 +46,7 @@ def test_replayed_steps_equal_transformers(tmp_path: Path, monkeypatch: pytest.M
 
 def test_drafts_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_checkpoint(tmp_path, "deepseek_v4", max_position_embeddings=96)
-    driver = make_driver(monkeypatch, tmp_path)
+    driver = driver_with_states(monkeypatch, tmp_path)
 
     def as_drafts(batch: Any) -> None:
         batch.forward_mode = ForwardMode.TARGET_VERIFY
@@ -111,5 +82,5 @@ def _words(outputs: list[LogitsProcessorOutput], rows: list[int]) -> dict[int, i
     """Check a step of every driver against the last one's. Returns the words, by row."""
     *others, want = (output.next_token_logits for output in outputs)
     for got in others:
-        check(got, want.cpu())
+        check_logits(got, want.cpu())
     return dict(zip(rows, want.argmax(-1).tolist(), strict=True))
