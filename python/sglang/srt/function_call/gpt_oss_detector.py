@@ -277,7 +277,7 @@ class GptOssDetector(FormatDetector):
                 self._kind = PartKind.REASONING
 
     def _may_be_cut(self, recipient: str) -> bool:
-        """True if `recipient`, whose end may be missing, is that of a call, or empty."""
+        """True if `recipient` is empty or begins the name of a function that may be called."""
         if self._names is None:
             return recipient.startswith(_FUNCTIONS) or _FUNCTIONS.startswith(recipient)
         return not recipient or any(
