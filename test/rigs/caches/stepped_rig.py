@@ -44,6 +44,11 @@ class SteppedRig(CacheRig):
         self.loads.run()
         super()._compute(request)
 
+    def tick(self) -> None:
+        # No time passes; but a turn to read in parts passes on from who is not asked about.
+        self.tree.begin_tick(0.0)
+        super().tick()
+
     def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(50):
             if condition():
