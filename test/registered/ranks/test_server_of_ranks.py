@@ -205,7 +205,7 @@ def test_what_is_on_its_way_to_l3_is_written_before_the_end(tmp_path: Path) -> N
 def test_an_engine_of_two_groups_is_one_engine() -> None:
     with forking_engines():
         made = sglang.Engine(tp_size=2, attn_dp_size=2, device="cpu", max_total_tokens=2048)
-    params = {"max_new_tokens": 4, "ignore_eos": True}
+    params = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
     with made as engine:
         alone = [
             engine.generate(input_ids=IDS, sampling_params=params, routed_dp_rank=dp_rank)
