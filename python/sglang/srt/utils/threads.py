@@ -10,14 +10,13 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
 from sglang.srt.utils.loaded_libraries import mappings
 
 _SWITCH_S: Final = 0.0005
-_OPENMP: Final = re.compile(r"lib(gomp|i?omp5?)[-.]")
-"""Names of OpenMP's libraries; torch brings its own."""
+_OPENMP: Final = re.compile(r"/lib(gomp|i?omp5?)[-.][^/]*\Z")
+"""Files of OpenMP's libraries; torch brings its own."""
 _NICENESS: Final = 10
 """About a tenth of the time of a busy core, and all of an idle one."""
 
@@ -67,7 +66,7 @@ def leave_cores_to_model() -> None:
     import torch  # Processes without torch import this module too.
 
     torch.get_num_threads()  # Sets the thread's default now, so that it cannot override the limit.
-    for path in {path for _, _, path in mappings() if _OPENMP.match(Path(path).name)}:
+    for path in {path for _, _, path in mappings() if _OPENMP.search(path)}:
         ctypes.CDLL(path).omp_set_num_threads(1)
 
 
