@@ -392,6 +392,11 @@ class ForwardBatch:
         """
         return None if self.needs_all_rows else self.last_rows()
 
+    def rows_to_compute(self) -> torch.Tensor | None:
+        """Indices of the tokens that the last layer computes: those of `rows_for_logits`. None: all
+        tokens, also if the step captures hidden states."""
+        return None if self.capture_hidden else self.rows_for_logits()
+
     @property
     def needs_all_rows(self) -> bool:
         """True if the logits of all tokens are needed; see `rows_for_logits`."""

@@ -278,7 +278,7 @@ class DeepseekV4Model(LlamaModel):
             step = steps[layer.has_rows]
             if place == last:
                 # After the last layer only the last token of each request is read.
-                step = step._replace(rows=forward_batch.rows_for_logits())
+                step = step._replace(rows=forward_batch.rows_to_compute())
             streams = layer.run(streams, step)
         return self.norm.forward(self.hyper_head.forward(streams.joined()))
 

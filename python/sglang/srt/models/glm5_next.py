@@ -165,7 +165,7 @@ class Glm5NextModel(LlamaModel):
             assert isinstance(layer, StreamsLayer)
             if layer is last:
                 # After the last layer only the last token of each request is read.
-                step = step._replace(rows=forward_batch.rows_for_logits())
+                step = step._replace(rows=forward_batch.rows_to_compute())
             streams = layer.run(streams, step)
         return self.norm.forward(streams.joined().mean(dim=1))
 

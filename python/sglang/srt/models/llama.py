@@ -335,7 +335,7 @@ class LlamaModel(torch.nn.Module):
         for layer in most:
             x, residual = layer.forward(x, residual, step)
         # After the last layer only the last token of each request is read, except by a draft layer.
-        rows = None if forward_batch.capture_hidden else forward_batch.rows_for_logits()
+        rows = forward_batch.rows_to_compute()
         x, residual = last.forward(x, residual, step._replace(rows=rows))
         return self.norm.add_(x, residual)[0]
 

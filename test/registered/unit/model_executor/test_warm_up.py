@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rigs.models.tiny_models import save_tiny_checkpoint
+from rigs.models.tiny_models import FAMILIES, StepDriver, save_tiny_checkpoint
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -70,6 +70,23 @@ def test_the_steps_run_and_write_into_the_padding_page_alone(tmp_path: Path) -> 
     assert sizes == alone + [(count, count) for count in (2, 4, 8, 16, 32, 64, 128)]
     after = [pool.get_kv_buffer(0)[part][4:] for part in (0, 1)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_steps_of_every_family_run(tmp_path: Path, family: str) -> None:
+    """A device that does not warm up, like this one, never runs them in other tests."""
+    save_tiny_checkpoint(tmp_path, family)
+    driver = StepDriver(tmp_path, page_size=16, max_requests=2)
+    runner = driver.runner
+    for batch in warm_up_batches(runner.req_to_token_pool, runner.token_to_kv_pool, 192):
+        rows = []
+        for batch.capture_hidden in (False, True):
+            output = runner.forward(batch)
+            rows.append(output.next_token_logits)
+        assert output.hidden_states is not None
+        assert len(output.hidden_states) == len(batch.input_ids)
+        if batch.states is None:  # States have moved on.
+            torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
