@@ -39,6 +39,12 @@ def prompt(seed: int, pages: int = 8) -> list[int]:
     return [300 + (seed * 37 + i) % 1000 for i in range(pages * PAGE)]
 
 
+def await_stored(server: EngineServer, tokens: int) -> None:
+    """Wait until L3 has got `tokens` tokens since the start."""
+    stored = "sglang:backuped_tokens_total"
+    assert wait_until(lambda: server.metrics()[stored] >= tokens, 60)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     """A server after requests that were evicted, read back and repeated."""
@@ -49,8 +55,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
         "--hicache-storage-prefetch-policy", "wait_complete",
         env={envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.name: str(folder)},
     ) as running:  # fmt: skip
-        # L1 may evict a prompt that L2 does not have yet, so more than L2 holds lie between the 0s.
-        for seed in (0, 6, 7, *range(1, 6), 5, 5, 0):
+        for seed in range(6):
+            running.generate(prompt(seed), max_new_tokens=2)
+            # L2 keeps a prompt until L3 has it, and may have no room for another until then.
+            await_stored(running, (seed + 1) * 8 * PAGE)
+        for seed in (5, 5, 0):
             running.generate(prompt(seed), max_new_tokens=2)
         running.request("POST", "/generate", {
             "input_ids": prompt(9), "stream": True, "sampling_params": {"max_new_tokens": 3},
