@@ -60,7 +60,7 @@ def deepseekv31(*calls: tuple[str, dict[str, Any]]) -> str:
     return bars(f"<|tool▁calls▁begin|>{''.join(made)}<|tool▁calls▁end|>")
 
 
-def deepseekv32(*calls: tuple[str, dict[str, Any]]) -> str:
+def dsml(section: str, *calls: tuple[str, dict[str, Any]]) -> str:
     out = []
     for name, arguments in calls:
         values = []
@@ -72,7 +72,10 @@ def deepseekv32(*calls: tuple[str, dict[str, Any]]) -> str:
                 f'<|DSML|parameter name="{key}" string="{attribute}">{written}</|DSML|parameter>\n'
             )
         out.append(f'<|DSML|invoke name="{name}">\n{"".join(values)}</|DSML|invoke>\n')
-    return bars(f"<|DSML|function_calls>\n{''.join(out)}</|DSML|function_calls>")
+    return bars(f"<|DSML|{section}>\n{''.join(out)}</|DSML|{section}>")
+
+
+deepseekv32 = partial(dsml, "function_calls")
 
 
 def kimi_k2(*calls: tuple[str, dict[str, Any]]) -> str:
@@ -137,6 +140,7 @@ WRITERS: dict[str, Callable[..., str]] = {
     "deepseekv3": deepseekv3,
     "deepseekv31": deepseekv31,
     "deepseekv32": deepseekv32,
+    "deepseekv4": partial(dsml, "tool_calls"),
     "kimi_k2": kimi_k2,
     "glm45": partial(glm, "\n"),
     "glm47": partial(glm, ""),

@@ -16,6 +16,7 @@ from sglang.srt.function_call.kimi_glm_mistral_detectors import (
 )
 from sglang.srt.function_call.tagged_detectors import (
     DeepSeekV3Detector,
+    DeepSeekV4Detector,
     DeepSeekV31Detector,
     DeepSeekV32Detector,
     MiniMaxM2Detector,
@@ -31,6 +32,7 @@ TOOL_CALL_PARSERS: Final[Mapping[str, type[FormatDetector]]] = {
     "deepseekv3": DeepSeekV3Detector,
     "deepseekv31": DeepSeekV31Detector,
     "deepseekv32": DeepSeekV32Detector,
+    "deepseekv4": DeepSeekV4Detector,
     "kimi_k2": KimiK2Detector,
     "glm45": Glm4MoeDetector,
     "glm47": Glm4MoeDetector,

@@ -145,7 +145,6 @@ _INVOKE: Final = _tags('<{}invoke name="')
 _END_OF_INVOKE: Final = _tags("</{}invoke>")
 _PARAMETER: Final = _tags('<{}parameter name="')
 _END_OF_PARAMETER: Final = _tags("</{}parameter>")
-_END_OF_CALLS: Final = _tags("</{}function_calls>")
 _VALUE_ENDS: Final = tuple(
     Tags(*tags) for tags in zip(_END_OF_PARAMETER, _PARAMETER, _END_OF_INVOKE, strict=True)
 )
@@ -161,8 +160,8 @@ class DeepSeekV32Detector(ParameterFormatDetector):
     """
 
     start_markers: ClassVar[tuple[str, ...]] = _tags("<{}function_calls>")
-    section_ends: ClassVar[tuple[str, ...]] = _END_OF_CALLS
-    after_calls: ClassVar[tuple[str, ...]] = (*_END_OF_CALLS, *_INVOKE)
+    section_ends: ClassVar[tuple[str, ...]] = _tags("</{}function_calls>")
+    after_calls: ClassVar[tuple[str, ...]] = (*section_ends, *_INVOKE)
 
     def _read_head(self, cursor: TextCursor) -> str:
         cursor.expect(*_INVOKE)
@@ -177,6 +176,14 @@ class DeepSeekV32Detector(ParameterFormatDetector):
         kind = _PARAMETER.index(found)
         convert = str if is_string else _json_or_text
         return Parameter(name, _END_OF_PARAMETER[kind], _VALUE_ENDS[kind], convert)
+
+
+class DeepSeekV4Detector(DeepSeekV32Detector):
+    """DeepSeek-V4: the calls of V3.2 in a section of another name."""
+
+    start_markers: ClassVar[tuple[str, ...]] = _tags("<{}tool_calls>")
+    section_ends: ClassVar[tuple[str, ...]] = _tags("</{}tool_calls>")
+    after_calls: ClassVar[tuple[str, ...]] = (*section_ends, *_INVOKE)
 
 
 def _json_or_text(text: str) -> object:

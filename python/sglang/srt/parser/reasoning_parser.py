@@ -21,6 +21,7 @@ REASONING_PARSERS: Final[Mapping[str, bool]] = {
     "qwen3-thinking": True,
     "deepseek-r1": True,
     "deepseek-v3": False,
+    "deepseek-v4": False,
     "glm45": False,
     "kimi_k2": False,
     "interns1": False,

@@ -24,9 +24,10 @@ ONE, TWO = ("add", {"a": 1, "text": "x"}), ("say", {"text": "y"})
 Calls = list[tuple[str | None, dict[str, Any]]]
 TAGS = {
     "qwen3_coder": ("</parameter>", "</function>", "</tool_call>"),
-    "deepseekv32": tuple(
-        map(bars, ("</|DSML|parameter>", "</|DSML|invoke>", "</|DSML|function_calls>"))
-    ),
+    **{
+        name: tuple(map(bars, ("</|DSML|parameter>", "</|DSML|invoke>", f"</|DSML|{section}>")))
+        for name, section in (("deepseekv32", "function_calls"), ("deepseekv4", "tool_calls"))
+    },
     "glm45": ("</arg_value>", "</tool_call>", "</tool_call>"),
     "glm47": ("</arg_value>", "</tool_call>", "</tool_call>"),
     "minimax-m2": ("</parameter>", "</invoke>", "</minimax:tool_call>"),

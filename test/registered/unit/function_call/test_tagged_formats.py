@@ -68,7 +68,8 @@ def test_calls_are_found_between_text(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in WRITERS if not name.startswith("glm")])
 def test_the_end_of_the_section_may_be_missing(name: str) -> None:
     text = WRITERS[name](("say", SAY))
-    end = {"qwen3_coder": "</", "deepseekv32": "</", "mistral": "]", "mistral v11": "}"}
+    dsml = {"deepseekv32": "</", "deepseekv4": "</"}
+    end = dsml | {"qwen3_coder": "</", "mistral": "]", "mistral v11": "}"}
     shorter = text[: text.rindex(end.get(name, "<"))] + "}" * (name == "mistral v11")
     assert parse(name, shorter) == ("", [("say", SAY)])
 
@@ -146,12 +147,21 @@ def test_text_without_a_marker_stays_unchanged(name: str, text: str) -> None:
     assert parse(name, "x" + text) == ("x" + text, [])
 
 
-def test_dsml_tags_are_read_without_their_token() -> None:
-    text = deepseekv32(("add", ADD), ("say", SAY))
-    assert parse("deepseekv32", text.replace(bars("|DSML|"), "")) == (
+@pytest.mark.parametrize("name", ["deepseekv32", "deepseekv4"])
+def test_dsml_tags_are_read_without_their_token(name: str) -> None:
+    text = WRITERS[name](("add", ADD), ("say", SAY))
+    assert parse(name, text.replace(bars("|DSML|"), "")) == (
         "",
         [("add", ADD), ("say", SAY)],
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("deepseekv4", "deepseekv32"), ("deepseekv32", "deepseekv4")]
+)
+def test_sections_of_another_deepseek_are_text(name: str, other: str) -> None:
+    text = WRITERS[other](("say", SAY))
+    assert parse(name, text) == (text, [])
 
 
 def test_a_dsml_value_that_is_no_json_stays_text() -> None:

@@ -20,7 +20,7 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 FRAGMENTS = ("<think>", "</think>", "<thi", "</th", "<", " ", "\n", "\n\n", "so", "answer")
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 BEGIN_INSIDE = {"deepseek-r1", "minimax", "nano_v3", "nemotron_3", "qwen3-thinking", "step3"}
-BEGIN_OUTSIDE = {"deepseek-v3", "glm45", "interns1", "kimi_k2", "mimo", "qwen3"}
+BEGIN_OUTSIDE = {"deepseek-v3", "deepseek-v4", "glm45", "interns1", "kimi_k2", "mimo", "qwen3"}
 NAMES = pytest.mark.parametrize("name", ["qwen3", "deepseek-r1"])
 
 

@@ -52,6 +52,9 @@ _CALL: Final = {
     ],
 }
 _FAMILY_CALLS: Final[Mapping[str, str]] = {
+    "DeepseekV4": "deepseekv4",
+    "Glm5": "glm47",
+    "GlmMoeDsa": "glm47",
     "Glm": "glm45",
     "GptOss": GPT_OSS,
     "Kimi": "kimi_k2",
@@ -64,6 +67,7 @@ _FAMILY_CALLS: Final[Mapping[str, str]] = {
 """Begin of an architecture's name to the parser, for families whose models all write calls in one
 way."""
 _FAMILY_REASONING: Final[Mapping[str, tuple[str, str]]] = {
+    "DeepseekV4": ("deepseek-v4", "deepseek-v4"),
     "Deepseek": ("deepseek-v3", "deepseek-r1"),
     "Glm": ("glm45", "glm45"),
     "Kimi": ("kimi_k2", "kimi_k2"),
