@@ -25,6 +25,7 @@ from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_fac
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.role_switch import MakeRole, RemakeRole
 from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerResources
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
@@ -355,6 +356,38 @@ class SchedulerRig:
         got.input_top_logprobs += output.input_top_logprobs or []
         got.last = output
         assert output.completion_tokens == len(got.output_ids)
+
+
+def rig_that_knows(
+    known: list[int], tier: str, make_rig: Callable[..., SchedulerRig], stored: dict[str, Any]
+) -> SchedulerRig:
+    """A rig that has a prompt in one tier alone: L1, L2 or L3.
+
+    Args:
+        make_rig: Makes a rig with more settings.
+        stored: Settings with all tiers.
+    """
+    rig = make_rig(**({} if tier == "L1" else stored))
+    rig.generate([known], 1)
+    if tier != "L1":
+        rig.settle()
+        rig.tree.evict(EvictParams(num_tokens=10_000))
+    return make_rig(**stored) if tier == "L3" else rig
+
+
+def run_beside_evictions(
+    rig: SchedulerRig, known: list[int], asked: list[int], count: int
+) -> Collected:
+    """Run `asked` behind `known`, for `count` tokens, while all that may be evicted is at each
+    step."""
+    rig.generate([known], 1)
+    rig.step(rig.request("runs", asked, greedy(count)))
+    for _ in range(count):
+        rig.tree.evict(EvictParams(num_tokens=10_000, mamba_num=100))
+        rig.check()
+        rig.step()
+    rig.run()
+    return rig.results["runs"]
 
 
 def prompt(seed: int, length: int, vocab_size: int = 160) -> list[int]:

@@ -353,6 +353,11 @@ WINDOW, SPARSE, HEAVY = (
             {**TWO, "num_hash_layers": 1, "mlp_layer_types": ["moe", "moe"]},
             "num_hash_layers=1 contradicts mlp_layer_types=",
         ),
+        (
+            V4,
+            {**TWO, "num_hash_layers": 0, "mlp_layer_types": ["hash_moe", "moe"]},
+            "num_hash_layers=0 contradicts mlp_layer_types=.*: remove one",
+        ),
         (V4, {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported"),
         (V4, {"n_shared_experts": 2}, "n_shared_experts=2 is not supported"),
         (V4, {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),

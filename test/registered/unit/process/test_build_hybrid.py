@@ -71,6 +71,24 @@ def test_states_are_sized_and_said(hybrid: Path) -> None:
     assert runner.req_to_token_pool.available_size() == 3
 
 
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("deepseek_v4", "A token takes 86 bytes on a rank: kv 48, indexer 32, c128 6; a prefix of"),
+        # Three latent rows of 32 for each token, and two keys of 24 for 16, in fp32.
+        ("glm5_next", "A token takes 396 bytes on a rank: kv 384, indexer 12; a prefix of 131072"),
+    ],
+)
+def test_items_of_several_tokens_are_said(
+    tiny_model: Callable[..., Path], family: str, words: str
+) -> None:
+    path = tiny_model(family)
+    config = ModelConfig.from_path(str(path))
+    runner = ModelRunner(ModelRunnerConfig(model_config=config, page_size=16, show_progress=False))
+    lines = init_pools(runner, start_args(path), SingleRank())
+    assert lines[-1].startswith(words) and lines[-1].endswith("in each tier")
+
+
 def test_prefixes_are_cached_with_their_states(hybrid: Path) -> None:
     built = build_scheduler(cached_args(hybrid, mamba_max_states_per_path=3))
     tree = built.scheduler.state.tree

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 from rigs.models.model_oracle import GreedyOracle
-from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt, stored_in_files
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from rigs.schedulers.scheduler_rig import (
+    SchedulerRig,
+    greedy,
+    prompt,
+    rig_that_knows,
+    run_beside_evictions,
+    stored_in_files,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
@@ -72,14 +78,8 @@ def test_a_hit_that_ends_at_any_page_is_continued(
     make_rig: Any, oracle: GreedyOracle, hit: int, tier: str
 ) -> None:
     """At the first two of these pages the window is not full; no group comes before the first."""
-    rig = make_rig(**({} if tier == "L1" else STORED))
     known = prompt(7, hit + 1)
-    rig.generate([known], 1)
-    if tier != "L1":
-        rig.settle()
-        rig.tree.evict(EvictParams(num_tokens=10_000))
-    if tier == "L3":
-        rig = make_rig(**STORED)
+    rig = rig_that_knows(known, tier, make_rig, STORED)
     asked = [*known[:hit], known[hit] ^ 1, *prompt(8, 30)]
     rig.run(rig.request("fork", asked, greedy(WORDS)))
     assert rig.results["fork"].cached == tuple(
@@ -100,18 +100,11 @@ def test_words_are_right_after_retractions(make_rig: Any, oracle: GreedyOracle) 
 def test_a_request_keeps_its_prefix_while_all_others_are_evicted(
     make_rig: Any, oracle: GreedyOracle
 ) -> None:
-    rig = make_rig()
     known = prompt(7, 65)
-    rig.generate([known], 1)
     asked = [*known, *prompt(8, 20)]
-    rig.step(rig.request("runs", asked, greedy(WORDS)))
-    for _ in range(WORDS):
-        rig.tree.evict(EvictParams(num_tokens=10_000, mamba_num=100))
-        rig.check()
-        rig.step()
-    rig.run()
-    assert rig.results["runs"].cached == (64, 0, 0)
-    oracle.assert_words(asked, rig.results["runs"].output_ids, WORDS)
+    found = run_beside_evictions(make_rig(), known, asked, WORDS)
+    assert found.cached == (64, 0, 0)
+    oracle.assert_words(asked, found.output_ids, WORDS)
 
 
 def test_pages_of_an_open_group_are_not_published(make_rig: Any) -> None:

@@ -12,7 +12,14 @@ from transformers import PreTrainedModel
 
 from rigs.models.model_oracle import greedy_words
 from rigs.models.tiny_models import save_tiny_checkpoint
-from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt, stored_in_files
+from rigs.schedulers.scheduler_rig import (
+    SchedulerRig,
+    greedy,
+    prompt,
+    rig_that_knows,
+    run_beside_evictions,
+    stored_in_files,
+)
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -113,14 +120,8 @@ def test_a_hit_that_ends_within_a_window_is_continued_at_its_position(
 ) -> None:
     """The first tokens after the hit see keys from before it: fewer than a window has, as many, or
     more. They have the positions after the hit, not those within the window."""
-    rig = make_rig(**({} if tier == "L1" else STORED))
     known = prompt(7, hit + 1)
-    rig.generate([known], 1)
-    if tier != "L1":
-        rig.settle()
-        rig.tree.evict(EvictParams(num_tokens=10_000))
-    if tier == "L3":
-        rig = make_rig(**STORED)
+    rig = rig_that_knows(known, tier, make_rig, STORED)
     seen = note_positions(monkeypatch)
     asked = [*known[:hit], known[hit] ^ 1, *prompt(8, 20)]
     rig.run(rig.request("fork", asked, greedy(WORDS)))
@@ -137,16 +138,10 @@ def test_a_request_keeps_its_window_while_all_others_are_evicted(
 ) -> None:
     rig = make_rig()
     known = prompt(7, 33)
-    rig.generate([known], 1)
     asked = [*known, *prompt(8, 20)]
-    rig.step(rig.request("runs", asked, greedy(WORDS)))
-    for _ in range(WORDS):
-        rig.tree.evict(EvictParams(num_tokens=10_000, mamba_num=100))
-        rig.check()
-        rig.step()
-    rig.run()
-    assert rig.results["runs"].cached == (32, 0, 0)
-    found = rig.results["runs"].output_ids
+    runs = run_beside_evictions(rig, known, asked, WORDS)
+    assert runs.cached == (32, 0, 0)
+    found = runs.output_ids
     assert found == greedy_words(model[1], asked, found) and len(found) == WORDS
     rig.tree.evict(EvictParams(num_tokens=10_000, mamba_num=100))
     assert rig.tree.mamba_slots()["used_mamba_slots"] == rig.tree.total_size() == 0
