@@ -263,6 +263,16 @@ def kernel_plan_of(forward_batch: ForwardBatch, chunk: int = CHUNK) -> ShortPlan
     return states.plan
 
 
+def token_bounds_of(forward_batch: ForwardBatch) -> torch.Tensor:
+    """`ShortPlan.bounds` of a prefill, for layers without a rule. They are made anew where no plan
+    of kernels is at hand: recurrent layers whose shapes these do not take have another plan."""
+    states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
+    assert states is not None and num_new is not None, "the maker of the batch gave it states"
+    if isinstance(states.plan, ShortPlan | ChunkPlan):
+        return states.plan.bounds
+    return ShortPlan.of(num_new, None, forward_batch.input_ids.device).bounds
+
+
 def extend_plan_of(
     forward_batch: ForwardBatch, kernel: int, chunk: int = CHUNK
 ) -> ExtendPlan | None:

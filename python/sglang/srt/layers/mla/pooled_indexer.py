@@ -18,7 +18,7 @@ from sglang.srt.layers.compressed.group_plan import groups_of
 from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.linear import MergedColumnParallelLinear, apply_linear
-from sglang.srt.layers.linear_attention.extend_plan import kernel_plan_of
+from sglang.srt.layers.linear_attention.extend_plan import token_bounds_of
 from sglang.srt.layers.mla.latent_attention import INDEXER_NORM_EPS
 from sglang.srt.layers.placement import (
     NamedSlots,
@@ -109,7 +109,7 @@ class PooledIndexer(WeightedLayer):
         assert self._kernels is not None
         bounds: torch.Tensor | None = None
         if forward_batch.forward_mode.is_extend():
-            bounds = kernel_plan_of(forward_batch).bounds
+            bounds = token_bounds_of(forward_batch)
         weights = self.norm_weight, self.norm_bias, INDEXER_NORM_EPS, self.position
         pool = self._index_pool(forward_batch)
         self._kernels.store_pooled_keys(
