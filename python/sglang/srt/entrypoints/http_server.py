@@ -130,6 +130,7 @@ class BoundedServer:
     def on_tick(self) -> bool:
         """Called ten times a second. True: shut down."""
         self.server_state.note_time()
+        self.server_state.end_slow_readers()
         self._note_use()
         if self._drain_end is not None:
             now = time.monotonic()

@@ -187,7 +187,7 @@ async def generate(request: Request) -> Response:
     requests, is_batch = to_requests(body, context.sampling_defaults.values)
     with_text = bool(body.return_text_in_logprobs)
     if body.stream:
-        events = stream_answers(context.manager, requests, is_batch, with_text)
+        events = stream_answers(context.manager, requests, is_batch, with_text, request)
         return EventStream(await unless_client_leaves(request.gone, anext(events), events), events)
     work = whole_answers(context.manager, requests, with_text)
     answers = await unless_client_leaves(request.gone, work)
@@ -213,9 +213,12 @@ async def stream_answers(
     requests: Sequence[GenerateRequest],
     is_batch: bool,
     with_text: bool = False,
+    http_request: Request | None = None,
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Cumulative answers of growing outputs (see `AnswerWriter`), in a batch with their `index`."""
     with manager.submit(requests) as states:
+        if http_request is not None:
+            http_request.held_bytes = lambda: sum(state.num_bytes for state in states)
         await asyncio.sleep(0)  # `respond` tells why.
         streams = [
             _stream_one(AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text), state)

@@ -9,6 +9,7 @@
 - A connection is paused at `MAX_UNREAD_BYTES` of a body that its endpoint has not read.
 - The number of idle connections is bounded (`OpenConnections`), and the time for which a client may
   read nothing of an answer (`bounded_listener`).
+- Answers that clients do not read may take `MAX_WAITING_BYTES` in all (`end_slow_readers`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
 
-from sglang.srt.constants import KIB, MIB
+from sglang.srt.constants import GIB, KIB, MIB
 from sglang.srt.entrypoints.http.body_framing import TOO_SMALL, BodyMeter, ChunkDecoder
 from sglang.srt.entrypoints.http.request import Request
 from sglang.srt.utils.bad_messages import BadMessages
@@ -52,6 +53,10 @@ a server that closes first breaks a request that is just being sent."""
 MAX_UNREAD_BYTES: Final = 256 * KIB
 """A connection is paused while more than this of a body waits for its endpoint. asyncio receives as
 much at once."""
+MAX_WAITING_BYTES: Final = GIB
+"""Most memory that answers which wait for their clients take, over all connections."""
+WAITING_SECONDS: Final = 5.0
+"""An answer that waits for less time is safe from that bound: its client may be reading."""
 DISCARD_SECONDS: Final = 10.0
 DISCARD_BYTES: Final = 64 * MIB
 """Bounds for discarding data that a client still sends after an answer that ends its connection
@@ -77,8 +82,12 @@ class ServerState:
     def __init__(self, app: App, max_idle: int = MAX_IDLE_CONNECTIONS) -> None:
         self.app = app
         self.bad_requests = BadMessages(logger, "HTTP request")
+        self.slow_readers = BadMessages(logger, "connection")
         self.open_connections = OpenConnections(max_idle)
         self.connections: set[BoundedProtocol] = set()
+        self.waiting: dict[BoundedProtocol, float] = {}
+        """Connections whose clients have to read before more is written, with the time of the event
+        loop since when; longest first."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.num_answered = 0
         self.head_seconds = HEAD_SECONDS
@@ -87,6 +96,25 @@ class ServerState:
 
     def note_time(self) -> None:
         self.date = f"date: {formatdate(usegmt=True)}"
+
+    def end_slow_readers(self) -> None:
+        """End connections that wait for their clients, longest first, until the rest takes at most
+        `MAX_WAITING_BYTES` or one is left: a single answer is bounded by the limits of a request.
+        """
+        if len(self.waiting) < 2:
+            return
+        sizes = {one: one.num_waiting_bytes for one in self.waiting}
+        total = sum(sizes.values())
+        for connection, since in list(self.waiting.items()):
+            is_new = connection.loop.time() - since < WAITING_SECONDS
+            if total <= MAX_WAITING_BYTES or is_new or len(self.waiting) == 1:
+                return
+            total -= sizes[connection]
+            del self.waiting[connection]
+            self.slow_readers.add(
+                f"its client reads too slowly: such answers took over {MAX_WAITING_BYTES} bytes"
+            )
+            connection.transport.abort()
 
 
 class BoundedProtocol(asyncio.Protocol):
@@ -137,11 +165,19 @@ class BoundedProtocol(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.drained = self.loop.create_future()
+        self.state.waiting[self] = self.loop.time()
 
     def resume_writing(self) -> None:
+        self.state.waiting.pop(self, None)
         if self.drained is not None:
             self.drained.set_result(None)
             self.drained = None
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Memory of the answer, written or not, that waits for the client."""
+        held = 0 if self._request is None else self._request.held_bytes()
+        return held + self.transport.get_write_buffer_size()
 
     def _pause_reading(self) -> None:
         if not self._is_paused:
@@ -282,7 +318,7 @@ class BoundedProtocol(asyncio.Protocol):
                 data = memoryview(rest + bytes(data))
         request.feed(body, more_body=more)
         # Each pause takes the connection out of the loop's selector, and reading puts it back.
-        if request.unread > MAX_UNREAD_BYTES:
+        if more and request.unread > MAX_UNREAD_BYTES:
             self._pause_reading()
         return data
 

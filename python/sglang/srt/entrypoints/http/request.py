@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 from urllib.parse import parse_qsl, unquote
@@ -50,6 +50,7 @@ class Request:
         more_body: Parts of the body are still to come.
         parts: Those that came and were not received.
         gone: Done once the client has hung up, or sent what is no HTTP.
+        held_bytes: Tells the memory of output that is not written yet; endpoints set it.
         status: Status of the answer; 0 before it begins.
         is_answered: The answer is complete.
     """
@@ -57,8 +58,8 @@ class Request:
     __slots__ = (
         "_arrival", "_connection", "_expects_continue", "_head", "_is_chunked",
         "_takes_chunks", "_target",
-        "app", "gone", "headers", "is_answered", "keep_alive", "method", "more_body", "parts",
-        "path", "query", "status", "unread",
+        "app", "gone", "headers", "held_bytes", "is_answered", "keep_alive", "method", "more_body",
+        "parts", "path", "query", "status", "unread",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +87,7 @@ class Request:
         self.unread = 0
         """Bytes of the body that wait for the endpoint."""
         self.gone: asyncio.Future[None] = connection.loop.create_future()
+        self.held_bytes: Callable[[], int] = int
         self.status = 0
         self.is_answered = False
         self.parts: list[bytes] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -30,6 +30,11 @@ from sglang.srt.messages.io_struct import (
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
+
+TOKEN_BYTES: Final = 140
+"""Memory of a token's id, text and logprob in Python, measured."""
+TOP_LOGPROB_BYTES: Final = 132
+"""The same of one of its alternatives."""
 
 
 @dataclass(slots=True)
@@ -99,6 +104,14 @@ class RequestState:
         self.prompt_tokens = len(input_ids)
         if logprob_start_len >= 0:
             self.logprob_ids = input_ids[logprob_start_len:].tolist()
+
+    @property
+    def num_bytes(self) -> int:
+        """About the memory of the output so far, in bytes."""
+        tokens = len(self.output_ids) + len(self.input_logprobs)
+        rows = len(self.output_top_logprobs) + len(self.input_top_logprobs)
+        alternatives = rows * self.request.top_logprobs_num
+        return tokens * TOKEN_BYTES + alternatives * TOP_LOGPROB_BYTES
 
     @property
     def ended(self) -> bool:

@@ -167,7 +167,9 @@ class TokenizerManager:
             for request in requests:
                 rid = request.rid
                 if rid in self._states or rid in self._leaving:
-                    why = f"rid {rid!r} is in use by a running request: choose another"
+                    is_twice = any(state.rid == rid for state in states)
+                    where = "another prompt of the body" if is_twice else "a running request"
+                    why = f"rid {rid!r} is in use by {where}: choose another"
                     self._decline(requests, why)
                     raise InvalidRequest(why, field="rid")
                 self._states[rid] = state = RequestState(request, now)

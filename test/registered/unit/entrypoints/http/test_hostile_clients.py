@@ -6,11 +6,13 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Final
 
 import pytest
 
+from sglang.srt.entrypoints.http import protocol
 from sglang.srt.entrypoints.http.application import Application, Route
 from sglang.srt.entrypoints.http.body import read_body
 from sglang.srt.entrypoints.http.request import Request, Response
@@ -32,7 +34,7 @@ class Served(Application):
 
     def __init__(self) -> None:
         get = [Route(f"/{one.__name__}", one, methods=["GET"]) for one in (
-            self.large, self.small, self.wait,
+            self.large, self.small, self.wait, self.hold,
         )]  # fmt: skip
         super().__init__([*get, Route("/read", self.read, methods=["POST"])])
         self.server = BoundedServer(self, port=get_free_port())
@@ -56,6 +58,13 @@ class Served(Application):
             await asyncio.shield(request.gone)
         self.num_left += 1
         return Response()
+
+    async def hold(self, request: Request) -> Response:
+        """A stream that stalls within, with a terabyte of output behind."""
+        request.held_bytes = lambda: 1 << 40
+        request.begin(200, {})
+        request.write(LARGE)
+        return await self.wait(request)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.server.port), timeout=WAIT_S)
@@ -84,12 +93,18 @@ def read_answer(peer: socket.socket) -> bytes:
     """The body of the next answer, of a known length."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
-        head += peer.recv(1)
+        head += _received(peer, 1)
     length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
     body = bytearray()
     while len(body) < length:
-        body += peer.recv(length - len(body))
+        body += _received(peer, length - len(body))
     return bytes(body)
+
+
+def _received(peer: socket.socket, most: int) -> bytes:
+    data = peer.recv(most)
+    assert data, "the server has ended the connection"
+    return data
 
 
 def test_who_asks_on_without_reading_gets_no_more_answers(served: Served) -> None:
@@ -146,3 +161,44 @@ def test_who_never_reads_is_let_go(asked: bytes, monkeypatch: pytest.MonkeyPatch
         peer.sendall(asked)
         assert wait_until(lambda: served.num_large > 0, WAIT_S)
         assert wait_until(lambda: not (served.state.connections or served.state.tasks), WAIT_S)
+
+
+def test_answers_that_nobody_reads_are_bounded_over_all_connections(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MAX_WAITING_BYTES", len(LARGE))
+    monkeypatch.setattr(protocol, "WAITING_SECONDS", 0.0)
+    state, count = served.state, 6
+    with ExitStack() as stack:
+        deaf = [stack.enter_context(served.connect()) for _ in range(count)]
+        for number, peer in enumerate(deaf):
+            peer.sendall(GET % b"/large")
+            assert wait_until(lambda: served.num_large == number + 1, WAIT_S)  # noqa: B023
+        assert wait_until(lambda: state.slow_readers.count > 0, WAIT_S)
+        assert sum(map(len, iter(partial(deaf[0].recv, 1 << 20), b""))) < len(LARGE)
+        assert read_answer(deaf[-1]) == LARGE, "the last one has not waited for long"
+
+
+def test_a_single_large_answer_may_wait(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_WAITING_BYTES", 1)
+    monkeypatch.setattr(protocol, "WAITING_SECONDS", 0.0)
+    with served.connect() as peer:
+        peer.sendall(GET % b"/large")
+        assert wait_until(lambda: bool(served.state.waiting), WAIT_S)
+        calls: list[None] = []
+        served.state.end_slow_readers = lambda: calls.append(None) or end()  # type: ignore
+        end = type(served.state).end_slow_readers.__get__(served.state)
+        assert wait_until(lambda: len(calls) > 1, WAIT_S)
+        assert read_answer(peer) == LARGE
+
+
+def test_output_that_a_stream_holds_counts_as_waiting(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MAX_WAITING_BYTES", 1 << 40)
+    monkeypatch.setattr(protocol, "WAITING_SECONDS", 0.0)
+    with served.connect() as first, served.connect() as second:
+        for peer in (first, second):
+            peer.sendall(GET % b"/hold")
+        assert wait_until(lambda: served.num_left == 1, WAIT_S), "one of the two is let go"
+        assert served.state.slow_readers.count == 1

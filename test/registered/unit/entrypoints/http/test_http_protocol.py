@@ -450,6 +450,22 @@ def test_a_body_that_is_not_read_waits_once_it_is_large(size: int, pauses: int) 
     assert bytes(seen) == bytes(size) + b"x"
 
 
+def test_a_whole_body_that_is_not_read_hides_no_client_that_leaves() -> None:
+    async def run() -> None:
+        transport = Transport()
+        connection = connect(stream, transport)
+        connection.pause_writing()  # Its endpoint waits for the client to read.
+        size = MAX_UNREAD_BYTES + 2
+        connection.data_received(
+            b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size + bytes(size)
+        )
+        assert not transport.is_paused
+        connection.connection_lost(None)
+        await asyncio.gather(*connection.state.tasks)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 def test_a_server_that_ends_lets_go_of_its_port() -> None:
     with serving() as served:
         peer = served.connect()
