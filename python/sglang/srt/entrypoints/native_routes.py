@@ -218,7 +218,7 @@ async def stream_answers(
     """Cumulative answers of growing outputs (see `AnswerWriter`), in a batch with their `index`."""
     with manager.submit(requests) as states:
         if http_request is not None:
-            http_request.held_bytes = lambda: sum(state.num_bytes for state in states)
+            http_request.held = states
         await asyncio.sleep(0)  # `respond` tells why.
         streams = [
             _stream_one(AnswerWriter(request, manager.tokenizer, text_in_logprobs=with_text), state)

@@ -176,8 +176,8 @@ class BoundedProtocol(asyncio.Protocol):
     @property
     def num_waiting_bytes(self) -> int:
         """Memory of the answer, written or not, that waits for the client."""
-        held = 0 if self._request is None else self._request.held_bytes()
-        return held + self.transport.get_write_buffer_size()
+        held = () if self._request is None else self._request.held
+        return sum(one.num_bytes for one in held) + self.transport.get_write_buffer_size()
 
     def _pause_reading(self) -> None:
         if not self._is_paused:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 from urllib.parse import parse_qsl, unquote
@@ -36,6 +36,14 @@ class Connection(Protocol):
         """The answer to the request is complete."""
 
 
+class Held(Protocol):
+    """Output of a request that waits to be written."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About its memory."""
+
+
 class Request:
     """One request, and the answer to it. Event loop thread only.
 
@@ -50,7 +58,7 @@ class Request:
         more_body: Parts of the body are still to come.
         parts: Those that came and were not received.
         gone: Done once the client has hung up, or sent what is no HTTP.
-        held_bytes: Tells the memory of output that is not written yet; endpoints set it.
+        held: Output that is not written yet; endpoints set it.
         status: Status of the answer; 0 before it begins.
         is_answered: The answer is complete.
     """
@@ -58,7 +66,7 @@ class Request:
     __slots__ = (
         "_arrival", "_connection", "_expects_continue", "_head", "_is_chunked",
         "_takes_chunks", "_target",
-        "app", "gone", "headers", "held_bytes", "is_answered", "keep_alive", "method", "more_body",
+        "app", "gone", "headers", "held", "is_answered", "keep_alive", "method", "more_body",
         "parts", "path", "query", "status", "unread",
     )  # fmt: skip
 
@@ -87,7 +95,7 @@ class Request:
         self.unread = 0
         """Bytes of the body that wait for the endpoint."""
         self.gone: asyncio.Future[None] = connection.loop.create_future()
-        self.held_bytes: Callable[[], int] = int
+        self.held: Sequence[Held] = ()
         self.status = 0
         self.is_answered = False
         self.parts: list[bytes] = []

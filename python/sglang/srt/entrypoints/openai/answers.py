@@ -306,7 +306,7 @@ async def respond(
 
     async def stream() -> AsyncGenerator[dict[str, Any], None]:
         with manager.submit(samples) as states:
-            request.held_bytes = lambda: sum(state.num_bytes for state in states)
+            request.held = states
             await asyncio.sleep(0)  # The samples are on their way before the answer is prepared.
             async with aclosing(make_answers().stream(states)) as chunks:
                 async for chunk in chunks:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Final
 
 import pytest
@@ -61,7 +62,7 @@ class Served(Application):
 
     async def hold(self, request: Request) -> Response:
         """A stream that stalls within, with a terabyte of output behind."""
-        request.held_bytes = lambda: 1 << 40
+        request.held = [SimpleNamespace(num_bytes=1 << 40)]
         request.begin(200, {})
         request.write(LARGE)
         return await self.wait(request)
