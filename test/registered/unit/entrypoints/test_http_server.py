@@ -176,6 +176,11 @@ def test_no_logprobs_is_a_word_about_all_their_fields(client: httpx.Client) -> N
     assert "output_token_logprobs" not in second["meta_info"]
 
 
+def test_one_rid_twice_in_a_body_is_said(client: httpx.Client) -> None:
+    answer = client.post("/generate", json={"text": ["a", "b"], "rid": ["x", "x"]})
+    assert answer.status_code == 400 and "in use by another prompt of the body" in answer.text
+
+
 def test_streams_are_cumulative(client: httpx.Client) -> None:
     body = {"text": "hé", "sampling_params": {"max_new_tokens": 6}}
     answers = events(client, "/generate", body)

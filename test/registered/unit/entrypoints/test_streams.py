@@ -7,9 +7,12 @@ import gc
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import httpx
 import pytest
 
+from sglang.srt.entrypoints.http.request import Request
 from sglang.srt.entrypoints.http.sse import merge
+from sglang.srt.managers.tokenizer.request_state import TOKEN_BYTES
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -78,3 +81,30 @@ def test_leaving_early_closes_all(count: int) -> None:
 
     asyncio.run(run())
     assert all(stream.is_closed for stream in streams)
+
+
+HELLO: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "hello"},
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/responses": {"input": "hello"},
+}
+
+
+@pytest.mark.parametrize("path", HELLO)
+def test_a_stream_tells_the_memory_that_its_output_takes(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """What slow readers are ended by; see `ServerState.end_slow_readers`."""
+    seen: list[Request] = []
+    make = Request.__init__
+
+    def note(self: Request, *args: Any, **kwargs: Any) -> None:
+        seen.append(self)
+        make(self, *args, **kwargs)
+
+    monkeypatch.setattr(Request, "__init__", note)
+    answer = client.post(path, json={"model": "echo", "stream": True, **HELLO[path]})
+    assert answer.status_code == 200, answer.text
+    (request,) = seen
+    assert len(request.held) == 1 and request.held[0].num_bytes >= TOKEN_BYTES

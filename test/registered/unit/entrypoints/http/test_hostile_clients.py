@@ -180,17 +180,28 @@ def test_answers_that_nobody_reads_are_bounded_over_all_connections(
         assert read_answer(deaf[-1]) == LARGE, "the last one has not waited for long"
 
 
-def test_a_single_large_answer_may_wait(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def looks_for_slow_readers(served: Served, patch: pytest.MonkeyPatch) -> list[None]:
+    """An item for each time that the server has looked for slow readers."""
+    calls: list[None] = []
+    end = served.state.end_slow_readers
+    patch.setattr(served.state, "end_slow_readers", lambda: calls.append(end()))
+    return calls
+
+
+@pytest.mark.parametrize(("deaf", "seconds"), [(1, 0.0), (3, 60.0)])
+def test_a_single_answer_and_fresh_ones_may_wait(
+    served: Served, monkeypatch: pytest.MonkeyPatch, deaf: int, seconds: float
+) -> None:
     monkeypatch.setattr(protocol, "MAX_WAITING_BYTES", 1)
-    monkeypatch.setattr(protocol, "WAITING_SECONDS", 0.0)
-    with served.connect() as peer:
-        peer.sendall(GET % b"/large")
-        assert wait_until(lambda: bool(served.state.waiting), WAIT_S)
-        calls: list[None] = []
-        served.state.end_slow_readers = lambda: calls.append(None) or end()  # type: ignore
-        end = type(served.state).end_slow_readers.__get__(served.state)
+    monkeypatch.setattr(protocol, "WAITING_SECONDS", seconds)
+    with ExitStack() as stack:
+        peers = [stack.enter_context(served.connect()) for _ in range(deaf)]
+        for peer in peers:
+            peer.sendall(GET % b"/large")
+        assert wait_until(lambda: len(served.state.waiting) == deaf, WAIT_S)
+        calls = looks_for_slow_readers(served, monkeypatch)
         assert wait_until(lambda: len(calls) > 1, WAIT_S)
-        assert read_answer(peer) == LARGE
+        assert all(read_answer(peer) == LARGE for peer in peers)
 
 
 def test_output_that_a_stream_holds_counts_as_waiting(
