@@ -9,6 +9,7 @@ computation equals one of these runs. A choice that no rounding explains equals 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class Exchange(NamedTuple):
 @dataclass(slots=True)
 class _Run:
     exchanges: Collection[Exchange]
-    near: list[Exchange] = field(default_factory=list)
+    near: dict[Exchange, float] = field(default_factory=dict)
     calls: int = 0
 
     def choose(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -58,7 +59,7 @@ class _Run:
         call, ids = self.calls, ids.clone()
         self.calls += 1
         if ids.shape[1] < scores.shape[1]:
-            self.near += [Exchange(call, *one) for one in _near(scores, ids)]
+            self.near |= {Exchange(call, *one): gap for one, gap in _near(scores, ids)}
         for one in self.exchanges:
             if one.call == call:
                 row = ids[one.row]
@@ -66,28 +67,29 @@ class _Run:
         return ids
 
 
-def _near(scores: torch.Tensor, ids: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Row, chosen and rejected candidate, wherever these are near."""
-    finite = scores.masked_fill(scores == -torch.inf, 0.0)
-    most = 2 * NEAR_SHARE * finite.abs().amax(dim=1, keepdim=True)
+def _near(scores: torch.Tensor, ids: torch.Tensor) -> Iterator[tuple[tuple[int, int, int], float]]:
+    """Row, chosen and rejected candidate, wherever these are near, and the gap between their
+    scores as a share of the row's largest."""
+    largest = scores.masked_fill(scores == -torch.inf, 0.0).abs().amax(dim=1, keepdim=True)
+    most = 2 * NEAR_SHARE * largest
     is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ids, True)
     least = scores.gather(1, ids).amin(dim=1, keepdim=True)
     best = scores.masked_fill(is_chosen, -torch.inf).amax(dim=1, keepdim=True)
-    found = []
     for row in (least - best <= most).flatten().nonzero().flatten().tolist():
         chosen = (is_chosen[row] & (scores[row] - best[row] <= most[row])).nonzero()
         others = (~is_chosen[row] & (least[row] - scores[row] <= most[row])).nonzero()
-        found += [(row, one, other) for one in chosen.flatten().tolist() for other in others]
-    return [(row, one, int(other)) for row, one, other in found]
+        shares = (scores[row] / largest[row].clamp(min=1e-30)).tolist()
+        for one, other in itertools.product(chosen.flatten().tolist(), others.flatten().tolist()):
+            yield (row, one, other), shares[one] - shares[other]
 
 
 @contextmanager
-def exchanged(exchanges: Collection[Exchange] = ()) -> Iterator[list[Exchange]]:
+def exchanged(exchanges: Collection[Exchange] = ()) -> Iterator[dict[Exchange, float]]:
     """Make these choices otherwise in all steps within. CPU only.
 
     Yields:
-        All near choices of the run, which is filled meanwhile. Routers with groups of experts are
-        left out.
+        All near choices of the run, which is filled meanwhile, with the gaps between their scores,
+        as shares of the largest one. Routers with groups of experts are left out.
     """
     run = _Run(exchanges)
     select = sparse_moe.select_experts

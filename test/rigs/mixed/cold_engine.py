@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -25,7 +26,7 @@ class _Run:
     expected: list[tuple[float, TopLogprobs]]
     """Log probability of each word, and the likeliest token instead of it."""
     exchanges: frozenset[Exchange]
-    near: list[Exchange]
+    near: Collection[Exchange]
     """All near choices, these included."""
 
 
