@@ -52,9 +52,13 @@ def _gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
+    OF_GROUP: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(n / BLOCK_N,)`: one program computes BLOCK_N outputs."""
+    """Grid `(n / BLOCK_N,)`: one program computes BLOCK_N outputs. OF_GROUP: outputs of a group,
+    which has its own K inputs; 0: all have the same."""
+    if OF_GROUP > 0:
+        x_ptr += tl.program_id(0) * BLOCK_N // OF_GROUP * K
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)
     weights = weight_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
@@ -120,18 +124,21 @@ def gemv(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     config: tuple[int, int, int],
+    *,
+    groups: int = 1,
 ) -> None:
     """`out[0] = weight @ x[0] + bias`, summed in fp32.
 
     Args:
-        x: `[1, k]`, dense.
-        weight: Contiguous `[n, k]`.
+        x: `[1, groups * k]`, dense.
+        weight: Contiguous `[n, k]`. Each group of rows is multiplied with its own `k` inputs.
         out: `[1, n]`, any float dtype.
         config: From `plan`.
+        groups: Parts of the rows, each a multiple of 8.
     """
     n, k = weight.shape
     block_n, block_k, num_warps = config
-    assert weight.is_contiguous() and x.stride(-1) == 1
+    assert weight.is_contiguous() and x.stride(-1) == 1 and n % (8 * groups) == 0
     _gemv_kernel[(n // block_n,)](
         x,
         weight,
@@ -141,6 +148,7 @@ def gemv(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         BIAS=bias is not None,
+        OF_GROUP=n // groups if groups > 1 else 0,
         num_warps=num_warps,
         **early_start(x),
     )

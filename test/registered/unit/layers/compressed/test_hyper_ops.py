@@ -131,7 +131,9 @@ def test_streams_of_some_tokens_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 64, 65])
-@pytest.mark.parametrize(("groups", "outputs", "inputs"), [(2, 16, 32), (3, 20, 300), (1, 33, 24)])
+@pytest.mark.parametrize(
+    ("groups", "outputs", "inputs"), [(2, 16, 32), (3, 20, 300), (1, 33, 24), (3, 16, 256)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_outputs_of_groups_are_those_of_torch(
     dtype: torch.dtype, groups: int, outputs: int, inputs: int, num_tokens: int
