@@ -27,8 +27,7 @@ def run_experts(
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, including the shared one, for few tokens.
 
-    A shared expert of another kind than the routed ones is computed by itself, and added to the
-    rounded sum of those.
+    A shared expert of another kind than the routed ones is computed by itself, before them.
 
     Args:
         x: Contiguous `[num_tokens, hidden_size]`.
@@ -39,12 +38,10 @@ def run_experts(
     """
     gate_up, down, shared = experts.gate_up, experts.down, experts.shared
     is_together = experts.biases is None and all(map(_are_alike, shared or (), (gate_up, down)))
+    part: torch.Tensor | None = None
     if shared is not None and not is_together:
-        top_k = ids.shape[1]
-        routed = replace(experts, shared=None)
-        out = run_experts(x, weights[:, :top_k].contiguous(), ids, routed)
         part = _multiply(silu_and_mul(_multiply(x, shared[0]), experts.activation), shared[1])
-        return out.add_(part * weights[:, top_k:])
+        shared = None
     if isinstance(gate_up, ScaledWeight) and isinstance(down, ScaledWeight):
         scaled: tuple[ScaledWeight, ScaledWeight] | None = None
         if shared is not None:
@@ -52,9 +49,13 @@ def run_experts(
             scaled = shared[0], shared[1]
         return run_scaled_experts(
             x, weights, ids, gate_up, down, scaled,
-            activation=experts.activation, biases=experts.biases,
+            activation=experts.activation, biases=experts.biases, added=part,
         )  # fmt: skip
-    return fused_experts.run_experts(x, weights, ids, experts)
+    if part is None:
+        return fused_experts.run_experts(x, weights, ids, experts)
+    top_k, routed = ids.shape[1], replace(experts, shared=None)
+    out = fused_experts.run_experts(x, weights[:, :top_k].contiguous(), ids, routed)
+    return out.add_(part * weights[:, top_k:])
 
 
 def run_routed_experts(

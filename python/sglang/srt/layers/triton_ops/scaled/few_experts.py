@@ -154,6 +154,7 @@ def _down_kernel(
     out_ptr: tl.tensor,
     stride: tl.tensor,
     bias_ptr: tl.tensor,
+    added_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     FEATURES: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -169,9 +170,11 @@ def _down_kernel(
     BLOCK_F: tl.constexpr,
     AHEAD: tl.constexpr,
     BIAS: tl.constexpr,
+    ADDED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Compute ROWS features of a token: the weighted sum over its experts.
+    """Compute ROWS features of a token: the weighted sum over its experts. ADDED: a term with the
+    weight after those of the chosen experts.
 
     Weights are read in tiles: BLOCK_F inputs of the experts of BLOCK_P places, AHEAD tiles before
     they are used. The previous kernel is `_gate_up_kernel`, so ids, and weights of experts, may be
@@ -209,13 +212,17 @@ def _down_kernel(
         tile = load_tile(at, own, n % STEPS, FEATURES, FP8, ZEROS, GROUP, SPAN, BLOCK_F)
         tiles += (tile,)
     if BIAS:
-        features = tl.minimum(first + tl.arange(0, ROWS), HIDDEN - 1)
+        biased = tl.minimum(first + tl.arange(0, ROWS), HIDDEN - 1)
         biases = tl.zeros([ROWS], tl.float32)
         for n in tl.static_range(TOP_K):
             expert = tl.load(ids_ptr + token * TOP_K + n).to(tl.int64)
-            of_expert = tl.load(bias_ptr + expert * HIDDEN + features)
+            of_expert = tl.load(bias_ptr + expert * HIDDEN + biased)
             biases += of_expert.to(tl.float32) * tl.load(weights_ptr + token * stride + n)
     await_kernels_before(EARLY)
+    features = first + tl.arange(0, ROWS)
+    if ADDED:
+        added = tl.load(added_ptr + token * HIDDEN + features, mask=features < HIDDEN, other=0.0)
+        added_weight = tl.load(weights_ptr + token * stride + TOP_K)
     acc = no_sums(BLOCK_P, ROWS, FP8, SPAN, BLOCK_F)
     for n in tl.static_range(TILES):
         if n + AHEAD < TILES:
@@ -236,7 +243,8 @@ def _down_kernel(
     total = tl.sum(tl.sum(tl.sum(acc, axis=3), axis=2), axis=1)
     if BIAS:
         total += biases
-    features = first + tl.arange(0, ROWS)
+    if ADDED:
+        total += added.to(tl.float32) * added_weight
     to = out_ptr + token * HIDDEN + features
     tl.store(to, total.to(out_ptr.dtype.element_ty), mask=features < HIDDEN)
 
@@ -317,6 +325,7 @@ def run_scaled_experts(
     *,
     activation: ExpertActivation = "silu",
     biases: ExpertBiases | None = None,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, including the shared one if given, in fp32.
 
@@ -328,6 +337,7 @@ def run_scaled_experts(
         shared: The shared expert's weights, of the same kinds and features as the others'.
         activation: With a gate, of all experts.
         biases: Without `shared`.
+        added: Contiguous `[num_tokens, hidden_size]`: the shared expert's output, without `shared`.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
@@ -342,7 +352,8 @@ def run_scaled_experts(
     assert is_aligned(down.elements, of_shared[1].elements)
     assert not gate_up.is_fp4 or is_aligned(x, gate_up.elements, of_shared[0].elements)
     rule = rule_of(activation)
-    assert shared is None or biases is None
+    assert shared is None or (biases is None and added is None)
+    assert added is None or (added.is_contiguous() and weights.shape[1] > top_k)
     first, second = (None, None) if biases is None else biases
     inner = torch.empty((num_tokens, places, features), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
@@ -356,9 +367,9 @@ def run_scaled_experts(
     )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, last["ROWS"]), num_tokens)](
         inner, *_tensors(down), *_tensors(of_shared[1]), weights, ids, out, weights.stride(0),
-        inner if second is None else second,
+        inner if second is None else second, inner if added is None else added,
         HIDDEN=hidden, FEATURES=features, TOP_K=top_k, PLACES=places, **kind_of(down),
-        BIAS=second is not None, **last, **early_start(x),
+        BIAS=second is not None, ADDED=added is not None, **last, **early_start(x),
     )  # fmt: skip
     return out
 
