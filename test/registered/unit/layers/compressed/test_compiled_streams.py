@@ -25,10 +25,12 @@ JOIN: Final = {
 }  # fmt: skip
 SPLIT: Final = {
     "STREAMS": 4, "HIDDEN": 4096, "ITERATIONS": 20, "BLOCK_S": 4, "BLOCK_H": 4096, "BLOCK_O": 32,
-    "SPANS": 256, "WIDE": False, "EARLY": 2,
+    "SPANS": 128, "WIDE": False, "EARLY": 2,
 }  # fmt: skip
 POOL: Final = {"RATIO": 16, "DIM": 128, "BLOCK_R": 16, "BLOCK_D": 128}
-GROUPS: Final = {"GROUPS": 8, "OUTPUTS": 1024, "INPUTS": 4096, "BLOCK_O": 16, "BLOCK_I": 256}
+GROUPS: Final = {
+    "GROUPS": 8, "OUTPUTS": 1024, "INPUTS": 4096, "BLOCK_O": 16, "BLOCK_I": 256, "STAGES": 3,
+}  # fmt: skip
 ROWS: Final = {
     "NUM_HEADS": 64, "LATENT": 512, "ROPE": 0, "ROW": 512, "ROPE_ROW": 512, "ROPE_AT": 512,
     "GROUPS": 0, "MOST": 2048, "GROUP": 16, "HEADS": 64, "BLOCK_L": 512, "BLOCK_R": 16, "BLOCK": 64,
@@ -41,6 +43,7 @@ CHOICE: Final = {
     "TAGS": False, "EARLY": 1,
 }  # fmt: skip
 _JOIN, _SPLIT = streams._join_kernel, streams._split_kernel
+_EACH = streams._join_each_kernel
 _POOL, _GROUP, _ROWS = (
     pooled_keys._pool_kernel,
     grouped_output._group_kernel,
@@ -50,6 +53,7 @@ _CHOICE = expert_choice._choose_kernel
 KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int, int]]] = {
     "join of few": (_JOIN, {**JOIN, "BLOCK_T": 16, "BLOCK_C": 64, "EARLY": 1}, 4, 2, 40),
     "join of many": (_JOIN, {**JOIN, "BLOCK_T": 64, "BLOCK_C": 32, "EARLY": 0}, 4, 2, 56),
+    "join of one": (_EACH, {**JOIN, "BLOCK_S": 4, "BLOCK_C": 32, "EARLY": 1}, 4, 3, 8),
     "split": (_SPLIT, SPLIT, 8, 3, 8),
     "keys of one token": (_POOL, {**POOL, "BOUNDS": False, "EARLY": 1}, 4, 3, 8),
     "keys of tokens": (_POOL, {**POOL, "BOUNDS": True, "EARLY": 0}, 4, 3, 8),

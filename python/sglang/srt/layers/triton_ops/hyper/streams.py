@@ -3,7 +3,8 @@ has the formulas.
 
 1. `_join_kernel` adds the output of the block before to the streams, mixes them, and multiplies the
    new streams with the projection of the block behind. The columns of a token are divided over
-   programs if there are few tokens.
+   programs if there are few tokens. `_join_each_kernel` does the same for a token or two, without
+   tensor cores.
 2. `_split_kernel` adds up the products, and makes the weights and the normalised input of the block
    behind. Sinkhorn's steps, which only the next join needs, have programs of their own.
 
@@ -31,6 +32,10 @@ from sglang.srt.layers.triton_ops.norm import normed_row
 
 PROGRAMS: Final = 512
 """Programs of a join that fill the device."""
+EACH: Final = 2
+"""Up to this many tokens are joined apart."""
+_EACH_COLUMNS: Final = 32
+"""Columns of a program that joins all streams of a token there."""
 _FEW: Final = 16
 """Up to this many tokens are one block of a join, the least that tensor cores multiply."""
 _TOKENS: Final = 64
@@ -133,15 +138,76 @@ def _join_kernel(
 
 
 @triton.jit
-def _summed(
+def _join_each_kernel(
+    streams_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rest_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    joined_ptr: tl.tensor,
+    fn_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    STREAMS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    JOIN: tl.constexpr,
+    REST: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(tokens, HIDDEN / BLOCK_C)`: one program joins some columns of all streams of a token,
+    and multiplies them. Constants and results as of `_join_kernel`."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = cols < HIDDEN
+    nth = tl.arange(0, BLOCK_S)
+    is_stream = nth < STREAMS
+    outputs = tl.arange(0, BLOCK_O)
+    at = nth[:, None] * HIDDEN + cols[None, :]
+    is_there = is_stream[:, None] & inside[None, :]
+    if SPLIT:
+        fn = tl.load(
+            fn_ptr + outputs[:, None, None] * (STREAMS * HIDDEN) + at[None, :, :],
+            mask=(outputs < OUTPUTS)[:, None, None] & is_there[None, :, :],
+            other=0.0,
+        )
+    await_kernels_before(EARLY)
+    of_token = row * STREAMS * HIDDEN
+    if JOIN:
+        own = weights_ptr + row * (STREAMS + STREAMS * STREAMS)
+        added = tl.load(out_ptr + row * HIDDEN + cols, mask=inside, other=0.0).to(tl.float32)
+        if REST:
+            rest = tl.load(rest_ptr + row * HIDDEN + cols, mask=inside, other=0.0)
+            added += rest.to(tl.float32)
+        new = tl.load(own + nth, mask=is_stream, other=0.0)[:, None] * added[None, :]
+        for source in tl.static_range(STREAMS):
+            factor = tl.load(own + STREAMS + source * STREAMS + nth, mask=is_stream, other=0.0)
+            x = tl.load(streams_ptr + of_token + source * HIDDEN + cols, mask=inside, other=0.0)
+            new += x.to(tl.float32)[None, :] * factor[:, None]
+        rounded = new.to(joined_ptr.dtype.element_ty)
+        tl.store(joined_ptr + of_token + at, rounded, mask=is_there)
+    else:
+        rounded = tl.load(streams_ptr + of_token + at, mask=is_there, other=0.0)
+    if SPLIT:
+        wide = rounded.to(tl.float32)
+        products = tl.sum(tl.sum(fn * wide[None, :, :], axis=2), axis=1)
+        squares = tl.sum(tl.sum(wide * wide, axis=1), axis=0)
+        products = tl.where(outputs == OUTPUTS, squares, products)
+        span = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(parts_ptr + span * BLOCK_O + outputs, products)
+
+
+@triton.jit
+def _products_at(
     parts: tl.tensor, spans: tl.tensor, at: tl.tensor, WIDTH: tl.constexpr, SPANS: tl.constexpr
 ) -> tl.tensor:
-    """Sums over the spans of a token's products, of the outputs `at` `[n]`."""
+    """A token's products of the outputs `at` `[n]`, of each span: `[SPANS, n]`."""
     span = tl.arange(0, SPANS)
-    found = tl.load(
+    return tl.load(
         parts + span[:, None] * WIDTH + at[None, :], mask=(span < spans)[:, None], other=0.0
     )
-    return tl.sum(found, axis=0)
 
 
 @triton.jit(do_not_specialize=["spans"])
@@ -182,16 +248,19 @@ def _split_kernel(
         into_base = tl.load(base_ptr + nth, mask=is_stream, other=0.0)
         factor = tl.load(scale_ptr)
         await_kernels_before(EARLY)
-        squares = tl.sum(_summed(parts, spans, OUTPUTS + tl.arange(0, 1), BLOCK_O, SPANS), axis=0)
-        shrink = tl.rsqrt(squares / (STREAMS * HIDDEN) + norm_eps)
-        found = _summed(parts, spans, tl.where(is_stream, nth, 0), BLOCK_O, SPANS) * shrink
-        into = 1.0 / (1.0 + tl.exp(-(into_base + found * factor))) + eps
+        # No load waits for another's result.
+        streams: tl.tuple = ()
+        for stream in tl.static_range(STREAMS):
+            of_stream = streams_ptr + (row * STREAMS + stream) * HIDDEN + cols
+            streams += (tl.load(of_stream, mask=inside, other=0.0),)
+        squares = _products_at(parts, spans, OUTPUTS + tl.arange(0, 1), BLOCK_O, SPANS)
+        found = _products_at(parts, spans, tl.where(is_stream, nth, 0), BLOCK_O, SPANS)
+        shrink = tl.rsqrt(tl.sum(squares) / (STREAMS * HIDDEN) + norm_eps)
+        into = 1.0 / (1.0 + tl.exp(-(into_base + tl.sum(found, axis=0) * shrink * factor))) + eps
         acc = tl.zeros([BLOCK_H], tl.float32)
         for stream in tl.static_range(STREAMS):
-            x = tl.load(
-                streams_ptr + (row * STREAMS + stream) * HIDDEN + cols, mask=inside, other=0.0
-            )
-            acc += x.to(tl.float32) * tl.sum(tl.where(nth == stream, into, 0.0), axis=0)
+            share = tl.sum(tl.where(nth == stream, into, 0.0), axis=0)
+            acc += streams[stream].to(tl.float32) * share
         x = acc.to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * HIDDEN + cols, normed_row(x, norm, input_eps, HIDDEN, WIDE), inside)
         tl.store(zeros_ptr + row * HIDDEN + cols, tl.zeros([BLOCK_H], x.dtype), mask=inside)
@@ -203,13 +272,14 @@ def _split_kernel(
         out_factor = tl.load(scale_ptr + 1)
         mix_factor = tl.load(scale_ptr + 2)
         await_kernels_before(EARLY)
-        squares = tl.sum(_summed(parts, spans, OUTPUTS + tl.arange(0, 1), BLOCK_O, SPANS), axis=0)
-        shrink = tl.rsqrt(squares / (STREAMS * HIDDEN) + norm_eps)
-        found = _summed(parts, spans, tl.where(is_stream, STREAMS + nth, 0), BLOCK_O, SPANS)
-        out = 2.0 / (1.0 + tl.exp(-(out_base + found * shrink * out_factor)))
+        squares = _products_at(parts, spans, OUTPUTS + tl.arange(0, 1), BLOCK_O, SPANS)
+        found = _products_at(parts, spans, tl.where(is_stream, STREAMS + nth, 0), BLOCK_O, SPANS)
         at = tl.reshape(tl.where(is_pair, 2 * STREAMS + pair, 0), [BLOCK_S * BLOCK_S])
-        of_pairs = tl.reshape(_summed(parts, spans, at, BLOCK_O, SPANS), [BLOCK_S, BLOCK_S])
-        mix = mix_base + of_pairs * shrink * mix_factor
+        of_pairs = _products_at(parts, spans, at, BLOCK_O, SPANS)
+        shrink = tl.rsqrt(tl.sum(squares) / (STREAMS * HIDDEN) + norm_eps)
+        out = 2.0 / (1.0 + tl.exp(-(out_base + tl.sum(found, axis=0) * shrink * out_factor)))
+        summed = tl.reshape(tl.sum(of_pairs, axis=0), [BLOCK_S, BLOCK_S])
+        mix = mix_base + summed * shrink * mix_factor
         mix = tl.where(is_pair, mix, float("-inf"))
         peak = tl.max(mix, axis=1)
         peak = tl.where(is_stream, peak, 0.0)
@@ -276,19 +346,23 @@ def _join(
     num_tokens, count, hidden = streams.shape
     outputs = 2 * count + count * count
     assert streams.is_contiguous()
-    columns = _COLUMNS[num_tokens > _FEW]
-    block_c = min(columns, max(16, triton.next_power_of_2(hidden)))
-    block_t, spans = plan_spans(num_tokens, count * triton.cdiv(hidden, block_c))
     joined, parts = streams, streams
     if join is not None:
         assert join.out.is_contiguous() and join.weights.is_contiguous()
         assert join.rest is None or join.rest.is_contiguous()
         joined = torch.empty_like(streams)
     width = max(16, triton.next_power_of_2(outputs + 1))
+    is_each = num_tokens <= EACH
+    if is_each:
+        spans = triton.cdiv(hidden, _EACH_COLUMNS)
+    else:
+        columns = _COLUMNS[num_tokens > _FEW]
+        block_c = min(columns, max(16, triton.next_power_of_2(hidden)))
+        block_t, spans = plan_spans(num_tokens, count * triton.cdiv(hidden, block_c))
     if split is not None:
         shape = num_tokens, spans, width
         parts = torch.empty(shape, dtype=torch.float32, device=streams.device)
-    _join_kernel[(triton.cdiv(num_tokens, block_t), spans)](
+    tensors = (
         streams,
         streams if join is None else join.out,
         streams if join is None or join.rest is None else join.rest,
@@ -296,19 +370,18 @@ def _join(
         joined,
         streams if split is None else split.fn,
         parts,
-        num_tokens,
-        spans,
-        STREAMS=count,
-        HIDDEN=hidden,
-        OUTPUTS=outputs,
-        BLOCK_T=block_t,
-        BLOCK_C=block_c,
-        BLOCK_O=width,
-        JOIN=join is not None,
-        REST=join is not None and join.rest is not None,
-        SPLIT=split is not None,
-        num_warps=4,
-        num_stages=2,
-        **early_start(streams),
+    )
+    constants = {
+        "STREAMS": count, "HIDDEN": hidden, "OUTPUTS": outputs, "BLOCK_O": width,
+        "JOIN": join is not None, "REST": join is not None and join.rest is not None,
+        "SPLIT": split is not None, "num_warps": 4, **early_start(streams),
+    }  # fmt: skip
+    if is_each:
+        _join_each_kernel[(num_tokens, spans)](
+            *tensors, BLOCK_S=triton.next_power_of_2(count), BLOCK_C=_EACH_COLUMNS, **constants
+        )
+        return joined, parts, spans
+    _join_kernel[(triton.cdiv(num_tokens, block_t), spans)](
+        *tensors, num_tokens, spans, BLOCK_T=block_t, BLOCK_C=block_c, num_stages=2, **constants
     )
     return joined, parts, spans
