@@ -13,10 +13,11 @@ from typing import Final
 
 from benchmark.report import Report
 from benchmark.timing import median_ratio
+from rigs.bench.multiturn import Conversations, converse
 from rigs.servers.engine_server import EngineServer
 from sglang.benchmark.api_backends import RequestOptions, RequestResult, SglangBackend
 from sglang.benchmark.serving_metrics import LoadResult, generate_load, open_session
-from sglang.benchmark.workload import BenchRequest
+from sglang.benchmark.workload import BenchRequest, Vocabulary
 
 VOCABULARY: Final = (0, 100_000)
 """Token ids that every large model has, the last excluded."""
@@ -91,6 +92,35 @@ def load_requests(
     failed = [one.error for one in result.results if not one.success]
     assert not failed, f"{len(failed)} of {len(requests)} failed: {failed[0]}"
     return result
+
+
+def talk(
+    urls: Sequence[str], vocabulary: Vocabulary, shape: Conversations, *, barrier: bool = False
+) -> tuple[list[list[RequestResult]], float]:
+    """Have conversations with servers, which get the requests in turn. Returns the results of each
+    round, and seconds.
+
+    Args:
+        barrier: True if no client runs ahead of the others.
+    """
+
+    async def between_rounds() -> None:
+        pass
+
+    async def run() -> tuple[list[list[RequestResult]], float]:
+        async with open_session() as session:
+            begun = time.perf_counter()
+            rounds = await converse(
+                session,
+                vocabulary,
+                shape,
+                RequestOptions(base_url=urls[0]),
+                between_rounds=between_rounds if barrier else None,
+                base_urls=urls,
+            )
+            return rounds, time.perf_counter() - begun
+
+    return asyncio.run(run())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ reads of a stored prompt; target: within 10% of what the load took.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import statistics
 import time
 from contextlib import ExitStack
@@ -29,12 +28,11 @@ from benchmark.gpu_hicache.agents_forecast import Costs, forecast
 from benchmark.gpu_hicache.local_store import L3, Store, add_store_option
 from benchmark.prompts import random_prompt
 from benchmark.report import Report
-from benchmark.servers import ask, load, started
-from rigs.bench.multiturn import Conversations, converse
+from benchmark.servers import ask, load, started, talk
+from rigs.bench.multiturn import Conversations
 from rigs.models.qwen3_8b import DUMMY_FLAGS, KV_BYTES, VOCAB_SIZE, dummy_model
 from rigs.servers.engine_server import EngineServer
-from sglang.benchmark.api_backends import TIERS, RequestOptions, RequestResult
-from sglang.benchmark.serving_metrics import open_session
+from sglang.benchmark.api_backends import TIERS
 from sglang.srt.constants import GB
 
 SERVERS: Final = 2
@@ -160,15 +158,6 @@ def flush(servers: list[EngineServer]) -> None:
         server.flush(timeout=120)
 
 
-async def _talk(urls: list[str], size: Size) -> tuple[list[RequestResult], float]:
-    async with open_session(None) as session:
-        begun = time.perf_counter()
-        vocabulary = np.arange(3, size.vocab_size, dtype=np.uint32)
-        options = RequestOptions(base_url=urls[0])
-        rounds = await converse(session, vocabulary, size.talk, options, base_urls=urls)
-        return [one for turn in rounds for one in turn], time.perf_counter() - begun
-
-
 def measure(name: str, servers: list[EngineServer], size: Size, report: Report) -> None:
     """One load, and its forecast."""
     l3 = name == "with L3"
@@ -176,7 +165,9 @@ def measure(name: str, servers: list[EngineServer], size: Size, report: Report) 
     flush(servers)
     expected = forecast(size.talk, costs, servers=len(servers), l1=size.l1,
                         page_size=size.page_size)  # fmt: skip
-    results, seconds = asyncio.run(_talk([server.url for server in servers], size))
+    vocabulary = np.arange(3, size.vocab_size, dtype=np.uint32)
+    rounds, seconds = talk([server.url for server in servers], vocabulary, size.talk)
+    results = [one for turn in rounds for one in turn]
     failed = [one.error for one in results if not one.success]
     assert not failed, f"{len(failed)} failed: {failed[0]}"
     assert len(results) == size.talk.clients * size.talk.rounds

@@ -10,9 +10,7 @@ memory.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import statistics
-import time
 from contextlib import ExitStack
 from typing import Final
 
@@ -28,12 +26,11 @@ from benchmark.gpu_hicache.local_store import (
 )
 from benchmark.prompts import random_prompt
 from benchmark.report import Report
-from benchmark.servers import VOCABULARY, ask, started
-from rigs.bench.multiturn import Conversations, converse, round_figures
+from benchmark.servers import VOCABULARY, ask, started, talk
+from rigs.bench.multiturn import Conversations, round_figures
 from rigs.models.qwen3_8b import DUMMY_FLAGS, KV_BYTES, VOCAB_SIZE, dummy_model
 from rigs.servers.engine_server import EngineServer
-from sglang.benchmark.api_backends import TIERS, RequestOptions, RequestResult
-from sglang.benchmark.serving_metrics import open_session
+from sglang.benchmark.api_backends import TIERS
 
 CONVERSATIONS: Final = Conversations(
     clients=20, rounds=10, request_len=2048, output_len=1, parallel=4, fixed_answers=True, seed=5
@@ -48,20 +45,11 @@ When the store started empty, the device was busy for half of the run and the re
 The simulation has no other costs; there, cutting reads costs 6%."""
 
 
-async def talk(server: EngineServer) -> tuple[list[list[RequestResult]], float]:
-    async with open_session(None) as session:
-        begun = time.perf_counter()
-        options = RequestOptions(base_url=server.url)
-        results = await converse(
-            session, np.arange(VOCAB_SIZE, dtype=np.uint32), CONVERSATIONS, options
-        )
-        return results, time.perf_counter() - begun
-
-
 def measure_turns(name: str, server: EngineServer, report: Report) -> None:
     # Two short prompts, so that no first call is measured.
     ask(server, [random_prompt(seed, 4096, *VOCABULARY) for seed in (71, 72)], 2)
-    rounds, seconds = asyncio.run(talk(server))
+    vocabulary = np.arange(VOCAB_SIZE, dtype=np.uint32)
+    rounds, seconds = talk([server.url], vocabulary, CONVERSATIONS)
     flat = [result for turn in rounds for result in turn]
     good = [result for result in flat if result.success]
     prompts = sum(result.prompt_tokens for result in good)
