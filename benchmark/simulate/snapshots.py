@@ -24,7 +24,7 @@ import torch
 
 from benchmark.command import Command, Refused
 from benchmark.report import Report
-from benchmark.simulate.talk import SEEDS, Talk
+from benchmark.simulate.talk import SEEDS, Talk, replay_talk
 from rigs.bench.cache_simulation import Arrangement, CacheSizes, ReplayResult
 from rigs.bench.state_simulation import SimulatedStateCache, StateSettings, divide_memory
 
@@ -77,8 +77,7 @@ class Conversations:
     def _replay_order(
         self, pages: int, states: StateSettings | None, seed: int
     ) -> dict[str, float]:
-        args, texts = self._args, self._texts
-        question, turn = args.request_length, args.request_length + args.output_length
+        args = self._args
         cache = SimulatedStateCache(
             CacheSizes(l1_pages=pages, l2_pages=0),
             states,
@@ -87,19 +86,11 @@ class Conversations:
             max_tokens=self.longest_pages * args.page_size,
             chunk_tokens=args.chunked_prefill_size,
         )
-        talk, result, arrivals = self._talk(seed), ReplayResult(), 0
-        while True:
-            for client, at in talk.send():
-                cache.arrive(f"{client}-{at}", arrivals, texts[client][: at * turn + question])
-                arrivals += 1
-            if not talk.waiting:
-                break
-            client, at = talk.waiting[0]
-            prompt = texts[client][: at * turn + question]
-            answer = texts[client][len(prompt) : (at + 1) * turn]
-            result.device_tokens += cache.serve_with_answer(prompt, answer, rid=f"{client}-{at}")[0]
-            result.page_tokens += len(prompt) // args.page_size * args.page_size
-            talk.served()
+        result = ReplayResult()
+        lengths = args.request_length, args.output_length
+        for one in replay_talk(cache, self._talk(seed), self._texts, *lengths):
+            result.device_tokens += one.device
+            result.page_tokens += one.prompt // args.page_size * args.page_size
         cache.close()
         return {
             "hit_rate": result.hit_tokens / result.page_tokens,

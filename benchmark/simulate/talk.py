@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from benchmark.command import Refused
 from rigs.bench.multiturn import ReadyQueuePolicy
+from rigs.bench.state_simulation import Running, SimulatedStateCache
+from sglang.srt.mem_cache.tree.radix_key import TokenArray
 
 SEEDS: Final = (5, 6, 7)
 """Seeds of the random orders that figures are means over."""
@@ -58,6 +61,62 @@ class Talk:
         client, turn = self.waiting.pop(place)
         if turn + 1 < self._rounds:
             (self._resting if self._barrier else self._ready).append((client, turn + 1))
+
+
+class Exchange(NamedTuple):
+    """A prompt that was served; numbers are tokens."""
+
+    turn: int
+    """Its round, from 0."""
+    prompt: int
+    device: int
+    """Found in L1."""
+    host: int
+    """Found in L2."""
+
+
+def replay_talk(
+    cache: SimulatedStateCache,
+    talk: Talk,
+    texts: TokenArray,
+    question: int,
+    answer: int,
+    room: int = 0,
+) -> Iterator[Exchange]:
+    """Serve all requests of a talk in their order: one, or as many at once as `room` tokens hold
+    with their answers.
+
+    Args:
+        texts: A row is a client's whole conversation.
+        question: New tokens of a round.
+        answer: Tokens of an answer.
+    """
+    turn, arrivals = question + answer, 0
+
+    def prompt_of(client: int, at: int) -> TokenArray:
+        prompt: TokenArray = texts[client][: at * turn + question]
+        return prompt
+
+    while True:
+        for client, at in talk.send():
+            cache.arrive(f"{client}-{at}", arrivals, prompt_of(client, at))
+            arrivals += 1
+        if not talk.waiting:
+            return
+        wave: list[Running] = []
+        used = 0
+        for client, at in talk.waiting:
+            used += (at + 1) * turn
+            if wave and used > room:
+                break
+            prompt = prompt_of(client, at)
+            words = texts[client][len(prompt) : (at + 1) * turn]
+            wave.append(cache.admit(prompt, words, rid=f"{client}-{at}", reserve=bool(room)))
+        for running in wave:
+            cache.finish(running)
+            _, at = talk.waiting[0]
+            talk.served()
+            yield Exchange(at, at * turn + question, running.device, running.host)
 
 
 def request_seconds(cached: int, total: int, loaded: int) -> float:

@@ -2,7 +2,7 @@
 
 Pages are simulated as in `cache_simulation.py`. States are slots of the engine's pool, a few bytes
 each. The scheduler's `Snapshots` decides where a request starts and where it leaves snapshots.
-Requests have the scheduler's class and are served one after the other.
+Requests have the scheduler's class. Each is served whole, or admitted and finished later.
 
 One thread, and the copy threads of the hierarchical cache.
 """
@@ -73,6 +73,20 @@ def divide_memory(
     return (pages, states) if pages >= longest_pages and states >= MIN_STATES else None
 
 
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """A request that was admitted and has not ended; numbers are tokens."""
+
+    req: Req
+    answer: TokenArray
+    device: int = 0
+    """Tokens of the prompt that were used from L1."""
+    host: int = 0
+    """Those from L2."""
+    slots_end: int = 0
+    """Tokens that have slots."""
+
+
 class SimulatedStateCache(SimulatedCache):
     """A `SimulatedCache` that serves requests in the steps of the scheduler: prompts in chunks, and
     answers.
@@ -85,6 +99,7 @@ class SimulatedStateCache(SimulatedCache):
         max_tokens: Tokens of the longest prompt with its answer.
         chunk_tokens: Most prompt tokens of one step; whole pages.
         policy: Order of eviction.
+        max_requests: Most requests that run at once.
 
     Raises:
         ValueError: Snapshots do not end with pages.
@@ -103,13 +118,14 @@ class SimulatedStateCache(SimulatedCache):
         max_tokens: int,
         chunk_tokens: int,
         policy: str = "lru",
+        max_requests: int = 1,
     ) -> None:
         columns = ceil_to_page(max_tokens, page_size)
         pool = None if states is None else MambaPool(_SPEC, states.num_states, "cpu")
         self._rows = (
-            ReqToTokenPool(1, columns, "cpu")
+            ReqToTokenPool(max_requests, columns, "cpu")
             if pool is None
-            else HybridReqToTokenPool(1, columns, "cpu", pool)
+            else HybridReqToTokenPool(max_requests, columns, "cpu", pool)
         )
         super().__init__(
             sizes,
@@ -138,14 +154,41 @@ class SimulatedStateCache(SimulatedCache):
     ) -> tuple[int, int]:
         """Serve one prompt, and decode `answer`, whose last token is not computed. Returns the
         prompt's tokens that were used from L1, and from L2."""
+        running = self.admit(prompt, answer, priority, rid)
+        self.finish(running)
+        return running.device, running.host
+
+    def admit(
+        self,
+        prompt: TokenArray,
+        answer: TokenArray,
+        priority: int = 0,
+        rid: str = "",
+        *,
+        reserve: bool = False,
+    ) -> Running:
+        """Compute a prompt. Its request holds its pages and state until `finish`.
+
+        Args:
+            reserve: True to take the pages of its answer too. Requests that decode together
+                have theirs before the first of them ends.
+        """
         message = TokenizedGenerateReqInput(
             rid=rid, input_ids=prompt, sampling_params=SamplingParams(), seed=0, priority=priority
         )
-        req = Req(message, max_new_tokens=max(1, len(answer)))
-        device, host, branching = self._reuse(req)
-        self._prefill(req, branching)
-        if len(answer):
-            self._decode(req, answer)
+        running = Running(req=Req(message, max_new_tokens=max(1, len(answer))), answer=answer)
+        running.device, running.host, branching = self._reuse(running.req)
+        self._prefill(running, branching)
+        if reserve:
+            self._grow(running, len(prompt) + len(answer) - 1)
+        self._settle()
+        return running
+
+    def finish(self, running: Running) -> None:
+        """Decode the answer, and end the request."""
+        req = running.req
+        if len(running.answer):
+            self._decode(running)
         before = self.states_in_l1
         self._tree.cache_finished_req(req.slots)
         self.snapshots_kept += self.states_in_l1 - before
@@ -153,7 +196,6 @@ class SimulatedStateCache(SimulatedCache):
             self._snapshots.release(req)
         self._rows.free(req.slots)
         self._settle()
-        return device, host
 
     def _reuse(self, req: Req) -> tuple[int, int, int | None]:
         """Lock the longest usable prefix, and load the part that is only in L2. Returns its tokens
@@ -180,17 +222,18 @@ class SimulatedStateCache(SimulatedCache):
         device = min(len(match.device_indices), len(prefix))
         return device, len(prefix) - device, match.mamba_branching_seqlen
 
-    def _prefill(self, req: Req, branching: int | None) -> None:
+    def _prefill(self, running: Running, branching: int | None) -> None:
         """Compute the rest of the prompt in chunks."""
+        req = running.req
         tree, slots, progress = self._tree, req.slots, req.progress
         first_state = tree.pin_state(slots.last_node)
-        self._take_row(req)
+        self._take_row(running)
         while rest := progress.uncommitted_tokens:
             extend = min(rest, self._chunk_tokens)
             slot = length = 0
             if self._snapshots is not None:
                 extend = self._snapshots.shorten(extend, progress.kv_committed_len, branching)
-            self._grow(req, progress.kv_committed_len + extend)
+            self._grow(running, progress.kv_committed_len + extend)
             if self._snapshots is not None:
                 slot, length = self._snapshots.in_prefill(req, extend)
             if first_state:
@@ -202,35 +245,36 @@ class SimulatedStateCache(SimulatedCache):
             tree.cache_unfinished_req(slots, chunked=extend < rest)
             self.snapshots_kept += bool(slot) and slots.mamba_track_slot is None
 
-    def _decode(self, req: Req, answer: TokenArray) -> None:
-        """Decode up to the last token of `answer`; only snapshots have an effect."""
+    def _decode(self, running: Running) -> None:
+        """Decode up to the last token of the answer; only snapshots have an effect."""
+        req, answer = running.req, running.answer
         begin, end = len(req.spec.input_ids), len(req.spec.input_ids) + len(answer)
         req.progress.output_ids.extend(answer.tolist())
         if self._snapshots is not None and self._interval:
             first = (begin // self._interval + 1) * self._interval
             for length in range(first, end, self._interval):
-                self._grow(req, length)
+                self._grow(running, length)
                 self._snapshots.in_decoding([req], [length])
                 req.progress.kv_committed_len = length
                 self._snapshots.on_decoded(req)
-        self._grow(req, end - 1)
+        self._grow(running, end - 1)
         req.progress.kv_committed_len = end - 1
 
-    def _take_row(self, req: Req) -> None:
+    def _take_row(self, running: Running) -> None:
         """A row, and with recurrent states one to run on."""
         if self._snapshots is not None:
             self._snapshots.make_room(())
-        rows = self._rows.alloc([req.slots])
-        assert rows is not None, "requests are served one after the other"
-        prefix = req.slots.prefix_indices
+        rows = self._rows.alloc([running.req.slots])
+        assert rows is not None, "no more requests run at once than there are rows"
+        prefix = running.req.slots.prefix_indices
         self._rows.write((rows[0], slice(0, len(prefix))), prefix)
-        self._slots_end = len(prefix)
+        running.slots_end = len(prefix)
 
-    def _grow(self, req: Req, end: int) -> None:
-        """Give `req` slots up to token `end`, in whole pages."""
-        missing = ceil_to_page(end, self._page_size) - self._slots_end
+    def _grow(self, running: Running, end: int) -> None:
+        """Give a request slots up to token `end`, in whole pages."""
+        missing = ceil_to_page(end, self._page_size) - running.slots_end
         if missing > 0:
-            begin = self._slots_end
-            self._slots_end += missing
-            columns = (req.slots.row, slice(begin, self._slots_end))
+            begin = running.slots_end
+            running.slots_end += missing
+            columns = (running.req.slots.row, slice(begin, running.slots_end))
             self._rows.write(columns, self._compute(missing))
