@@ -17,7 +17,7 @@ import argparse
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from tqdm import tqdm
@@ -114,16 +114,40 @@ async def ask_all(args: argparse.Namespace, url: str) -> list[list[RequestResult
             )
 
 
-def add_round(report: Report, one: dict[str, Any]) -> None:
-    """Add the figures of a round; times and rates only if a request succeeded."""
-    case = {"round": one["round"]}
-    counts = ("completed", "failed", "prompt_tokens", "cached_tokens")
-    report.add_all("count", {name: one[name] for name in counts}, case)
-    cached = {f"cached_from_{tier}": one["cached_tokens_details"][tier] for tier in TIERS}
-    report.add_all("tokens", cached, case)
-    report.add_all("share", {"hit_rate": one["hit_rate"]}, case)
-    times = {name.removesuffix("_ms"): ms for name, ms in one.items() if name.endswith("_ms")}
-    report.add_all("ms", times, case)
+def add_round(
+    report: Report,
+    one: Mapping[str, Any],
+    of: Mapping[str, Any] | None = None,
+    expected: Mapping[str, Any] | None = None,
+) -> None:
+    """Add the figures of a round; times and rates only if a request succeeded.
+
+    Args:
+        one: The round, by `round_figures`.
+        of: Fields of the case before the round.
+        expected: The round of a forecast, which may lack times.
+    """
+    case = {**(of or {}), "round": one["round"]}
+    forecast = _figures(expected) if expected else {}
+    for metric, (value, unit) in _figures(one).items():
+        if value is not None:
+            said, _ = forecast.get(metric, (None, unit))
+            raw = {"raw": one["ttfts_ms"]} if metric == "mean_ttft" else {}
+            report.add(metric, value, unit, case, expected=said, **raw)
+
+
+def _figures(one: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Value and unit of each figure that is reported."""
+    units = dict.fromkeys(("completed", "failed", "prompt_tokens", "cached_tokens"), "count")
+    found = {name: (one[name], unit) for name, unit in units.items()}
+    for tier in TIERS:
+        found[f"cached_from_{tier}"] = one["cached_tokens_details"].get(tier, 0), "tokens"
+    found["hit_rate"] = one["hit_rate"], "share"
+    return found | {
+        name.removesuffix("_ms"): (ms, "ms")
+        for name, ms in one.items()
+        if name.endswith("_ms") and name != "ttfts_ms"
+    }
 
 
 def draw(rounds: Sequence[dict[str, Any]], path: str) -> None:

@@ -85,6 +85,17 @@ def test_simulate_snapshots_of_answers() -> None:
         assert one["states_evicted"] > 0 and one["hit_rate"] < dense["dense_hit_rate"]
 
 
+def test_simulate_rounds_finds_more_with_an_l2() -> None:
+    """L1 holds all that four clients ask in two rounds."""
+    *_, plain, _, _, _, _, tiered = run("simulate", "rounds", "--quick")
+    assert (plain["server"], tiered["server"]) == ("GPU only", "+ L2")
+    assert plain["round"] == tiered["round"] == "all"
+    assert plain["cached_from_host"] == 0 < tiered["cached_from_host"]
+    assert plain["hit_rate"] < tiered["hit_rate"]
+    assert tiered["duration"] < plain["duration"]
+    assert tiered["mean_ttft"] < plain["mean_ttft"]
+
+
 def test_simulate_store_divides_prompts_between_a_slow_store_and_the_device() -> None:
     none, *runs = run("simulate", "store", "--quick")
     seconds = {(one["store"], one["reads"]): one["duration"] for one in runs}
