@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
@@ -26,6 +27,20 @@ def fill(module: torch.nn.Module, seed: int) -> None:
     numbers = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=numbers) * 0.2)
+
+
+def poison_new_memory(patch: pytest.MonkeyPatch) -> None:
+    """Let new tensors of floats be NaN: on a GPU they have old values."""
+
+    def poisoned(make: Any) -> Any:
+        def made(*arguments: Any, **options: Any) -> torch.Tensor:
+            found: torch.Tensor = make(*arguments, **options)
+            return found.fill_(torch.nan) if found.is_floating_point() else found
+
+        return made
+
+    for owner, name in ((torch, "empty"), (torch.Tensor, "new_empty")):
+        patch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:

@@ -22,7 +22,6 @@ from sglang.srt.layers.linear_attention.extend_plan import (
     SHORT,
     ChunkPlan,
     ExtendPlan,
-    ShortPlan,
     extend_plan_of,
     kernel_plan_of,
 )
@@ -33,6 +32,7 @@ from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.layers.triton_ops.arguments import (
     MOST_TAPS,
     TILE_DIMS,
+    DeltaChunks,
     DeltaInputs,
     DeltaStates,
     RoundedRows,
@@ -242,10 +242,10 @@ class DeltaLayer(torch.nn.Module, ABC):
 
     @abstractmethod
     def _run_kernels(
-        self, x: torch.Tensor, states: DeltaStates, plan: ChunkPlan | ShortPlan | None
+        self, x: torch.Tensor, states: DeltaStates, chunks: DeltaChunks | None
     ) -> torch.Tensor:
         """Input of the output projection, `[num_tokens, num_heads * value_dim]`, for the layer's
-        input `x`; `plan` None: no prefill."""
+        input `x`; `chunks` None: token by token."""
 
     def forward(
         self, x: torch.Tensor | RoundedRows, residual: torch.Tensor, step: LayerStep
@@ -280,11 +280,13 @@ class DeltaLayer(torch.nn.Module, ABC):
         return self.out_proj.forward(self.norm.forward(attended, gate).flatten(1), residual)
 
     def _attend_fused(self, x: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
-        states, plan = states_of_layer(forward_batch, self.layer_id), None
+        states, chunks = states_of_layer(forward_batch, self.layer_id), None
         if forward_batch.forward_mode is ForwardMode.EXTEND:
             plan = kernel_plan_of(forward_batch)
             states = replace(states, bounds=plan.bounds, track_lens=plan.track_lens)
-        return self._run_kernels(x, states, plan)
+            if isinstance(plan, ChunkPlan) and self._takes_chunks:
+                chunks = plan.chunks
+        return self._run_kernels(x, states, chunks)
 
     def _decode(self, projected: Projected, states: DeltaStates) -> torch.Tensor:
         temporal, conv = states.temporal, states.conv

@@ -15,10 +15,9 @@ from sglang.srt.layers.linear_attention.delta_layer import (
     MergedProjections,
     Projected,
 )
-from sglang.srt.layers.linear_attention.extend_plan import ChunkPlan, ShortPlan
 from sglang.srt.layers.linear_attention.gated_delta_rule import TorchDeltaRule
 from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightSlot
-from sglang.srt.layers.triton_ops.arguments import DeltaLayout, DeltaStates
+from sglang.srt.layers.triton_ops.arguments import DeltaChunks, DeltaLayout, DeltaStates
 
 
 class DeltaNetProjections(MergedProjections):
@@ -133,12 +132,12 @@ class GatedDeltaNet(DeltaLayer):
         return self.in_proj.forward(x)
 
     def _run_kernels(
-        self, x: torch.Tensor, states: DeltaStates, plan: ChunkPlan | ShortPlan | None
+        self, x: torch.Tensor, states: DeltaStates, chunks: DeltaChunks | None
     ) -> torch.Tensor:
         assert self._kernels is not None
         projected = self.in_proj.columns(x)
         norm = self.norm.weight, self.norm.eps
         fixed = projected, self._layout, self.gates.all(), norm, states
-        if isinstance(plan, ChunkPlan):
-            return self._kernels.attend_in_chunks(*fixed, plan.chunks)
+        if chunks is not None:
+            return self._kernels.attend_in_chunks(*fixed, chunks)
         return self._kernels.attend_linearly(*fixed)

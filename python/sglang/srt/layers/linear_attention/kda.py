@@ -19,10 +19,14 @@ from sglang.srt.layers.linear_attention.delta_layer import (
     MergedProjections,
     Projected,
 )
-from sglang.srt.layers.linear_attention.extend_plan import ChunkPlan, ShortPlan
 from sglang.srt.layers.linear_attention.kimi_delta_rule import KimiDeltaRule
 from sglang.srt.layers.placement import NamedSlots, Share, TensorPlacement, WeightSlot
-from sglang.srt.layers.triton_ops.arguments import DeltaLayout, DeltaStates, KdaProjected
+from sglang.srt.layers.triton_ops.arguments import (
+    DeltaChunks,
+    DeltaLayout,
+    DeltaStates,
+    KdaProjected,
+)
 
 
 class KimiProjections(MergedProjections):
@@ -165,12 +169,12 @@ class KimiDeltaAttention(DeltaLayer):
         return self.in_proj.forward(x)
 
     def _run_kernels(
-        self, x: torch.Tensor, states: DeltaStates, plan: ChunkPlan | ShortPlan | None
+        self, x: torch.Tensor, states: DeltaStates, chunks: DeltaChunks | None
     ) -> torch.Tensor:
         assert self._kernels is not None
         norm = self.norm.weight, self.norm.eps
         fixed = self.in_proj.all(x), self.in_proj.layout, self.gates.all(), norm, states
         bound = self._decay_bound
-        if isinstance(plan, ChunkPlan):
-            return self._kernels.attend_kda_in_chunks(*fixed, plan.chunks, decay_bound=bound)
+        if chunks is not None:
+            return self._kernels.attend_kda_in_chunks(*fixed, chunks, decay_bound=bound)
         return self._kernels.attend_kda(*fixed, decay_bound=bound)

@@ -65,6 +65,28 @@ def chunk_of_program(  # type: ignore[no-untyped-def]  # noqa: ANN201
 
 
 @triton.jit
+def clear_padding(
+    out_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    requests: tl.tensor,
+    tokens: tl.tensor,
+    num_tokens: tl.tensor,
+    cols: tl.tensor,
+    is_col: tl.tensor,
+    stride: tl.tensor,
+) -> None:
+    """Write zeros to columns of those `tokens` that come after the tokens of all requests.
+
+    No chunk computes them, and stale memory would spread to later layers. The chunks of a padded
+    step reach over all its tokens.
+    """
+    known = tl.load(bounds_ptr + requests)
+    mask = ((tokens >= known) & (tokens < num_tokens))[:, None] & is_col[None, :]
+    at = out_ptr + tokens[:, None] * stride + cols[None, :]
+    tl.store(at, 0.0, mask=mask)
+
+
+@triton.jit
 def window_of(  # type: ignore[no-untyped-def]  # noqa: ANN201
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,

@@ -26,6 +26,7 @@ from sglang.srt.layers.triton_ops.arguments import DeltaChunks, DeltaLayout, Del
 from sglang.srt.layers.triton_ops.chunked_convolution import (
     INDICES,
     chunk_of_program,
+    clear_padding,
     convolve_chunks,
     keep_convolution,
     span_of,
@@ -58,6 +59,8 @@ def _invert_kernel(
     tl.static_assert(CHUNK == 4 * _PART, "the last two steps are written out")
     head = tl.program_id(0)
     _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
+    if begin >= end:
+        return
     nth = tl.arange(0, _PART)
     own = tl.arange(0, 4)[:, None, None] * _PART
     rows, cols = own + nth[None, :, None], own + nth[None, None, :]
@@ -146,6 +149,8 @@ def _system_kernel(
     """Sum up the logs of one head's decays over a chunk, and compute its system."""
     head = tl.program_id(0)
     _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
+    if begin >= end:
+        return
     rows = tl.arange(0, CHUNK)
     tokens = begin + rows
     is_token = tokens < end
@@ -195,6 +200,8 @@ def _solve_kernel(
     `reads` is what times the state is to be subtracted from them."""
     head = tl.program_id(0)
     _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
+    if begin >= end:
+        return
     rows = tl.arange(0, CHUNK)
     tokens = begin + rows
     is_token = tokens < end
@@ -295,7 +302,7 @@ def _advance_kernel(
     tl.store(slots + tl.load(write_ptr + request) * heads * size, state.to(kept), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize=["num_tokens", "requests"], do_not_specialize_on_alignment=INDICES)
 def _output_kernel(
     x_ptr: tl.tensor,
     q_ptr: tl.tensor,
@@ -310,6 +317,7 @@ def _output_kernel(
     requests_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
     num_tokens: tl.tensor,
+    requests: tl.tensor,
     stride: tl.tensor,
     eps: tl.tensor,
     Z0: tl.constexpr,
@@ -322,7 +330,7 @@ def _output_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Compute one head's outputs of a chunk, normalise and gate them."""
+    """Compute one head's outputs of a chunk, normalise and gate them; outputs of padding are 0."""
     head = tl.program_id(0)
     _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
     tokens = begin + tl.arange(0, CHUNK)
@@ -330,6 +338,12 @@ def _output_kernel(
     key_head, heads = head // REPEATS, KEY_HEADS * REPEATS
     keys, values = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
+    cols = head * VALUE_DIM + values
+    clear_padding(
+        out_ptr, bounds_ptr, requests, tokens, num_tokens, cols, is_value, heads * VALUE_DIM
+    )
+    if begin >= end:
+        return
     at = (tokens[:, None] * KEY_HEADS + key_head) * KEY_DIM + keys[None, :]
     mask = is_token[:, None] & is_key[None, :]
     q = tl.load(q_ptr + at, mask=mask, other=0.0)
@@ -365,7 +379,7 @@ def attend_in_chunks(
     states: DeltaStates,
     chunks: DeltaChunks,
 ) -> torch.Tensor:
-    """Like `attend_linearly`, for prefills of many tokens. Every token belongs to a request.
+    """Like `attend_linearly`, for prefills of many tokens.
 
     The kernels take `2 * key_dim * value_dim / chunk` bytes a token and value head for the states
     before the chunks and `4 * chunk` for the systems, in addition to queries, keys and values, and
@@ -377,7 +391,8 @@ def attend_in_chunks(
         states: Must have `bounds` and `track_lens`. Read and overwritten.
 
     Returns:
-        `[num_tokens, num_heads * value_dim]` of the dtype of `x`.
+        `[num_tokens, num_heads * value_dim]` of the dtype of `x`; zeros after the tokens of all
+        requests.
     """
     num_tokens, num_chunks, requests = len(x), len(chunks.requests), len(states.slots)
     conv_weight, a_log, dt_bias = gates
@@ -422,8 +437,8 @@ def attend_in_chunks(
         num_warps=4, num_stages=2, **{**blocks, "BLOCK_V": at_once}, **sizes,
     )  # fmt: skip
     _output_kernel[(heads, num_chunks)](
-        x, q, k, v, totals, before, weight, out, *places, num_tokens, stride, eps, Z0=layout.z,
-        V_STEP=layout.v_step, num_warps=4, **blocks, **sizes,
+        x, q, k, v, totals, before, weight, out, *places, num_tokens, requests, stride, eps,
+        Z0=layout.z, V_STEP=layout.v_step, num_warps=4, **blocks, **sizes,
     )  # fmt: skip
     keep_convolution(x, layout, states)
     return out

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from rigs.layers.delta_layers import batch_of, pool_of, run_step
+from rigs.layers.delta_layers import batch_of, poison_new_memory, pool_of, run_step
 from rigs.models.kernel_layers import DEVICE, HALF, delta_net, kda, randn, relative_error
 from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.forward_batch_info import StateBatch
 from sglang.srt.layers.linear_attention.delta_layer import DeltaLayer
-from sglang.srt.layers.triton_ops.arguments import MOST_TAPS
+from sglang.srt.layers.linear_attention.delta_net import GatedDeltaNet
+from sglang.srt.layers.linear_attention.extend_plan import ChunkPlan, ShortPlan
+from sglang.srt.layers.triton_ops.arguments import MOST_TAPS, KdaProjected
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.test.ci.ci_register import register_cuda_ci
 
@@ -134,20 +136,14 @@ def test_long_prefills_leave_states_and_snapshots(
 
 @pytest.mark.parametrize("make", [delta_net, kda])
 def test_padding_after_short_prefills_is_zero(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory is NaN here: on a GPU it has old values, which would spread to later layers."""
+    """Old values in memory would spread to later layers."""
     layer = make(torch.float32)
     layer._kernels = KERNELS
     pool = pool_of(layer, torch.float32, torch.float32)
     slots = on_device([3, 7])
     assert slots is not None
     batch = batch_of(pool, 16, [9, 2], StateBatch(slots=slots))
-    empty = torch.empty
-
-    def with_nan(*size: Any, **like: Any) -> torch.Tensor:
-        found = empty(*size, **like)
-        return found.fill_(torch.nan) if found.is_floating_point() else found
-
-    monkeypatch.setattr(torch, "empty", with_nan)
+    poison_new_memory(monkeypatch)
     out = layer._attend_fused(randn(16, 32, seed=9), batch)
     assert out[:11].isfinite().all() and out[:11].any(dim=-1).all()
     assert not out[11:].any()
@@ -237,6 +233,74 @@ def run_from_snapshot(
     whole = run_step(layer, pool, x, [tokens], tracked)
     states = StateBatch(slots=slots[1], first_slots=slots[2])
     return whole, run_step(layer, pool, x[4:], [tokens - 4], states), pool
+
+
+REMAINDERS = range(1, 65) if DEVICE == "cuda" else (1, 15, 40, 63, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("make", "changes"), [(delta_net, {}), (kda, {}), (kda, BOUNDED)])
+def test_padding_of_chunks_changes_no_bit(
+    dtype: torch.dtype, make: Make, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in captured prefills, which have room for more tokens, requests and chunks."""
+    poison_new_memory(monkeypatch)
+    layer = make(dtype, num_heads=1, **WHOLE | changes)
+    layer._kernels = KERNELS
+    x = randn(256, 32, seed=9, dtype=dtype)
+    keep_projections(layer, x, monkeypatch)
+    # New tokens, tokens before snapshots, room for tokens and for requests.
+    cases = [([last], [last // 2], 64, 1) for last in REMAINDERS]
+    cases += [([70], [64], 128, 1), ([130, 20], [64, 0], 256, 4), ([64, 9, 1], [63, 9, 0], 128, 3)]
+    for new, track, room, requests in cases:
+        found, count = [], sum(new)
+        for rows, padded in ((count, None), (room, (requests, room // 64 + 2 * requests))):
+            nobody = [0] * (requests - len(new)) if padded else []
+            slots, first, targets = (
+                torch.tensor([*own[: len(new)], *nobody], device=DEVICE)
+                for own in ([3, 7, 1], [4, 7, 2], [10, 11, 12])
+            )
+            plan = ChunkPlan.of(new, track, DEVICE, padded=padded)
+            states = StateBatch(slots=slots, first_slots=first, track_slots=targets, plan=plan)
+            pool = pool_of(layer, torch.float32, dtype)
+            out = layer._attend_fused(x[:rows], batch_of(pool, rows, new, states))
+            found.append((out, pool))
+        (want, want_pool), (got, pool) = found
+        assert want.isfinite().all() and want.any(dim=-1).all()
+        assert torch.equal(got[:count], want), new
+        assert not got[count:].any(), new
+        for buffer, wanted in zip(pool.buffers, want_pool.buffers, strict=True):
+            assert buffer.isfinite().all()
+            assert torch.equal(buffer[:, 1:], wanted[:, 1:]), new
+
+
+def keep_projections(layer: DeltaLayer, x: torch.Tensor, patch: pytest.MonkeyPatch) -> None:
+    """Let steps of the first rows of `x` find those of its projections: a product of fewer rows
+    may have other bits."""
+    projections: Any = layer.in_proj
+    if isinstance(layer, GatedDeltaNet):
+        columns = projections.columns(x)
+        patch.setattr(projections, "columns", lambda own: columns[: len(own)])
+        return
+    parts = projections.all(x)
+    own_parts = lambda own: KdaProjected(*(part[: len(own)] for part in parts))  # noqa: E731
+    patch.setattr(projections, "all", own_parts)
+
+
+def test_odd_heads_are_computed_token_by_token_in_steps_of_chunks() -> None:
+    """Heads that no kernel for many tokens takes."""
+    layer, found = delta_net(torch.float32), []
+    layer._kernels = KERNELS
+    x = randn(64, 32, seed=9)
+    for plan in (ShortPlan.of([40], [16], DEVICE), ChunkPlan.of([40], [16], DEVICE, padded=(1, 3))):
+        pool = pool_of(layer, torch.float32, torch.float32)
+        slots, targets = torch.tensor([[3], [10]], device=DEVICE)
+        states = StateBatch(slots=slots, track_slots=targets, plan=plan)
+        found.append((run_step(layer, pool, x, [40], states), pool))
+    (want, want_pool), (got, pool) = found
+    assert torch.equal(got, want) and got[:40].any(dim=-1).all()
+    for buffer, wanted in zip(pool.buffers, want_pool.buffers, strict=True):
+        assert torch.equal(buffer, wanted)
 
 
 def test_wide_convolutions_and_odd_heads_are_left_to_torch() -> None:

@@ -32,6 +32,7 @@ from sglang.srt.layers.triton_ops.arguments import (
 from sglang.srt.layers.triton_ops.chunked_convolution import (
     INDICES,
     chunk_of_program,
+    clear_padding,
     convolve_chunks,
     keep_convolution,
     span_of,
@@ -61,6 +62,8 @@ def _gates_kernel(
     """Sum up the logs of one head's decays over a chunk."""
     head = tl.program_id(0)
     _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
+    if begin >= end:
+        return
     tokens = begin + tl.arange(0, CHUNK)
     is_token = (tokens < end)[:, None]
     dims = tl.arange(0, DIM)
@@ -96,6 +99,8 @@ def _products_kernel(
     `scores`, both `[num_tokens, heads, CHUNK]`."""
     head = tl.program_id(0)
     _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
+    if begin >= end:
+        return
     rows = tl.arange(0, CHUNK)
     tokens = begin + rows
     is_token = tokens < end
@@ -159,6 +164,8 @@ def _solve_kernel(
     chunk's beginning, keys the decay until its end; `decays` is that of the whole chunk."""
     head = tl.program_id(0)
     _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
+    if begin >= end:
+        return
     rows = tl.arange(0, CHUNK)
     tokens = begin + rows
     is_token = tokens < end
@@ -247,7 +254,7 @@ def _advance_kernel(
     tl.store(slots + tl.load(write_ptr + request) * size, state.to(kept))
 
 
-@triton.jit(do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize=["num_tokens", "requests"], do_not_specialize_on_alignment=INDICES)
 def _output_kernel(
     gate_ptr: tl.tensor,
     q_ptr: tl.tensor,
@@ -260,17 +267,23 @@ def _output_kernel(
     track_lens_ptr: tl.tensor,
     requests_ptr: tl.tensor,
     firsts_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    requests: tl.tensor,
     eps: tl.tensor,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Compute one head's outputs of a chunk, normalise and gate them."""
+    """Compute one head's outputs of a chunk, normalise and gate them; outputs of padding are 0."""
     head = tl.program_id(0)
     _, _, begin, end = chunk_of_program(bounds_ptr, track_lens_ptr, requests_ptr, firsts_ptr, CHUNK)
     rows = tl.arange(0, CHUNK)
     dims = tl.arange(0, DIM)
     tokens = begin + rows
+    cols = head * DIM + dims
+    clear_padding(out_ptr, bounds_ptr, requests, tokens, num_tokens, cols, dims < DIM, HEADS * DIM)
+    if begin >= end:
+        return
     is_token = (tokens < end)[:, None]
     at = (tokens[:, None] * HEADS + head) * DIM + dims[None, :]
     q = tl.load(q_ptr + at, mask=is_token, other=0.0)
@@ -300,7 +313,7 @@ def attend_kda_in_chunks(
     *,
     decay_bound: float | None = None,
 ) -> torch.Tensor:
-    """Like `attend_kda`, for prefills of many tokens. Every token belongs to a request.
+    """Like `attend_kda`, for prefills of many tokens.
 
     Temporary memory, in bytes a token and head: `2 * key_dim * value_dim / chunk` for the states
     before the chunks, `4 * key_dim` for decays, `6 * chunk` for products, `8 * key_dim` for
@@ -312,7 +325,8 @@ def attend_kda_in_chunks(
         states: Must have `bounds` and `track_lens`. Read and overwritten.
 
     Returns:
-        `[num_tokens, num_heads * value_dim]` of the dtype of `x`.
+        `[num_tokens, num_heads * value_dim]` of the dtype of `x`; zeros after the tokens of all
+        requests.
     """
     columns, decay, gate = x
     num_tokens, num_chunks, requests = len(columns), len(chunks.requests), len(states.slots)
@@ -356,7 +370,8 @@ def attend_kda_in_chunks(
     )  # fmt: skip
     out = columns.new_empty((num_tokens, heads * dim))
     _output_kernel[(heads, num_chunks)](
-        gate, q, v, scores, before, weight, out, *places, eps, num_warps=4, **sizes
-    )
+        gate, q, v, scores, before, weight, out, *places, num_tokens, requests, eps, num_warps=4,
+        **sizes,
+    )  # fmt: skip
     keep_convolution(columns, layout, states)
     return out
