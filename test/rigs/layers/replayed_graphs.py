@@ -17,9 +17,13 @@ from rigs.models.tiny_models import StepDriver
 from rigs.models.triton_device import triton_device
 from sglang.srt.layers.attention import attention_registry as registry
 from sglang.srt.layers.attention.compressed_triton_backend import CompressedTritonBackend
+from sglang.srt.layers.attention.latent_triton_backend import LatentTritonBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.window_triton_backend import WindowTritonBackend
-from sglang.srt.layers.attention_kind import COMPRESSED, FULL_ATTENTION, SLIDING_WINDOW
+from sglang.srt.layers.attention_kind import COMPRESSED, FULL_ATTENTION, MLA, SLIDING_WINDOW
+from sglang.srt.layers.cuda_kernels import KERNELS
+from sglang.srt.layers.linear_attention.delta_layer import DeltaLayer
+from sglang.srt.layers.linear_attention.mamba2 import Mamba2
 from sglang.srt.layers.triton_ops.attention import (
     decode_attention,
     extend_attention,
@@ -27,7 +31,6 @@ from sglang.srt.layers.triton_ops.attention import (
 )
 from sglang.srt.model_executor import cuda_graph_runner, extend_graph_runner, graph_capture
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner
 
 
 class _Graph:
@@ -45,9 +48,12 @@ class _Capture(graph_capture.GraphCapture):
         return [_Graph(lambda: run(lambda: None))], result
 
 
-def replayed_driver(patch: pytest.MonkeyPatch, path: Any, **settings: Any) -> StepDriver:
-    """A driver of a model with windows or compressed rows. Steps of up to 4 requests are replayed,
-    and prefills of up to 16 tokens. Kernels are interpreted, so contexts are not split."""
+def replayed_driver(
+    patch: pytest.MonkeyPatch, path: Any, counts: tuple[int, ...] = (16,), **settings: Any
+) -> StepDriver:
+    """A driver whose attention and recurrent layers run by kernels. Steps of up to 4 requests are
+    replayed, and prefills of up to `counts` tokens. Kernels are interpreted, so contexts are not
+    split."""
     quicken_interpreter()
     patch.setattr(latent_rows, "PROGRAMS", 1)
     patch.setattr(extend_attention, "PROGRAMS", 1)
@@ -57,12 +63,16 @@ def replayed_driver(patch: pytest.MonkeyPatch, path: Any, **settings: Any) -> St
         (FULL_ATTENTION, TritonAttnBackend),
         (SLIDING_WINDOW, WindowTritonBackend),
         (COMPRESSED, CompressedTritonBackend),
+        (MLA, LatentTritonBackend),
     ):
         key = kind, "triton", "cpu"
         patch.setitem(registry._BACKENDS, key, make)
         patch.setattr(registry, "_TAKE_SINKS", registry._TAKE_SINKS | {key})
     driver = StepDriver(path, attention_backend="triton", device="cpu", **settings)
-    add_replays(patch, driver)
+    for module in driver.runner.model.modules():
+        if isinstance(module, DeltaLayer | Mamba2):
+            module._kernels = KERNELS
+    add_replays(patch, driver, counts)
     return driver
 
 
@@ -112,16 +122,17 @@ def assert_replayed_steps(
     extend({3: 1})
 
 
-def add_replays(patch: pytest.MonkeyPatch, driver: StepDriver) -> None:
+def add_replays(
+    patch: pytest.MonkeyPatch, driver: StepDriver, counts: tuple[int, ...] = (16,)
+) -> None:
     """Let a driver, whose backends can be captured, replay steps of up to 4 requests, and prefills
-    of up to 16 tokens."""
+    of up to `counts` tokens."""
     for module in (cuda_graph_runner, extend_graph_runner):
         patch.setattr(module, "GraphCapture", _Capture)
-    patch.setattr(extend_graph_runner, "TOKEN_COUNTS", (16,))
+    patch.setattr(extend_graph_runner, "TOKEN_COUNTS", counts)
     runner = driver.runner
     given = runner.model.forward, runner.attn_backends, runner.req_to_token_pool, runner.pools
     count = runner.num_logits
-    runner._graphs += [
-        CudaGraphRunner(*given, batch_sizes=[4], num_logits=count, show_progress=False),
-        ExtendGraphRunner(*given, num_logits=count, show_progress=False),
-    ]
+    decoding = CudaGraphRunner(*given, batch_sizes=[4], num_logits=count, show_progress=False)
+    runner._graphs.append(decoding)
+    runner._capture_prefills()

@@ -33,7 +33,7 @@ TOKEN_COUNTS: Final = (1, 16, 32, 64, 128, 256)
 assert TOKEN_COUNTS[-1] <= SHORT, "layers of linear attention plan longer prefills on the CPU"
 MAX_REQUESTS: Final = 8
 _TOKENS_OF_CHUNKS: Final = 64
-"""Fewest tokens of each request that Mamba-2 computes in chunks. Token by token, a layer of
+"""Fewest tokens of each request that recurrent layers compute in chunks. Token by token, a layer of
 Nemotron-3-Nano takes 0.65 us for each, and in chunks 25 to 30 us for 64 to 128."""
 
 
@@ -76,7 +76,7 @@ class ExtendGraphRunner:
         pools: The pools of all the model's state.
         num_logits: Number of logits per request on this rank.
         show_progress: See `progress_bar`.
-        chunk: Tokens that Mamba-2 computes at once; None: the model has no such layers.
+        chunk: Tokens that recurrent layers compute at once; None: the model has no such layers.
         capture_hidden: If true, steps return the hidden states of all their tokens.
         """
         for pool in pools.values():

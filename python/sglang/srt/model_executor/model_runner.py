@@ -33,6 +33,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Atte
 from sglang.srt.layers.attention_kind import AttentionKind
 from sglang.srt.layers.context_parallel import split_context
 from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.layers.linear_attention.extend_plan import CHUNK
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -403,6 +404,7 @@ class ModelRunner:
         if refusal:
             logger.info("Prefills run without CUDA graphs: attention %s is not captured", refusal)
             return
+        config = self.model_config
         short_prefills = ExtendGraphRunner(
             self.model.forward,
             self.attn_backends,
@@ -410,7 +412,7 @@ class ModelRunner:
             self.pools,
             num_logits=self.num_logits,
             show_progress=self.shows_progress,
-            chunk=self.model_config.state_chunk,
+            chunk=(config.state_chunk or CHUNK) if config.linear_attention_layers else None,
             capture_hidden=self.model.draft_layer is not None,
         )
         self._graphs.append(short_prefills)
