@@ -35,6 +35,8 @@ def test_ten_minutes_of_random_work() -> None:
         "messages doubled",
         "rooms forgotten",
         "role switches",
+        "prefill: restarts",
+        "decode: restarts",
         "with groups",
         "real models",
         "rounds with faults",

@@ -25,6 +25,7 @@ def has_nixl() -> bool:
 if not has_nixl() and _FOLDER.is_dir():
     sys.path.append(str(_FOLDER))
 
-needs_nixl: Final = pytest.mark.skipif(
-    not has_nixl(), reason="no package nixl-cu13 (extra nixl; make nightly installs it)"
-)
+_MISSING: Final = "no package nixl-cu13 (extra nixl; make nightly installs it)"
+NOT_DRAWN: Final = f"NIXL is not drawn: {_MISSING}"
+"""What drivers say without the package."""
+needs_nixl: Final = pytest.mark.skipif(not has_nixl(), reason=_MISSING)

@@ -352,7 +352,7 @@ class PdRig(PdPair[RoleRig]):
 
     Args:
         model_path: See `SchedulerRig`.
-        engine: Moves the bytes.
+        engine: Moves the bytes; a function makes an engine for each server.
         checkable: The model is a `CheckableWorker`.
         prefill: Arguments of the prefill scheduler alone.
         decode: Arguments of the decode scheduler alone.
@@ -367,7 +367,7 @@ class PdRig(PdPair[RoleRig]):
     def __init__(
         self,
         model_path: Path,
-        engine: RigEngine,
+        engine: RigEngine | Callable[[], RigEngine],
         *,
         checkable: bool = False,
         prefill: dict[str, Any] | None = None,
@@ -377,19 +377,30 @@ class PdRig(PdPair[RoleRig]):
     ) -> None:
         super().__init__()
         kind = CheckableRoleRig if checkable else RoleRig
-        args |= {"engine": engine, "find_rank": self._find}
+        args["find_rank"] = self._find
         self.engine = engine
         self.other: RoleRig | None = None
         """Another prefill scheduler that the decode scheduler finds in place of its own one."""
         self.endpoints: dict[int, str] = {}
-        own = prefill or {}, decode or {}
-        self.sides: dict[str, list[RoleRig]] = {
-            mode: [
-                kind(model_path, mode=mode, dp_group=(dp_rank, size), **{**args, **more})
+        own = dict(
+            zip(_MODES, zip(groups, (prefill or {}, decode or {}), strict=True), strict=True)
+        )
+
+        def make(mode: DisaggregationMode) -> list[RoleRig]:
+            size, more = own[mode]
+            mover = engine() if callable(engine) else engine
+            return [
+                kind(
+                    model_path,
+                    **{**args, **more, "mode": mode, "engine": mover, "dp_group": (dp_rank, size)},
+                )
                 for dp_rank in range(size)
             ]
-            for mode, size, more in zip(_MODES, groups, own, strict=True)
-        }
+
+        self._make = make
+        self._ended: list[RoleRig] = []
+        """Schedulers of servers that were replaced."""
+        self.sides: dict[str, list[RoleRig]] = {mode: make(mode) for mode in _MODES}
         self.prefill, self.decode = (side[0] for side in self.sides.values())
         self.strangers: dict[str, Route | None] = {}
         """Other prefill servers that requests may name, by host; None: it is not found."""
@@ -420,9 +431,21 @@ class PdRig(PdPair[RoleRig]):
         self.prefill, self.decode = self.decode, self.prefill
         self.sides = dict(zip(_MODES, ([self.prefill], [self.decode]), strict=True))
 
+    def restart(self, mode: DisaggregationMode) -> None:
+        """Replace a server by a new one. It has no read in flight; its memory stays until
+        `close`."""
+        ended = self.sides[mode]
+        for rig in reversed(ended):
+            rig.close()
+            rig.engine.deregister_all()
+        self._ended += ended
+        self.sides[mode] = self._make(mode)
+        self.prefill, self.decode = (side[0] for side in self.sides.values())
+
     def close(self) -> None:
         for rig in reversed(self.rigs):
             rig.close()
+        self._ended.clear()
         # The next pair's pools may be where these were.
         for rig in self.rigs:
             rig.engine.deregister_all()

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rigs.disaggregation.nixl_package import has_nixl
+from rigs.disaggregation.nixl_package import NOT_DRAWN, has_nixl
 from rigs.disaggregation.pd_pair import NEVER_ASKED
 from rigs.disaggregation.pd_processes import Ended, RoleProcess
 from rigs.schedulers import checkable_model
@@ -321,6 +321,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--transport", type=TransferBackend, help="nixl or mooncake_tcp [drawn]")
     args = parser.parse_args(argv)
     seed = secrets.randbits(31) if args.seed is None else args.seed
+    if not has_nixl():
+        print(NOT_DRAWN)
     over = args.transport or draw_transport(seed)
     print(f"seed {seed}, {over}", flush=True)
     outcome = run_soak(60 * args.minutes, seed, over)

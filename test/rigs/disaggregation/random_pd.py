@@ -10,8 +10,9 @@ its words. In the others messages are lost, doubled and delayed, reads hang and 
 given up, and prompts fail by injection; then a request gives its words or ends with an error that
 names the step. After each round both sides are idle, their pages have one owner each, and no room
 is open. In some seeds the model is a tiny one of a family whose pools have strides, windows and
-groups; in the others a model that checks all it reads. NIXL carries the bytes in some, if its
-package is there. A run is a function of its seed, except for the progress of threads.
+groups; in the others a model that checks all it reads. In some seeds servers are replaced, and
+requests under way may fail. NIXL carries the bytes in some, if its package is there. A run is a
+function of its seed, except for the progress of threads.
 """
 
 from __future__ import annotations
@@ -23,20 +24,15 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
-
-import msgspec
 
 from rigs.caches.host_damage import flip_any
 from rigs.disaggregation.control_proxy import ControlProxy
-from rigs.disaggregation.nixl_package import has_nixl
-from rigs.disaggregation.pd_pair import NEVER_ASKED
+from rigs.disaggregation.nixl_package import NOT_DRAWN, has_nixl
 from rigs.disaggregation.pd_rig import PdRig, RoleRig, one_rank
-from rigs.disaggregation.random_pd_setup import (
-    NAMED,
-    FlippingEngineMover,
-    FlippingMover,
+from rigs.disaggregation.random_work.faulty_reads import FaultyReads, LocalReads, NixlReads
+from rigs.disaggregation.random_work.setup import (
+    INJECTED,
     attach,
     draw_args,
     draw_buffer,
@@ -44,27 +40,25 @@ from rigs.disaggregation.random_pd_setup import (
     short_repeats,
     small_l1,
 )
+from rigs.disaggregation.random_work.traffic import AWAY, SILENT, Traffic
 from rigs.mixed.pd_work import CheckableWork, PdWork, RealWork, draw_family, real_args
 from rigs.mixed.poisoned_pools import poison_free
 from rigs.schedulers import random_seeds
 from rigs.schedulers.checkable_pools import CheckableState
 from rigs.schedulers.checkable_worker import CheckableWorker
 from rigs.schedulers.random_checks import assert_unpinned
-from rigs.schedulers.random_requests import Sent
 from rigs.schedulers.random_seeds import Outcome
 from rigs.schedulers.random_setup import draw_group, speculation, text_args
-from rigs.schedulers.scheduler_rig import Collected
 from rigs.schedulers.step_watchdog import Watchdog
 from rigs.stores.object_store import ObjectStore
 from sglang.embedded_mooncake import LOOPBACK
-from sglang.srt.constants import BUILTIN_MODEL_DIR, HEALTH_CHECK_RID_PREFIX
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.prefill import PrefillRole
-from sglang.srt.distributed.device_communicators.nixl_transfer_engine import NixlTransferEngine
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.messages.io_struct import AbortReq, Bootstrap, ToScheduler
 from sglang.srt.utils.metrics import counts_by_label
 
 _MODULE: Final = "rigs.disaggregation.random_pd"
@@ -74,21 +68,8 @@ _REST_S: Final = 60.0
 _LONGEST_TICK_S: Final = 0.01
 """Most seconds by which the schedulers' clocks advance in a tick at rest."""
 _MOODS: Final = ("well", "quick", "slow", "hanging", "failing", "rotten", "forgetful", "mad")
-AWAY, SILENT = "away", "silent"
-"""Hosts of prefill servers that do not exist, or do not answer."""
-
-
-@dataclass(slots=True)
-class Pending:
-    """A request under way."""
-
-    sent: Sent
-    is_remote: bool
-    """True if the request has a room."""
-    is_odd: bool
-    """True if it may fail without faults: one side does not get it, or its room is taken."""
-    to_come: set[str]
-    """The sides that have not reported its end yet."""
+_RESTARTS: Final = 0.02
+"""Share of the steps in which a prefill server is replaced, in seeds with restarts."""
 
 
 class RandomPd:
@@ -108,7 +89,6 @@ class RandomPd:
         self._reads = random.Random(self.rng.random())
         """Random numbers of the reading threads."""
         self._damage = random.Random(seed)
-        self._apart = random.Random(f"places of {seed}")
         self.page_size = self.rng.choice((1, 4, 16))
         if family is not None:
             self.page_size = max(self.page_size, 4)  # Pages have whole groups.
@@ -148,21 +128,16 @@ class RandomPd:
             if family is None
             else RealWork(family, self.rng, self.page_size)
         )
-        self._mover = FlippingMover(random.Random(seed))
         self.uses_nixl = has_nixl() and random.Random(f"carrier of {seed}").random() < 0.3
         if self.uses_nixl:
             self.unit_bytes = None  # Its servers pack no pages.
-        self._pending: dict[str, Pending] = {}
-        self._late: list[tuple[int, RoleRig, ToScheduler]] = []
-        """Messages for a group, and the step in which they arrive."""
-        self._places: dict[str, dict[str, RoleRig]] = {}
-        """The groups of requests under way, by the side's name."""
+        restarts = random.Random(f"restarts of {seed}")
+        self._restarts = restarts if restarts.random() < 0.3 else None
+        """Draws the times at which a server is replaced; None: none is."""
         self._has_faults = False
-        self._num_rooms = 0
-        self._owner = ""
-        """The request that was given the last room."""
         self._watchdog = Watchdog()
         self._pair: PdRig | None = None
+        self._mover: FaultyReads = LocalReads(random.Random(seed))
 
     @property
     def pair(self) -> PdRig:
@@ -182,17 +157,17 @@ class RandomPd:
             stack.enter_context(self._watchdog)
             stack.enter_context(self.store)
             if self.uses_nixl:
-                engine = NixlTransferEngine(LOOPBACK)
-                stack.callback(engine.close)
-                self._mover = FlippingEngineMover(random.Random(self._seed), engine)
+                self._mover = NixlReads(random.Random(self._seed))
+            stack.callback(self._mover.close)
             self._pair = stack.enter_context(
-                PdRig(engine=self._mover, groups=self.groups, **self._model_args())
+                PdRig(engine=self._mover.new_engine, groups=self.groups, **self._model_args())
+            )
+            self._traffic = Traffic(
+                self._seed, self.rng, self.work, self._pair, self.outcome.counts
             )
             stack.callback(self._mover.release)
             stack.callback(self.store.release)
-            for rig in self.pair.rigs:
-                if self._has_l3 and isinstance(rig.tree, HiRadixCache):
-                    attach(rig.tree, self.store, self._damage)
+            self._attach_l3(self.pair.rigs)
             self._proxies = [
                 stack.enter_context(ControlProxy(rig.endpoint, self._fate))
                 for rig in self.pair.sides["prefill"]
@@ -254,7 +229,7 @@ class RandomPd:
 
     def _read_error(self, blocks: Sequence[Block]) -> PeerUnreachable | None:
         if self._has_faults and self._reads.random() < 0.1:
-            return PeerUnreachable("p", "is gone by injection")
+            return PeerUnreachable("p", INJECTED)
         return None
 
     def _forget_a_room(self) -> None:
@@ -264,21 +239,44 @@ class RandomPd:
             rooms[self.rng.choice(list(rooms))].sender.abort("given up by injection")
             self.outcome.counts["rooms forgotten"] += 1
 
+    def _set_faults(self, has_faults: bool) -> None:
+        self._has_faults = has_faults
+        self._mover.set_faults(has_faults)
+
+    def _restart(self, mode: DisaggregationMode) -> None:
+        """Replace a server, maybe while others wait for it or read from it."""
+        pair = self.pair
+        before = pair.sides[mode]
+        pair.restart(mode)
+        self._attach_l3(pair.sides[mode])
+        self._aim_proxies()
+        self._traffic.lose(mode, before)
+        self.outcome.counts[f"{mode}: restarts"] += 1
+
+    def _aim_proxies(self) -> None:
+        for proxy, rig in zip(self._proxies, self.pair.sides["prefill"], strict=True):
+            proxy.target = rig.endpoint
+
+    def _attach_l3(self, rigs: Sequence[RoleRig]) -> None:
+        for rig in rigs:
+            if self._has_l3 and isinstance(rig.tree, HiRadixCache):
+                attach(rig.tree, self.store, self._damage)
+
     # ---- rounds --------------------------------------------------------------------------------
 
     def _round(self, *, injects: bool) -> None:
         rng = self.rng
-        self._has_faults = self._mover.flips = rng.random() < 0.6
+        self._set_faults(rng.random() < 0.6)
         self.store.set_mood(random.Random(self.outcome.steps).choice(_MOODS))
         may_fail = self._has_faults or injects
         odd = 0.1 if rng.random() < 0.3 else 0.0
         hangs = self._has_faults and rng.random() < 0.5
         rate = rng.choice((0.1, 0.3, 0.8))
         for _ in range(rng.choice((10, 40, 80))):
-            if rng.random() < rate and len(self._pending) < self.work.most:
-                self._arrive(odd)
+            if rng.random() < rate and len(self._traffic.pending) < self.work.most:
+                self._traffic.arrive(odd, self.outcome.steps)
             if rng.random() < (0.15 if hangs else 0.04):
-                self._abort()
+                self._traffic.abort(self.outcome.steps)
             if hangs and rng.random() < 0.2:
                 self._mover.hold = True
             if hangs and rng.random() < 0.1:
@@ -291,69 +289,22 @@ class RandomPd:
                         self.outcome.counts["damaged in L2"] += flip_any(tree, self._damage)
             if self._has_faults and rng.random() < 0.02:
                 self._forget_a_room()
+            if self._restarts is not None and self._restarts.random() < _RESTARTS:
+                self._restart(DisaggregationMode.PREFILL)
             self._step(may_fail)
         self._come_to_rest(may_fail)
         self.outcome.counts["rounds with faults" if may_fail else "rounds without"] += 1
 
-    def _arrive(self, odd: float) -> None:
-        rng = self.rng
-        limits = self.pair.decode.scheduler.state.limits
-        for sent in self.work.draw(limits):
-            rid = sent.message.rid
-            is_remote = not rid.startswith(HEALTH_CHECK_RID_PREFIX) and rng.random() < 0.9
-            # Samples are where their prompt is.
-            places = self._places[rid] = self._places.get(sent.message.sample_of or "") or {
-                side: self._apart.choice(rigs) for side, rigs in self.pair.sides.items()
-            }
-            if not is_remote:
-                self._pending[rid] = Pending(sent, False, False, {"decode"})
-                self._late.append((self.outcome.steps, places["decode"], sent.message))
-                continue
-            is_odd = rng.random() < odd
-            owner = self._owner if is_odd and rng.random() < 0.5 else None
-            if owner in self._pending and self._pending[owner].sent.prompt != sent.prompt:
-                # On each side one of the two gets their room. Were their prompts equal, each could
-                # go on with the other's first token, and say other words than its seed gives.
-                self._pending[owner].is_odd = True
-                places = self._places[rid] = self._places[owner]  # See `DPGroups.enter`.
-            else:
-                self._num_rooms += 1
-                self._owner = rid
-            # A request that comes to only one side waits for seconds.
-            sides, host = ["prefill", "decode"], LOOPBACK
-            if is_odd and owner is None:
-                sides.remove(rng.choice(sides))
-                host = rng.choice((LOOPBACK, AWAY, SILENT))
-            bootstrap = Bootstrap(host, NEVER_ASKED, self._num_rooms)
-            message = msgspec.structs.replace(sent.message, bootstrap=bootstrap)
-            for side in sides:
-                # A tick of a real model takes longer, and the other side waits for seconds.
-                most = 4 if isinstance(self.work, RealWork) else 20
-                delay = rng.choice((0, 0, 0, rng.randint(1, most)))
-                self._late.append((self.outcome.steps + delay, places[side], message))
-            self._pending[rid] = Pending(sent, True, is_odd, set(sides))
-
-    def _abort(self) -> None:
-        rng = self.rng
-        rid = rng.choice([*self._pending, "nobody"])
-        if rid in self._pending:
-            self._pending[rid].sent.may_be_aborted = True
-        for side in rng.choice((["prefill"], ["decode"], ["prefill", "decode"])):
-            rig = self._places.get(rid, {side: self.pair.sides[side][0]})[side]
-            self._late.append((self.outcome.steps, rig, AbortReq(rid=rid)))
-
     def _step(self, may_fail: bool) -> None:
-        now = [one for one in self._late if one[0] <= self.outcome.steps]
-        self._late = [one for one in self._late if one[0] > self.outcome.steps]
-        to_each = {rig: [m for _, to, m in now if to is rig] for rig in self.pair.rigs}
+        to_each = self._traffic.take_due(self.outcome.steps)
         if isinstance(self.work, RealWork):
             for rig in self.pair.rigs:
                 poison_free(rig.pools, rig.worker)
         with self._watchdog.within(_HANG_S):
             self.pair.step_each(to_each)
         self.outcome.steps += 1
-        for rid in list(self._pending):
-            self._look_at(rid, may_fail)
+        for rid in list(self._traffic.pending):
+            self._traffic.look_at(rid, may_fail)
         for rig in self.pair.sides["decode"]:
             self._check_reads(rig)
         if self.rng.random() < 0.2:
@@ -377,9 +328,9 @@ class RandomPd:
         assert written <= owned, f"pages {written - owned} are read into, and have no owner"
 
     def _come_to_rest(self, may_fail: bool) -> None:
-        pair = self.pair
+        pair, traffic = self.pair, self._traffic
         began = ticked = time.monotonic()
-        while self._pending or self._late or not all(rig.scheduler.is_idle() for rig in pair.rigs):
+        while traffic.pending or traffic.late or not pair.is_idle():
             self._mover.release()
             self.store.release()
             self._step(may_fail)
@@ -390,8 +341,8 @@ class RandomPd:
                 rig.now += min(now - ticked, _LONGEST_TICK_S)
             ticked = now
             if now - began > _REST_S:
-                raise AssertionError(f"no rest: {self._pending}")
-        self._has_faults = self._mover.flips = False
+                raise AssertionError(f"no rest: {traffic.pending}")
+        self._set_faults(False)
         pair.assert_clean()
         for rig in pair.rigs:
             assert_unpinned(rig.tree)
@@ -401,59 +352,16 @@ class RandomPd:
         for role in map(_decode_role, pair.sides["decode"]):
             assert not (role._owners or role._waiting or role._transferring or role._lingering)
         self._mover.begun.clear()
-        self._places.clear()
+        traffic.places.clear()
         if self.rng.random() < 0.5:
             for rig in pair.rigs:
                 rig.scheduler._control.flush_now()
         if self._swaps is not None and self._swaps.random() < 0.5:
             pair.swap()
-            self._proxies[0].target = pair.prefill.endpoint
+            self._aim_proxies()
             self.outcome.counts["role switches"] += 1
-
-    # ---- results -------------------------------------------------------------------------------
-
-    def _look_at(self, rid: str, may_fail: bool) -> None:
-        pending = self._pending[rid]
-        for side, rig in self._places[rid].items():
-            got = rig.results.get(rid)
-            if side not in pending.to_come or got is None:
-                continue
-            if side == "decode" or not pending.sent.is_refused:
-                self.work.assert_so_far(pending.sent, got)
-            if got.finish_reason is not None:
-                pending.to_come.remove(side)
-                del rig.results[rid]
-                self._on_end(pending, side, got, may_fail or pending.is_odd)
-        if not pending.to_come:
-            del self._pending[rid]
-
-    def _on_end(self, pending: Pending, side: str, got: Collected, may_fail: bool) -> None:
-        sent, reason = pending.sent, got.finish_reason
-        assert reason is not None
-        rid, counts = sent.message.rid, self.outcome.counts
-        if reason.type != "abort":
-            if side == "decode":
-                self.work.assert_whole(sent, got)
-                self.work.remember(sent, got.output_ids)
-            else:
-                self.work.assert_first(sent, got)
-            counts[f"{side}: right"] += 1
-            if sent.extra is not None:
-                counts[f"{side}: with {sent.extra}"] += 1
-            return
-        why = reason.message or ""
-        is_refused = "can ever fit" in why
-        is_named = bool(NAMED.search(why))
-        is_aborted = sent.may_be_aborted and (reason.status_code == 499 or is_named)
-        assert is_aborted or (is_refused and self._is_too_long(sent)) or (may_fail and is_named), (
-            f"{rid} ended at {side} by {reason}"
-        )
-        counts[f"{side}: {'aborted' if is_aborted else 'refused' if is_refused else 'failed'}"] += 1
-
-    def _is_too_long(self, sent: Sent) -> bool:
-        """True if the prompt is too long for one of the sides."""
-        limits = (rig.scheduler.state.limits.max_input_tokens for rig in self.pair.rigs)
-        return len(sent.prompt) > min(limits)
+        if self._restarts is not None and self._restarts.random() < 0.5:
+            self._restart(DisaggregationMode.DECODE)
 
     def _count(self) -> None:
         self.outcome.counts["over NIXL"] += self.uses_nixl
@@ -496,4 +404,6 @@ def run_seed(seed: int, steps: int = STEPS_PER_SEED) -> Outcome:
 
 
 if __name__ == "__main__":
+    if not has_nixl():
+        print(NOT_DRAWN)
     raise SystemExit(random_seeds.main(__doc__, _MODULE, STEPS_PER_SEED, run_seed))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final
 
-from rigs.disaggregation.pd_rig import EngineMover, LocalMover, RigEngine
 from rigs.schedulers.random_setup import buffers_without_store, impatient
 from rigs.stores.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
 from sglang.srt.disaggregation.control import control_client
-from sglang.srt.distributed.device_communicators.transfer_types import Block
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 
@@ -23,16 +20,20 @@ LOST_S: Final = 3
 UNKNOWN_S: Final = 4
 """Seconds for which a prefill server may not know a request."""
 SILENT_S: Final = 2
+INJECTED: Final = "is gone by injection"
 
 NAMED: Final = re.compile(
     "|".join(
         (
-            r"^the prefill server (ended the request|does not know the request|is not found)",
+            r"^the prefill server (ended the request|does not know the request)",
+            r"^the prefill server (is not found|was replaced)",
             r"^the prefill server let go of the pages",
             # The prefill server let go of the row.
             r"^reading the metadata from the prefill server failed: the row is (empty|stale|torn)",
             r"^the prefill server at \S+ has not answered for",
-            r"^reading from the prefill server failed: peer p is gone by injection$",
+            rf"^reading from the prefill server failed: peer p {INJECTED}$",
+            r"^reading from the prefill server failed: peer \S+ (cannot be connected to|ended)\b",
+            r"^reading from the prefill server failed: peer \S+ has not answered a read for",
             r"^reading from the prefill server failed: \d+ pages and \d+ states of pools "
             r"[\w, ]+ differ from their checksums$",
             r"^reads of \d+ earlier prompts from the prefill server have not ended",
@@ -48,30 +49,6 @@ NAMED: Final = re.compile(
     )
 )
 """Errors that say what failed."""
-
-
-_FLIPS: Final = 0.1
-"""Share of the reads that flip a bit, while there are faults."""
-
-
-class FlippingMover(LocalMover):
-    """A `LocalMover` that flips a bit of some reads while `flips` is set."""
-
-    def __init__(self, rng: random.Random, *args: RigEngine) -> None:
-        super().__init__(*args)
-        self.flips = False
-        self._rng = rng
-
-    def move(self, peer: str, blocks: Sequence[Block]) -> None:
-        super().move(peer, blocks)
-        if self.flips and self._rng.random() < _FLIPS:
-            block = self._rng.choice(blocks)
-            at = block.local + self._rng.randrange(block.length)
-            ctypes.c_uint8.from_address(at).value ^= 1 << self._rng.randrange(8)
-
-
-class FlippingEngineMover(FlippingMover, EngineMover):
-    """The same through an engine."""
 
 
 def draw_groups(seed: int) -> tuple[int, int]:
