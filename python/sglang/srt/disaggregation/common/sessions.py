@@ -129,7 +129,7 @@ class Sessions:
             if session is None or session.num_users:
                 return
             self._forget(session_id)
-        logger.info("the prefill server with session %s is gone", session_id)
+        logger.info("the prefill server at %s is gone", session.endpoint)
 
     def _idle(self) -> list[str]:
         return [name for name, session in self._known.items() if not session.num_users]

@@ -46,17 +46,23 @@ def test_idle_sessions_of_servers_that_are_gone_end_when_another_is_met(
     assert sorted(sessions.known) == ["c", "d"]
 
 
-def test_a_server_runs_while_it_accepts_control_connections(peers: LocalMover) -> None:
+def test_a_server_runs_while_it_accepts_control_connections(
+    peers: LocalMover, caplog: pytest.LogCaptureFixture
+) -> None:
     """The state of the Transfer Engine's own port does not matter."""
     sessions = Sessions(peers)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         sessions.enter("127.0.0.1:1", "i", f"tcp://127.0.0.1:{port}")
         sessions.leave("127.0.0.1:1")
-        sessions.enter("127.0.0.1:2", "i", f"tcp://127.0.0.1:{get_free_port()}")
+        gone = f"tcp://127.0.0.1:{get_free_port()}"
+        sessions.enter("127.0.0.1:2", "i", gone)
         sessions.leave("127.0.0.1:2")
+        caplog.set_level("INFO", module.logger.name)
         sessions.probe()
         assert wait_until(lambda: peers.forgotten == ["127.0.0.1:2"], 60)
+        # A session id may be long: NIXL's has metadata.
+        assert wait_until(lambda: f"the prefill server at {gone} is gone" in caplog.messages, 60)
     sessions.probe()
     assert wait_until(lambda: peers.forgotten == ["127.0.0.1:2", "127.0.0.1:1"], 60)
 
