@@ -120,7 +120,7 @@ class NixlAgent:
         try:
             raw.create_backend(_PLUGIN, {})
         except Exception as error:
-            if not type(error).__name__.startswith("nixl"):
+            if not _is_of_nixl(error):
                 raise
             raise RuntimeError(
                 f"{NIXL_USER}: UCX does not start ({error}) with UCX_NET_DEVICES="
@@ -135,13 +135,20 @@ class NixlAgent:
         self._lock = threading.Lock()
 
     def register(self, ranges: Mapping[int, int]) -> None:
-        """Register memory of the CPU, address to bytes. Raises RuntimeError if NIXL refuses."""
+        """Register memory of the CPU, address to bytes: all or none. Raises RuntimeError if NIXL
+        refuses."""
+        done: list[int] = []
         for address, length in ranges.items():
             try:
                 known = self._raw.register_memory([(address, length, 0, "")], "DRAM")
-            except self._errors.nixlBackendError as error:
+            except Exception as error:
+                for earlier in done:
+                    self.unregister(earlier)
+                if not _is_of_nixl(error):
+                    raise
                 raise RuntimeError(f"NIXL refused to register {length} bytes ({error})") from error
             self._registered[address] = known
+            done.append(address)
 
     def unregister(self, address: int) -> None:
         self._raw.deregister_memory(self._registered.pop(address))
@@ -210,15 +217,20 @@ class NixlAgent:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Turn NIXL's exceptions, which have no base of their own, into those of this module."""
+        """Turn NIXL's exceptions into those of this module."""
         try:
             yield
         except self._errors.nixlNotFoundError as error:
             raise UnknownRemoteRange(str(error)) from error
         except Exception as error:
-            if not type(error).__name__.startswith("nixl"):
+            if not _is_of_nixl(error):
                 raise
             raise RemoteFailed(str(error)) from error
+
+
+def _is_of_nixl(error: Exception) -> bool:
+    """True for NIXL's exceptions, which have no base of their own."""
+    return type(error).__name__.startswith("nixl")
 
 
 MakeAgent = Callable[[str], NixlAgent]

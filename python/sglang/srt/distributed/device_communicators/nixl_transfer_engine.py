@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import logging
+import re
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -34,6 +35,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     Batch,
     Block,
     BlockOutcome,
+    PeerError,
     PeerStalled,
     PeerUnreachable,
     RegistrationError,
@@ -43,10 +45,9 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferOp,
     cut_batches,
     merge_blocks,
-    one_by_one,
-    split_merged,
 )
 from sglang.srt.utils.background_call import CallThreads
+from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,10 @@ BATCH_BYTES: Final = 64 * MIB
 STALLED_AFTER_S: Final = 10.0
 """Seconds after which a read ends that has not come, plus those of its bytes at `LEAST_RATE`."""
 _KIND: Final = "nixl"
+_NAME: Final = re.compile(r"[\w.:%-]{1,255}#[0-9a-f]{32}", re.ASCII)
+"""Names of agents: the host, and a random number. Logs and errors show those of peers."""
+_MAX_ENCODED: Final = 4 * MIB
+"""Most characters of a peer's metadata. 130 ranges have 8,200."""
 _PROGRESS_S: Final = 0.005
 """Seconds between two chances for peers to connect; a connection takes a few."""
 _POLL_S: Final = (0.0002, 0.004)
@@ -222,25 +227,29 @@ class NixlTransferEngine:
             self._home.end()
 
     def _make_progress(self) -> None:
-        try:
-            while not self._ends.wait(_PROGRESS_S):
+        log = RateLimitedLogger(logger)
+        while not self._ends.wait(_PROGRESS_S):
+            try:
                 self._home.progress()
-        except Exception:
-            logger.exception("no more peers can connect")
+            except Exception as error:  # noqa: BLE001 - a peer's fault, logged at most every 10 s
+                log.warning("progress", "a peer may have failed to connect: %r", error)
 
     # -- links, for peers ------------------------------------------------------------------------
 
     def open_link(self, metadata: bytes) -> _Link:
         """A new agent that is connected to a peer. Raises RemoteFailed, or RuntimeError if UCX does
-        not start."""
+        not start or refuses the memory."""
         with self._lock:
             self._num_links += 1
-            agent = self._make_agent(f"{self._name}-{self._num_links}")
-            agent.register(dict(self._registry.ranges()))
-            link = _Link(agent, "")
+            link = _Link(self._make_agent(f"{self._name}-{self._num_links}"), "")
             self._links.append(link)
+            try:
+                link.agent.register(dict(self._registry.ranges()))
+            except RuntimeError:
+                self.end_link(link)
+                raise
         try:
-            link.remote = agent.connect(metadata)
+            link.remote = link.agent.connect(metadata)
         except (RemoteFailed, UnknownRemoteRange) as error:
             self.end_link(link)
             raise RemoteFailed(str(error)) from error
@@ -266,7 +275,7 @@ class _Peer:
         self._connecting = threading.Lock()
         self._lock = threading.Lock()
 
-    @contextmanager
+    @contextlib.contextmanager
     def link(self) -> Iterator[_Link]:
         """Context manager: a link that lasts. If it broke, no byte is in flight afterwards. Raises
         PeerUnreachable."""
@@ -276,7 +285,7 @@ class _Peer:
         finally:
             with self._lock:
                 link.num_users -= 1
-                is_last = link.is_broken and not link.num_users
+                is_last = link is not self._link and not link.num_users
             if is_last:
                 self._engine.end_link(link)
             elif link.is_broken:
@@ -298,8 +307,7 @@ class _Peer:
                 raise TransferError(str(error)) from error
             with self._lock:
                 link.num_users = 1
-                link.is_broken = self._is_forgotten
-                self._link = None if link.is_broken else link
+                self._link = None if self._is_forgotten else link
                 return link
 
     def break_link(self, link: _Link) -> None:
@@ -315,11 +323,9 @@ class _Peer:
         with self._lock:
             self._is_forgotten = True
             link, self._link = self._link, None
-            if link is None:
-                return
-            link.is_broken = True
-            is_unused = not link.num_users
+            is_unused = link is not None and not link.num_users
         if is_unused:
+            assert link is not None
             self._engine.end_link(link)
 
 
@@ -353,20 +359,17 @@ class _Reader:
                 return False
             try:
                 self._read(link, batch)
-            except UnknownRemoteRange:
-                pass
+            except UnknownRemoteRange as error:
+                # Asking for each block alone would write a line of NIXL's for each into the log.
+                raise PeerError(
+                    self._peer.name, f"has not registered the addresses that it named ({error})"
+                ) from error
             except RemoteFailed as error:
                 self._peer.break_link(link)
                 raise PeerUnreachable(self._peer.name, _why_failed(link, error)) from error
-            else:
-                link.has_read = True
-                self._end(batch, BlockOutcome.DONE)
-                return True
-        # The peer refuses an address: find its block.
-        is_one = len(batch.requests) == 1
-        parts = split_merged(batch, self._transfer.blocks) if is_one else list(one_by_one(batch))
-        self._end(batch, BlockOutcome.NOT_SENT if parts else BlockOutcome.FAILED)
-        return all(self._move(part) for part in parts)
+            link.has_read = True
+            self._end(batch)
+            return True
 
     def _read(self, link: _Link, batch: Batch) -> None:
         started = time.monotonic()
@@ -382,9 +385,9 @@ class _Reader:
             time.sleep(pause)
             pause = min(2 * pause, most)
 
-    def _end(self, batch: Batch, outcome: BlockOutcome) -> None:
-        self._transfer.end(batch.first, batch.last, outcome)
-        if outcome is BlockOutcome.DONE and not batch.is_last_whole:
+    def _end(self, batch: Batch) -> None:
+        self._transfer.end(batch.first, batch.last, BlockOutcome.DONE)
+        if not batch.is_last_whole:
             self._transfer.end(batch.last, batch.last, BlockOutcome.NOT_SENT)
 
 
@@ -406,12 +409,15 @@ def parse_session_id(session_id: str) -> tuple[str, bytes]:
     """Name and metadata of a peer's agent. Raises ValueError for anything else."""
     kind, _, rest = session_id.partition(":")
     name, _, encoded = rest.rpartition(":")
-    try:
-        metadata = base64.b64decode(encoded, validate=True)
-    except binascii.Error:
-        metadata = b""
-    if kind != _KIND or not name or not metadata:
-        raise ValueError(f"{session_id[:64]!r} is no session id of NIXL, see get_session_id")
+    metadata = b""
+    if kind == _KIND and _NAME.fullmatch(name) and len(encoded) <= _MAX_ENCODED:
+        with contextlib.suppress(binascii.Error):
+            metadata = base64.b64decode(encoded.encode(), validate=True)
+    if not metadata:
+        raise ValueError(
+            f"{session_id[:64]!r}, {len(session_id)} characters, is no session id of NIXL, see "
+            "get_session_id"
+        )
     return name, metadata
 
 

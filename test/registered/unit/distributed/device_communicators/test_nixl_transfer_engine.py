@@ -29,11 +29,13 @@ from sglang.srt.distributed.device_communicators.nixl_transfer_engine import (
 )
 from sglang.srt.distributed.device_communicators.transfer_types import (
     Block,
+    PeerError,
     PeerStalled,
     PeerUnreachable,
     RangeInUse,
     RegistrationError,
     Request,
+    TransferError,
     TransferOp,
     UnknownRange,
 )
@@ -44,7 +46,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 
 HERE, THERE = 0x1000, 0x9000
-PEER = "nixl:there:" + "bWV0YQ=="
+NAME = "there#" + 32 * "0"
+PEER = f"nixl:{NAME}:bWV0YQ=="
 
 
 class Agents:
@@ -165,16 +168,83 @@ def test_a_session_is_the_metadata_of_the_memory(engine: NixlTransferEngine) -> 
     assert parse_session_id(engine.get_session_id()) == (name, b"[4096, 20480]")
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:15001", "nixl:a:", "nixl::YQ==", "nixl:a:!", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "127.0.0.1:15001",
+        "",
+        f"nixl:{NAME}:",
+        f"nixl:{NAME}:!",
+        f"nixl:{NAME}:\u00e9",
+        "nixl::YQ==",
+        "nixl:there:YQ==",
+        f"nixl:a\n{NAME}:YQ==",
+        f"nixl:{300 * 'a'}{NAME}:YQ==",
+        f"nixl:{NAME}\n:YQ==",
+        f"nixl:{NAME}:{(1 << 21) * 'YWFh'}",
+    ],
+    ids=range(11),
+)
 def test_other_sessions_are_refused(engine: NixlTransferEngine, text: str) -> None:
     with pytest.raises(ValueError, match="is no session id of NIXL"):
         engine.begin(text, TransferOp.READ, blocks(1), timeout=None)
 
 
-def test_refused_blocks_fail_alone(engine: NixlTransferEngine, agents: Agents) -> None:
+def test_a_peer_that_lies_about_its_memory_is_asked_once(
+    engine: NixlTransferEngine, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    begin = FakeAgent.begin_read
+
+    def begin_read(agent: FakeAgent, peer: str, requests: Sequence[Request]) -> int:
+        asked.append(len(requests))
+        return begin(agent, peer, requests)
+
+    monkeypatch.setattr(FakeAgent, "begin_read", begin_read)
     agents.unknown = {THERE + 64}
-    assert read(engine) == ["done", "failed", "done"]
+    with pytest.raises(PeerError, match=r"there#0+ has not registered the addresses that it named"):
+        read(engine)
+    assert asked == [3]
+    agents.unknown = set()
+    assert read(engine) == ["done"] * 3
     assert len(agents.made) == 2, "the link is as good as before"
+
+
+def test_a_peer_that_is_forgotten_keeps_its_link_while_it_is_read(
+    engine: NixlTransferEngine, agents: Agents
+) -> None:
+    agents.hangs = True
+    under_way = engine.begin(PEER, TransferOp.READ, blocks(1), timeout=None)
+    assert wait_until(lambda: len(agents.made) == 2 and len(agents.made[1].reads) == 1, 20)
+    engine.forget_peer(PEER)
+    assert not under_way.wait(0.01) and not agents.made[1].has_ended
+    agents.hangs = False
+    assert under_way.wait(20) and under_way.is_done
+    assert wait_until(lambda: agents.made[1].has_ended, 20)
+
+
+def test_a_link_that_cannot_be_made_ends(engine: NixlTransferEngine, agents: Agents) -> None:
+    agents.refuses_memory = True
+    with pytest.raises(TransferError, match="NIXL refused"):
+        read(engine)
+    assert agents.made[1].has_ended and engine.describe()["engine_objects"] == 1
+    agents.refuses_memory = False
+    assert read(engine) == ["done"] * 3
+
+
+def test_peers_connect_after_one_has_failed_to(
+    engine: NixlTransferEngine, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, counted = agents.made[0], FakeAgent.progress
+
+    def fail(agent: FakeAgent) -> None:
+        monkeypatch.setattr(FakeAgent, "progress", counted)
+        raise RemoteFailed("NIXL_ERR_BACKEND")
+
+    monkeypatch.setattr(FakeAgent, "progress", fail)
+    assert wait_until(lambda: FakeAgent.progress is counted, 20)
+    since = home.num_progressed
+    assert wait_until(lambda: home.num_progressed > since, 20)
 
 
 def test_local_memory_is_checked(engine: NixlTransferEngine, agents: Agents) -> None:
@@ -284,6 +354,30 @@ def test_a_missing_plugin_is_named(
     monkeypatch.setitem(sys.modules, "some_nixl._bindings", bindings)
     with pytest.raises(ValueError, match=f"plugin UCX is missing, it {said}: .*NIXL_PLUGIN_DIR"):
         NixlAgent(library, "agent")
+
+
+class nixlInvalidParamError(Exception):
+    pass
+
+
+def test_memory_that_nixl_refuses_in_part_is_not_registered() -> None:
+    known: set[int] = set()
+
+    def register_memory(rows: list[tuple[int, int, int, str]], kind: str) -> int:
+        ((address, *_),) = rows
+        if address == THERE:
+            raise nixlInvalidParamError("NIXL_ERR_INVALID_PARAM")
+        known.add(address)
+        return address
+
+    agent = NixlAgent.__new__(NixlAgent)
+    agent._registered = {}
+    agent._raw = types.SimpleNamespace(
+        register_memory=register_memory, deregister_memory=known.remove
+    )
+    with pytest.raises(RuntimeError, match=r"refused to register 8 bytes \(NIXL_ERR_INVALID"):
+        agent.register({HERE: 16, THERE: 8})
+    assert not known and not agent._registered
 
 
 @pytest.fixture
