@@ -79,6 +79,8 @@ def ask(url: str, key: str | None, dp_rank: int = 0) -> dict[str, Any]:
         remedy = ""
         if error.code in (401, 403):
             remedy = ": give the key by --admin-api-key-file or SGLANG_ADMIN_API_KEY"
+        elif error.code == 404:
+            why = "nothing is at /hicache: give the address of a server, not of a router"
         raise NoAnswer(f"{url} refuses ({error.code}): {why}{remedy}") from None
     except (OSError, ValueError) as error:
         raise NoAnswer(f"{url}: {error}; give the address of a running server") from None
@@ -97,6 +99,8 @@ def draw(view: Mapping[str, Any], width: int) -> RenderableType:
     )
     if view["disaggregation_mode"] != "null":
         title.append(f", {view['disaggregation_mode']} server")
+    if view["disaggregation_mode"] == "decode":
+        title.append(' ("computed": by prefill servers)')
     if view["dp_size"] > 1:
         title.append(f", DP group {view['dp_rank']} of 0 to {view['dp_size'] - 1}")
     queues = ", ".join(f"{name} {count}" for name, count in view["queues"].items())

@@ -249,16 +249,17 @@ class PrefillRole(Role):
         first = next((room for room in self._rooms.values() if room.asked is None), None)
         if first is None or (waited := self._state.now - first.arrived) < _LOG_AFTER_S:
             return
+        if self._log.suppresses(logging.WARNING, "unclaimed"):
+            return
         unclaimed = self._unclaimed()
         count = len(unclaimed)
         more = f" and {count - _SHOWN_ROOMS} more" if count > _SHOWN_ROOMS else ""
         self._log.warning(
             "unclaimed",
-            "%d requests wait until decode servers ask for them, the longest for %.0f of at most "
-            "%.0f s: rooms %s%s",
+            "%d requests wait until decode servers ask for them, the longest for %.0f s: "
+            "rooms %s%s",
             count,
             waited,
-            self._wait_s,
             ", ".join(map(str, unclaimed[:_SHOWN_ROOMS])),
             more,
         )

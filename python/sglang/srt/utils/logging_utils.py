@@ -122,9 +122,10 @@ class RateLimitedLogger:
             return False
         now = self._clock()
         with self._lock:
-            if self._suppress(kind, now):
-                return False
             window = self._windows.get(kind)
+            if window is not None and self._is_recent(window, now):
+                window.suppressed += 1
+                return False
             suppressed = window.suppressed if window is not None else 0
             self._windows[kind] = _Window(started=now)
         if suppressed:
@@ -133,21 +134,16 @@ class RateLimitedLogger:
         return True
 
     def suppresses(self, level: int, kind: str) -> bool:
-        """True if a line of `kind` would not be written now; it counts as suppressed. For lines
-        that are costly to compose."""
+        """True if a line of `kind` would not be written now. For lines that are costly to compose,
+        or tell a state or sums: a caller that asks first omits nothing that would be counted."""
         if not self._logger.isEnabledFor(level):
             return True
         with self._lock:
-            return self._suppress(kind, self._clock())
+            return self._is_recent(self._windows.get(kind), self._clock())
 
-    def _suppress(self, kind: str, now: float) -> bool:
-        """Count a line of `kind`, and return True, if one was written less than a period ago. The
-        caller holds the lock."""
-        window = self._windows.get(kind)
-        if window is None or now - window.started >= self._period:
-            return False
-        window.suppressed += 1
-        return True
+    def _is_recent(self, window: _Window | None, now: float) -> bool:
+        """True if the window's line was written less than a period ago."""
+        return window is not None and now - window.started < self._period
 
     def info(self, kind: str, message: str, *args: object) -> bool:
         return self.log(logging.INFO, kind, message, *args)

@@ -154,6 +154,18 @@ def drawn(seen: dict[str, Any]) -> str:
     return re.sub(" +", " ", console.export_text())
 
 
+def test_hicache_top_says_what_a_router_lacks(server: EngineServer) -> None:
+    with pytest.raises(hicache_top.NoAnswer, match=r"refuses \(404\): .* not of a router$"):
+        hicache_top.ask(f"{server.url}/router", ADMIN_KEY)
+
+
+def test_hicache_top_says_that_decode_servers_compute_no_prompts(server: EngineServer) -> None:
+    note = '"computed": by prefill servers'
+    seen = view(server)
+    assert note not in drawn({**seen, "disaggregation_mode": "prefill"})
+    assert note in drawn({**seen, "disaggregation_mode": "decode"})
+
+
 def test_hicache_top_shows_drafts_if_there_are_any(server: EngineServer) -> None:
     seen = view(server)
     assert seen["speculation"] is None

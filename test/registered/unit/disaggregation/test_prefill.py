@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from sglang.srt.messages.io_struct import (
     ShutdownReq,
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.logging_utils import RateLimitedLogger
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="base-a-test-cpu")
@@ -105,8 +107,10 @@ def test_a_request_that_no_decode_server_knows_fails_soon(rig: PrefillRig) -> No
 
 
 def test_the_log_says_which_requests_wait_for_a_decode_server(
-    rig: PrefillRig, caplog: pytest.LogCaptureFixture
+    rig: PrefillRig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limited = RateLimitedLogger(logging.getLogger("prefill"), clock=lambda: rig.now)
+    monkeypatch.setattr(rig.scheduler._role, "_log", limited)
     rig.manager.claims = False
     rig.step(*(rig.ask(f"r{room}", IDS, room) for room in range(10)))
 
@@ -119,10 +123,14 @@ def test_the_log_says_which_requests_wait_for_a_decode_server(
     rig.step()
     (line,) = lines()
     assert re.fullmatch(
-        "10 requests wait until decode servers ask for them, the longest for 2. of at most 100 s: "
+        "10 requests wait until decode servers ask for them, the longest for 2. s: "
         "rooms 0, 1, 2, 3, 4, 5, 6, 7 and 2 more",
         line,
     )
+    rig.step()
+    rig.now += 10
+    rig.step()
+    assert len(lines()) == 2 and "more like it" not in lines()[1], "it tells of the same requests"
 
 
 def test_samples_do_not_wait_for_one_that_nobody_asks_for(rig: PrefillRig) -> None:
