@@ -19,6 +19,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda sig, frame: os._exit(128 + sig))
 
 import json
+import shutil
 import tempfile
 import threading
 import time
@@ -160,9 +161,24 @@ def server_url(args: ServerArgs) -> str:
     return base_url("127.0.0.1" if args.host == "0.0.0.0" else args.host, args.port)
 
 
+def make_log_dir(title: str, stack: ExitStack) -> Path:
+    """A new folder for the logs of children. `stack` removes it, unless an error leaves the stack:
+    its message may name a log."""
+    log_dir = Path(tempfile.mkdtemp(prefix=f"sglang-{title}-"))
+
+    def remove(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not issubclass(kind, Exception):
+            shutil.rmtree(log_dir, ignore_errors=True)
+        else:
+            print(f"{title}: the logs stay in {log_dir}", file=sys.stderr)
+
+    stack.push(remove)
+    return log_dir
+
+
 def _start_all(stack: ExitStack, args: ServerArgs, argv: Sequence[str]) -> list[ManagedProcess]:
     """Start master, node and server, in this order; `stack` ends them in reverse order."""
-    log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-serve-")))
+    log_dir = make_log_dir("serve", stack)
     master = MooncakeMaster(log_dir)
     node = StoreNode(master, log_dir, segment_bytes=STORE_BYTES)
     url = server_url(args)

@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
 import secrets
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +29,14 @@ from typing import Final
 
 from sglang.embedded_mooncake import LOOPBACK, ManagedProcess, MooncakeMaster, StoreNode
 from sglang.embedded_router import Router
-from sglang.serve_embedded import STORAGE_FLAGS, STORE_BYTES, answer_and_stay, run, start_in_order
+from sglang.serve_embedded import (
+    STORAGE_FLAGS,
+    STORE_BYTES,
+    answer_and_stay,
+    make_log_dir,
+    run,
+    start_in_order,
+)
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.entrypoints.start_checks import check_model
@@ -124,7 +130,7 @@ def count_gpus() -> int:
 def _start_all(
     stack: ExitStack, args: ServerArgs, parts: Plan
 ) -> tuple[Router, list[ManagedProcess]]:
-    log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-serve-pd-")))
+    log_dir = make_log_dir("serve-pd", stack)
     print(f"serve-pd: the logs are in {log_dir}", flush=True)
     master = MooncakeMaster(log_dir)
     node = StoreNode(master, log_dir, segment_bytes=STORE_BYTES)

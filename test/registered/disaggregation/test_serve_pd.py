@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -109,6 +110,7 @@ def test_it_answers_and_leaves_no_process(tmp_path: Path) -> None:
         assert process.wait(120) == 0, log.read_text()
         assert wait_until(lambda: not any(map(is_alive, family)), 30)
         assert not is_healthy(url)
+        assert not Path(text.splitlines()[0].removeprefix("serve-pd: the logs are in ")).exists()
     finally:
         if process.poll() is None:
             kill_process_tree(process.pid)
@@ -120,10 +122,10 @@ def test_a_missing_router_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         Router([], [], port=1, log_dir=tmp_path)
 
 
-def run(*argv: str) -> subprocess.CompletedProcess[str]:
+def run(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *argv],
-        env=child_environment({"ONCE": "1"}),
+        env=child_environment({"ONCE": "1", **(env or {})}),
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -142,9 +144,13 @@ def test_a_port_in_use_gives_one_line_before_any_process_starts() -> None:
     assert "runs" not in done.stdout
 
 
-def test_a_server_that_does_not_start_ends_all() -> None:
-    done = run("--port", str(get_free_port()), "--max-total-tokens", "1000000000000")
+def test_a_server_that_does_not_start_ends_all_and_leaves_the_logs(tmp_path: Path) -> None:
+    env = {"TMPDIR": str(tmp_path)}
+    done = run("--port", str(get_free_port()), "--max-total-tokens", "1000000000000", env=env)
     assert done.returncode == 1
     assert "serve-pd: error: prefill_server ended with status 1 (" in done.stderr
     assert "store_node runs" in done.stdout
     assert "decode_server runs" not in done.stdout
+    (log_dir,) = tmp_path.glob("sglang-serve-pd-*")
+    assert f"serve-pd: the logs stay in {log_dir}" in done.stderr
+    assert "--max-total-tokens" in (log_dir / "prefill_server.log").read_text()
