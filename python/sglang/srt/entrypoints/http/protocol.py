@@ -86,8 +86,8 @@ class ServerState:
         self.open_connections = OpenConnections(max_idle)
         self.connections: set[BoundedProtocol] = set()
         self.waiting: dict[BoundedProtocol, float] = {}
-        """Connections whose clients have to read before more is written, with the time of the event
-        loop since when; longest first."""
+        """Connections whose clients had to read before more was written and have not caught up
+        since, with the time of the event loop since when; longest first."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.num_answered = 0
         self.head_seconds = HEAD_SECONDS
@@ -100,7 +100,9 @@ class ServerState:
     def end_slow_readers(self) -> None:
         """End connections that wait for their clients, longest first, until the rest takes at most
         `MAX_WAITING_BYTES` or one is left: a single answer is bounded by the limits of a request.
-        """
+        A client that reads, but less than comes, waits on."""
+        for connection in [one for one in self.waiting if one.is_caught_up]:
+            del self.waiting[connection]
         if len(self.waiting) < 2:
             return
         sizes = {one: one.num_waiting_bytes for one in self.waiting}
@@ -157,6 +159,7 @@ class BoundedProtocol(asyncio.Protocol):
         self.state.open_connections.remove_idle(self)
         if self._request is not None:
             self._request.lose_client()
+        self.state.waiting.pop(self, None)
         self.resume_writing()
 
     @property
@@ -165,13 +168,17 @@ class BoundedProtocol(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.drained = self.loop.create_future()
-        self.state.waiting[self] = self.loop.time()
+        self.state.waiting.setdefault(self, self.loop.time())
 
     def resume_writing(self) -> None:
-        self.state.waiting.pop(self, None)
         if self.drained is not None:
             self.drained.set_result(None)
             self.drained = None
+
+    @property
+    def is_caught_up(self) -> bool:
+        """The client has read all that was written; its system may still hold some."""
+        return self.drained is None and not self.transport.get_write_buffer_size()
 
     @property
     def num_waiting_bytes(self) -> int:

@@ -35,12 +35,13 @@ class Served(Application):
 
     def __init__(self) -> None:
         get = [Route(f"/{one.__name__}", one, methods=["GET"]) for one in (
-            self.large, self.small, self.wait, self.hold,
+            self.large, self.small, self.wait, self.hold, self.pour,
         )]  # fmt: skip
         super().__init__([*get, Route("/read", self.read, methods=["POST"])])
         self.server = BoundedServer(self, port=get_free_port())
         self.state = self.server.server_state
         self.num_large = self.num_reading = self.num_waiting = self.num_left = 0
+        self.num_poured = 0
 
     async def large(self, request: Request) -> Response:
         self.num_large += 1
@@ -66,6 +67,16 @@ class Served(Application):
         request.begin(200, {})
         request.write(LARGE)
         return await self.wait(request)
+
+    async def pour(self, request: Request) -> Response:
+        """A stream that always has more output."""
+        request.begin(200, {})
+        while not request.gone.done():
+            await request.drain()
+            self.num_poured += 1
+            request.write(LARGE)
+            await asyncio.sleep(0)  # Writing to a connection that ends does not wait.
+        return Response()
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.server.port), timeout=WAIT_S)
@@ -202,6 +213,49 @@ def test_a_single_answer_and_fresh_ones_may_wait(
         calls = looks_for_slow_readers(served, monkeypatch)
         assert wait_until(lambda: len(calls) > 1, WAIT_S)
         assert all(read_answer(peer) == LARGE for peer in peers)
+
+
+def test_who_reads_less_than_comes_waits_on(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = served.state
+    monkeypatch.setattr(state, "end_slow_readers", lambda: None)
+    with served.connect() as peer:
+        peer.sendall(GET % b"/pour")
+        assert wait_until(lambda: len(state.waiting) == 1, WAIT_S)
+        since = dict(state.waiting)
+        while served.num_poured < 4:
+            _received(peer, 1 << 20)
+        assert state.waiting == since, "it does not begin anew with each part"
+
+
+def test_who_has_caught_up_does_not_wait(served: Served) -> None:
+    with served.connect() as peer:
+        peer.sendall(GET % b"/large")
+        assert wait_until(lambda: len(served.state.waiting) == 1, WAIT_S)
+        assert read_answer(peer) == LARGE
+        assert wait_until(lambda: not served.state.waiting, WAIT_S)
+
+
+def test_who_has_not_read_all_waits_and_who_leaves_does_not(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, end = served.state, served.state.end_slow_readers
+    monkeypatch.setattr(state, "end_slow_readers", lambda: None)
+    done = threading.Event()
+    with served.connect() as peer:
+        peer.sendall(GET % b"/large")
+        assert wait_until(lambda: len(state.waiting) == 1, WAIT_S)
+        (one,) = state.waiting
+        # More may be written once anything is read; the kernel does not take the rest.
+        one.loop.call_soon_threadsafe(one.transport.set_write_buffer_limits, len(LARGE), len(LARGE))
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        while one.drained is not None:
+            _received(peer, 1 << 10)
+        one.loop.call_soon_threadsafe(end)
+        one.loop.call_soon_threadsafe(done.set)
+        assert done.wait(WAIT_S) and list(state.waiting) == [one]
+    assert wait_until(lambda: not state.waiting, WAIT_S)
 
 
 def test_output_that_a_stream_holds_counts_as_waiting(
