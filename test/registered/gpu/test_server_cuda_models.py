@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Final
 
 import pytest
 
@@ -23,12 +24,25 @@ pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
 
 QUESTION = "The code of heron is 7391. The code of otter is 2846. What is the code of heron?"
 
-Servers = dict[str, EngineServer]
+AT_ONCE: Final = 4
+"""Starts at once. With ten, one took longer than a start may, beside other work."""
+
+
+class Servers:
+    """Servers by name. Each starts in the background, in their order; a test waits for its own."""
+
+    def __init__(self, made: Mapping[str, EngineServer], pool: ThreadPoolExecutor) -> None:
+        self._made = made
+        self._starts = {name: pool.submit(server.start) for name, server in made.items()}
+
+    def __getitem__(self, name: str) -> EngineServer:
+        self._starts[name].result()
+        return self._made[name]
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
-    """All servers of the tests below, started side by side."""
+    """All servers of the tests below. The last three need kernels that the first compiles."""
     with ExitStack() as stack:
         large = stack.enter_context(dummy_model())
         with_states = {
@@ -38,14 +52,6 @@ def servers() -> Iterator[Servers]:
         }
         made = {
             "graphs": EngineServer("--device", "cuda"),
-            "launches": EngineServer("--device", "cuda", "--disable-cuda-graph"),
-            "settled": EngineServer("--device", "cuda", "--disable-overlap-schedule"),
-            "torch": EngineServer("--device", "cuda", "--attention-backend", "torch_native"),
-            "fp8": EngineServer("--device", "cuda", "--kv-cache-dtype", "fp8_e4m3"),
-            "tiers": EngineServer(
-                "--enable-hierarchical-cache", "--max-total-tokens", "8192", "--hicache-ratio",
-                "16", "--enable-cache-report",
-            ),
             "large": EngineServer(
                 "--device", "cuda", *DUMMY_FLAGS,
                 "--enable-hierarchical-cache", "--max-total-tokens", "8192", "--hicache-ratio", "2",
@@ -58,14 +64,25 @@ def servers() -> Iterator[Servers]:
                 "--max-total-tokens", "8192", "--enable-hierarchical-cache", "--hicache-ratio", "8",
                 "--max-running-requests", "4", "--max-mamba-cache-size", "24", model=model,
             )  # fmt: skip
+        made |= {
+            "plain": EngineServer(
+                "--device", "cuda", "--disable-cuda-graph", "--disable-overlap-schedule"
+            ),
+            "torch": EngineServer("--device", "cuda", "--attention-backend", "torch_native"),
+            "tiers": EngineServer(
+                "--device", "cuda", "--kv-cache-dtype", "fp8_e4m3", "--enable-hierarchical-cache",
+                "--max-total-tokens", "8192", "--hicache-ratio", "16", "--enable-cache-report",
+            ),
+        }  # fmt: skip
         for server in made.values():
             stack.callback(server.kill)
-        with ThreadPoolExecutor(len(made)) as pool:
-            list(pool.map(EngineServer.start, made.values()))
-        yield made
+        pool = ThreadPoolExecutor(AT_ONCE)
+        # A server can be killed once its start has returned.
+        stack.callback(pool.shutdown, cancel_futures=True)
+        yield Servers(made, pool)
 
 
-@pytest.mark.parametrize("other", ["launches", "settled", "torch"])
+@pytest.mark.parametrize("other", ["plain", "torch"])
 def test_greedy_words_and_logprobs_are_those_of_other_ways_to_run(
     servers: Servers, other: str
 ) -> None:
@@ -88,7 +105,7 @@ def test_sampled_words_are_those_without_graphs_or_overlap(
 ) -> None:
     sampling = {**sampling, "sampling_seed": 11, "ignore_eos": True, "frequency_penalty": 0.5}
     answers = []
-    for name in ("graphs", "launches", "settled", "graphs"):
+    for name in ("graphs", "plain", "graphs"):
         servers[name].flush()  # a cached prompt rounds otherwise, and luck may hang on a bit
         answers.append(servers[name].generate(QUESTION, max_new_tokens=24, sampling=sampling))
     assert len({tuple(answer.output_ids) for answer in answers}) == 1
@@ -102,8 +119,9 @@ def test_a_grammar_holds(servers: Servers) -> None:
     assert re.fullmatch("code: [0-9]{4}", answer.text), answer.text
 
 
-@pytest.mark.parametrize("name", ["graphs", "fp8", "tiers"])
+@pytest.mark.parametrize("name", ["graphs", "tiers"])
 def test_facts_are_recalled_under_load(servers: Servers, name: str) -> None:
+    """In bf16, and from L2 in fp8."""
     result = run_eval(
         EvalArgs(
             base_url=servers[name].url,
