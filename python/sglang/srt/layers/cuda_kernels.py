@@ -63,6 +63,7 @@ class FusedKernels:
     multiply_by_group = staticmethod(multiply_by_group)
     join_streams = staticmethod(streams.join_streams)
     join_and_split = staticmethod(streams.join_and_split)
+    join_into_one = staticmethod(streams.join_into_one)
     choose_experts = staticmethod(expert_choice.choose_experts)
     run_experts = staticmethod(experts.run_experts)
     run_routed_experts = staticmethod(experts.run_routed_experts)

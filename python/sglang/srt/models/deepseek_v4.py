@@ -280,7 +280,7 @@ class DeepseekV4Model(LlamaModel):
                 # After the last layer only the last token of each request is read.
                 step = step._replace(rows=forward_batch.rows_to_compute())
             streams = layer.run(streams, step)
-        return self.norm.forward(self.hyper_head.forward(streams.joined()))
+        return self.hyper_head.forward(streams, self.norm)
 
 
 class DeepseekV4ForCausalLM(LlamaForCausalLM):

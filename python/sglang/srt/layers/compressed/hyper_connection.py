@@ -67,16 +67,24 @@ class Streams(NamedTuple):
         assert out is not None
         return self._replace(out=out, rest=rest)
 
+    def to_join(self) -> StreamsJoin | None:
+        """The output of the block before; None: there is none."""
+        if self.weights is None:
+            return None
+        assert self.out is not None, "the block before has run"
+        return StreamsJoin(self.out, self.rest, self.weights)
+
     def joined(self) -> torch.Tensor:
         """`[num_tokens, streams, hidden_size]`, with the block's output."""
-        if self.weights is None or self.out is None:
+        join = self.to_join()
+        if join is None:
             return self.values
         kernels = fused_kernels(self.values.device)
         if kernels is not None:
-            return kernels.join_streams(self.values, StreamsJoin(self.out, self.rest, self.weights))
-        out = self.out if self.rest is None else self.rest.add_(self.out)
+            return kernels.join_streams(self.values, join)
+        out = join.out if join.rest is None else join.rest.add_(join.out)
         values, (dtype, count) = self.values, (self.values.dtype, self.values.shape[1])
-        weights = self.weights.to(dtype)
+        weights = join.weights.to(dtype)
         mix = weights[:, count:].view(-1, count, count).transpose(1, 2)
         return torch.bmm(mix, values).addcmul_(weights[:, :count, None], out.unsqueeze(1))
 
@@ -93,6 +101,7 @@ class _StreamWeights(WeightedLayer):
         super().__init__(placement)
         self.options = options
         exact = replace(placement, dtype=torch.float32)
+        self._kernels = fused_kernels(placement.device)
         self.fn = exact.empty(outputs, options.streams * options.hidden_size)
         self.base, self.scale = exact.empty(outputs), exact.empty(scales)
 
@@ -100,6 +109,21 @@ class _StreamWeights(WeightedLayer):
         """`[num_tokens, streams, hidden_size]` to fp32 `[num_tokens, outputs]`."""
         flat = streams.flatten(1).float()
         return F.linear(F.rms_norm(flat, flat.shape[1:], None, self.options.norm_eps), self.fn)
+
+    def _plan(self, norm: RMSNorm) -> StreamsSplit:
+        """Argument of the kernels; `norm` is that of the sum of the streams."""
+        options = self.options
+        return StreamsSplit(
+            self.fn,
+            self.base,
+            self.scale,
+            options.iterations,
+            options.eps,
+            options.norm_eps,
+            norm.weight,
+            norm.eps,
+            isinstance(norm, WideRMSNorm),
+        )
 
     def weight_slots(self) -> NamedSlots:
         for name, weight in (("fn", self.fn), ("base", self.base), ("scale", self.scale)):
@@ -114,7 +138,6 @@ class HyperConnection(_StreamWeights):
         count = options.streams
         super().__init__(options, placement, (2 + count) * count, 3)
         self.norm = norm
-        self._kernels = fused_kernels(placement.device)
 
     def enter(self, streams: Streams) -> tuple[torch.Tensor, torch.Tensor, Streams]:
         """Join the streams before the block, and split them.
@@ -128,26 +151,9 @@ class HyperConnection(_StreamWeights):
             x, weights = self._split(values)
             x = self.norm.forward(x)
             return x, torch.zeros_like(x), Streams(values, weights)
-        join: StreamsJoin | None = None
-        if streams.weights is not None:
-            assert streams.out is not None, "the block before has run"
-            join = StreamsJoin(streams.out, streams.rest, streams.weights)
-        entered = self._kernels.join_and_split(streams.values, join, self._plan())
+        plan = self._plan(self.norm)
+        entered = self._kernels.join_and_split(streams.values, streams.to_join(), plan)
         return entered.x, entered.zeros, Streams(entered.streams, entered.weights)
-
-    def _plan(self) -> StreamsSplit:
-        options, norm = self.options, self.norm
-        return StreamsSplit(
-            self.fn,
-            self.base,
-            self.scale,
-            options.iterations,
-            options.eps,
-            options.norm_eps,
-            norm.weight,
-            norm.eps,
-            isinstance(norm, WideRMSNorm),
-        )
 
     def _split(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The block's input, and `Streams.weights`, for `[num_tokens, streams, hidden_size]`."""
@@ -169,13 +175,17 @@ class HyperConnection(_StreamWeights):
 
 
 class HyperHead(_StreamWeights):
-    """Joins the streams after the last layer: a sum, weighted by sigmoids."""
+    """Joins the streams after the last layer: a sum, weighted by sigmoids, and the final norm."""
 
     def __init__(self, options: HyperOptions, placement: TensorPlacement) -> None:
         """See `_StreamWeights`."""
         super().__init__(options, placement, options.streams, 1)
 
-    def forward(self, streams: torch.Tensor) -> torch.Tensor:
-        """`[n, streams, hidden_size]` to `[n, hidden_size]`."""
-        weights = torch.sigmoid(self.project(streams) * self.scale + self.base) + self.options.eps
-        return (streams.float() * weights.unsqueeze(-1)).sum(dim=1).to(streams.dtype)
+    def forward(self, streams: Streams, norm: RMSNorm) -> torch.Tensor:
+        """The input of the output head, `[n, hidden_size]`, normalised."""
+        if self._kernels is not None:
+            plan = self._plan(norm)
+            return self._kernels.join_into_one(streams.values, streams.to_join(), plan)
+        values, eps = streams.joined(), self.options.eps
+        weights = torch.sigmoid(self.project(values) * self.scale + self.base) + eps
+        return norm.forward((values.float() * weights.unsqueeze(-1)).sum(dim=1).to(values.dtype))

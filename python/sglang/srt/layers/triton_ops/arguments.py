@@ -393,14 +393,14 @@ class StreamsJoin(NamedTuple):
 
 
 class StreamsSplit(NamedTuple):
-    """How the next block reads the streams."""
+    """How the next block, or the output head, reads the streams."""
 
     fn: torch.Tensor
     """fp32 `[outputs, streams * hidden_size]`, contiguous: the projection of all weights."""
     base: torch.Tensor
     """fp32 `[outputs]`."""
     scale: torch.Tensor
-    """fp32 `[3]`: of the input's, the output's and the mixing weights."""
+    """fp32 `[3]`: of the input's, the output's and the mixing weights; of a head `[1]`."""
     iterations: int
     eps: float
     norm_eps: float

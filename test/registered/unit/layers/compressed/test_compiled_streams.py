@@ -27,6 +27,11 @@ SPLIT: Final = {
     "STREAMS": 4, "HIDDEN": 4096, "ITERATIONS": 20, "BLOCK_S": 4, "BLOCK_H": 4096, "BLOCK_O": 32,
     "SPANS": 128, "WIDE": False, "EARLY": 2,
 }  # fmt: skip
+HEAD: Final = {
+    "STREAMS": 4, "HIDDEN": 4096, "BLOCK_S": 4, "BLOCK_H": 4096, "BLOCK_O": 16, "SPANS": 128,
+    "WIDE": True, "EARLY": 2,
+}  # fmt: skip
+OF_HEAD: Final = {**JOIN, "OUTPUTS": 4, "BLOCK_O": 16, "BLOCK_T": 16, "BLOCK_C": 64, "EARLY": 1}
 POOL: Final = {"RATIO": 16, "DIM": 128, "BLOCK_R": 16, "BLOCK_D": 128}
 GROUPS: Final = {
     "GROUPS": 8, "OUTPUTS": 1024, "INPUTS": 4096, "BLOCK_O": 16, "BLOCK_I": 256, "STAGES": 3,
@@ -42,7 +47,7 @@ CHOICE: Final = {
     "SCORING": "sqrt_softplus", "RENORMALIZE": True, "TWO_OF_GROUP": False, "GATE": False,
     "TAGS": False, "EARLY": 1,
 }  # fmt: skip
-_JOIN, _SPLIT = streams._join_kernel, streams._split_kernel
+_JOIN, _SPLIT, _HEAD = streams._join_kernel, streams._split_kernel, streams._head_kernel
 _EACH = streams._join_each_kernel
 _POOL, _GROUP, _ROWS = (
     pooled_keys._pool_kernel,
@@ -55,6 +60,8 @@ KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int, int]]] = {
     "join of many": (_JOIN, {**JOIN, "BLOCK_T": 64, "BLOCK_C": 32, "EARLY": 0}, 4, 2, 56),
     "join of one": (_EACH, {**JOIN, "BLOCK_S": 4, "BLOCK_C": 32, "EARLY": 1}, 4, 3, 8),
     "split": (_SPLIT, SPLIT, 8, 3, 8),
+    "join of a head": (_JOIN, OF_HEAD, 4, 2, 40),
+    "head": (_HEAD, HEAD, 8, 3, 8),
     "keys of one token": (_POOL, {**POOL, "BOUNDS": False, "EARLY": 1}, 4, 3, 8),
     "keys of tokens": (_POOL, {**POOL, "BOUNDS": True, "EARLY": 0}, 4, 3, 8),
     "groups of one": (_GROUP, {**GROUPS, "BLOCK_T": 16, "EARLY": 1}, 4, 3, 56),

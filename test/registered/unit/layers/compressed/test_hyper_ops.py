@@ -10,7 +10,12 @@ import torch
 from rigs.layers.delta_layers import fill
 from rigs.layers.quick_interpreter import quicken_interpreter
 from rigs.models.kernel_layers import DEVICE, HALF, randn, relative_error
-from sglang.srt.layers.compressed.hyper_connection import HyperConnection, HyperOptions, Streams
+from sglang.srt.layers.compressed.hyper_connection import (
+    HyperConnection,
+    HyperHead,
+    HyperOptions,
+    Streams,
+)
 from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.layernorm import RMSNorm, WideRMSNorm
 from sglang.srt.layers.placement import TensorPlacement
@@ -67,6 +72,21 @@ def both(layer: HyperConnection, given: Streams) -> list[list[torch.Tensor]]:
     return found
 
 
+def heads(num_tokens: int, hidden: int, count: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """The input of the output head, in torch and by the kernels, after a block and without one."""
+    options = connection(dtype, hidden, count, 1).options
+    placement = TensorPlacement(dtype=dtype, device=DEVICE)
+    head, norm = HyperHead(options, placement), WideRMSNorm(hidden, 1e-5, placement=placement)
+    fill(head, count)
+    fill(norm, hidden)
+    given, found = streams_of(num_tokens, count, hidden, dtype), []
+    for own in (None, KERNELS):
+        head._kernels = own
+        last = given._replace(rest=None if given.rest is None else given.rest.clone())
+        found.append([head.forward(last, norm), head.forward(Streams(given.values), norm)])
+    return found
+
+
 def bounded(found: list[list[torch.Tensor]], dtype: torch.dtype) -> None:
     for want, got in zip(*found, strict=True):
         assert got.dtype == want.dtype and got.isfinite().all()
@@ -86,6 +106,7 @@ def streams_of(num_tokens: int, count: int, hidden: int, dtype: torch.dtype) -> 
 def test_streams_between_blocks_are_those_of_torch(num_tokens: int, dtype: torch.dtype) -> None:
     layer = connection(dtype, 40, 4, 3)
     bounded(both(layer, streams_of(num_tokens, 4, 40, dtype)), dtype)
+    bounded(heads(num_tokens, 40, 4, dtype), dtype)
 
 
 @pytest.mark.parametrize("norm", [RMSNorm, WideRMSNorm])
@@ -101,6 +122,7 @@ def test_sizes_that_no_block_divides(
     given = streams_of(num_tokens, count, hidden, torch.float32)
     for streams in (given, given._replace(rest=None), Streams(given.values)):
         bounded(both(layer, streams), torch.float32)
+    bounded(heads(num_tokens, hidden, count, torch.float32), torch.float32)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 9, 512])

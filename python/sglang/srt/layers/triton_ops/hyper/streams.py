@@ -7,13 +7,14 @@ has the formulas.
    tensor cores.
 2. `_split_kernel` adds up the products, and makes the weights and the normalised input of the block
    behind. Sinkhorn's steps, which only the next join needs, have programs of their own.
+   Behind the last block, `_head_kernel` makes the input of the output head.
 
 Streams are read twice and written once. Sums are in fp32; products of fp32 have three TF32 parts.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -210,6 +211,53 @@ def _products_at(
     )
 
 
+@triton.jit
+def _make_input(
+    streams: tl.tensor,
+    parts: tl.tensor,
+    base_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    x: tl.tensor,
+    spans: tl.tensor,
+    eps: tl.tensor,
+    norm_eps: tl.tensor,
+    input_eps: tl.tensor,
+    STREAMS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    SPANS: tl.constexpr,
+    WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Store the sum of a token's streams, weighted by the first outputs, and normalised."""
+    nth = tl.arange(0, BLOCK_S)
+    is_stream = nth < STREAMS
+    cols = tl.arange(0, BLOCK_H)
+    inside = cols < HIDDEN
+    norm = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    base = tl.load(base_ptr + nth, mask=is_stream, other=0.0)
+    factor = tl.load(scale_ptr)
+    await_kernels_before(EARLY)
+    # No load waits for another's result.
+    values: tl.tuple = ()
+    for stream in tl.static_range(STREAMS):
+        values += (tl.load(streams + stream * HIDDEN + cols, mask=inside, other=0.0),)
+    squares = _products_at(parts, spans, OUTPUTS + tl.arange(0, 1), BLOCK_O, SPANS)
+    found = _products_at(parts, spans, tl.where(is_stream, nth, 0), BLOCK_O, SPANS)
+    shrink = tl.rsqrt(tl.sum(squares) / (STREAMS * HIDDEN) + norm_eps)
+    into = 1.0 / (1.0 + tl.exp(-(base + tl.sum(found, axis=0) * shrink * factor))) + eps
+    acc = tl.zeros([BLOCK_H], tl.float32)
+    for stream in tl.static_range(STREAMS):
+        share = tl.sum(tl.where(nth == stream, into, 0.0), axis=0)
+        acc += values[stream].to(tl.float32) * share
+    rounded = acc.to(x.dtype.element_ty)
+    tl.store(x + cols, normed_row(rounded, norm, input_eps, HIDDEN, WIDE), inside)
+
+
 @triton.jit(do_not_specialize=["spans"])
 def _split_kernel(
     streams_ptr: tl.tensor,
@@ -242,28 +290,15 @@ def _split_kernel(
     parts = parts_ptr + row * spans * BLOCK_O
     OUTPUTS: tl.constexpr = 2 * STREAMS + STREAMS * STREAMS
     if tl.program_id(1) == 0:
+        x = x_ptr + row * HIDDEN
+        _make_input(
+            streams_ptr + row * (STREAMS * HIDDEN), parts, base_ptr, scale_ptr, norm_ptr, x, spans,
+            eps, norm_eps, input_eps, STREAMS, HIDDEN, OUTPUTS, BLOCK_S, BLOCK_H, BLOCK_O, SPANS,
+            WIDE, EARLY,
+        )  # fmt: skip
         cols = tl.arange(0, BLOCK_H)
-        inside = cols < HIDDEN
-        norm = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        into_base = tl.load(base_ptr + nth, mask=is_stream, other=0.0)
-        factor = tl.load(scale_ptr)
-        await_kernels_before(EARLY)
-        # No load waits for another's result.
-        streams: tl.tuple = ()
-        for stream in tl.static_range(STREAMS):
-            of_stream = streams_ptr + (row * STREAMS + stream) * HIDDEN + cols
-            streams += (tl.load(of_stream, mask=inside, other=0.0),)
-        squares = _products_at(parts, spans, OUTPUTS + tl.arange(0, 1), BLOCK_O, SPANS)
-        found = _products_at(parts, spans, tl.where(is_stream, nth, 0), BLOCK_O, SPANS)
-        shrink = tl.rsqrt(tl.sum(squares) / (STREAMS * HIDDEN) + norm_eps)
-        into = 1.0 / (1.0 + tl.exp(-(into_base + tl.sum(found, axis=0) * shrink * factor))) + eps
-        acc = tl.zeros([BLOCK_H], tl.float32)
-        for stream in tl.static_range(STREAMS):
-            share = tl.sum(tl.where(nth == stream, into, 0.0), axis=0)
-            acc += streams[stream].to(tl.float32) * share
-        x = acc.to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + row * HIDDEN + cols, normed_row(x, norm, input_eps, HIDDEN, WIDE), inside)
-        tl.store(zeros_ptr + row * HIDDEN + cols, tl.zeros([BLOCK_H], x.dtype), mask=inside)
+        zeros = tl.zeros([BLOCK_H], zeros_ptr.dtype.element_ty)
+        tl.store(zeros_ptr + row * HIDDEN + cols, zeros, mask=cols < HIDDEN)
     else:
         pair = nth[:, None] * STREAMS + nth[None, :]
         is_pair = is_stream[:, None] & is_stream[None, :]
@@ -296,6 +331,36 @@ def _split_kernel(
         tl.store(to + STREAMS + pair, mix, mask=is_pair)
 
 
+@triton.jit(do_not_specialize=["spans"])
+def _head_kernel(
+    streams_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
+    base_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    spans: tl.tensor,
+    eps: tl.tensor,
+    norm_eps: tl.tensor,
+    input_eps: tl.tensor,
+    STREAMS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    SPANS: tl.constexpr,
+    WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid `(tokens,)`: one program makes a token's only stream behind the last block."""
+    row = tl.program_id(0).to(tl.int64)
+    _make_input(
+        streams_ptr + row * (STREAMS * HIDDEN), parts_ptr + row * spans * BLOCK_O, base_ptr,
+        scale_ptr, norm_ptr, x_ptr + row * HIDDEN, spans, eps, norm_eps, input_eps, STREAMS,
+        HIDDEN, STREAMS, BLOCK_S, BLOCK_H, BLOCK_O, SPANS, WIDE, EARLY,
+    )  # fmt: skip
+
+
 def join_streams(streams: torch.Tensor, join: StreamsJoin) -> torch.Tensor:
     """The streams `[num_tokens, streams, hidden_size]` after a block; a new tensor."""
     joined, _, _ = _join(streams, join, None)
@@ -312,22 +377,58 @@ def join_and_split(
         join: None: there is no block before, and the streams stay.
     """
     num_tokens, count, hidden = streams.shape
-    outputs = 2 * count + count * count
-    assert split.fn.shape == (outputs, count * hidden) and split.fn.is_contiguous()
-    joined, parts, spans = _join(streams, join, split)
+    assert split.fn.shape == (2 * count + count * count, count * hidden)
+    joined, parts, spans = _join(streams, join, split.fn)
     x, zeros = (streams.new_empty((num_tokens, hidden)) for _ in range(2))
     weights = torch.empty(
         (num_tokens, count + count * count), dtype=torch.float32, device=streams.device
     )
-    block = triton.next_power_of_2(hidden)
     _split_kernel[(num_tokens, 2)](
         joined, parts, split.base, split.scale, split.norm, x, zeros, weights, spans, split.eps,
-        split.norm_eps, split.input_eps, STREAMS=count, HIDDEN=hidden,
-        ITERATIONS=split.iterations, BLOCK_S=triton.next_power_of_2(count), BLOCK_H=block,
-        BLOCK_O=parts.shape[-1], SPANS=triton.next_power_of_2(spans), WIDE=split.is_wide,
-        num_warps=min(8, max(1, block // 512)), **early_start(x),
+        split.norm_eps, split.input_eps, ITERATIONS=split.iterations,
+        **_sizes(streams, parts, split),
     )  # fmt: skip
     return EnteredBlock(joined, x, zeros, weights)
+
+
+def join_into_one(
+    streams: torch.Tensor, join: StreamsJoin | None, head: StreamsSplit
+) -> torch.Tensor:
+    """Join the output of the last block, and add the streams up.
+
+    Args:
+        streams: As in `join_and_split`, for `join` too.
+        head: A weight for each stream, and the norm of the sum.
+
+    Returns:
+        `[num_tokens, hidden_size]`, normalised.
+    """
+    num_tokens, count, hidden = streams.shape
+    assert head.fn.shape == (count, count * hidden)
+    joined, parts, spans = _join(streams, join, head.fn)
+    x = streams.new_empty((num_tokens, hidden))
+    _head_kernel[(num_tokens,)](
+        joined, parts, head.base, head.scale, head.norm, x, spans, head.eps, head.norm_eps,
+        head.input_eps, **_sizes(streams, parts, head),
+    )  # fmt: skip
+    return x
+
+
+def _sizes(streams: torch.Tensor, parts: torch.Tensor, split: StreamsSplit) -> dict[str, Any]:
+    """Constants of the kernels behind `_join_kernel`."""
+    _, count, hidden = streams.shape
+    block = triton.next_power_of_2(hidden)
+    return {
+        "STREAMS": count,
+        "HIDDEN": hidden,
+        "BLOCK_S": triton.next_power_of_2(count),
+        "BLOCK_H": block,
+        "BLOCK_O": parts.shape[-1],
+        "SPANS": triton.next_power_of_2(parts.shape[1]),
+        "WIDE": split.is_wide,
+        "num_warps": min(8, max(1, block // 512)),
+        **early_start(streams),
+    }
 
 
 def plan_spans(num_tokens: int, blocks: int) -> tuple[int, int]:
@@ -339,13 +440,13 @@ def plan_spans(num_tokens: int, blocks: int) -> tuple[int, int]:
 
 
 def _join(
-    streams: torch.Tensor, join: StreamsJoin | None, split: StreamsSplit | None
+    streams: torch.Tensor, join: StreamsJoin | None, fn: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The joined streams; fp32 `[num_tokens, spans, width]`, the products of each span of columns
-    with `split.fn`; and the number of spans."""
+    with `fn`; and the number of spans."""
     num_tokens, count, hidden = streams.shape
-    outputs = 2 * count + count * count
-    assert streams.is_contiguous()
+    outputs = 0 if fn is None else len(fn)
+    assert streams.is_contiguous() and (fn is None or fn.is_contiguous())
     joined, parts = streams, streams
     if join is not None:
         assert join.out.is_contiguous() and join.weights.is_contiguous()
@@ -359,7 +460,7 @@ def _join(
         columns = _COLUMNS[num_tokens > _FEW]
         block_c = min(columns, max(16, triton.next_power_of_2(hidden)))
         block_t, spans = plan_spans(num_tokens, count * triton.cdiv(hidden, block_c))
-    if split is not None:
+    if fn is not None:
         shape = num_tokens, spans, width
         parts = torch.empty(shape, dtype=torch.float32, device=streams.device)
     tensors = (
@@ -368,13 +469,13 @@ def _join(
         streams if join is None or join.rest is None else join.rest,
         streams if join is None else join.weights,
         joined,
-        streams if split is None else split.fn,
+        streams if fn is None else fn,
         parts,
     )
     constants = {
         "STREAMS": count, "HIDDEN": hidden, "OUTPUTS": outputs, "BLOCK_O": width,
         "JOIN": join is not None, "REST": join is not None and join.rest is not None,
-        "SPLIT": split is not None, "num_warps": 4, **early_start(streams),
+        "SPLIT": fn is not None, "num_warps": 4, **early_start(streams),
     }  # fmt: skip
     if is_each:
         _join_each_kernel[(num_tokens, spans)](
