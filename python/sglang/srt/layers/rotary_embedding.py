@@ -85,12 +85,16 @@ class RotaryEmbedding(torch.nn.Module):
             "inv_freq", inverse_frequencies(rope, head_dim).to(placement.device), persistent=False
         )
 
-    def forward(self, positions: torch.Tensor) -> Rotation:
-        """Angles of int64 `[num_tokens]` positions."""
+    def forward(self, positions: torch.Tensor, *, multiple: int = 1) -> Rotation:
+        """Angles of int64 `[num_tokens]` positions, rounded down to a multiple."""
         if self._kernels is not None:
             return Rotation(
-                *self._kernels.rotary_angles(positions, self.inv_freq, self.scale, self.dtype)
+                *self._kernels.rotary_angles(
+                    positions, self.inv_freq, self.scale, self.dtype, multiple=multiple
+                )
             )
+        if multiple > 1:
+            positions = positions // multiple * multiple
         angles = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self.scale != 1.0:

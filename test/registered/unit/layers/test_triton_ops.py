@@ -96,14 +96,14 @@ def test_gated_gemv_equals_two_kernels(n: int, k: int, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("half", [24, 32])
-@pytest.mark.parametrize("scale", [1.0, 1.25])
-def test_angles_are_those_of_torch(half: int, scale: float) -> None:
+@pytest.mark.parametrize(("scale", "multiple"), [(1.0, 1), (1.25, 4)])
+def test_angles_are_those_of_torch(half: int, scale: float, multiple: int) -> None:
     """Far positions as well, whose angles are thousands of turns."""
     positions = torch.tensor([0, 1, 77, 32_767, 1_000_000] * 4, device=DEVICE)
     freqs = (10_000.0 ** -(torch.arange(half) / half)).to(DEVICE)
-    angles = positions.float()[:, None] * freqs
+    angles = (positions // multiple * multiple).float()[:, None] * freqs
     for dtype in (torch.float32, HALF):
-        cos, sin = fused_qkv.rotary_angles(positions, freqs, scale, dtype)
+        cos, sin = fused_qkv.rotary_angles(positions, freqs, scale, dtype, multiple=multiple)
         wanted = angles.cos() * scale, angles.sin() * scale
         signed = torch.cat((-wanted[1], wanted[1]), dim=-1)
         for got, want in ((cos, torch.cat((wanted[0], wanted[0]), dim=-1)), (sin, signed)):

@@ -93,8 +93,8 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
         """Captured prefills, by numbers of tokens and requests."""
         self._starts: dict[int, Rotation] = {}
         """Angles of the first position of each token's group, by ratio."""
-        self._counts: dict[int, torch.Tensor] = {}
-        """int64 `[num_tokens]`: rows that each token sees, by ratio."""
+        self._lens = torch.empty(0)
+        """int64 `[num_tokens]`: tokens that each token sees."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         refuse_drafts(forward_batch)
@@ -150,10 +150,9 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
         ratios: Iterable[int],
         rotary: RotaryEmbedding,
     ) -> None:
-        self._starts, self._counts = {}, {}
-        for ratio in ratios:
-            self._counts[ratio] = (positions + 1) // ratio
-            self._starts[ratio] = rotary.forward(positions // ratio * ratio)
+        is_decode = forward_batch.forward_mode.is_decode()
+        self._lens = forward_batch.seq_lens if is_decode else positions + 1
+        self._starts = {ratio: rotary.forward(positions, multiple=ratio) for ratio in ratios}
 
     def store_rows(
         self, x: torch.Tensor, compressor: GroupCompressor, pool: PoolName, batch: ForwardBatch
@@ -267,15 +266,15 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
             keys: The indexer's keys of all items.
             only: Tokens that choose, one of each request; None: all.
         """
-        counts, lists = self._counts[ratio], batch.req_pool_indices
+        lens, lists = self._lens, batch.req_pool_indices
         runs = [_Run(slice(0, len(lists)), batch.longest_context, one_list=False)]
         if only is not None:
-            index, counts = index.of(only), counts[only]
+            index, lens = index.of(only), lens[only]
         elif not batch.forward_mode.is_decode():
             assert self._prefill is not None, "the step was planned"
             runs, lists = self._prefill.runs, lists[self._prefill.owners[0]]
         table = batch.req_to_token_pool.req_to_token
-        shape = (len(counts), index.topk)
+        shape = (len(lens), index.topk)
         chosen = torch.empty(shape, dtype=torch.int32, device=keys.device)
         for run in runs:
             longest = run.longest // ratio
@@ -284,7 +283,7 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
             step = max(1, SCORE_BYTES // (4 * longest))
             for begin in range(run.tokens.start, run.tokens.stop, step):
                 own = slice(begin, min(begin + step, run.tokens.stop))
-                asked, of_own = index.of(own), (table, lists[own], counts[own])
+                asked, of_own = index.of(own), (table, lists[own], lens[own])
                 scores = index_scores(
                     *(asked.q, asked.weights, keys, *of_own, longest),
                     one_list=run.one_list,

@@ -349,7 +349,7 @@ class LatentTritonBackend(AttentionBackend):
         own, out = self._own_tokens(lists), index.chosen
         mine, part = (lists, index) if own is None else (lists.of(own), index.of(own))
         size = self._group
-        slots = table, mine.rows, mine.lens if size == 1 else mine.lens // size
+        slots = table, mine.rows, mine.lens
         longest = max(1, lists.longest // size)
         scores = index_scores(
             part.q, part.weights, keys, *slots, longest, one_list=lists.one_list, stride=size

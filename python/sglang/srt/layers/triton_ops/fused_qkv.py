@@ -265,6 +265,7 @@ def _angles_kernel(
     sin_ptr: tl.tensor,
     scale: tl.tensor,
     tokens: tl.tensor,
+    MULTIPLE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -275,7 +276,8 @@ def _angles_kernel(
     pair = tl.arange(0, BLOCK_H)
     freq = tl.load(freq_ptr + pair, mask=pair < HALF, other=0.0)
     await_kernels_before(EARLY)
-    position = tl.load(positions_ptr + token, mask=token < tokens, other=0).to(tl.float32)
+    position = tl.load(positions_ptr + token, mask=token < tokens, other=0)
+    position = (position // MULTIPLE * MULTIPLE).to(tl.float32)
     angle = position[:, None] * freq[None, :]
     dtype = cos_ptr.dtype.element_ty
     cos = (tl.cos(angle) * scale).to(dtype)
@@ -289,7 +291,12 @@ def _angles_kernel(
 
 
 def rotary_angles(
-    positions: torch.Tensor, inv_freq: torch.Tensor, scale: float, dtype: torch.dtype
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    *,
+    multiple: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and signed sines for `Rotation`.
 
@@ -298,6 +305,7 @@ def rotary_angles(
         inv_freq: fp32 `[rotary_dim / 2]`.
         scale: Factor of both.
         dtype: Dtype of the results.
+        multiple: Positions are rounded down to a multiple of it.
 
     Returns:
         Two `[num_tokens, 1, rotary_dim]`.
@@ -313,6 +321,7 @@ def rotary_angles(
         sin,
         scale,
         num_tokens,
+        MULTIPLE=multiple,
         HALF=half,
         BLOCK_H=triton.next_power_of_2(half),
         BLOCK_T=_BLOCK_TOKENS,

@@ -50,11 +50,8 @@ def test_groups_are_scored_and_chosen(one_list: bool) -> None:
     owned = table[:, ::RATIO].flatten().long() // RATIO
     keys[owned] = randn(len(owned), 24, seed=1)
     q, weights = randn(len(LENS), 8, 24, seed=2), randn(len(LENS), 8, seed=3)
-    counts = lens // RATIO
-    scores = index_scores(
-        q, weights, keys, table, rows, counts, 20, one_list=one_list, stride=RATIO
-    )
-    chosen = choose_slots(scores, table, rows, counts, TOPK // RATIO, stride=RATIO)
+    scores = index_scores(q, weights, keys, table, rows, lens, 20, one_list=one_list, stride=RATIO)
+    chosen = choose_slots(scores, table, rows, lens, TOPK // RATIO, stride=RATIO)
     for i, length in enumerate(LENS):
         items = table[rows[i], : length // RATIO * RATIO : RATIO].long() // RATIO
         want = (torch.relu(q[i] @ keys[items].T) * weights[i, :, None]).sum(dim=0)

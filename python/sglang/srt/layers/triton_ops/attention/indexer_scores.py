@@ -78,7 +78,7 @@ def _score_kernel(
     """
     first = tl.program_id(0).to(tl.int64) * TOKENS
     tokens = first + tl.arange(0, TOKENS)
-    lens = tl.load(lens_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int32)
+    lens = tl.load(lens_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int32) // STRIDE
     longest = tl.max(lens, axis=0)
     product = tl.arange(0, TOKENS * HEADS)
     token, head = first + product // HEADS, product % HEADS
@@ -145,8 +145,8 @@ def index_scores(
         table: int32 `[lists, max_length]`, the last dimension dense.
         rows: Integer `[num_tokens]`: the list of each token.
         lens: Integer `[num_tokens]`: number of tokens of the list that get a score; with a
-            `stride`, number of its groups.
-        longest: Upper bound of `lens`, which decides the launch.
+            `stride`, their whole groups get one.
+        longest: Upper bound of the scores of a token, which decides the launch.
         one_list: If true, all tokens have the same list, which is read once for several of them.
         stride: Tokens of a group that has one key, at the slot of its first divided by this.
 

@@ -231,7 +231,7 @@ def _choose_kernel(
     large. WIDTH is at least twice TOPK.
     """
     token = tl.program_id(0).to(tl.int64)
-    length = tl.load(lens_ptr + token).to(tl.int32)
+    length = tl.load(lens_ptr + token).to(tl.int32) // STRIDE
     slots = table_ptr + tl.load(rows_ptr + token).to(tl.int64) * table_stride
     out = out_ptr + token * TOPK
     places = tl.arange(0, WIDTH)
