@@ -16,7 +16,6 @@ from sglang.srt.layers.triton_ops import (
     vocab,
 )
 from sglang.srt.layers.triton_ops import gemv as gemvs
-from sglang.srt.layers.triton_ops.attention.grouped_output import multiply_by_group
 from sglang.srt.layers.triton_ops.attention.pooled_keys import store_pooled_keys
 from sglang.srt.layers.triton_ops.compressed import rotated_norm
 from sglang.srt.layers.triton_ops.hyper import streams
@@ -60,7 +59,6 @@ class FusedKernels:
     scan_tokens = staticmethod(tokens.scan_tokens)
     scan_in_chunks = staticmethod(chunks.scan_in_chunks)
     store_pooled_keys = staticmethod(store_pooled_keys)
-    multiply_by_group = staticmethod(multiply_by_group)
     join_streams = staticmethod(streams.join_streams)
     join_and_split = staticmethod(streams.join_and_split)
     join_into_one = staticmethod(streams.join_into_one)

@@ -100,10 +100,18 @@ def apply_by_group(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         `[num_tokens, groups, outputs]`.
     """
+    num_tokens, groups, inputs = x.shape
+    outputs = weight.shape[1]
+    out = x.new_empty((num_tokens, groups, outputs))
     kernels = fused_kernels(x.device)
-    if kernels is not None:
-        return kernels.multiply_by_group(x, weight)
-    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+    if kernels is not None and num_tokens == 1 and outputs % 8 == 0:
+        config = kernels.plan_gemv(groups * outputs, inputs)
+        if config is not None:
+            flat = weight.view(-1, inputs)
+            kernels.gemv(x.view(1, -1), flat, None, out.view(1, -1), config, groups=groups)
+            return out
+    torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+    return out
 
 
 def _multiply_by_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import triton.knobs
 
 from rigs.layers.compiled_kernels import Usage, compile_kernel, usage_of
 from sglang.srt.layers.triton_ops import expert_choice
-from sglang.srt.layers.triton_ops.attention import grouped_output, latent_rows, pooled_keys
+from sglang.srt.layers.triton_ops.attention import latent_rows, pooled_keys
 from sglang.srt.layers.triton_ops.hyper import streams
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -33,9 +33,6 @@ HEAD: Final = {
 }  # fmt: skip
 OF_HEAD: Final = {**JOIN, "OUTPUTS": 4, "BLOCK_O": 16, "BLOCK_T": 16, "BLOCK_C": 64, "EARLY": 1}
 POOL: Final = {"RATIO": 16, "DIM": 128, "BLOCK_R": 16, "BLOCK_D": 128}
-GROUPS: Final = {
-    "GROUPS": 8, "OUTPUTS": 1024, "INPUTS": 4096, "BLOCK_O": 16, "BLOCK_I": 256, "STAGES": 3,
-}  # fmt: skip
 ROWS: Final = {
     "NUM_HEADS": 64, "LATENT": 512, "ROPE": 0, "ROW": 512, "ROPE_ROW": 512, "ROPE_AT": 512,
     "GROUPS": 0, "MOST": 2048, "GROUP": 16, "HEADS": 64, "BLOCK_L": 512, "BLOCK_R": 16, "BLOCK": 64,
@@ -49,11 +46,7 @@ CHOICE: Final = {
 }  # fmt: skip
 _JOIN, _SPLIT, _HEAD = streams._join_kernel, streams._split_kernel, streams._head_kernel
 _EACH = streams._join_each_kernel
-_POOL, _GROUP, _ROWS = (
-    pooled_keys._pool_kernel,
-    grouped_output._group_kernel,
-    latent_rows._latent_kernel,
-)
+_POOL, _ROWS = pooled_keys._pool_kernel, latent_rows._latent_kernel
 _CHOICE = expert_choice._choose_kernel
 KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int, int]]] = {
     "join of few": (_JOIN, {**JOIN, "BLOCK_T": 16, "BLOCK_C": 64, "EARLY": 1}, 4, 2, 40),
@@ -64,8 +57,6 @@ KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int, int]]] = {
     "head": (_HEAD, HEAD, 8, 3, 8),
     "keys of one token": (_POOL, {**POOL, "BOUNDS": False, "EARLY": 1}, 4, 3, 8),
     "keys of tokens": (_POOL, {**POOL, "BOUNDS": True, "EARLY": 0}, 4, 3, 8),
-    "groups of one": (_GROUP, {**GROUPS, "BLOCK_T": 16, "EARLY": 1}, 4, 3, 56),
-    "groups of many": (_GROUP, {**GROUPS, "BLOCK_T": 64, "EARLY": 0}, 4, 3, 112),
     "parts of rows": (_ROWS, {**ROWS, "SPLIT": True}, 8, 2, 227),
     "rows": (_ROWS, {**ROWS, "SPLIT": False}, 8, 3, 227),
     "choice": (_CHOICE, {**CHOICE, "BIAS": True, "TABLE": False}, 1, 3, 8),

@@ -10,6 +10,7 @@ import torch
 from rigs.layers.delta_layers import fill
 from rigs.layers.quick_interpreter import quicken_interpreter
 from rigs.models.kernel_layers import DEVICE, HALF, randn, relative_error
+from sglang.srt.layers import linear
 from sglang.srt.layers.compressed.hyper_connection import (
     HyperConnection,
     HyperHead,
@@ -152,17 +153,23 @@ def test_streams_of_some_tokens_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(some.values, whole.values[rows])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 64, 65])
+@pytest.mark.parametrize("num_tokens", [1, 2, 17])
 @pytest.mark.parametrize(
     ("groups", "outputs", "inputs"), [(2, 16, 32), (3, 20, 300), (1, 33, 24), (3, 16, 256)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_outputs_of_groups_are_those_of_torch(
-    dtype: torch.dtype, groups: int, outputs: int, inputs: int, num_tokens: int
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    groups: int,
+    outputs: int,
+    inputs: int,
+    num_tokens: int,
 ) -> None:
+    monkeypatch.setattr(linear, "fused_kernels", lambda device: KERNELS)
     x = randn(num_tokens, groups, inputs, seed=1, dtype=dtype)
     weight: Any = randn(groups, outputs, inputs, seed=2, dtype=dtype)
     want = torch.einsum("ngi,goi->ngo", x.float(), weight.float())
-    got = KERNELS.multiply_by_group(x, weight)
+    got = linear.apply_by_group(x, weight)
     assert got.shape == want.shape and got.dtype == dtype
     assert relative_error(got, want) < (1e-5 if dtype is torch.float32 else 2e-3)

@@ -32,6 +32,9 @@ from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early
 
 LAUNCH: Final = (64, 64, 8, 2)
 """Heads and keys per block, warps, stages."""
+_FEW_LAUNCH: Final = (16, 32, 4, 2)
+"""The same for up to `FEW_TOKENS` tokens, where each program's own time counts."""
+FEW_TOKENS: Final = 8
 _FP32_LAUNCH: Final = (16, 16, 8, 1)
 """The same for fp32: twice the shared memory, and three TF32 products for each product."""
 
@@ -296,12 +299,12 @@ def compressed_attention(
     assert q.stride()[1:] == (dim, 1) and new.stride(-1) == 1
     assert rows is None or (rows.rows.is_contiguous() and rows.table.stride(-1) == 1)
     assert all(one.is_contiguous() for one in angles) and dim % 2 == rotary % 2 == 0
+    count = len(q) if queries.tokens is None else len(queries.tokens)
     if launch is None:
-        launch = LAUNCH if q.element_size() == 2 else _FP32_LAUNCH
+        launch = _launch_of(count, q)
     heads = _heads_of(launch, num_heads)
     _, block, num_warps, num_stages = launch
     head_blocks = triton.cdiv(num_heads, heads)
-    count = len(q) if queries.tokens is None else len(queries.tokens)
     if splits is None:
         splits = plan_splits(count, head_blocks)
     out = torch.empty((count, num_heads * dim), dtype=q.dtype, device=q.device)
@@ -353,6 +356,12 @@ def compressed_attention(
     return out
 
 
+def _launch_of(tokens: int, like: torch.Tensor) -> tuple[int, int, int, int]:
+    if like.element_size() == 4:
+        return _FP32_LAUNCH
+    return _FEW_LAUNCH if tokens <= FEW_TOKENS else LAUNCH
+
+
 def _heads_of(launch: tuple[int, int, int, int], num_heads: int) -> int:
     """Heads of a program."""
     return min(launch[0], max(16, int(triton.next_power_of_2(num_heads))))
@@ -361,7 +370,10 @@ def _heads_of(launch: tuple[int, int, int, int], num_heads: int) -> int:
 def warm_up_compressed_joins(num_heads: int, dim: int, out: torch.Tensor) -> None:
     """Run the kernels that join splits, of steps of any size. `out`: any tensor of the dtype and on
     the device of the results."""
-    launch = LAUNCH if out.element_size() == 2 else _FP32_LAUNCH
-    blocks = triton.cdiv(num_heads, _heads_of(launch, num_heads))
-    sizes = ((tokens, plan_splits(tokens, blocks)) for tokens in range(1, PROGRAMS + 1))
+
+    def splits_of(tokens: int) -> int:
+        heads = _heads_of(_launch_of(tokens, out), num_heads)
+        return plan_splits(tokens, triton.cdiv(num_heads, heads))
+
+    sizes = ((tokens, splits_of(tokens)) for tokens in range(1, PROGRAMS + 1))
     warm_up_joins(sizes, num_heads, dim, out)
