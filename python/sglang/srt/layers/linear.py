@@ -27,6 +27,7 @@ from sglang.srt.layers.placement import (
     WeightSlot,
 )
 from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight, Weight
+from sglang.srt.layers.weight_format import WeightFormat
 
 _MAX_UNPADDED_ROWS: Final = 32
 """Batches up to this size are not padded: padding would cost more than compiling for each size."""
@@ -195,6 +196,56 @@ class MergedColumnParallelLinear(WeightedLayer):
                 bias = self.bias[begin:end]
                 yield f"{self.prefix}.{name}.bias", WeightSlot.of_runs(bias, shares)
             begin = end
+
+
+class ProjectionsByFormat(torch.nn.Module):
+    """Groups of projections of one input: one product for all groups whose weights have the same
+    formats. Every rank has all outputs."""
+
+    def __init__(
+        self,
+        input_size: int,
+        groups: Sequence[Sequence[tuple[str, Share]]],
+        *,
+        placement: TensorPlacement,
+    ) -> None:
+        """Args:
+        groups: Of each group, the `parts` of `MergedColumnParallelLinear`.
+        """
+        super().__init__()
+        formats, found = placement.formats, list[tuple[list[WeightFormat | None], list[int]]]()
+        for nth, group in enumerate(groups):
+            own: list[WeightFormat | None] = []
+            for name, _ in group:
+                one = None if formats is None else formats.of(f"{placement.prefix}.{name}.weight")
+                if one not in own:
+                    own.append(one)
+            members = next((members for known, members in found if known == own), None)
+            if members is None:
+                found.append((own, [nth]))
+            else:
+                members.append(nth)
+        self._members = [members for _, members in found]
+        self._sizes = [
+            [sum(share.size for _, share in groups[nth]) for nth in members]
+            for members in self._members
+        ]
+        self.products = torch.nn.ModuleList(
+            MergedColumnParallelLinear(
+                input_size,
+                [part for nth in members for part in groups[nth]],
+                bias=False,
+                placement=placement,
+            )
+            for members in self._members
+        )
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """`[num_tokens, input_size]` to `[num_tokens, outputs]` of each group, with dense rows."""
+        outs: dict[int, torch.Tensor] = {}
+        for product, members, sizes in zip(self.products, self._members, self._sizes, strict=True):
+            outs |= zip(members, torch.split(product(x), sizes, dim=1), strict=True)
+        return [outs[nth] for nth in range(len(outs))]
 
 
 class RowParallelLinear(WeightedLayer):

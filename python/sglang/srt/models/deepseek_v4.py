@@ -30,6 +30,7 @@ from sglang.srt.layers.forward_batch_info import ForwardBatch, IndexQuery
 from sglang.srt.layers.layernorm import WideRMSNorm
 from sglang.srt.layers.linear import (
     MergedColumnParallelLinear,
+    ProjectionsByFormat,
     RowParallelLinear,
     apply_by_group,
 )
@@ -128,12 +129,6 @@ class DeepseekV4Attention(torch.nn.Module):
         per_group = config.num_attention_heads // settings.output_groups
         heads = groups.times(per_group)
         self._group = placement.tp_group
-        self.to_latent = MergedColumnParallelLinear(
-            config.hidden_size,
-            [("wq_a", _whole(settings.q_lora_rank)), ("wkv", _whole(dim))],
-            bias=False,
-            placement=placement,
-        )
         self.q_norm = WideRMSNorm(settings.q_lora_rank, eps, placement=placement.at("q_norm"))
         self.kv_norm = WideRMSNorm(dim, eps, placement=placement.at("kv_norm"))
         self.to_queries = MergedColumnParallelLinear(
@@ -162,8 +157,19 @@ class DeepseekV4Attention(torch.nn.Module):
         self.compressor: GroupCompressor | None = None
         self.indexer: _Indexer | None = None
         ratio = settings.ratio(layer_id)
-        if ratio is None:
-            return
+        if ratio is not None:
+            self._add_rows(layer, ratio)
+        parts = [[("wq_a", _whole(settings.q_lora_rank)), ("wkv", _whole(dim))]]
+        if self.compressor is not None:
+            parts.append(self.compressor.options.projections("compressor"))
+        if self.indexer is not None:
+            parts.append(self.indexer.compressor.options.projections("indexer.compressor"))
+        self.to_latent = ProjectionsByFormat(config.hidden_size, parts, placement=placement)
+        """Latent vectors of queries, and keys; then what each compressor reads."""
+
+    def _add_rows(self, layer: LayerSpec, ratio: int) -> None:
+        config, layer_id, placement = layer.config, layer.layer_id, layer.placement.at("attn")
+        settings, dim = self.settings, self.settings.head_dim
         self.attn.ratio = ratio
         is_primary = layer_id in settings.sparse_layers or not settings.sparse_layers
         self.attn.rows_pool = PoolName.KV if is_primary else PoolName.C128
@@ -179,11 +185,13 @@ class DeepseekV4Attention(torch.nn.Module):
         """`[num_tokens, hidden_size]` to as much, or `[bs, hidden_size]` with `LayerStep.rows`."""
         settings, rows = self.settings, step.rows
         norms = self.q_norm, self.kv_norm
-        latent, kv = normalise_latents(self.to_latent.forward(x), norms, step.rotation)
+        latents, *tokens = self.to_latent.forward(x)
+        latent, kv = normalise_latents(latents, norms, step.rotation)
         q = self.to_queries.forward(latent).view(len(x), -1, settings.head_dim)
         q = rotate_heads(q, step.rotation, self.eps)
         step.batch.begin_layer(self.attn.layer_id)
-        index = self._compress(x, latent, step)
+        index = self._compress(x, latent, tokens, step)
+        del latents, tokens  # Views of one tensor, which nothing reads any more.
         out = self.attn.attend(
             q, kv.unsqueeze(1), step.rotation, step.batch, rows=rows, index=index
         )
@@ -195,7 +203,7 @@ class DeepseekV4Attention(torch.nn.Module):
         return self._group.all_reduce(self.to_hidden.part(mixed))
 
     def _compress(
-        self, x: torch.Tensor, latent: torch.Tensor, step: LayerStep
+        self, x: torch.Tensor, latent: torch.Tensor, tokens: list[torch.Tensor], step: LayerStep
     ) -> IndexQuery | None:
         """Store the rows and indexer keys of groups that the step finishes, and return the queries
         that choose rows; None: all rows are read."""
@@ -204,9 +212,9 @@ class DeepseekV4Attention(torch.nn.Module):
         batch, ratio = step.batch, self.attn.ratio
         assert self.attn.rows_pool is not None
         store = row_store(batch)
-        store.store_rows(x, self.compressor, self.attn.rows_pool, batch)
+        store.store_rows(tokens[0], self.compressor, self.attn.rows_pool, batch)
         if self.indexer is not None:
-            store.store_rows(x, self.indexer.compressor, PoolName.INDEXER, batch)
+            store.store_rows(tokens[1], self.indexer.compressor, PoolName.INDEXER, batch)
         if self.indexer is None or batch.longest_context // ratio <= self.settings.index_topk:
             return None
         return self.indexer.queries(x, latent, step)
@@ -382,7 +390,6 @@ def _compressor_options(
 ) -> CompressorOptions:
     """Options of a compressor of a sparse layer."""
     return CompressorOptions(
-        hidden_size=config.hidden_size,
         ratio=settings.sparse_ratio,
         dim=dim,
         eps=config.rms_norm_eps,

@@ -9,9 +9,10 @@ import torch
 
 from rigs.caches.memory_ranks import PlaceInGroup
 from sglang.srt.layers.layer_weight import kept_format, new_weight, slots_of, weight_shape
+from sglang.srt.layers.linear import ProjectionsByFormat
 from sglang.srt.layers.linear_attention.delta_layer import DeltaNetHeads, DeltaNetOptions
 from sglang.srt.layers.linear_attention.delta_net import DeltaNetProjections
-from sglang.srt.layers.placement import Share, TensorPlacement
+from sglang.srt.layers.placement import Share, TensorPlacement, slots_in
 from sglang.srt.layers.triton_ops.arguments import ScaledWeight
 from sglang.srt.layers.weight_format import EXPONENTS, WeightFormat, WeightFormats
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -160,3 +161,30 @@ def test_projections_of_two_formats_lie_side_by_side(is_grouped: bool) -> None:
     for tokens in (1, 3):
         x = torch.randn(tokens, 32)
         torch.testing.assert_close(apart.columns(x), joined.columns(x))
+
+
+def test_groups_of_projections_share_a_product_if_their_formats_are_the_same() -> None:
+    """The outputs keep their order."""
+    quantized = WeightFormat(why_dequantized="this test has no checkpoint")
+    formats = WeightFormats(of=lambda name: quantized if "q" in name else None)
+    placement = TensorPlacement(dtype=torch.float32, device="cpu", prefix="layer", formats=formats)
+    sizes = {"qa": 3, "qb": 2, "plain": 5, "q.c": 4, "mixed": 1, "q_of_mixed": 6}
+    groups = [["qa", "qb"], ["plain"], ["q.c"], ["mixed", "q_of_mixed"]]
+    layer = ProjectionsByFormat(
+        8, [[(name, Share(0, sizes[name], sizes[name])) for name in group] for group in groups],
+        placement=placement,
+    )  # fmt: skip
+    assert [len(weight) for weight in layer.parameters()] == [9, 5, 7]
+    slots = dict(slots_in(layer))
+    weights = {name: torch.randn(size, 8) for name, size in sizes.items()}
+    for name, weight in weights.items():
+        slots[f"layer.{name}.weight"].dest.copy_(weight)
+    x = torch.randn(2, 8)
+    for got, group in zip(layer(x), groups, strict=True):
+        torch.testing.assert_close(got, x @ torch.cat([weights[name] for name in group]).t())
+    whole = ProjectionsByFormat(
+        8,
+        [[("a", Share(0, 3, 3))], [("b", Share(0, 2, 2))]],
+        placement=replace(placement, formats=None),
+    )
+    assert [len(weight) for weight in whole.parameters()] == [5]

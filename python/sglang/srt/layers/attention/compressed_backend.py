@@ -95,13 +95,13 @@ class StoresRows(ABC):
 
     @abstractmethod
     def store_rows(
-        self, x: torch.Tensor, compressor: GroupCompressor, pool: PoolName, batch: ForwardBatch
+        self, tokens: torch.Tensor, compressor: GroupCompressor, pool: PoolName, batch: ForwardBatch
     ) -> None:
         """Store the rows of the groups that a step finishes, and what later steps need of its
         tokens.
 
         Args:
-            x: `[num_tokens, hidden_size]`.
+            tokens: See `GroupCompressor.rows`.
             pool: Pool of the rows.
         """
 
@@ -152,7 +152,7 @@ class CompressedTorchBackend(WindowTorchBackend, StoresRows):
             plan.rotation = rotary.forward(plan.positions)
 
     def store_rows(
-        self, x: torch.Tensor, compressor: GroupCompressor, pool: PoolName, batch: ForwardBatch
+        self, tokens: torch.Tensor, compressor: GroupCompressor, pool: PoolName, batch: ForwardBatch
     ) -> None:
         plan = groups_of(batch, compressor.options.ratio)
         assert batch.pools is not None, "the runner sets it before the model runs"
@@ -160,7 +160,7 @@ class CompressedTorchBackend(WindowTorchBackend, StoresRows):
         buffer = rows.parts[0][rows.place_to_write(compressor.layer_id)]
         # Padding for those that the pool has already.
         items = batch.out_cache_loc[plan.current[:, -1]] // plan.ratio
-        found = compressor.rows(compressor.tokens.forward(x), plan, batch)
+        found = compressor.rows(tokens, plan, batch)
         buffer.index_copy_(0, items, found.to(buffer.dtype))
 
     def forward(

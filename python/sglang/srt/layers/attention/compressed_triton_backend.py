@@ -155,7 +155,7 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
         self._starts = {ratio: rotary.forward(positions, multiple=ratio) for ratio in ratios}
 
     def store_rows(
-        self, x: torch.Tensor, compressor: GroupCompressor, pool: PoolName, batch: ForwardBatch
+        self, tokens: torch.Tensor, compressor: GroupCompressor, pool: PoolName, batch: ForwardBatch
     ) -> None:
         options, states = compressor.options, states_of(batch)
         assert batch.pools is not None, "the runner sets it before the model runs"
@@ -187,7 +187,7 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
             track_slots=states.track_slots,
             track_lens=None if prefill is None else prefill.rings.track_lens,
         )
-        store_groups(compressor.tokens.forward(x), weights, buffers, step)
+        store_groups(tokens, weights, buffers, step)
 
     def forward(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch

@@ -20,7 +20,6 @@ from sglang.srt.layers.compressed.group_plan import GroupPlan, states_of
 from sglang.srt.layers.compressed.rotation import rotate_last
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.layernorm import WideRMSNorm
-from sglang.srt.layers.linear import MergedColumnParallelLinear
 from sglang.srt.layers.placement import (
     NamedSlots,
     Share,
@@ -35,7 +34,6 @@ from sglang.srt.mem_cache.device.state_spec import PoolName
 class CompressorOptions:
     """Sizes of one compressor, and the pools that it uses."""
 
-    hidden_size: int
     ratio: int
     """Tokens of a group."""
     dim: int
@@ -52,6 +50,16 @@ class CompressorOptions:
     def width(self) -> int:
         """Values that a token gives; it has as many gates."""
         return self.dim if self.overlap_pool is None else 2 * self.dim
+
+    def projections(self, prefix: str) -> list[tuple[str, Share]]:
+        """Names and outputs of the projections that give a token's values and gates. The layer
+        multiplies them with others of the same input.
+
+        Args:
+            prefix: The compressor's name below the layer's.
+        """
+        whole = Share(0, self.width, self.width)
+        return [(f"{prefix}.wkv", whole), (f"{prefix}.wgate", whole)]
 
 
 class _Position(WeightedLayer):
@@ -73,13 +81,6 @@ class GroupCompressor(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.options, self.layer_id = options, layer_id
-        whole = Share(0, options.width, options.width)
-        self.tokens = MergedColumnParallelLinear(
-            options.hidden_size,
-            [("wkv", whole), ("wgate", whole)],
-            bias=False,
-            placement=placement,
-        )
         self.position = _Position(options, placement.at("ape"))
         self.norm = WideRMSNorm(options.dim, options.eps, placement=placement.at("norm"))
 
@@ -90,7 +91,7 @@ class GroupCompressor(torch.nn.Module):
         need of its tokens.
 
         Args:
-            tokens: `[num_tokens, 2 * width]`: results of `self.tokens`.
+            tokens: `[num_tokens, 2 * width]`: outputs of `CompressorOptions.projections`.
         """
         assert plan.rotation is not None, "`plan_rows` sets it"
         states, rows = states_of(forward_batch), forward_batch.req_pool_indices
