@@ -44,6 +44,10 @@ KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int]]] = {
     ),
     "window": (attention._attention_kernel, ATTENTION | NO_ROWS, 8, 2),
     "decode": (attention._attention_kernel, ATTENTION | DECODE, 8, 2),
+    "decode of few": (
+        attention._attention_kernel,
+        ATTENTION | DECODE | {"HEADS": 16, "BLOCK": 64}, 4, 2,
+    ),
     "decode on two ranks": (
         attention._attention_kernel, ATTENTION | DECODE | {"NUM_HEADS": 32, "HEADS": 32}, 8, 2,
     ),

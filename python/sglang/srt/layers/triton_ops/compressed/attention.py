@@ -32,9 +32,8 @@ from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early
 
 LAUNCH: Final = (64, 64, 8, 2)
 """Heads and keys per block, warps, stages."""
-_FEW_LAUNCH: Final = (16, 32, 4, 2)
-"""The same for up to `FEW_TOKENS` tokens, where each program's own time counts."""
-FEW_TOKENS: Final = 8
+SMALL_LAUNCHES: Final = ((4, (16, 32, 4, 2)), (64, (16, 64, 4, 2)))
+"""The same for up to so many tokens, where each program's own time counts."""
 _FP32_LAUNCH: Final = (16, 16, 8, 1)
 """The same for fp32: twice the shared memory, and three TF32 products for each product."""
 
@@ -359,7 +358,7 @@ def compressed_attention(
 def _launch_of(tokens: int, like: torch.Tensor) -> tuple[int, int, int, int]:
     if like.element_size() == 4:
         return _FP32_LAUNCH
-    return _FEW_LAUNCH if tokens <= FEW_TOKENS else LAUNCH
+    return next((launch for most, launch in SMALL_LAUNCHES if tokens <= most), LAUNCH)
 
 
 def _heads_of(launch: tuple[int, int, int, int], num_heads: int) -> int:

@@ -303,11 +303,14 @@ def plan_down(weight: ScaledWeight, places: int) -> DownPlan:
 
 def _plan_down_fp4(features: int, places: int) -> DownPlan:
     """Sizes with which each thread has a word's place in a row for itself; see `add_tile_`. The
-    best of 31 on an H200 for gpt-oss-120b's shape."""
+    best of 31 on an H200 for gpt-oss-120b's shape, and of 48 for DeepSeek-V4-Flash's, which has
+    6 places: a block of 4 would be half empty."""
     block_f = fewest_steps(features, 1024)
-    block_p = min(_PLACES_OF_FP4, triton.next_power_of_2(places))
+    rows, block_p = _FEATURES_OF_DOWN, min(_PLACES_OF_FP4, triton.next_power_of_2(places))
+    if places % _PLACES_OF_FP4 == _PLACES_OF_FP4 // 2:
+        rows, block_p = rows // 2, _PLACES_OF_FP4 // 2
     return {
-        "ROWS": _FEATURES_OF_DOWN,
+        "ROWS": rows,
         "BLOCK_P": block_p,
         "BLOCK_F": block_f,
         "AHEAD": 1,
