@@ -2,8 +2,9 @@
 
 - A head may have `MAX_HEAD_BYTES` and take `HEAD_SECONDS`. `body.py` bounds the bytes and seconds
   of a body, and `BodyMeter` the overhead of its chunks.
-- One request is parsed at a time; data after it waits until it is answered. The connection is
-  paused at `MAX_HEAD_BYTES` of it. Until then a client that leaves is noticed.
+- One request is parsed at a time; data after it waits until it is answered. Over `MAX_AHEAD_BYTES`
+  of it are discarded, and the answer ends the connection: it is read on, because the kernel tells
+  of a client that leaves only behind all that it sent.
 - An answer that comes before the whole body ends the connection. The rest of the body is discarded
   unparsed, for a while, so that the client can read the answer (`_discard`).
 - A connection is paused at `MAX_UNREAD_BYTES` of a body that its endpoint has not read.
@@ -53,6 +54,8 @@ a server that closes first breaks a request that is just being sent."""
 MAX_UNREAD_BYTES: Final = 256 * KIB
 """A connection is paused while more than this of a body waits for its endpoint. asyncio receives as
 much at once."""
+MAX_AHEAD_BYTES: Final = 64 * KIB
+"""Most data that waits behind a request which is not answered yet: hundreds of small requests."""
 MAX_WAITING_BYTES: Final = GIB
 """Most memory that answers which wait for their clients take, over all connections."""
 WAITING_SECONDS: Final = 5.0
@@ -143,7 +146,7 @@ class BoundedProtocol(asyncio.Protocol):
         """The timer is that of a head."""
         self._discarding = False
         self._discarded = 0
-        """Bytes thrown away."""
+        """Bytes thrown away. If there are any, the connection ends with its answer."""
 
     # ---- life ------------------------------------------------------------------------------
 
@@ -227,7 +230,7 @@ class BoundedProtocol(asyncio.Protocol):
     # ---- requests come in ------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._discarding:
+        if self._discarding or self._discarded:
             self._discarded += len(data)
             if self._discarded > DISCARD_BYTES:
                 self.transport.close()
@@ -244,8 +247,9 @@ class BoundedProtocol(asyncio.Protocol):
                 data = self._take_body(data, self._request)
             else:
                 self._ahead = bytes(data).lstrip(b"\r\n")
-                if len(self._ahead) > MAX_HEAD_BYTES:
-                    self._pause_reading()
+                if len(self._ahead) > MAX_AHEAD_BYTES:
+                    self._discarded, self._ahead = len(self._ahead), b""
+                    self._request.keep_alive = False
                 return
         if self._request is None and not (self._awaits_head or self._discarding):
             self._await_head()
@@ -337,7 +341,7 @@ class BoundedProtocol(asyncio.Protocol):
         if request is None or self.transport.is_closing() or self._discarding:
             return
         if not request.keep_alive:
-            if request.more_body or self._ahead:
+            if request.more_body or self._ahead or self._discarded:
                 self._discard()
             else:
                 self.transport.close()

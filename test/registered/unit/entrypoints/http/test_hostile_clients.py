@@ -35,19 +35,25 @@ class Served(Application):
 
     def __init__(self) -> None:
         get = [Route(f"/{one.__name__}", one, methods=["GET"]) for one in (
-            self.large, self.small, self.wait, self.hold, self.pour,
+            self.large, self.small, self.late, self.wait, self.hold, self.pour,
         )]  # fmt: skip
         super().__init__([*get, Route("/read", self.read, methods=["POST"])])
         self.server = BoundedServer(self, port=get_free_port())
         self.state = self.server.server_state
         self.num_large = self.num_reading = self.num_waiting = self.num_left = 0
         self.num_poured = 0
+        self.is_late = threading.Event()
 
     async def large(self, request: Request) -> Response:
         self.num_large += 1
         return Response(LARGE)
 
     async def small(self, request: Request) -> Response:
+        return Response(b"small")
+
+    async def late(self, request: Request) -> Response:
+        while not self.is_late.is_set():
+            await asyncio.sleep(0.01)
         return Response(b"small")
 
     async def read(self, request: Request) -> Response:
@@ -133,7 +139,9 @@ def test_who_asks_on_without_reading_gets_no_more_answers(served: Served) -> Non
         assert all(read_answer(deaf) == LARGE for _ in range(count))
 
 
-@pytest.mark.parametrize("behind", [b"", b"\r\n", b"GET /small HT", GET % b"/small" * 3])
+@pytest.mark.parametrize(
+    "behind", [b"", b"\r\n", b"GET /small HT", GET % b"/small" * 3, bytes(1 << 20)]
+)
 def test_a_client_that_leaves_is_noticed_whatever_it_sent_ahead(
     served: Served, behind: bytes
 ) -> None:
@@ -142,6 +150,39 @@ def test_a_client_that_leaves_is_noticed_whatever_it_sent_ahead(
         assert wait_until(lambda: served.num_waiting == 1, WAIT_S)
     assert wait_until(lambda: served.num_left == 1, WAIT_S / 2)
     assert wait_until(lambda: not (served.state.connections or served.state.tasks), WAIT_S)
+
+
+def test_who_sends_too_much_ahead_gets_one_answer_and_the_end(served: Served) -> None:
+    count = protocol.MAX_AHEAD_BYTES // len(GET % b"/small") + 2
+    with served.connect() as peer:
+        peer.sendall(GET % b"/late")
+        peer.sendall(GET % b"/small" * count)
+        assert wait_until(lambda: all(one._discarded for one in served.state.connections), WAIT_S)
+        served.is_late.set()
+        answer = b"".join(iter(lambda: peer.recv(65536), b""))
+        assert len(served.state.connections) == 1, "a close would reset it if more comes"
+    assert answer.count(b"HTTP/1.1 200") == 1 and b"connection: close" in answer
+
+
+def test_who_sends_much_ahead_gets_all_answers(served: Served) -> None:
+    count = protocol.MAX_AHEAD_BYTES // len(GET % b"/small")
+    with served.connect() as peer:
+        peer.sendall(GET % b"/late")
+        peer.sendall(GET % b"/small" * count)
+        assert wait_until(lambda: any(one._ahead for one in served.state.connections), WAIT_S)
+        served.is_late.set()
+        assert all(read_answer(peer) == b"small" for _ in range(1 + count))
+
+
+def test_who_never_stops_sending_ahead_is_let_go(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "DISCARD_BYTES", 1 << 20)
+    with served.connect() as peer:
+        peer.sendall(GET % b"/wait")
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            peer.sendall(bytes(64 << 20))
+    assert wait_until(lambda: served.num_left == 1, WAIT_S)
 
 
 @pytest.mark.parametrize(
