@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import device_runtime
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import ForwardBatch, StateBatch
 from sglang.srt.layers.triton_ops.arguments import DeltaChunks
 
 CHUNK: Final = 64
@@ -243,6 +243,13 @@ class ExtendPlan:
         return rows.view(*self.chunk_tokens.shape, *x.shape[1:]).transpose(1, 2).contiguous()
 
 
+def _states_of(forward_batch: ForwardBatch) -> tuple[StateBatch, Sequence[int]]:
+    """The states of a prefill, and the new tokens of each request."""
+    states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
+    assert states is not None and num_new is not None, "the maker of the batch gave it states"
+    return states, num_new
+
+
 def kernel_plan_of(forward_batch: ForwardBatch, chunk: int = CHUNK) -> ShortPlan | ChunkPlan:
     """The plan of a prefill for fused kernels, by its length; the first layer that asks makes it.
 
@@ -251,8 +258,7 @@ def kernel_plan_of(forward_batch: ForwardBatch, chunk: int = CHUNK) -> ShortPlan
     Args:
         chunk: Tokens that the rule computes at once, the same in all layers.
     """
-    states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
-    assert states is not None and num_new is not None, "the maker of the batch gave it states"
+    states, num_new = _states_of(forward_batch)
     if states.plan is None:
         ids = forward_batch.input_ids
         if len(ids) <= SHORT:
@@ -266,8 +272,7 @@ def kernel_plan_of(forward_batch: ForwardBatch, chunk: int = CHUNK) -> ShortPlan
 def token_bounds_of(forward_batch: ForwardBatch) -> torch.Tensor:
     """`ShortPlan.bounds` of a prefill, for layers without a rule. They are made anew where no plan
     of kernels is at hand: recurrent layers whose shapes these do not take have another plan."""
-    states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
-    assert states is not None and num_new is not None, "the maker of the batch gave it states"
+    states, num_new = _states_of(forward_batch)
     if isinstance(states.plan, ShortPlan | ChunkPlan):
         return states.plan.bounds
     return ShortPlan.of(num_new, None, forward_batch.input_ids.device).bounds
@@ -284,8 +289,7 @@ def extend_plan_of(
     """
     if not forward_batch.forward_mode.is_extend():
         return None
-    states, num_new = forward_batch.states, forward_batch.extend_seq_lens_cpu
-    assert states is not None and num_new is not None, "the maker of the batch gave it states"
+    states, num_new = _states_of(forward_batch)
     if states.plan is None:
         device = forward_batch.input_ids.device
         states.plan = ExtendPlan.of(num_new, states.track_lens_cpu, kernel, device, chunk)
