@@ -283,9 +283,10 @@ def _notes(
         )
     if own.prefill_tokens_s is None:
         notes.append(
-            "prefills are estimated from shapes, with an H200's rates in bf16, and ranks that "
-            "divide all work (fp8 is up to 1.4 times as fast; sums of ranks take time): "
-            "sglang.bench_one_batch measures them, --prefill-tokens-s takes a rate"
+            "prefills are estimated from shapes and the rate of a large product, as efficient as "
+            "an H200's in bf16, with ranks that divide all work (fp8 is up to 1.4 times as fast; "
+            "sums of ranks take time): sglang.bench_one_batch measures them, --prefill-tokens-s "
+            "takes a rate"
         )
     return notes
 

@@ -96,13 +96,17 @@ def weights_text(plan_weights: Sequence[dict[str, Any]]) -> str:
     return _table(head, rows)
 
 
+def _parameters(count: float) -> str:
+    return f"{count / 1e9:,.2f} billion" if count >= 1e8 else f"{count / 1e6:,.2f} million"
+
+
 def to_text(plan: Plan) -> str:
     """The plan as tables."""
     machine, reads = plan.machine, plan.reads
     blocks = [
         _wrapped(
-            f"{plan.model}: {plan.architecture}, {plan.parameters.total / 1e9:,.2f} billion "
-            f"parameters, {plan.parameters.active / 1e9:,.2f} for each token; --tp-size "
+            f"{plan.model}: {plan.architecture}, {_parameters(plan.parameters.total)} "
+            f"parameters, {_parameters(plan.parameters.active)} for each token; --tp-size "
             f"{plan.tp_size}, pages of {plan.page_size} tokens"
         ),
         f"{machine['name']} ({machine['kind']})\n"

@@ -242,6 +242,11 @@ def test_the_text_has_every_table(qwen: str, capsys: pytest.CaptureFixture[str])
     assert "the store has" in text and "under best_effort" not in text
 
 
+def test_the_text_counts_small_models_in_millions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--machine", "h100"]) == 0
+    assert "1.99 million parameters, 1.58 million for" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "flags", [("--machine", "h100", "--trace", str(EXCERPT)),
               ("--tp-size", "2", "--device", "cpu", "--mem-fraction-static", "0.5")],
