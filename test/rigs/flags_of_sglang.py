@@ -90,6 +90,7 @@ REFUSED: Final = {
     feature: _flags(text)
     for feature, text in {
         "Apple's MLX": "mlx-enable-sampling",
+        "diffusion models": "model-type=auto:diffusion",
         "Ray": "use-ray",
         "speculative decoding other than": """
             decoupled-spec-bind-endpoint:tcp://*:1 decoupled-spec-connect-endpoints:tcp://a:1

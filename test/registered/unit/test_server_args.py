@@ -145,10 +145,10 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         (["--zzz"], "unknown flag --zzz; --help lists"),
         (["--log-requests", "true"], "'true' belongs to no flag"),
         (["--lora-paths", "x"], "--lora-paths: SGLang has it, this engine does not: LoRA"),
-        (["--speculative-algorithm=NGRAM"], "--speculative-algorithm NGRAM: choose one of NEXTN"),
+        (["--speculative-algorithm=NGRAM"], "NGRAM: SGLang has it, .* use NEXTN, whose"),
         (["--dp-size", "2"], "python -m sglang_router.launch_server starts several"),
         (["--torchao-config", "int4wo-128"], "does not: quantization at load"),
-        (["--quantization", "bitsandbytes"], "bitsandbytes: choose one of fp8, compressed-tensors"),
+        (["--quantization", "bitsandbytes"], "bitsandbytes: SGLang has it, .* leave the flag out"),
         (
             ["--constrained-json-whitespace-pattern", " "],
             "does not yet: a whitespace pattern for constrained JSON",

@@ -140,7 +140,7 @@ SGLANG_FLAGS: Final = (
         asr_max_concurrent_sessions=32"""),
     _row(_NEVER, "embedding and reward models", """is_embedding enable_score* enable_mis
         multi_item_scoring_*"""),
-    _row(_NEVER, "diffusion models", "dllm_*"),
+    _row(_NEVER, "diffusion models", "dllm_* model_type=auto|llm"),
     _row(_NEVER, "offloading weights", """cpu_offload_gb=0 offload_mode=cpu
         offload_group_size=-1 offload_num_in_group=1 offload_prefetch_step=1 offload_* kt_*
         enable_paged_experts paged_experts_* ple_offload_backend=pinned ple_offload_*"""),
@@ -328,6 +328,15 @@ _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("npcache", "gguf", "bitsandbytes", "layered", "mistral", "sharded_state", "remote",
             "flash_rl", "runai_streamer", "fastsafetensors", "private"),
         "use a checkpoint in safetensors",
+    ),
+    "speculative_algorithm": (
+        ("EAGLE3", "STANDALONE", "NGRAM", "DFLASH", "DSPARK"),
+        "use NEXTN, whose drafts come from the checkpoint's own layer",
+    ),
+    "quantization": (
+        ("bitsandbytes", "gguf", "modelopt", "modelopt_fp8", "modelopt_fp4", "moe_wna16", "mxfp4",
+            "w8a8_fp8", "w8a8_int8", "quark", "quark_mxfp4", "auto-round", "petit_nvfp4"),
+        "leave the flag out: config.json names the format, and docs/models.md those that are here",
     ),
     "kv_cache_dtype": (("fp8_e5m2", "fp4_e2m1"), "use bfloat16 or fp8_e4m3"),
     "disaggregation_transfer_backend": (("mori", "ascend"), "use mooncake"),
