@@ -14,6 +14,7 @@ import pytest
 from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 from sglang.srt.entrypoints.http.body import Refused, marks_of
 from sglang.srt.entrypoints.openai.protocol import ChatBody
+from sglang.srt.entrypoints.openai.routes import OTHER_WORK
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-b-test-cpu")
@@ -44,9 +45,11 @@ def test_embeddings_and_rankings_are_refused_by_name(client: openai.OpenAI) -> N
     with pytest.raises(openai.APIStatusError, match="'echo' generates text") as refusal:
         client.embeddings.create(model="echo", input="hi")
     assert refusal.value.status_code == 501
-    with pytest.raises(openai.APIStatusError, match=r"no rankings: .*a reranker") as refusal:
-        client.post("/rerank", body={"query": "a", "documents": ["b"]}, cast_to=object)
-    assert refusal.value.status_code == 501
+    for path in OTHER_WORK:
+        url = str(client.base_url.join(path))
+        with pytest.raises(openai.APIStatusError, match=r"no .* of a model that") as refusal:
+            client.post(url, body={"query": "a", "documents": ["b"]}, cast_to=object)
+        assert refusal.value.status_code == 501
 
 
 def test_a_chat_has_a_message_and_usage(client: openai.OpenAI) -> None:
