@@ -8,6 +8,7 @@ hangs is free again once its agent has ended.
 
 from __future__ import annotations
 
+import atexit
 import base64
 import binascii
 import contextlib
@@ -48,6 +49,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
 )
 from sglang.srt.utils.background_call import CallThreads
 from sglang.srt.utils.logging_utils import RateLimitedLogger
+from sglang.srt.utils.network import wait_until
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ _MAX_ENCODED: Final = 4 * MIB
 """Most characters of a peer's metadata. 130 ranges have 8,200."""
 _PROGRESS_S: Final = 0.005
 """Seconds between two chances for peers to connect; a connection takes a few."""
+_CLOSE_S: Final = 5.0
+"""Most seconds that `close` waits for transfers; they end with their next look at a read."""
 _POLL_S: Final = (0.0002, 0.004)
 """Least and most seconds between two looks at a read."""
 
@@ -219,11 +223,20 @@ class NixlTransferEngine:
         self._peers.forget(session_id)
 
     def close(self) -> None:
-        """End the engine. Transfers in flight end by themselves. Idempotent; only `close` may be
-        called afterwards."""
+        """End the engine, its transfers and its threads. Idempotent; only `close` may be called
+        afterwards.
+
+        It has to be called before the process ends: Python ends threads in the middle of a call of
+        NIXL, and C++ then ends the process by SIGABRT.
+        """
         if self._peers.close(self._threads):
             self._ends.set()
+            with self._lock:
+                for link in self._links:
+                    link.is_broken = True
             self._progress.join()
+            if not wait_until(lambda: not self._threads.num_busy, _CLOSE_S):
+                logger.warning("%d transfers do not end", self._threads.num_busy)
             self._home.end()
 
     def _make_progress(self) -> None:
@@ -240,6 +253,8 @@ class NixlTransferEngine:
         """A new agent that is connected to a peer. Raises RemoteFailed, or RuntimeError if UCX does
         not start or refuses the memory."""
         with self._lock:
+            if self._ends.is_set():
+                raise RemoteFailed("this process shuts down")
             self._num_links += 1
             link = _Link(self._make_agent(f"{self._name}-{self._num_links}"), "")
             self._links.append(link)
@@ -425,10 +440,12 @@ _engine: NixlTransferEngine | None = None
 
 
 def init_nixl_transfer_engine(hostname: str, ib_device: str | None) -> NixlTransferEngine:
-    """Start the engine of this process, once. Raises like `NixlTransferEngine`."""
+    """Start the engine of this process, once; it ends with the process. Raises like
+    `NixlTransferEngine`."""
     global _engine
     assert _engine is None, "started already"
     _engine = NixlTransferEngine(hostname, ib_device)
+    atexit.register(_engine.close)
     return _engine
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import subprocess
 import sys
 import threading
 import types
@@ -25,6 +26,7 @@ from sglang.srt.distributed.device_communicators.nixl_library import (
 )
 from sglang.srt.distributed.device_communicators.nixl_transfer_engine import (
     NixlTransferEngine,
+    _Peer,
     parse_session_id,
 )
 from sglang.srt.distributed.device_communicators.transfer_types import (
@@ -300,6 +302,35 @@ def test_memory_is_free_once_the_agent_of_a_hanging_read_has_ended(
     assert {type(first.error), type(second.error)} == {PeerUnreachable}
     monkeypatch.setattr(FakeAgent, "end", end)
     engine.batch_deregister([HERE])
+
+
+def test_the_end_waits_for_reads_that_hang(engine: NixlTransferEngine, agents: Agents) -> None:
+    agents.hangs = True
+    hanging = engine.begin(PEER, TransferOp.READ, blocks(1), timeout=None)
+    assert wait_until(lambda: len(agents.made) == 2 and len(agents.made[1].reads) == 1, 20)
+    engine.close()
+    assert hanging.is_settled and all(one.has_ended for one in agents.made)
+    assert not engine._progress.is_alive() and not engine._threads.num_busy
+    late = _Peer(engine, "there", b"meta")
+    with pytest.raises(PeerUnreachable, match="this process shuts down"), late.link():
+        pass
+
+
+def test_the_engine_of_a_process_ends_with_it() -> None:
+    """Python would end the threads in the middle of a call of NIXL, and C++ then the process."""
+    script = """
+import sys, time
+from sglang.srt.distributed.device_communicators import nixl_transfer_engine as module
+class Agent:
+    def progress(self): pass
+    def end(self): print("ended", flush=True)
+engine = module.NixlTransferEngine
+module.NixlTransferEngine = lambda *_: engine("127.0.0.1", make_agent=lambda name: Agent())
+module.init_nixl_transfer_engine("127.0.0.1", None)
+sys.exit(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.stdout, ended.returncode) == ("ended\n", 3), ended.stderr
 
 
 def test_a_read_begins_only_in_time(engine: NixlTransferEngine, agents: Agents) -> None:
