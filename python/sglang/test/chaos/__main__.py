@@ -1,11 +1,11 @@
 """A whole system under chaos: python -m sglang.test.chaos [--seed N] [--minutes M] [--servers S]
-[--faults LABELS]
+[--faults LABELS] [--transport mooncake|nixl]
 
 Plain servers behind a router, and a prefill server and two decode servers behind another one; all
 over one Mooncake store of a master and three nodes. Clients ask questions with known answers,
 while processes are stopped, killed and restarted, the link to the master is slow, and a decode
-server becomes a prefill server and back. The seed gives times and targets (`agenda.draw_agenda`).
-Rules:
+server becomes a prefill server and back. The seed gives times and targets (`agenda.draw_agenda`),
+and the transport of pages. Rules:
 
 - No answer is wrong, each request ends before its deadline, each question is answered.
 - A request fails only if a fault closed its door, and with an error that says so. Graceful restarts
@@ -29,10 +29,8 @@ import random
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -51,7 +49,9 @@ from sglang.embedded_mooncake import (
     StoreNode,
 )
 from sglang.embedded_router import RESTART_FLAGS, Router
+from sglang.srt.arg_groups.disaggregation import TransferBackend
 from sglang.srt.constants import MIB
+from sglang.srt.distributed.device_communicators.nixl_library import has_nixl
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import base_url, can_connect, get_free_ports, is_healthy, wait_until
 from sglang.test.chaos.agenda import (
@@ -66,10 +66,12 @@ from sglang.test.chaos.agenda import (
     Kind,
     broken_rules,
     draw_agenda,
+    draw_transport,
     latencies,
     summary,
 )
 from sglang.test.chaos.load import Load
+from sglang.test.chaos.slow_link import SlowLink
 
 _NUM_CLIENTS: Final = 4
 _NODE_BYTES: Final = 128 * MIB
@@ -96,47 +98,6 @@ _SWITCH_FLAGS: Final = ("--enable-pd-role-switch", "--admin-api-key", _ADMIN_KEY
 _CACHE_FLAGS: Final = ("--hicache-ratio", "2", "--hicache-storage-prefetch-policy", "wait_complete")
 
 
-class SlowLink:
-    """A TCP address that leads to `port` of this machine; each piece of data waits `delay` seconds.
-
-    A thread accepts, and two carry the bytes of each connection; all are daemons.
-    """
-
-    def __init__(self, port: int) -> None:
-        self.delay = 0.0
-        self._target = port
-        self._server = socket.create_server((LOOPBACK, 0))
-        self.address = f"{LOOPBACK}:{self._server.getsockname()[1]}"
-        threading.Thread(target=self._accept, name="link", daemon=True).start()
-
-    def close(self) -> None:
-        """Accept no more connections."""
-        self._server.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._server.accept()
-                try:
-                    server = socket.create_connection((LOOPBACK, self._target))
-                except OSError:
-                    client.close()
-                    continue
-                for ends in ((client, server), (server, client)):
-                    threading.Thread(
-                        target=self._carry, args=ends, name="link", daemon=True
-                    ).start()
-
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                time.sleep(self.delay)
-                sink.sendall(data)
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
 class System:
     """All processes of a run. Main thread only: the processes end with it.
 
@@ -144,7 +105,7 @@ class System:
         log_dir: An existing directory.
     """
 
-    def __init__(self, num_servers: int, log_dir: Path) -> None:
+    def __init__(self, num_servers: int, transport: TransferBackend, log_dir: Path) -> None:
         self.broken: list[str] = []
         """A line for each broken rule."""
         self._sessions: dict[int, str] = {}
@@ -175,6 +136,7 @@ class System:
             engines[name] = self._engine(
                 name,
                 *("--disaggregation-mode", "prefill" if name == PREFILL else "decode"),
+                *("--disaggregation-transfer-backend", transport),
                 *("--disaggregation-bootstrap-port", str(bootstrap), "--enable-metrics"),
                 *("--disaggregation-decode-enable-offload-kvcache",) * (name != PREFILL),
                 *(*_CACHE_FLAGS, *_SWITCH_FLAGS),
@@ -412,13 +374,18 @@ def _members(session: int) -> list[str]:
 
 
 def run(
-    seed: int, seconds: float, num_servers: int, log_dir: Path, faults: Sequence[str] = ()
+    seed: int,
+    seconds: float,
+    num_servers: int,
+    transport: TransferBackend,
+    log_dir: Path,
+    faults: Sequence[str] = (),
 ) -> list[str]:
     """Run the agenda of `seed` and print what happened; returns a line for each broken rule."""
     agenda = draw_agenda(seed, seconds, num_servers, faults)
-    print(f"seed {seed}, logs in {log_dir}")
+    print(f"seed {seed}, over {transport}, logs in {log_dir}")
     print("\n".join(f"{one.at:7.1f} s  {one.kind} {one.target} {one.seconds}" for one in agenda))
-    system = System(num_servers, log_dir)
+    system = System(num_servers, transport, log_dir)
     with ExitStack() as stack:
         system.start(stack)
         print("all processes run", flush=True)
@@ -463,6 +430,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--faults", default="", help='these alone: "stop master,stop node,delay link to the master"'
     )
+    parser.add_argument("--transport", type=TransferBackend, help="mooncake or nixl [drawn]")
     args = parser.parse_args(argv)
     faults = [label for label in args.faults.split(",") if label]
     try:
@@ -476,7 +444,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = secrets.randbits(31) if args.seed is None else args.seed
     log_dir = Path(tempfile.mkdtemp(prefix="sglang-chaos-"))
     try:
-        broken = run(seed, 60 * args.minutes, args.servers, log_dir, faults)
+        if not has_nixl():
+            print("NIXL is not drawn: no package nixl-cu13 (extra nixl)")
+        over = args.transport or draw_transport(seed)
+        broken = run(seed, 60 * args.minutes, args.servers, over, log_dir, faults)
     except ChildStartError as error:
         broken = [str(error)]
     if not broken:

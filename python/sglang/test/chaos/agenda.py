@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from sglang.srt.arg_groups.disaggregation import TransferBackend
+from sglang.srt.distributed.device_communicators.nixl_library import has_nixl
+
 PD: Final = "pd"
 """Door of the router before prefill and decode servers."""
 POOL: Final = "pool"
@@ -84,6 +87,12 @@ class Event:
         if self.target == PREFILL:
             return (PD,)
         return (PD,) if self.target.startswith("decode ") and self.kind == Kind.KILL else ()
+
+
+def draw_transport(seed: int) -> TransferBackend:
+    """Mooncake moves pages between prefill and decode servers, or NIXL if its package is there."""
+    both = (TransferBackend.MOONCAKE, TransferBackend.NIXL)
+    return both[seed % 2] if has_nixl() else both[0]
 
 
 def draw_agenda(

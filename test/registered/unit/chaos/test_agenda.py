@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from sglang.test.chaos import agenda
 from sglang.test.chaos.agenda import (
     AFTERMATH_S,
     LINK,
@@ -23,6 +24,7 @@ from sglang.test.chaos.agenda import (
     Tiers,
     broken_rules,
     draw_agenda,
+    draw_transport,
     latencies,
     summary,
 )
@@ -45,6 +47,13 @@ def test_a_seed_gives_the_same_agenda_and_another_one_another() -> None:
     # A shorter run has the first events of a longer one.
     short = draw_agenda(7, 60.0, 3)
     assert short == draw_agenda(7, 600.0, 3)[: len(short)]
+
+
+def test_a_seed_draws_a_transport_of_this_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agenda, "has_nixl", lambda: True)
+    assert [draw_transport(seed) for seed in (1, 2)] == ["nixl", "mooncake"]
+    monkeypatch.setattr(agenda, "has_nixl", lambda: False)
+    assert [draw_transport(seed) for seed in (1, 2)] == ["mooncake", "mooncake"]
 
 
 def test_no_event_begins_before_the_one_before_it_ends_or_after_the_run() -> None:

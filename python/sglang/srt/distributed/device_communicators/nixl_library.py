@@ -13,6 +13,7 @@ environment. The defaults here differ from UCX's in three ways:
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,11 @@ class UnknownRemoteRange(Exception):
 
 class RemoteFailed(Exception):
     """The peer is gone, or UCX cannot read its memory; the message has NIXL's word."""
+
+
+def has_nixl() -> bool:
+    """True if there is a package; it may lack a library."""
+    return any(importlib.util.find_spec(name) for name in PACKAGES)
 
 
 def load_nixl() -> ModuleType:
