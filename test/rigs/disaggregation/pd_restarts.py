@@ -1,10 +1,11 @@
 """A prefill process with HiCache, a Mooncake Store and a Transfer Engine, ended again and again.
 
-    python -m rigs.disaggregation.pd_restarts --times 50
+    python -m rigs.disaggregation.pd_restarts --times 50 [--transport nixl]
 
 Mooncake is loaded twice in one process, as store client and as Transfer Engine, over TCP. Each
 process serves what the last one left in the store to a decode process of the same kind. Every other
-process ends in order and must exit with 0; the others are killed while a prompt is read from them.
+process ends in order and must exit with 0; the others are killed while a prompt is read from them,
+or over NIXL, whose reads cannot be held, before it is computed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rigs.schedulers import checkable_model
 from rigs.schedulers.scheduler_rig import greedy, prompt
 from rigs.stores.mooncake_cluster import MooncakeCluster
 from sglang.embedded_mooncake import LOOPBACK
-from sglang.srt.arg_groups.disaggregation import DisaggregationMode
+from sglang.srt.arg_groups.disaggregation import DisaggregationMode, TransferBackend
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.messages.io_struct import (
     Bootstrap,
@@ -61,17 +62,17 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_restarts(times: int) -> Outcome:
+def run_restarts(times: int, over: TransferBackend = TransferBackend.MOONCAKE_TCP) -> Outcome:
     """One run. Raises AssertionError for wrong words, a crash, or a prompt that the store has
     lost."""
     began = time.monotonic()
     outcome = Outcome()
     with MooncakeCluster(segment_size="64mb") as cluster:
         env = {**_ENV, **cluster.engine_env()}
-        with RoleProcess(DisaggregationMode.DECODE, env, **_ARGS) as decode:
+        with RoleProcess(DisaggregationMode.DECODE, env, over=over, **_ARGS) as decode:
             for number in range(times):
-                with RoleProcess(DisaggregationMode.PREFILL, env, **_ARGS) as prefill:
-                    _live(prefill, decode, number, outcome)
+                with RoleProcess(DisaggregationMode.PREFILL, env, over=over, **_ARGS) as prefill:
+                    _live(prefill, decode, number, over, outcome)
             decode.until(lambda facts: facts.is_idle and not facts.num_reads)
             decode.check()
             assert decode.stop() == 0
@@ -79,7 +80,13 @@ def run_restarts(times: int) -> Outcome:
     return outcome
 
 
-def _live(prefill: RoleProcess, decode: RoleProcess, number: int, outcome: Outcome) -> None:
+def _live(
+    prefill: RoleProcess,
+    decode: RoleProcess,
+    number: int,
+    over: TransferBackend,
+    outcome: Outcome,
+) -> None:
     """One prefill process, to its end."""
     message = _message(f"shared {number}", prompt(1, _LENGTH, 1000), prefill, 2 * number + 1)
     for process in (prefill, decode):
@@ -96,11 +103,14 @@ def _live(prefill: RoleProcess, decode: RoleProcess, number: int, outcome: Outco
         assert status == 0, f"process {number} exited with {status}"
         outcome.ended += 1
     else:
-        decode.set(hold=True)
+        holds = over != TransferBackend.NIXL
+        decode.set(hold=holds)
+        prefill.set(pause=not holds)
         read = _message(f"read {number}", prompt(number, 100, 1000), prefill, 2 * number + 2)
         for process in (prefill, decode):
             process.send(read)
-        decode.until(lambda facts: facts.num_reads > 0)
+        if holds:
+            decode.until(lambda facts: facts.num_reads > 0)
         prefill.signal(signal.SIGKILL)
         decode.set(hold=False)
         assert decode.end_of(read.rid).reason.status_code == 503
@@ -132,8 +142,9 @@ def assert_good(outcome: Outcome, times: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--transport", type=TransferBackend, default=TransferBackend.MOONCAKE_TCP)
     args = parser.parse_args(argv)
-    outcome = run_restarts(args.times)
+    outcome = run_restarts(args.times, args.transport)
     assert_good(outcome, args.times)
     print(outcome)
     return 0
