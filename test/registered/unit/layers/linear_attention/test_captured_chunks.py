@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.device.state_pool import state_pool
 from sglang.srt.model_executor.extend_graph_runner import ExtendGraphRunner, Size
 from sglang.test.ci.ci_register import register_cuda_ci
 
-register_cuda_ci(est_time=40, suite="base-b-test-1-gpu-large")
+register_cuda_ci(est_time=120, suite="base-b-test-1-gpu-large")
 
 from rigs.layers.replayed_graphs import replayed_driver  # noqa: E402
 

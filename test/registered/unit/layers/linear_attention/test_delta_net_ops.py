@@ -20,7 +20,7 @@ from sglang.srt.layers.triton_ops.arguments import MOST_TAPS, KdaProjected
 from sglang.srt.mem_cache.device.state_pool import MambaPool
 from sglang.test.ci.ci_register import register_cuda_ci
 
-register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
+register_cuda_ci(est_time=60, suite="base-b-test-1-gpu-large")
 
 
 Make = Callable[..., DeltaLayer]
