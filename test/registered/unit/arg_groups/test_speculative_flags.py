@@ -56,7 +56,7 @@ def test_flags_set_a_steps_tokens(argv: tuple[str, ...], tokens: int) -> None:
             (*NEXTN, "--speculative-accept-threshold-single", "0.5"),
             "--speculative-accept-threshold-single: SGLang has it, this engine does not",
         ),
-        (("--speculative-algorithm", "STANDALONE"), "STANDALONE: choose one of NEXTN, EAGLE"),
+        (("--speculative-algorithm", "STANDALONE"), "STANDALONE: SGLang has it.* use NEXTN"),
     ],
 )
 def test_refusals_name_the_flag_and_the_remedy(argv: tuple[str, ...], message: str) -> None:
