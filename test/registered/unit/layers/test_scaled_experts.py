@@ -176,6 +176,15 @@ def test_the_second_product_may_have_many_tiles(kind: str, monkeypatch: pytest.M
     check_few_tokens(2, experts, pair(kind, seed=7, is_wide=True))
 
 
+def test_blocks_of_places_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six experts of 4-bit floats are three blocks of two; four of them are one block."""
+    monkeypatch.setitem(globals(), "EXPERTS", 8)
+    monkeypatch.setitem(globals(), "TOP_K", 6)
+    experts = pair("fp4", EXPERTS)
+    assert [few_experts.plan_down(experts[1], places)["BLOCK_P"] for places in (4, 6)] == [4, 2]
+    check_few_tokens(1, experts, None)
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_shared_expert_of_another_kind_is_added(tokens: int) -> None:
     """Plain beside 4 bits, as in Kimi-K2-Thinking, and fp8 beside 4 bits."""
