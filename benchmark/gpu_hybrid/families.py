@@ -140,8 +140,8 @@ GLM-5.3-Flash with 12 of 45 layers (3 dense, 3 of attention) and 96 of 288 exper
 the configuration, class of the model, fields."""
 EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts")
 """Names of the field with the number of experts."""
-RECURRENT: Final = ("qwen3_next", "kimi_linear", "nemotron_h", "glm5_next", "deepseek_v4")
-"""Families of which only a few states are kept in L1, so that four times as many fit into L2."""
+STATEFUL: Final = ("qwen3_next", "kimi_linear", "nemotron_h", "glm5_next", "deepseek_v4")
+"""Families with large states: servers keep few in L1, so L2 has room for four times as many."""
 
 
 def add_families(parser: argparse.ArgumentParser) -> None:

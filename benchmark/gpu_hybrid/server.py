@@ -10,7 +10,7 @@ from typing import Final
 
 from benchmark.command import Command
 from benchmark.gpu_hybrid.families import (
-    RECURRENT,
+    STATEFUL,
     add_families,
     length_of,
     model_of,
@@ -34,7 +34,7 @@ def measure_server(family: str, model: str, report: Report) -> None:
     flags = ["--max-total-tokens", str(2 * length + 2048), "--enable-hierarchical-cache",
              "--page-size", str(page_of(family)), "--hicache-ratio", "4",
              "--max-running-requests", "8"]  # fmt: skip
-    if family in RECURRENT:
+    if family in STATEFUL:
         flags += ["--max-mamba-cache-size", "32"]
     medians: dict[str, float] = {}
     server = EngineServer("--device", "cuda", *DUMMY_FLAGS, *flags, model=model)

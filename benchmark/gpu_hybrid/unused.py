@@ -9,7 +9,7 @@ import argparse
 from typing import Final
 
 from benchmark.command import Command
-from benchmark.gpu_hybrid.families import RECURRENT, add_families, model_of
+from benchmark.gpu_hybrid.families import STATEFUL, add_families, model_of
 from benchmark.prompts import random_prompt
 from benchmark.report import Report
 from benchmark.servers import VOCABULARY, UnusedLoad, compare_unused, started
@@ -24,7 +24,7 @@ L2: Final = ("--enable-hierarchical-cache", "--hicache-size", "12")
 
 
 def measure_unused(family: str, model: str, rounds: int, report: Report) -> None:
-    states = ("--max-mamba-cache-size", "160") if family in RECURRENT else ()
+    states = ("--max-mamba-cache-size", "160") if family in STATEFUL else ()
     with_l2 = f"+ L2, {family}"
     servers = {
         "GPU only": EngineServer(*PLAIN, *states, model=model),

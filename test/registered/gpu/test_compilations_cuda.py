@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 
-from benchmark.gpu_hybrid.families import RECURRENT, model_of
+from benchmark.gpu_hybrid.families import STATEFUL, model_of
 from rigs.models.qwen3_8b import DUMMY_FLAGS, dummy_model
 from rigs.servers.engine_server import EngineServer
 from sglang.serve_pd import count_gpus
@@ -65,7 +65,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
             model = stack.enter_context(make(layers=LAYERS[family], **checkpoint))
             # Grammars need a token that ends them.
             (Path(model) / "generation_config.json").write_text('{"eos_token_id": 7}')
-            states = ("--max-mamba-cache-size", "64") if family in RECURRENT else ()
+            states = ("--max-mamba-cache-size", "64") if family in STATEFUL else ()
             made[name] = EngineServer(
                 "--device", "cuda", *DUMMY_FLAGS, "--page-size", "64",
                 "--max-total-tokens", "20480", "--max-running-requests", "32",
