@@ -1,9 +1,10 @@
 """Hit rates and times that `gpu-hybrid turns` should give, with L2 and without.
 
 Conversations of clients that wait for each other after each round, with a model that has recurrent
-states. As many requests run at once as L1 holds with their answers. Hits come from the engine's
-trees. Times come from figures that were measured on an H200 with 12 of Qwen3-Next's 48 layers: one
-server prefills the waiting requests for which there is room, and otherwise decodes. A few seconds.
+states. L1 bounds the requests that run at once: it holds prompts and answers. Hits come from the
+engine's trees. Times come from figures that were measured on an H200 with 12 of Qwen3-Next's 48
+layers: one server prefills the waiting requests for which there is room, and otherwise decodes. A
+few seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class BatchCosts(Costs):
     by_request: float
     """Added to a decode step for each request."""
     load: float
-    """Of a token that is loaded from L2."""
+    """Each token that is loaded from L2."""
 
 
 def h200_costs(layers: int) -> BatchCosts:
@@ -233,7 +234,7 @@ def _run_round(
 
 
 def expected(args: argparse.Namespace, costs: BatchCosts | None, *, l2: bool) -> Talked:
-    """What a server with L2, or without, should give."""
+    """The figures expected of a server, with L2 or without."""
     return timed(
         exchanges(args, l2=l2), costs,
         l1=args.l1, output_len=args.output_length, request_rate=args.request_rate,

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
 QUESTION = "The code of heron is 7391. The code of otter is 2846. What is the code of heron?"
 
 AT_ONCE: Final = 4
-"""Starts at once. With ten, one took longer than a start may, beside other work."""
+"""Starts at once. One of ten took longer than a start may, beside other work."""
 
 
 class Servers:

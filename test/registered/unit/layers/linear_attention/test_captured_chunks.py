@@ -81,7 +81,7 @@ def test_captured_prefills_give_what_chunks_without_graphs_give(
 
 
 def steps_of(driver: StepDriver) -> list[list[torch.Tensor]]:
-    """Of each step the logits, and the states and conv states of its request and snapshot."""
+    """Logits of each step, and the states and conv states of its request and snapshot."""
     pool = state_pool(driver.runner.pools.values())
     assert pool is not None
     found = []

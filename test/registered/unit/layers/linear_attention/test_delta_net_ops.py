@@ -243,7 +243,7 @@ REMAINDERS = range(1, 65) if DEVICE == "cuda" else (1, 15, 40, 63, 64)
 def test_padding_of_chunks_changes_no_bit(
     dtype: torch.dtype, make: Make, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in captured prefills, which have room for more tokens, requests and chunks."""
+    """Captured prefills have room for more tokens, requests and chunks than a step has."""
     poison_new_memory(monkeypatch)
     layer = make(dtype, num_heads=1, **WHOLE | changes)
     layer._kernels = KERNELS
