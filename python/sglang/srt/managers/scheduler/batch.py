@@ -145,8 +145,9 @@ def make_prefill_batch(
     """The tensors of a prefill step.
 
     A batch in which each request computes one token runs as a decode step: attention takes all
-    requests at once, and on CUDA one graph is replayed. The exception is a batch that waits for a
-    load from L2: it has a graph for each layer, and waits for the layer's load in between.
+    requests at once, and on CUDA one graph is replayed. The exceptions are a batch that waits for a
+    load from L2, which has a graph for each layer and waits for the layer's load in between, and
+    one that continues from states of the tree, which graphs of decode steps cannot read.
     """
     prefix_lens = [work.req.progress.kv_committed_len for work in works]
     extend_lens = [work.extend_len for work in works]
@@ -164,7 +165,8 @@ def make_prefill_batch(
     inputs = [_input_logprobs_of(work) for work in works] if return_logprob else []
     if not any(ids for _, ids in inputs):
         inputs = []
-    is_decode = max(extend_lens) == 1 and not inputs and hicache_consumer_index == -1
+    reads_tree = hicache_consumer_index != -1 or any(work.first_state for work in works)
+    is_decode = max(extend_lens) == 1 and not inputs and not reads_tree
     input_ids, rows_on_device, seq_lens_on_device, seeds, steps, positions = pools.columns(
         new_ids,
         rows,
