@@ -22,6 +22,8 @@ from sglang.srt.layers.forward_batch_info import (
 from sglang.srt.layers.radix_attention import LayerStep
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool, PagedDevicePool
 from sglang.srt.mem_cache.device.pool_registry import kv_pool, make_pools
+from sglang.srt.mem_cache.device.request_pool import RequestPool
+from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import PoolName
 from sglang.srt.models.deepseek_v4 import DeepseekV4Layer, DeepseekV4Model
 
@@ -156,6 +158,27 @@ class CompressedLayers:
         self.lens.update(zip(rows, total, strict=True))
         return error
 
+    def repeat(self, row: int, slot: int) -> torch.Tensor:
+        """Compute a snapshot's last token again, whose rows and keys are there. The request has the
+        snapshot's state then, as the runner would restore it."""
+        self._restore(row, slot)
+        length = self.lens[slot]
+        states = StateBatch(slots=self._ids([row]), first_slots=self._ids([slot]))
+        error = self._run(
+            ForwardMode.EXTEND, [row], self._ids([length - 1]), [length], states, None,
+            is_repeated=True, extend_prefix_lens_cpu=[length - 1], extend_seq_lens_cpu=[1],
+            req_pool_indices_cpu=[row - 1],
+        )  # fmt: skip
+        for world in self.worlds:
+            for pool in world.pools.values():
+                if isinstance(pool, StatePool):
+                    for buffer in pool.buffers:
+                        buffer[:, row] = buffer[:, slot]
+                elif isinstance(pool, RequestPool):
+                    pool.zero([row - 1])
+        self.lens[row] = length
+        return error
+
     def walk(self, seed: int, steps: int) -> torch.Tensor:
         """Run random steps, with snapshots at the ends of pages. Returns the largest error."""
         rng, worst = random.Random(seed), torch.zeros(())
@@ -167,7 +190,9 @@ class CompressedLayers:
                     self.lens[row] = 0
             known = [slot for slot in self.saved if rng.random() < 0.3]
             first = {row: rng.choice(known) for row in rows if known and rng.random() < 0.3}
-            if rng.random() < 0.5:
+            if known and rng.random() < 0.2:
+                error = self.repeat(rows[0], rng.choice(known))
+            elif rng.random() < 0.5:
                 error = self.decode(rows, first or None)
             else:
                 targets = [s for s in range(6, STATES + 1) if s not in first.values()]
@@ -191,11 +216,15 @@ class CompressedLayers:
         total: list[int],
         states: StateBatch,
         only: torch.Tensor | None,
+        *,
+        is_repeated: bool = False,
         **fields: Any,
     ) -> torch.Tensor:
         counts = fields.get("extend_seq_lens_cpu", [1] * len(rows))
         owners = torch.tensor([row - 1 for row in rows], device=self.device)
         loc = self.table[owners.repeat_interleave(self._ids(counts)), positions].long()
+        if is_repeated:
+            loc.zero_()
         layers: list[Any] = self.model.decoder_layers
         hidden = self.model.embed_tokens.weight.shape[-1]
         inputs = torch.randn(len(layers), len(positions), hidden, generator=self.numbers)

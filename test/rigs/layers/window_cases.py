@@ -141,20 +141,35 @@ class Windows:
             wanted.append(self.definition(inputs.q[i : i + 1].cpu(), self.contexts[slot]))
         return self.error(got, torch.cat(wanted))
 
+    def repeat(self, slot: int, source: int) -> torch.Tensor:
+        """Compute the last token of `source` again, for another slot. Returns as `extend`."""
+        context = self.contexts[source]
+        inputs = self.inputs(1)
+        inputs.k.copy_(context[0, -1:])
+        inputs.v.copy_(context[1, -1:])
+        batch = self.extend_batch([Work(slot, 1, source)], [context.shape[1] - 1])
+        self.backend.init_forward_metadata(batch)
+        got = self.layer.forward(inputs.q, inputs.k, inputs.v, batch)
+        self.contexts[slot] = context
+        return self.error(got, self.definition(inputs.q.cpu(), context))
+
     def walk(self, seed: int, steps: int) -> torch.Tensor:
         """Run random steps of 5 requests, which take snapshots in slots 6 to 12 and begin anew from
         them. Returns the largest error, after a check of all rings."""
         rng, worst = random.Random(seed), torch.zeros(())
         for _ in range(steps):
             slots = rng.sample(range(1, 6), rng.randint(1, 4))
+            known = [s for s in range(6, 13) if self.contexts[s].shape[1]]
+            if known and rng.random() < 0.2:
+                worst = torch.maximum(worst, self.repeat(slots[0], rng.choice(known)))
+                continue
             if rng.random() < 0.4:
-                known = [s for s in range(6, 13) if self.contexts[s].shape[1]]
                 first = {s: rng.choice(known) for s in slots if known and rng.random() < 0.3}
                 worst = torch.maximum(worst, self.decode(slots, first or None))
                 continue
             # Snapshots of this step, which no request of the step continues from.
             targets = rng.sample(range(6, 13), len(slots))
-            known = [s for s in range(6, 13) if self.contexts[s].shape[1] and s not in targets]
+            known = [slot for slot in known if slot not in targets]
             work = []
             for slot, target in zip(slots, targets, strict=True):
                 new = rng.choice([1, 2, rng.randint(1, 3 * self.shape.window)])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import pytest
 import torch
 
 from rigs.models.tiny_models import save_tiny_checkpoint
@@ -21,6 +22,7 @@ from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.hardware_backend.device_runtime import detect_device
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.role_switch import MakeRole, RemakeRole
@@ -30,6 +32,8 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
+from sglang.srt.mem_cache.device.request_pool import RequestPool
+from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.held_pages import HeldPages
 from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
@@ -373,6 +377,32 @@ def rig_that_knows(
         rig.settle()
         rig.tree.evict(EvictParams(num_tokens=10_000))
     return make_rig(**stored) if tier == "L3" else rig
+
+
+def watch_repeats(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The contexts of tokens that are computed again from now on, although the state that they
+    continue from has them. Asserts that each request has that state again after the step."""
+    contexts: list[int] = []
+    forward = ModelRunner.forward
+
+    def checking(runner: ModelRunner, batch: ForwardBatch) -> Any:
+        output = forward(runner, batch)
+        states = batch.states
+        for place in () if states is None else states.again:
+            assert states is not None
+            contexts.append(batch.seq_lens_cpu[place])
+            for pool in runner.pools.values():
+                if isinstance(pool, StatePool):
+                    own, read = states.slots[place], states.read_slots[place]
+                    assert own != read
+                    assert all(torch.equal(one[:, own], one[:, read]) for one in pool.buffers)
+                elif isinstance(pool, RequestPool):
+                    row = batch.req_pool_indices_cpu[place]
+                    assert not any(one[:, row].any() for one in pool.buffers)
+        return output
+
+    monkeypatch.setattr(ModelRunner, "forward", checking)
+    return contexts
 
 
 def run_beside_evictions(

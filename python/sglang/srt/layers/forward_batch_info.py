@@ -80,6 +80,9 @@ class StateBatch:
     track_lens_cpu: list[int] | None = None
     """Extend only, with `track_slots`: new tokens of each request before its snapshot; 0: no
     snapshot. Later tokens continue from the snapshot as stored."""
+    again: tuple[int, ...] = ()
+    """Extend only: the places in the batch of requests whose one token is part of the state that
+    they continue from. After the step they have that state again."""
     verify: object | None = None
     """Verification only: `VerifyBuffers`, in which delta-net layers keep their inputs until
     `commit_verified`. They leave the running states as they are."""

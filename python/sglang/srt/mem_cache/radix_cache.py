@@ -104,7 +104,7 @@ class RadixCache(BasePrefixCache):
 
         If the match is the whole key, the scheduler computes the key's last token again and stores
         nothing. A cache of state that this would corrupt, such as a recurrent state, leaves the
-        last page out of the match.
+        last page out of the match (`StateSpec.is_repeatable`).
         """
         components = self.tree.components
         if params.cow_mamba and not components:

@@ -331,6 +331,8 @@ class DeepseekV4ForCausalLM(LlamaForCausalLM):
             buffers=(StateBuffer("kv", (1, settings.window, dim), dtype),),
             item=ItemKind.STATE,
             hit_policy=PoolHitPolicy.TRAILING_PAGES,
+            # The states of groups, which the repeated token spoils, are restored behind it.
+            is_repeatable=True,
         )
         specs: list[StateSpec] = []
         if sparse:

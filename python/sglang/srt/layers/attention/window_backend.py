@@ -63,6 +63,7 @@ def window_spec(
         item=ItemKind.STATE,
         hit_policy=PoolHitPolicy.TRAILING_PAGES,
         share=share,
+        is_repeatable=True,
     )
 
 

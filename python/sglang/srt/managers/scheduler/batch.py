@@ -82,6 +82,11 @@ class PrefillWork:
         self.end = self.req.progress.kv_committed_len + self.extend_len
         self.is_last_chunk = self.extend_len == self.req.progress.uncommitted_tokens
 
+    @property
+    def is_again(self) -> bool:
+        """True if the one token is the last of a prompt that is wholly cached."""
+        return self.end == self.req.slots.cache_protected_len
+
 
 @dataclass(slots=True, kw_only=True)
 class ModelWorkerBatch:
@@ -221,6 +226,7 @@ def _states_of(
     if any(work.first_state for work in works):
         first = pools.int64([work.first_state for work in works])
         states.first_slots = first.where(first > 0, states.slots)
+        states.again = tuple(place for place, work in enumerate(works) if work.is_again)
     tracks = [work.track_slot for work in works]
     if is_decode and any(tracks):
         states.decoded = _decoded(states, tracks, pools)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.managers.scheduler.policy import states_to_load
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, StatefulRequest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 if TYPE_CHECKING:
@@ -126,13 +126,13 @@ class Snapshots:
         snapshot is taken."""
         if req.is_probe:
             return 0, 0
-        begin = req.progress.kv_committed_len
-        # A state after the last token of a prompt is of no use to the same prompt.
+        begin, slots = req.progress.kv_committed_len, req.slots
+        # A recurrent state after the last token of a prompt is of no use to the same prompt.
         is_last = extend_len == req.progress.uncommitted_tokens
-        end = (begin + extend_len - is_last) // self._alignment * self._alignment
-        if end <= begin:
+        left = is_last and not self._pool.spec.is_repeatable
+        end = (begin + extend_len - left) // self._alignment * self._alignment
+        if end <= max(begin, slots.cache_protected_len):
             return 0, 0
-        slots: StatefulRequest = req.slots
         if slots.mamba_track_slot is None:
             slots.mamba_track_slot = self._take()
         self._count("prefill", slots.mamba_track_slot)

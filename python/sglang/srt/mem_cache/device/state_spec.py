@@ -117,6 +117,9 @@ class StateSpec:
     stride: int = 1
     """Tokens that one item stands for: slot s lies in item s // stride. All paged pools have the
     same slots and pages of as many tokens; the pool with the smallest stride is the primary one."""
+    is_repeatable: bool = False
+    """True if a prefix's last token can be computed again from the state behind it, as in a window,
+    where each token has its place. A recurrent state would take the token twice."""
 
     def __post_init__(self) -> None:
         if not self.layers or not self.buffers or sorted(set(self.layers)) != list(self.layers):

@@ -110,8 +110,7 @@ class RequestReads:
         """See `BasePrefixCache.prefetch_from_storage`."""
         if self._store.attached is None:
             return
-        # A state after the last token is of no use: see `StateComponent.usable`.
-        usable = max(0, len(tokens) - bool(self._tree.components))
+        usable = self._tree.longest_match(len(tokens))
         new = RadixKey(tokens[: usable // self._tree.page_size * self._tree.page_size], extra_key)
         refusal = self._prefetch.join_or_read(
             req_id, node, new, last_hash, prefix_keys, only_join=only_join, report=report

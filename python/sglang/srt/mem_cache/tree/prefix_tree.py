@@ -192,6 +192,10 @@ class PrefixTree:
             path = path[: component.usable(path, key_len)]
         return path
 
+    def longest_match(self, key_len: int) -> int:
+        """Most tokens of a key of `key_len` that a match may have."""
+        return min((one.longest_match(key_len) for one in self.components), default=key_len)
+
     def path_to(self, node: TreeNode) -> list[TreeNode]:
         """From root's child down to `node`; every node on the way is touched."""
         self._clock += 1

@@ -115,10 +115,15 @@ class StateComponent:
     def usable(self, path: Sequence[TreeNode], key_len: int) -> int:
         """Number of nodes at the front of `path` that a match of a key of `key_len` may use. `path`
         begins with the root's child."""
-        # The last token is always computed, and the state of the whole key includes it already.
+        longest = self.longest_match(key_len)
         ends = itertools.accumulate(len(node.key) for node in path)
-        fits = sum(1 for _ in itertools.takewhile(lambda end: end < key_len, ends))
+        fits = sum(1 for _ in itertools.takewhile(lambda end: end <= longest, ends))
         return next((count for count in range(fits, 0, -1) if self.can_end(path[count - 1])), 0)
+
+    def longest_match(self, key_len: int) -> int:
+        """Most tokens of a key of `key_len` whose state serves a request for it. The last token is
+        always computed, and the state of the whole key includes it already."""
+        return key_len if self.pool.spec.is_repeatable else max(0, key_len - 1)
 
     def complete_match(
         self, match: MatchResult, path: Sequence[TreeNode], params: MatchPrefixParams
@@ -135,7 +140,7 @@ class StateComponent:
                 self.copy_to(end, slot)
         self.of(end).last_access_time = end.last_access_time
         matched = len(match.device_indices) + match.host_hit_length
-        known = min(sum(len(node.key) for node in path), max(0, len(params.key) - 1))
+        known = min(sum(len(node.key) for node in path), self.longest_match(len(params.key)))
         branching = known // self.alignment * self.alignment
         return match._replace(
             mamba_host_hit_length=int(end.parent is not None and not self._is_ready(end)),

@@ -129,6 +129,16 @@ def test_a_decode_step_may_begin_from_a_snapshot(tmp_path: Path) -> None:
     layers.check_pools(TOLERANCE)
 
 
+def test_the_last_token_before_a_snapshot_may_be_computed_again(tmp_path: Path) -> None:
+    """It ends groups whose other tokens are gone: it reads the row that is there."""
+    layers = make(tmp_path)
+    assert layers.extend([Work(1, 37, track=(6, 32)), Work(3, 9)]) < TOLERANCE
+    assert layers.repeat(2, 6) < TOLERANCE
+    for _ in range(5):
+        assert layers.decode([3, 2]) < TOLERANCE
+    layers.check_pools(TOLERANCE)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_steps_equal_torch(tmp_path: Path, seed: int) -> None:
     """Requests that take snapshots, and begin anew from those of others."""

@@ -16,6 +16,7 @@ from rigs.schedulers.scheduler_rig import (
     rig_that_knows,
     run_beside_evictions,
     stored_in_files,
+    watch_repeats,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -57,6 +58,10 @@ def rig_maker(oracle: GreedyOracle) -> Iterator[Any]:
         rig.close()
 
 
+def has_recurrent_state(oracle: GreedyOracle) -> bool:
+    return str(oracle.hf.config.model_type) != "deepseek_v4"
+
+
 def assert_answers(rig: SchedulerRig, oracle: GreedyOracle) -> None:
     for tokens, words in zip(PROMPTS, rig.generate(PROMPTS, WORDS), strict=True):
         oracle.assert_words(tokens, words, WORDS)
@@ -87,6 +92,38 @@ def test_a_hit_that_ends_at_any_page_is_continued(
     )
     oracle.assert_words(asked, rig.results["fork"].output_ids, WORDS)
     rig.check()
+
+
+@pytest.mark.parametrize("tier", ["L1", "L2", "L3"])
+def test_a_whole_prompt_computes_its_last_token_unless_a_state_is_recurrent(
+    make_rig: Any, oracle: GreedyOracle, monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
+    """The token is the last of a group, and of a page: its state ends both."""
+    known = prompt(7, 64)
+    rig = rig_that_knows(known, tier, make_rig, STORED)
+    contexts = watch_repeats(monkeypatch)
+    asked = [known, [*known, *prompt(8, 30)]]
+    for number, tokens in enumerate(asked):
+        rig.run(rig.request(f"{number}", tokens, greedy(WORDS)))
+        oracle.assert_words(tokens, rig.results[f"{number}"].output_ids, WORDS)
+    is_recurrent = has_recurrent_state(oracle)
+    assert contexts == ([] if is_recurrent else [64])
+    hit = 48 if is_recurrent else 63
+    assert rig.results["0"].cached == tuple(hit if one == tier else 0 for one in ("L1", "L2", "L3"))
+    assert rig.results["1"].cached == (48 if is_recurrent else 64, 0, 0)
+    rig.check()
+
+
+def test_samples_of_a_whole_prompt_compute_its_last_token(
+    make_rig: Any, oracle: GreedyOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+    contexts, known = watch_repeats(monkeypatch), prompt(7, 32)
+    samples = [rig.request(f"s{i}", known, greedy(WORDS), sample_of="s0") for i in (1, 2)]
+    rig.run(rig.request("s0", known, greedy(WORDS)), *samples)
+    for sample in range(3):
+        oracle.assert_words(known, rig.results[f"s{sample}"].output_ids, WORDS)
+    assert contexts == ([] if has_recurrent_state(oracle) else [32, 32])
 
 
 def test_words_are_right_after_retractions(make_rig: Any, oracle: GreedyOracle) -> None:

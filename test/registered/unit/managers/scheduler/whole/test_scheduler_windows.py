@@ -19,6 +19,7 @@ from rigs.schedulers.scheduler_rig import (
     rig_that_knows,
     run_beside_evictions,
     stored_in_files,
+    watch_repeats,
 )
 from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -131,6 +132,28 @@ def test_a_hit_that_ends_within_a_window_is_continued_at_its_position(
     found = rig.results["fork"].output_ids
     assert found == greedy_words(model[1], asked, found) and len(found) == WORDS
     assert seen == list(range(hit, len(asked) + WORDS - 1))
+
+
+@pytest.mark.parametrize("tier", ["L1", "L2", "L3"])
+@pytest.mark.parametrize("length", [4, 12, 32])
+def test_a_whole_prompt_computes_its_last_token(
+    make_rig: Any,
+    model: tuple[Path, PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    length: int,
+    tier: str,
+) -> None:
+    known = prompt(7, length)
+    rig = rig_that_knows(known, tier, make_rig, STORED)
+    contexts = watch_repeats(monkeypatch)
+    rig.run(rig.request("again", known, greedy(WORDS)))
+    assert contexts == [length]
+    assert rig.results["again"].cached == tuple(
+        length - 1 if one == tier else 0 for one in ("L1", "L2", "L3")
+    )
+    found = rig.results["again"].output_ids
+    assert found == greedy_words(model[1], known, found) and len(found) == WORDS
+    rig.check()
 
 
 def test_a_request_keeps_its_window_while_all_others_are_evicted(
