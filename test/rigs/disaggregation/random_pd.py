@@ -111,8 +111,10 @@ class RandomPd:
         if self.args["decode"].get("enable_hierarchical_cache") and apart.random() < 0.5:
             self.args["decode"]["disaggregation_decode_retraction_backup"] = "host_pool"
         if self.state.num_states and self.num_draft_tokens == 1:
-            group = draw_group(random.Random(f"groups of {seed}"), self.page_size)
-            self.state = dataclasses.replace(self.state, group=group)
+            of_groups = random.Random(f"groups of {seed}")
+            group = draw_group(of_groups, self.page_size)
+            is_repeatable = of_groups.random() < 0.5
+            self.state = dataclasses.replace(self.state, group=group, is_repeatable=is_repeatable)
         self.groups = draw_groups(seed)
         for args in self.args.values() if self._has_l3 else ():
             draw_buffer(args, apart)

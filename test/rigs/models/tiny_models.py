@@ -459,7 +459,7 @@ class StepDriver:
                 (place, snapshots[row][0]) for place, row in enumerate(rows) if row in snapshots
             ]
             places, targets = (self._tensor(column) for column in zip(*found, strict=True))
-            batch.states.decoded = batch.states.slots[places], targets
+            batch.states.copied = batch.states.slots[places], targets
             return
         slots, lens = zip(*(snapshots.get(row, (0, 0)) for row in rows), strict=True)
         batch.states.track_slots, batch.states.track_lens_cpu = self._tensor(slots), list(lens)

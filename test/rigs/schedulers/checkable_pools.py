@@ -7,7 +7,7 @@ part. Each is changed by a mark of its own, so that bytes in a wrong layer, buff
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -83,6 +83,8 @@ class CheckableState:
     group: int = 0
     """Tokens of a group, which has a row in a pool of its own once it is whole; a request has the
     fact of its open group. 0: there are no groups. Needs states, and no drafts."""
+    is_repeatable: bool = False
+    """True if states are windows: see `StateSpec.is_repeatable`. Without drafts alone."""
 
     @property
     def token_layers(self) -> tuple[int, ...]:
@@ -199,6 +201,7 @@ class CheckablePools:
                 conv_dtype=torch.bfloat16,
                 share=heads,
             )
+            spec = replace(spec, is_repeatable=state.is_repeatable)
             self.states = self.make_states(spec, state.num_states)
             self.prefixes = _buffers(self.states, [list(one) for one in self.states.buffers], heads)
             if state.drafts:

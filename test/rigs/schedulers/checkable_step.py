@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rigs.schedulers.checkable_model import (
+    NOISE,
     Words,
     WrongContext,
     describe,
@@ -33,6 +34,9 @@ class StateUse:
     """Slot for a snapshot; 0: the step leaves none on its way."""
     snapshot_len: int = 0
     """Number of new tokens before the snapshot."""
+    is_restored: bool = False
+    """True if the one new token is part of the state, which the request has again after the
+    step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,7 @@ class Step:
         if self.verifies:
             return
         for use, new in zip(uses, self._new, strict=True):
-            words[use.running] = new[-1] ^ marks
+            words[use.running] = NOISE if use.is_restored else new[-1] ^ marks
             if use.snapshot:
                 words[use.snapshot] = new[use.snapshot_len - 1] ^ marks
 

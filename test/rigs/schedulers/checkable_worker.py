@@ -227,9 +227,9 @@ class CheckableWorker(TpModelWorker):
         finally:
             if forward.mostly_done is not None:
                 forward.mostly_done.record()
-        if forward.states is not None and forward.states.decoded is not None:
+        if forward.states is not None and forward.states.copied is not None:
             assert self._pools.states is not None
-            MambaPool.copy_from(self._pools.states, *forward.states.decoded)
+            MambaPool.copy_from(self._pools.states, *forward.states.copied)
         sampled = [at for one in step.hashes for at in (one if drafts is not None else one[-1:])]
         said = _adjusted_words(batch, sampled)
         self._said.update(zip(numbers, said, strict=True))
@@ -321,7 +321,10 @@ class CheckableWorker(TpModelWorker):
             if stored[done] == 0:
                 num_old += 1
                 expect(num_old % page_size == 0, f"row {row}, {num_old} tokens: cached in part")
-                expect(use is None, f"row {row}: its state includes the token to be computed")
+                expect(
+                    use is None or use.is_restored,
+                    f"row {row}: its state includes the token to be computed",
+                )
             contexts.append(Context(row, seed, slots, num_old, tokens[done : done + new], use))
             positions += range(length - new, length)
             done += new
@@ -358,11 +361,20 @@ class CheckableWorker(TpModelWorker):
             if batch.verified.snapshots is not None:
                 snapshots, lens = (part.tolist() for part in batch.verified.snapshots)
         taken = [slot for slot in map(int, snapshots) if slot]
-        if states.decoded is not None:
-            expect(states.track_slots is None, "snapshots of a prefill and of a decode step")
-            sources, targets = (slots.tolist() for slots in states.decoded)
-            expect(set(sources) <= set(running), f"snapshots of {sources}, running are {running}")
-            taken = targets
+        decoded, restored = dict[int, int](), dict[int, int]()
+        if states.copied is not None:
+            sources, targets = (slots.tolist() for slots in states.copied)
+            if forward.forward_mode.is_decode():
+                expect(states.track_slots is None, "snapshots of a prefill and of a decode step")
+                decoded = dict(zip(sources, targets, strict=True))
+                taken = targets
+            else:
+                expect(pool.spec.is_repeatable, "states take a token twice")
+                restored = dict(zip(targets, sources, strict=True))
+        expect(
+            decoded.keys() | restored.keys() <= set(running),
+            f"copies {decoded}, {restored}; running are {running}",
+        )
         written = [*running, *taken]
         expect(len(set(written)) == len(written), f"states are written twice: {written}")
         used = {*written, *read}
@@ -377,11 +389,16 @@ class CheckableWorker(TpModelWorker):
             expect(bool(snapshot) == bool(behind), f"snapshot {snapshot} behind {behind} tokens")
             expect(not snapshot or behind <= new, f"a snapshot behind {behind} of {new} tokens")
             expect(not snapshot or at % alignment == 0, f"a snapshot behind {at} tokens")
-            uses.append(StateUse(read=source, running=own, snapshot=snapshot, snapshot_len=behind))
-        if states.decoded is not None:
-            for slot in sources:
-                at = forward.seq_lens_cpu[running.index(slot)]
-                expect(at % alignment == 0, f"a snapshot behind {at} tokens")
+            is_restored = own in restored
+            expect(not is_restored or (source == restored[own] and new == 1), "a state is restored")
+            use = StateUse(
+                read=source, running=own, snapshot=snapshot, snapshot_len=behind,
+                is_restored=is_restored,
+            )  # fmt: skip
+            uses.append(use)
+        for slot in decoded:
+            at = forward.seq_lens_cpu[running.index(slot)]
+            expect(at % alignment == 0, f"a snapshot behind {at} tokens")
         return uses
 
 

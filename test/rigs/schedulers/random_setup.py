@@ -113,6 +113,8 @@ class Setup:
     """See `CheckableState`."""
     is_buffer: bool = field(default=False, repr=False)
     """True if L2 is a buffer before L3, which the driver attaches and detaches."""
+    is_repeatable: bool = field(default=False, repr=False)
+    """See `CheckableState`."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setup:
@@ -157,6 +159,7 @@ class Setup:
             group=group,
             is_buffer=is_buffer,
             write_policy=rng.choice(BufferedBackup.POLICIES) if is_buffer else self.write_policy,
+            is_repeatable=bool(self.num_states) and drafts == 1 and rng.random() < 0.5,
         )
 
     @classmethod
@@ -218,6 +221,7 @@ class Setup:
             num_states=self.num_states,
             alignment=self.alignment,
             group=self.group,
+            is_repeatable=self.is_repeatable,
         )
 
     def rig_args(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from sglang.srt.distributed.device_context import mark_device_set
 from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.distributed.tensor_group import TensorGroup
 from sglang.srt.hardware_backend.device_runtime import detect_device
-from sglang.srt.layers.forward_batch_info import ForwardBatch
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_factory
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.role_switch import MakeRole, RemakeRole
@@ -381,16 +381,20 @@ def rig_that_knows(
 
 def watch_repeats(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The contexts of tokens that are computed again from now on, although the state that they
-    continue from has them. Asserts that each request has that state again after the step."""
+    continue from has them. Asserts that each request has that state again after the step, and that
+    graphs of decode steps need not read states of the tree."""
     contexts: list[int] = []
     forward = ModelRunner.forward
 
     def checking(runner: ModelRunner, batch: ForwardBatch) -> Any:
         output = forward(runner, batch)
         states = batch.states
-        for place in () if states is None else states.again:
-            assert states is not None
+        if states is None:
+            return output
+        assert states.first_slots is None or batch.forward_mode is ForwardMode.EXTEND
+        for place in states.again:
             contexts.append(batch.seq_lens_cpu[place])
+            assert states.track_slots is None or not states.track_slots[place]
             for pool in runner.pools.values():
                 if isinstance(pool, StatePool):
                     own, read = states.slots[place], states.read_slots[place]

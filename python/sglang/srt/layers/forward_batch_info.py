@@ -71,18 +71,16 @@ class StateBatch:
     first_slots: torch.Tensor | None = None
     """int64 `[bs]`: slots of the states that the step continues from; None: `slots`. A cached
     prefix's state belongs to the tree and is only read."""
-    decoded: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Decode only: slots of running states, and slots to which they are copied after the step,
-    int64 `[n]` each; None: the step leaves no snapshots."""
+    copied: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Slots of states, and slots to which they are copied after the step, int64 `[n]` each; None:
+    none is. A decode step leaves its snapshots so. A prefill restores the states of requests whose
+    one token was part of the state that they continue from."""
     track_slots: torch.Tensor | None = None
     """Extend only: int64 `[bs]`, the slot for a snapshot of each request's state; 0 (padding): no
     snapshot. None: no request has one."""
     track_lens_cpu: list[int] | None = None
     """Extend only, with `track_slots`: new tokens of each request before its snapshot; 0: no
     snapshot. Later tokens continue from the snapshot as stored."""
-    again: tuple[int, ...] = ()
-    """Extend only: the places in the batch of requests whose one token is part of the state that
-    they continue from. After the step they have that state again."""
     verify: object | None = None
     """Verification only: `VerifyBuffers`, in which delta-net layers keep their inputs until
     `commit_verified`. They leave the running states as they are."""

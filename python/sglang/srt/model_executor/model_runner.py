@@ -27,12 +27,12 @@ from sglang.srt.distributed.parallel_state import (
     initialize_model_parallel,
 )
 from sglang.srt.distributed.tensor_group import SingleTensorGroup, TensorGroup
-from sglang.srt.hardware_backend.device_runtime import device_runtime, on_device
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.attention_registry import create_attention_backends
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention_kind import AttentionKind
 from sglang.srt.layers.context_parallel import split_context
-from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode, StateBatch
+from sglang.srt.layers.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.mla.latent_attention import LatentAttention
@@ -426,24 +426,11 @@ class ModelRunner:
         """
         output = self._forward(forward_batch)
         states = forward_batch.states
-        if states is not None and states.decoded is not None:
+        if states is not None and states.copied is not None:
             pool = state_pool(self.pools.values())
             assert pool is not None, "the step has states"
-            pool.copy_from(*states.decoded)
-        if states is not None and states.again:
-            self._restore(states, forward_batch)
+            pool.copy_from(*states.copied)
         return output
-
-    def _restore(self, states: StateBatch, forward_batch: ForwardBatch) -> None:
-        """Give the requests `states.again` the states that they continued from."""
-        pool = state_pool(self.pools.values())
-        assert pool is not None, "the step has states"
-        places = on_device(states.again, pool.device, torch.int64)
-        pool.copy_from(states.read_slots[places], states.slots[places])
-        rows = [forward_batch.req_pool_indices_cpu[place] for place in states.again]
-        for own in self.pools.values():
-            if isinstance(own, RequestPool):
-                own.zero(rows)
 
     @torch.inference_mode()
     def forward_draft(

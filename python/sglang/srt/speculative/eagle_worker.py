@@ -92,9 +92,9 @@ class LastHidden:
         self.write_snapshots(batch.states.slots, hidden)
 
     def write_decoded(self, batch: ForwardBatch) -> None:
-        """Copy what `write` kept to the snapshots of a decode step (`StateBatch.decoded`)."""
-        if batch.states is not None and batch.states.decoded is not None:
-            running, targets = batch.states.decoded
+        """Copy what `write` kept to the snapshots of a decode step (`StateBatch.copied`)."""
+        if batch.states is not None and batch.states.copied is not None:
+            running, targets = batch.states.copied
             self.write_snapshots(targets, self._table().index_select(0, running))
 
     def write_snapshots(self, slots: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -226,10 +226,13 @@ def _states_of(
     if any(work.first_state for work in works):
         first = pools.int64([work.first_state for work in works])
         states.first_slots = first.where(first > 0, states.slots)
-        states.again = tuple(place for place, work in enumerate(works) if work.is_again)
+        again = [place for place, work in enumerate(works) if work.is_again]
+        if again:
+            places = pools.int64(again)
+            states.copied = first[places], states.slots[places]
     tracks = [work.track_slot for work in works]
     if is_decode and any(tracks):
-        states.decoded = _decoded(states, tracks, pools)
+        states.copied = _decoded(states, tracks, pools)
     elif any(tracks):
         states.track_slots = pools.int64(tracks)
         states.track_lens_cpu = [work.track_len for work in works]
@@ -239,7 +242,7 @@ def _states_of(
 def _decoded(
     states: StateBatch, tracks: Sequence[int], pools: BatchPools
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`StateBatch.decoded`. Snapshots of the requests go to the slots `tracks`; 0: no snapshot."""
+    """`StateBatch.copied`. Snapshots of the requests go to the slots `tracks`; 0: no snapshot."""
     tracked = [row for row, slot in enumerate(tracks) if slot]
     rows, targets = pools.columns(tracked, [tracks[row] for row in tracked])
     return states.slots[rows], targets
@@ -362,7 +365,7 @@ class DecodeBatch:
             return self._verification(sampling_info, left)
         if states is not None and left is not None:
             decoded = _decoded(states, left[0], self._pools)
-            states = dataclasses.replace(states, decoded=decoded)
+            states = dataclasses.replace(states, copied=decoded)
         return ModelWorkerBatch(
             forward=ForwardBatch(
                 forward_mode=ForwardMode.DECODE,
