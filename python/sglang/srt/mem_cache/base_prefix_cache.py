@@ -178,6 +178,8 @@ class InitLoadBackParams:
     """See `MatchPrefixParams.needs_state`. False: no state is loaded."""
     report: CacheReport | None = None
     """Gets the time of the load; None: not wanted."""
+    rest: int = 0
+    """Tokens that the caller allocates next: an eviction for the load makes room for them too."""
     refusal: str | None = None
     """Set by the call: reason why less than the match was loaded (a `NoLoad`)."""
 

@@ -288,9 +288,7 @@ class HiRadixCache(RadixCache):
         ):
             tokens -= len(chain.pop().key)
             params.refusal = NoLoad.BUDGET
-        loaded = self.host_load.load(
-            chain, above, params.mamba_quota, params.report, needs_state=needs_state, req=params.req
-        )
+        loaded = self.host_load.load(chain, above, params)
         if isinstance(loaded, torch.Tensor):
             return loaded, chain[-1] if chain else above
         params.refusal = loaded or params.refusal

@@ -318,7 +318,8 @@ class PrefillScheduler:
         plan = adder.plan(rest, host, new_tokens, free)
         if not (host or match.mamba_host_hit_length) or not plan.is_admitted:
             return prefix, plan
-        quota = free - ceil_to_page(rest, state.limits.page_size)
+        rest = ceil_to_page(rest, state.limits.page_size)
+        quota = free - rest
         states = None
         if state.snapshots is not None and needs_state:
             states = state.snapshots.room_to_load(state.queues.decoding)
@@ -330,6 +331,7 @@ class PrefillScheduler:
             needs_state=needs_state,
             req=req.slots,
             report=req.report.cache,
+            rest=rest,
         )
         loaded, node = state.tree.init_load_back(params)
         prefix.no_load = params.refusal

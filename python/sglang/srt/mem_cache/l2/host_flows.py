@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.base_prefix_cache import CacheableRequest
+    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
     from sglang.srt.mem_cache.l2.cache_controller import HiCacheAck, HiCacheController
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, PoolTier
@@ -282,11 +282,7 @@ class HostLoad:
         self,
         chain: list[TreeNode],
         above: TreeNode,
-        most_states: int | None,
-        report: CacheReport | None = None,
-        *,
-        needs_state: bool = True,
-        req: CacheableRequest | None = None,
+        params: InitLoadBackParams,
     ) -> torch.Tensor | NoLoad | None:
         """Queue a load of pages, of the states at their end, or both; return its device slots,
         empty if only states are loaded, or why there is no room. None: nothing is missing.
@@ -294,27 +290,24 @@ class HostLoad:
         Args:
             chain: The nodes whose pages are loaded, from the top; may be empty.
             above: The last node on the device before `chain`.
-            most_states: States that may be loaded; None: any number.
-            report: Gets the time of the load; None: not wanted.
-            needs_state: False: no states are loaded.
-            req: The request that needs them; None: unknown.
+            params: What the request needs; the match and `mem_quota` are not read.
         """
         pinned = chain or [above]
         last = pinned[-1]
         missing = {
             component: slot
             for component in self._tree.components
-            if needs_state
+            if params.needs_state
             and component.of(last).value is None
             and (slot := component.of(last).host_value) is not None
         }
         if not (chain or missing):
             return None
-        if missing and most_states == 0:
+        if missing and params.mamba_quota == 0:
             return NoLoad.NO_STATE_MEMORY
         for node in pinned:
             self._tree.host.pin(node)
-        reserved = self._reserve(sum(len(node.key) for node in chain), above, missing, req)
+        reserved = self._reserve(sum(len(node.key) for node in chain), above, missing, params)
         if reserved is None:
             for node in pinned:
                 self._tree.host.unpin(node)
@@ -334,7 +327,7 @@ class HostLoad:
             component.device.put(last, slot)
             component.device.lock(last)
         length = sum(len(node.key) for node in pinned)
-        number = operation.operation_id
+        number, report = operation.operation_id, params.report
         self.loading[number] = DeviceCopy(number, last, length, host_indices, missing, report)
         self._metrics.load_back.inc(done)
         return slots
@@ -344,7 +337,7 @@ class HostLoad:
         tokens: int,
         above: TreeNode,
         missing: Collection[StateComponent],
-        req: CacheableRequest | None,
+        params: InitLoadBackParams,
     ) -> tuple[torch.Tensor, dict[StateComponent, torch.Tensor]] | None:
         """Allocate device slots for pages, and for the states of `missing`; None: no room for all
         of them."""
@@ -354,9 +347,10 @@ class HostLoad:
         for component in missing:
             if (slot := self._alloc_state(component)) is not None:
                 states[component] = slot
-        short = tokens - self._tree.allocator.available_size()
+        # The tokens after the load too: a second eviction would delay the first token.
+        short = tokens + params.rest - self._tree.allocator.available_size()
         if short > 0:
-            device, why = self._tree.device, "room to load from L2"
+            req, device, why = params.req, self._tree.device, "room to load from L2"
             by = None if req is None else Evictor(req.rid, req.extra_key)
             self._tree.tenants.evict(
                 device, Decision.EVICTED_DEVICE, why, by, lambda: self._evict_from(device, short)

@@ -15,6 +15,7 @@ from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.policy import LPM_MAX_OVERTAKEN
 from sglang.srt.managers.scheduler.prefill import _reused_tokens
+from sglang.srt.mem_cache.tree.tenants import TenantUse
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -130,3 +131,33 @@ def test_the_last_token_of_a_cached_prompt_counts_less_at_the_lowest_tier(
     device = 32 if host else 96
     prefix: Any = SimpleNamespace(from_device=device, from_host=host)
     assert _reused_tokens(prefix, storage, 96) == expected
+
+
+def test_one_eviction_makes_room_for_a_load_and_for_the_tokens_after_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L1 has room for the whole pages of three prompts, and four come in turn."""
+    reasons: list[str] = []
+    evict = TenantUse.evict
+
+    def noted(self: TenantUse, tier: Any, what: Any, why: str, *args: Any) -> int:
+        reasons.append(why)
+        return evict(self, tier, what, why, *args)
+
+    monkeypatch.setattr(TenantUse, "evict", noted)
+    rig = SchedulerRig(
+        model, pool_tokens=3 * 208, page_size=16, enable_hierarchical_cache=True, hicache_ratio=4.0
+    )
+    prompts = [prompt(seed, 212) for seed in range(4)]
+    for turn in range(3):
+        for seed, ids in enumerate(prompts):
+            reasons.clear()
+            rid = f"{turn}-{seed}"
+            rig.run(rig.request(rid, ids, greedy(1)))
+            rig.settle(60.0)
+            rig.assert_clean()
+            if turn:
+                last = rig.results[rid].last
+                assert last is not None and last.cached_tokens_details.host == 208
+                assert reasons == ["room to load from L2"]
+    rig.close()
