@@ -71,9 +71,14 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Free every page."""
         self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64, device=self.device)
         self._released: list[torch.Tensor] = []
+        """First slots of the pages that came back."""
         self._num_free = self.num_pages
-        self._is_free = torch.ones(self.num_pages + 1, dtype=torch.bool, device=self.device)
-        self._is_free[0] = False
+        self._is_free: torch.Tensor | None = None
+        """By page; None: a device's list is checked when it is sorted. A check of each page that
+        comes back would be four launches, and an eviction has many."""
+        if self.device.type == "cpu":
+            self._is_free = torch.ones(self.num_pages + 1, dtype=torch.bool)
+            self._is_free[0] = False
         self._grouped = None
 
     def warm_up(self) -> None:
@@ -100,14 +105,18 @@ class BaseTokenToKVPoolAllocator(ABC):
     def merge_and_sort_free(self) -> None:
         """Merge returned pages into the free list, in ascending order."""
         if self._released:
-            merged = torch.cat([self.free_pages, *self._released])
-            self.free_pages = merged.sort().values if self.need_sort else merged
+            merged = torch.cat([self.free_pages, torch.cat(self._released) // self.page_size])
+            if self.need_sort:
+                merged = merged.sort().values
+                if self._is_free is None:  # This check does not wait for the device.
+                    torch._assert_async((merged[1:] > merged[:-1]).all())
+            self.free_pages = merged
             self._released = []
 
     def free_page_ids(self) -> Sequence[torch.Tensor]:
         """int64: numbers of the free pages (slot // page_size), in any number of tensors. For the
         self check."""
-        return [self.free_pages, *self._released]
+        return [self.free_pages, *(first // self.page_size for first in self._released)]
 
     @abstractmethod
     def alloc(self, need_size: int) -> torch.Tensor | None:
@@ -156,7 +165,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         if self._grouped is not None:
             self._grouped.append(free_index)
         else:
-            self._give_pages(torch.unique(free_index // self.page_size))
+            self._give_pages(torch.unique(free_index // self.page_size) * self.page_size)
 
     def free_in_order(self, slots: torch.Tensor) -> None:
         """Take back the pages of `slots` (int64 `[n]`), which are as one request or node has
@@ -170,7 +179,7 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._grouped.append(slots)
         else:
             # One slot a page, instead of sorting them all: that would wait for the device.
-            self._give_pages(slots[:: self.page_size] // self.page_size)
+            self._give_pages(slots[:: self.page_size])
 
     def _take_pages(self, count: int) -> torch.Tensor | None:
         """Take the first `count` free pages; None if fewer are free."""
@@ -184,17 +193,16 @@ class BaseTokenToKVPoolAllocator(ABC):
         # A copy: a view would keep the whole list alive for as long as one page is held.
         pages = self.free_pages[:count].clone()
         self.free_pages = self.free_pages[count:]
-        self._is_free.index_fill_(0, pages, False)  # assigning would wait for the device
+        if self._is_free is not None:
+            self._is_free[pages] = False
         return pages
 
-    def _give_pages(self, pages: torch.Tensor) -> None:
-        """Take back `pages`, which are distinct."""
-        freed_twice = self._is_free[pages]
-        if pages.is_cpu:
+    def _give_pages(self, first_slots: torch.Tensor) -> None:
+        """Take back distinct pages, by their first slots, which nobody changes any more."""
+        if self._is_free is not None:
+            pages = first_slots // self.page_size
+            freed_twice = self._is_free[pages]
             assert not bool(freed_twice.any()), f"pages freed twice: {pages[freed_twice].tolist()}"
-        else:
-            # This check does not wait for the device.
-            torch._assert_async(~freed_twice.any())
-        self._is_free.index_fill_(0, pages, True)
-        self._released.append(pages)
-        self._num_free += pages.numel()
+            self._is_free[pages] = True
+        self._released.append(first_slots)
+        self._num_free += first_slots.numel()

@@ -108,6 +108,18 @@ def test_double_free_is_caught(page_size: int) -> None:
         allocator.free(torch.tensor([3 * page_size]))
 
 
+def test_a_device_catches_a_double_free_when_it_sorts() -> None:
+    allocator = make(4, 3)
+    allocator._is_free = None  # As on a device, whose check must not wait.
+    slots = allocator.alloc(8)
+    assert slots is not None
+    allocator.free_in_order(slots)
+    assert [ids.tolist() for ids in allocator.free_page_ids()] == [[3], [1, 2]]
+    allocator.free_in_order(slots[4:])
+    with pytest.raises(RuntimeError):
+        allocator.merge_and_sort_free()
+
+
 def test_a_free_group_counts_a_page_once() -> None:
     allocator = make(4, 2)
     slots = allocator.alloc(8)
