@@ -14,7 +14,7 @@ from sglang.srt.arg_groups.disaggregation import (
     DisaggregationMode,
     variables_of,
 )
-from sglang.srt.arg_groups.foreign_flags import warnings_about_variables
+from sglang.srt.arg_groups.foreign_variables import warnings_about_variables
 from sglang.srt.distributed.device_communicators.mooncake_library import load_transfer_engine
 from sglang.srt.distributed.device_communicators.mooncake_protocol import (
     SUPPORTED_PROTOCOLS,

@@ -152,8 +152,13 @@ def _env_optional_str(doc: str) -> EnvField[str | None]:
     return EnvField(None, doc, lambda text: text or None, "text", lambda value: value or "")
 
 
+def _parse_whole(text: str) -> int:
+    """A whole number, also in SGLang's spelling of seconds (`5.0`)."""
+    return int(text.strip().removesuffix(".0"))
+
+
 def _env_int(default: int, doc: str) -> EnvField[int]:
-    return EnvField(default, doc, int, "a whole number")
+    return EnvField(default, doc, _parse_whole, "a whole number")
 
 
 def _env_size(default: str, doc: str) -> EnvField[int]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang.srt.arg_groups.foreign_flags import SGLANG_VARIABLES, warnings_about_variables
+from sglang.srt.arg_groups.foreign_variables import SGLANG_VARIABLES, warnings_about_variables
 from sglang.srt.entrypoints.start_checks import check_start
 from sglang.srt.environ import Envs, child_environment, envs, parse_size
 from sglang.srt.server_args import ServerArgs
@@ -37,6 +37,18 @@ def test_sizes_are_read_with_units(text: str, size: int) -> None:
 def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5", 5), ("5.0", 5), (" 600.0 ", 600)])
+def test_whole_seconds_are_read_as_sglang_writes_them(
+    monkeypatch: pytest.MonkeyPatch, text: str, seconds: int
+) -> None:
+    field = envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL
+    monkeypatch.setenv(field.name, text)
+    assert field.get() == seconds
+    monkeypatch.setenv(field.name, "2.5")
+    with pytest.raises(ValueError, match=r"HEARTBEAT_INTERVAL='2.5': expected a whole number"):
+        field.get()
 
 
 @pytest.mark.parametrize(
@@ -161,11 +173,15 @@ def test_variables_of_sglang_are_named_in_one_line(monkeypatch: pytest.MonkeyPat
         "SGLANG_SET_CPU_AFFINITY",
         "SGLANG_DISAGGREGATION_QUEUE_SIZE",
         "SGLANG_MORI_QP_PER_TRANSFER",
+        "SGLANG_DISAGGREGATION_NIXL_BACKEND",
+        "SGLANG_DSA_FUSE_TOPK",
+        "SGLANG_HUGEPAGE_SIZE",
         "MOONCAKE_OFFLOAD_FSDIR",  # Mooncake's own.
         "SGLANG_API_KEY",
     )
     assert lines == [
-        "no effect here: SGLANG_DISAGGREGATION_QUEUE_SIZE, SGLANG_ENABLE_SPEC_V2, "
+        "no effect here: SGLANG_DISAGGREGATION_NIXL_BACKEND, SGLANG_DISAGGREGATION_QUEUE_SIZE, "
+        "SGLANG_DSA_FUSE_TOPK, SGLANG_ENABLE_SPEC_V2, SGLANG_HUGEPAGE_SIZE, "
         "SGLANG_MORI_QP_PER_TRANSFER, SGLANG_SET_CPU_AFFINITY, which SGLang has and this engine "
         "does not"
     ]

@@ -22,7 +22,7 @@ from sglang.srt.arg_groups.disaggregation import (
     overruled_variables,
     variables_of,
 )
-from sglang.srt.arg_groups.foreign_flags import warnings_about_variables
+from sglang.srt.arg_groups.foreign_variables import warnings_about_variables
 from sglang.srt.arg_groups.remote_weights import (
     START_SEED,
     offers_weights,
