@@ -96,7 +96,11 @@ def model_with(tmp_path: Path, **changes: object) -> Path:
         pytest.param(["--page-sise", "4"], ["--page-sise", "--page-size"], id="typo"),
         pytest.param(["--model-path", "/nowhere/model"], ["/nowhere/model"], id="no-model"),
         pytest.param(["--tokenizer-path", "/nowhere/t"], ["tokenizer path '/nowhere/t'"], id="tok"),
-        pytest.param(["--chat-template", "/nowhere/c"], ["--chat-template /nowhere/c"], id="chat"),
+        pytest.param(
+            ["--chat-template", "/nowhere/c"],
+            ["--chat-template /nowhere/c: no such file"],
+            id="chat",
+        ),
     ],
 )
 def test_flags_and_paths_are_looked_at_first(

@@ -245,8 +245,8 @@ SGLANG_FLAGS: Final = (
         enable_dynamic_chunking enable_prefill_delayer prefill_delayer_* enable_pdmux pdmux_*
         sm_group_num prefill_decode_interval* min_free_slots_delay"""),
     _row(_IGNORED, "what the caches keep, and where", """swa_full_tokens_ratio hybrid_kvcache_ratio
-        strip_thinking_cache swa_prefix_tails enable_encoder_swa_bounded_replay
-        enable_decoder_swa_bounded_replay c128_page_size
+        enable_hicache_prealloc strip_thinking_cache swa_prefix_tails
+        enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay c128_page_size
         radix_eviction_policy_config enable_page_major_kv_layout enable_unified_memory
         prefill_only_disable_kv_cache"""),
     _row(_IGNORED, "prefill and decode on different servers", """num_reserved_decode_tokens
@@ -305,6 +305,8 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
     "distributed_executor_backend": "one process runs the model; remove the flag",
 }
 
+_AUTO: Final = "use auto, which goes by the chat template"
+
 _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     # Field: SGLang's values that this engine lacks, and the remedy.
     "hicache_storage_backend": (
@@ -315,7 +317,8 @@ _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "grammar_backend": (("outlines", "llguidance", "none"), "use xgrammar"),
     "attention_backend": (
         ("fa3", "fa4", "flex_attention", "cutlass_mla", "trtllm_mla", "trtllm_mha",
-            "aiter", "wave", "intel_amx", "intel_xpu", "dual_chunk_flash_attn", "nsa", "dsa"),
+            "cutedsl_mla", "aiter", "wave", "intel_amx", "intel_xpu", "dual_chunk_flash_attn",
+            "nsa", "dsa"),
         "leave the flag out, or use flashinfer on a GPU",
     ),
     "schedule_policy": (
@@ -332,11 +335,23 @@ _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     ),
     "quantization": (
         ("bitsandbytes", "gguf", "modelopt", "modelopt_fp8", "modelopt_fp4", "moe_wna16", "mxfp4",
-            "w8a8_fp8", "w8a8_int8", "quark", "quark_mxfp4", "auto-round", "petit_nvfp4"),
+            "w8a8_fp8", "w8a8_int8", "quark", "quark_mxfp4", "auto-round", "petit_nvfp4", "marlin",
+            "mxfp8", "qoq", "w4afp8", "modelslim", "quark_int4fp8_moe"),
         "leave the flag out: config.json names the format, and docs/models.md those that are here",
     ),
-    "kv_cache_dtype": (("fp8_e5m2", "fp4_e2m1"), "use bfloat16 or fp8_e4m3"),
+    "kv_cache_dtype": (
+        ("fp8_e5m2", "fp4_e2m1", "nvfp4", "fp4_mx_block16"), "use bfloat16 or fp8_e4m3"
+    ),
     "disaggregation_transfer_backend": (("mori", "ascend"), "use mooncake"),
+    "device": (("xpu", "hpu"), "use cuda, npu or cpu"),
+    "tool_call_parser": (
+        ("llama4", "pythonic", "step3", "gigachat3", "kimi_k3", "lfm2", "poolside_v1"),
+        f"{_AUTO}, or leave the flag out: calls then stay text",
+    ),
+    "reasoning_parser": (
+        ("kimi", "kimi_k3", "poolside_v1"),
+        f"{_AUTO}, or leave the flag out: reasoning is then part of the text",
+    ),
     "remote_instance_weight_loader_backend": (("nccl", "modelexpress"), "use transfer_engine"),
 }  # fmt: skip
 

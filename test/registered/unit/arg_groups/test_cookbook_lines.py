@@ -28,6 +28,7 @@ WORKING: Final = {
     "HiCache": f"-m --tp 8 {HICACHE} --hicache-ratio 2 --hicache-write-policy write_through",
     "HiCache, sized": f"-m --tp 4 {HICACHE} --hicache-size 200 --mem-fraction-static 0.85 "
     "--hicache-mem-layout page_first --hicache-write-policy write_through_selective",
+    "HiCache, allocated early": f"-m {HICACHE} --enable-hicache-prealloc",
     "HiCache, by share of the host": f"-m {HICACHE} --hicache-host-memory-fraction 0.6",
     "HiCache, buffers": f"-m {MOONCAKE} --hicache-host-memory-mode buffer_only",
     "HiCache, file": f"-m {HICACHE} --hicache-storage-backend file --enable-metrics "

@@ -125,6 +125,11 @@ def read_template(path: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8")
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except FileNotFoundError:
+        # SGLang has templates by name, such as chatml.
+        raise ValueError(
+            f"--chat-template {path}: no such file; give a Jinja file: templates have no names here"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--chat-template {path}: cannot be read: {error}") from error
     except jinja2.TemplateSyntaxError as error:
