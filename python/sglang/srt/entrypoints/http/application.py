@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, error_response
+from sglang.srt.entrypoints.http.foreign_endpoints import remedy_for
 from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.utils.auth import AuthLevel, decide_request_auth, level_of, refusal_of
 from sglang.srt.utils.spelling import did_you_mean
@@ -114,6 +115,8 @@ class Application:
         if route is not None:
             return await route.endpoint(request)
         shown = f"{request.method} {request.path}"
+        if not routes and (remedy := remedy_for(request.path)) is not None:
+            raise ApiError(501, f"{shown}: SGLang has it, this engine does not: {remedy}")
         if not routes:
             near = did_you_mean(request.path, (one.path for one in self.routes))
             raise ApiError(404, f"{shown}: Not Found{near}")

@@ -128,27 +128,6 @@ async def detokenize(request: Request) -> Response:
     return json_response({"text": texts if rows else texts[0]})
 
 
-OTHER_WORK: Final = {
-    "/v1/embeddings": "embeddings",
-    "/encode": "embeddings",
-    "/v1/rerank": "rankings",
-    "/v1/score": "scores",
-    "/classify": "rewards",
-    "/v1/classify": "classes",
-}
-"""Endpoints of SGLang's for other kinds of models, and what they compute."""
-
-
-async def other_model(request: Request) -> Response:
-    """Refused by name: a client that is told 404 looks for a wrong address."""
-    name, work = context_of(request).model_name, OTHER_WORK[request.path]
-    raise ApiError(
-        501,
-        f"{name!r} generates text, and this server computes no {work}: use a server of a model "
-        "that does",
-    )
-
-
 def check_texts(texts: list[str], limits: RequestLimits, field: str) -> None:
     """Refuse texts that are too many or too long to tokenize in one request; errors name `field`,
     which has them."""
@@ -188,7 +167,6 @@ ROUTES: Final = (
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/responses", responses, methods=["POST"]),
-    *(Route(path, other_model, methods=["POST"]) for path in OTHER_WORK),
     Route("/v1/models", models, methods=["GET"]),
     Route("/v1/models/{name}", model, methods=["GET"]),
     Route("/tokenize", tokenize, methods=["POST"]),
