@@ -62,8 +62,8 @@ class PauseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Choices of a pause: the requests under way wait, or end."""
 
     abort: bool | None = None
-    mode: Literal["abort", "in_place"] | None = None
-    """SGLang's form of `abort`."""
+    mode: Literal["abort", "in_place", "retract"] | None = None
+    """SGLang's form of `abort`; `retract` is refused."""
 
 
 class ContinueBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -79,6 +79,7 @@ class ProfileBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     output_dir: Annotated[Any, Refused("start the server with SGLANG_TORCH_PROFILER_DIR")] = None
     start_step: Annotated[Any, Refused("ask when the steps begin")] = None
     profile_by_stage: Annotated[Any, Refused("a profile has steps of both kinds")] = None
+    merge_profiles: Annotated[Any, Refused("each rank's trace is a file of its own")] = None
     with_stack: Annotated[Any, Refused("watch the process with py-spy")] = None
 
 
@@ -121,6 +122,12 @@ async def pause_generation(request: Request) -> Response:
     body = await read_json(request, PauseBody, may_be_empty=True)
     if (refusal := manager.ending or manager.refusal) is not None:
         raise ApiError(503, refusal)
+    if body.mode == "retract":
+        raise bad_request(
+            "mode 'retract' is not supported: use in_place, which keeps the requests and their "
+            "pages, or abort",
+            "mode",
+        )
     if body.abort or body.mode == "abort":
         await manager.abort_all()
     checked(await manager.pause())

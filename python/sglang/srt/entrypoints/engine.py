@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -147,7 +147,7 @@ class EngineFront:
             chat_template=files.chat_template,
             sampling_defaults=files.sampling_defaults,
             ready_details=details,
-            model_info=_model_info(args, config, details),
+            model_info=describe_model(args, config, details),
             pd_role=self._role,
         )
 
@@ -209,13 +209,19 @@ def make_recorder(args: ServerArgs) -> TraceRecorder | None:
     return TraceRecorder(args.record_trace, args.record_trace_share, args.record_trace_mb)
 
 
-def _model_info(args: ServerArgs, config: ModelConfig, details: dict[str, Any]) -> dict[str, Any]:
+def describe_model(
+    args: ServerArgs, config: ModelConfig, details: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`/model_info`: SGLang's fields, and sizes. `details` are those of the ready message."""
     return {
         "model_path": args.model_path,
         "tokenizer_path": args.tokenizer_path,
         "served_model_name": args.served_model_name,
         "is_generation": True,
         "preferred_sampling_params": None,
+        "weight_version": "default",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
         "model_type": config.model_type,
         "architectures": [config.architecture],
         "vocab_size": config.vocab_size,

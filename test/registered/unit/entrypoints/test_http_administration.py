@@ -11,12 +11,15 @@ import pytest
 
 from rigs.servers.fake_engine import CONTEXT_LEN, FrontServer, front_server
 from sglang.srt.arg_groups.kv_events_config import KVEventsConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.entrypoints.engine import describe_model
 from sglang.srt.messages.cache_key import combine_extra_key
 from sglang.srt.messages.io_struct import (
     AttachHiCacheStorageReqInput,
     FlushCacheReqInput,
     SessionReqInput,
 )
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -37,6 +40,26 @@ def test_information_is_served_on_all_its_paths(server: FrontServer, client: htt
     card = client.get("/v1/models").json()["data"][0]
     assert (card["id"], card["max_model_len"]) == ("echo", CONTEXT_LEN)
     assert client.get("/v1/models/echo").json()["id"] == "echo"
+
+
+def test_a_model_is_described_by_sglangs_fields() -> None:
+    args = ServerArgs().resolve()
+    assert args.model_path is not None
+    sizes = {"max_req_input_len": 9, "max_total_num_tokens": 64}
+    info = describe_model(args, ModelConfig.from_path(args.model_path), sizes)
+    expected = {
+        "model_path": args.model_path,
+        "tokenizer_path": args.model_path,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": "default",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        **sizes,
+    }
+    assert info.items() >= expected.items()
 
 
 def test_probes_that_come_together_or_soon_after_are_one_request() -> None:
@@ -216,8 +239,9 @@ def test_what_pauses_and_profiles_cannot_do_is_refused_by_name(
 ) -> None:
     server, http = admin
     for path, body, words in (
-        ("/pause_generation", {"mode": "retract"}, "mode"),
+        ("/pause_generation", {"mode": "retract"}, "use in_place, which keeps the requests"),
         ("/start_profile", {"output_dir": "/etc"}, "SGLANG_TORCH_PROFILER_DIR"),
+        ("/start_profile", {"merge_profiles": True}, "a file of its own"),
         ("/start_profile", {"num_steps": 501}, "num_steps"),
         ("/start_profile", {"with_stack": True}, "py-spy"),
         ("/open_session", {"streaming": True}, "send the whole prompt"),
