@@ -68,6 +68,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.base_url is None:
         args.base_url = f"http://{args.host}:{args.port}"
     args.base_url = args.base_url.rstrip("/")
+    args.model = args.served_model_name or args.model
     return args
 
 
@@ -87,6 +88,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=30000)
     group.add_argument("--base-url", help="instead of --host and --port")
     group.add_argument("--model", help="model name in requests; absent: the server's")
+    group.add_argument("--served-model-name", help="the same, and wins over --model")
     group.add_argument("--tokenizer", help="directory; absent: the server's")
     group.add_argument("--api-key")
     group.add_argument("--admin-api-key", help="for --flush-cache, if the server needs one")
@@ -120,7 +122,11 @@ def _add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dataset-name",
         default="random",
-        choices=["random", "generated-shared-prefix", "mooncake"],
+        choices=["random", "random-ids", "generated-shared-prefix", "mooncake"],
+        help="random-ids: the same as random",
+    )
+    group.add_argument(
+        "--tokenize-prompt", action="store_true", help="implied, except for chats, which are text"
     )
     group.add_argument("--dataset-path", help="a trace in Mooncake's format")
     group.add_argument("--random-input-len", type=int, default=1024)
@@ -145,7 +151,7 @@ def _add_dataset_flags(parser: argparse.ArgumentParser) -> None:
 def make_requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:
     """The prompts of the chosen dataset. A ValueError names a flag that is wrong."""
     match args.dataset_name:
-        case "random":
+        case "random" | "random-ids":
             return random_requests(
                 vocabulary,
                 args.num_prompts or 1000,

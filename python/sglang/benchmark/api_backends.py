@@ -262,9 +262,13 @@ class OpenAIChatBackend(OpenAICompletionsBackend):
 
 BACKENDS: Final[Mapping[str, type[ApiBackend]]] = {
     "sglang": SglangBackend,
+    "sglang-native": SglangBackend,
     "sglang-oai": OpenAICompletionsBackend,
     "sglang-oai-chat": OpenAIChatBackend,
+    "vllm": OpenAICompletionsBackend,
+    "vllm-chat": OpenAIChatBackend,
 }
+"""The keys are those of SGLang's load test."""
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -11,7 +11,7 @@ import pytest
 
 from rigs.servers.fake_generate_server import FakeServer
 from sglang.bench_serving import main, make_requests, parse_args
-from sglang.benchmark.api_backends import RequestResult, load_tokens
+from sglang.benchmark.api_backends import BACKENDS, RequestResult, load_tokens
 from sglang.benchmark.serving_metrics import LoadResult, summarize, table
 from sglang.benchmark.workload import BenchRequest, arrival_times
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -49,6 +49,17 @@ def test_random_lengths_keep_to_the_range() -> None:
     assert requests == requests_of(*flags, "--random-range-ratio", "0.5")
     assert requests != requests_of(*flags, "--random-range-ratio", "0.5", "--seed", "2")
     assert all(10 <= token < 1010 for one in requests for token in one.prompt_ids)
+
+
+def test_sglangs_other_names_mean_the_same() -> None:
+    assert requests_of("--dataset-name", "random-ids", "--tokenize-prompt") == requests_of()
+    for backend, path in (
+        ("sglang-native", "/generate"),
+        ("vllm", "/v1/completions"),
+        ("vllm-chat", "/v1/chat/completions"),
+    ):
+        assert BACKENDS[backend].path == path
+    assert parse_args(["--model", "m", "--served-model-name", "s"]).model == "s"
 
 
 def test_prompts_of_a_group_share_their_system_prompt() -> None:
