@@ -202,5 +202,9 @@ class StoreNode(ManagedProcess):
             ready=lambda: lends(self.pid) in self.log_tail(),
             log_dir=log_dir,
             env=master.engine_env()
-            | {"MOONCAKE_GLOBAL_SEGMENT_SIZE": str(segment_bytes), "MOONCAKE_CLIENT": ""},
+            | {
+                "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(segment_bytes),
+                "MOONCAKE_CLIENT": "",
+                "MOONCAKE_STANDALONE_STORAGE": "",
+            },
         )

@@ -223,6 +223,9 @@ class Envs:
 
     MOONCAKE_MASTER = _env_optional_str("host:port of mooncake_master.")
     MOONCAKE_CLIENT = _env_optional_str("host:port of a stand-alone Mooncake client to attach to.")
+    MOONCAKE_STANDALONE_STORAGE = _env_optional_bool(
+        "1: attach to that client; 0: do not; unset: attach if its address is set."
+    )
     MOONCAKE_LOCAL_HOSTNAME = _env_str(
         "localhost", "Name or address under which other Mooncake clients reach this host."
     )

@@ -177,6 +177,7 @@ def test_variables_of_sglang_are_named_in_one_line(monkeypatch: pytest.MonkeyPat
         "SGLANG_DSA_FUSE_TOPK",
         "SGLANG_HUGEPAGE_SIZE",
         "MOONCAKE_OFFLOAD_FSDIR",  # Mooncake's own.
+        "MOONCAKE_BUCKET_EVICTION_POLICY",
         "SGLANG_API_KEY",
     )
     assert lines == [

@@ -85,6 +85,14 @@ def test_the_address_of_a_client_selects_stand_alone(
     assert config.standalone_storage and config.client_host_port() == ("h", 2)
     assert demands_on_host_pools("mooncake", None) == ("mooncake", False)
     assert demands_on_host_pools("mooncake", '{"standalone_storage": false}') == ("default", False)
+    monkeypatch.setenv("MOONCAKE_STANDALONE_STORAGE", "0")
+    assert demands_on_host_pools("mooncake", None) == ("default", False)
+    assert demands_on_host_pools("mooncake", '{"standalone_storage": true}') == ("mooncake", False)
+    monkeypatch.setenv("MOONCAKE_STANDALONE_STORAGE", "1")
+    assert demands_on_host_pools("mooncake", None) == ("mooncake", False)
+    monkeypatch.delenv("MOONCAKE_CLIENT")
+    with pytest.raises(ValueError, match="no mooncake_client to attach to; set MOONCAKE_CLIENT"):
+        MooncakeStoreConfig.load_from_env()
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,9 @@ def _host_port(name: str, address: str) -> tuple[str, int]:
 
 
 def _from_env() -> dict[str, Any]:
+    standalone = envs.MOONCAKE_STANDALONE_STORAGE.get()
     return {
+        **({} if standalone is None else {"standalone_storage": standalone}),
         "local_hostname": envs.MOONCAKE_LOCAL_HOSTNAME.get(),
         "metadata_server": envs.MOONCAKE_TE_META_DATA_SERVER.get(),
         "global_segment_size": envs.MOONCAKE_GLOBAL_SEGMENT_SIZE.get(),
