@@ -164,6 +164,7 @@ def test_storage_implies_the_hierarchical_cache_and_logs_it(
         (["--reasoning-parser", "kimi"], "kimi: SGLang has it, .* use auto"),
         (["--quantization", "w4afp8"], "w4afp8: SGLang has it, .* leave the flag out"),
         (["--kv-cache-dtype", "nvfp4"], "nvfp4: SGLang has it, .* use bfloat16 or fp8_e4m3"),
+        (["--load-balance-method", "shortest_queue"], "SGLang has it, .* use total_requests or"),
         (["--device", "xpu"], "xpu: SGLang has it, .* use cuda, npu or cpu"),
         (["--max-queued-requests", "0"], "--max-queued-requests 0: must be at least 1"),
         (["--kv-events-config", "5557"], "--kv-events-config: Expected `object`, got `int`: give"),

@@ -343,6 +343,9 @@ _OTHER_CHOICES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("fp8_e5m2", "fp4_e2m1", "nvfp4", "fp4_mx_block16"), "use bfloat16 or fp8_e4m3"
     ),
     "disaggregation_transfer_backend": (("mori", "ascend"), "use mooncake"),
+    "load_balance_method": (
+        ("shortest_queue", "minimum_tokens"), "use total_requests or total_tokens"
+    ),
     "device": (("xpu", "hpu"), "use cuda, npu or cpu"),
     "tool_call_parser": (
         ("llama4", "pythonic", "step3", "gigachat3", "kimi_k3", "lfm2", "poolside_v1"),
