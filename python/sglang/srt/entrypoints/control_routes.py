@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -62,8 +62,8 @@ class PauseBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Choices of a pause: the requests under way wait, or end."""
 
     abort: bool | None = None
-    mode: Literal["abort", "in_place", "retract"] | None = None
-    """SGLang's form of `abort`; `retract` is refused."""
+    mode: str | None = None
+    """SGLang's form of `abort`: `abort` or `in_place`."""
 
 
 class ContinueBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -74,7 +74,8 @@ class ProfileBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Length and content of a profile."""
 
     num_steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_STEPS)] | None = None
-    activities: list[Literal["CPU", "GPU"]] | None = None
+    activities: list[str] | None = None
+    """Some of `CPU` and `GPU`."""
     record_shapes: bool | None = None
     output_dir: Annotated[Any, Refused("start the server with SGLANG_TORCH_PROFILER_DIR")] = None
     start_step: Annotated[Any, Refused("ask when the steps begin")] = None
@@ -122,10 +123,10 @@ async def pause_generation(request: Request) -> Response:
     body = await read_json(request, PauseBody, may_be_empty=True)
     if (refusal := manager.ending or manager.refusal) is not None:
         raise ApiError(503, refusal)
-    if body.mode == "retract":
+    if body.mode not in (None, "abort", "in_place"):
         raise bad_request(
-            "mode 'retract' is not supported: use in_place, which keeps the requests and their "
-            "pages, or abort",
+            f"mode={body.mode[:32]!r} is not supported: use in_place, which keeps the requests and "
+            "their pages, or abort",
             "mode",
         )
     if body.abort or body.mode == "abort":
@@ -147,6 +148,12 @@ async def start_profile(request: Request) -> Response:
     """Profile the next steps on every rank; the answer names the trace of the first one."""
     body = await read_json(request, ProfileBody, may_be_empty=True)
     refuse_fields(body)
+    for one in body.activities or ():
+        if one not in ("CPU", "GPU"):
+            raise bad_request(
+                f"activities: {one[:32]!r} is not supported: use CPU and GPU, or leave it out",
+                "activities",
+            )
     message = StartProfileReqInput(
         profile_id=datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f"),
         num_steps=MOST_STEPS // 10 if body.num_steps is None else body.num_steps,

@@ -144,8 +144,8 @@ class StartProfileReqInput(ControlReq):
     profile_id: str
     """Begin of the names of files."""
     num_steps: int
-    activities: list[Literal["CPU", "GPU"]] | None = None
-    """None means all activities of the device."""
+    activities: list[str] | None = None
+    """Some of `CPU` and `GPU`; None means all activities of the device."""
     record_shapes: bool = False
 
 

@@ -240,6 +240,8 @@ def test_what_pauses_and_profiles_cannot_do_is_refused_by_name(
     server, http = admin
     for path, body, words in (
         ("/pause_generation", {"mode": "retract"}, "use in_place, which keeps the requests"),
+        ("/pause_generation", {"mode": "x"}, "mode='x' is not supported: use in_place"),
+        ("/start_profile", {"activities": ["CPU", "MEM"]}, "'MEM' is not supported: use CPU and"),
         ("/start_profile", {"output_dir": "/etc"}, "SGLANG_TORCH_PROFILER_DIR"),
         ("/start_profile", {"merge_profiles": True}, "a file of its own"),
         ("/start_profile", {"num_steps": 501}, "num_steps"),

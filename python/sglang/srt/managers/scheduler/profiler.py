@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -50,7 +50,7 @@ class StepProfiler:
         if self._writer is not None and self._writer.is_alive():
             raise ValueError("the last profile is being written: try again soon")
         device = self._state.pools.device.type
-        kinds: dict[Literal["CPU", "GPU"], ProfilerActivity] = {"CPU": ProfilerActivity.CPU}
+        kinds: dict[str, ProfilerActivity] = {"CPU": ProfilerActivity.CPU}
         if (activity := device_runtime(device).profiled_activity) is not None:
             kinds["GPU"] = activity
         wanted = message.activities or list(kinds)
