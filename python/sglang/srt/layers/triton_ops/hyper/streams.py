@@ -29,7 +29,7 @@ from sglang.srt.layers.triton_ops.early_start import (
     await_kernels_before,
     early_start,
 )
-from sglang.srt.layers.triton_ops.norm import normed_row
+from sglang.srt.layers.triton_ops.hyper.split import make_input, make_weights, output_at
 
 PROGRAMS: Final = 512
 """Programs of a join that fill the device."""
@@ -68,7 +68,7 @@ def _join_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """Grid `(tokens / BLOCK_T, spans)`: one program joins some tokens' columns of a span, and
-    multiplies them. Column OUTPUTS of the products is the sum of squares.
+    multiplies them. Products are in the order of `totals_of`.
 
     JOIN: there is an output to add; REST: it has two parts. SPLIT: there is a block behind.
     """
@@ -84,12 +84,12 @@ def _join_kernel(
     last = tl.minimum(first + each, BLOCKS)
     within = tl.arange(0, BLOCK_C)
     dtype = joined_ptr.dtype.element_ty
-    fn_rows = outputs[None, :] * (STREAMS * HIDDEN)
+    fn_rows = output_at(outputs, STREAMS)[None, :] * (STREAMS * HIDDEN)
     fn = tl.zeros([BLOCK_C, BLOCK_O], tl.float32)
     if SPLIT:
         # A weight, which is read before the wait; the next block's is read in its turn.
         cols = first % PER_STREAM * BLOCK_C + within
-        inside = (cols < HIDDEN)[:, None] & (outputs < OUTPUTS)[None, :]
+        inside = (cols < HIDDEN)[:, None] & (outputs <= OUTPUTS)[None, :]
         at = first // PER_STREAM * HIDDEN + cols[:, None]
         fn = tl.load(fn_ptr + fn_rows + at, mask=inside, other=0.0)
     await_kernels_before(EARLY)
@@ -128,12 +128,12 @@ def _join_kernel(
             following = tl.minimum(block + 1, BLOCKS - 1)
             cols = following % PER_STREAM * BLOCK_C + within
             # After the last block nothing is read.
-            left = tl.where(block + 1 < last, OUTPUTS, 0)
-            inside = (cols < HIDDEN)[:, None] & (outputs < left)[None, :]
+            left = tl.where(block + 1 < last, OUTPUTS, -1)
+            inside = (cols < HIDDEN)[:, None] & (outputs <= left)[None, :]
             at = following // PER_STREAM * HIDDEN + cols[:, None]
             fn = tl.load(fn_ptr + fn_rows + at, mask=inside, other=0.0)
     if SPLIT:
-        products = tl.where(outputs[None, :] == OUTPUTS, squares[:, None], products)
+        products = tl.where(outputs[None, :] == STREAMS, squares[:, None], products)
         to = parts_ptr + (row * spans + tl.program_id(1))[:, None] * BLOCK_O + outputs[None, :]
         tl.store(to, products, mask=is_token[:, None])
 
@@ -170,8 +170,8 @@ def _join_each_kernel(
     is_there = is_stream[:, None] & inside[None, :]
     if SPLIT:
         fn = tl.load(
-            fn_ptr + outputs[:, None, None] * (STREAMS * HIDDEN) + at[None, :, :],
-            mask=(outputs < OUTPUTS)[:, None, None] & is_there[None, :, :],
+            fn_ptr + output_at(outputs, STREAMS)[:, None, None] * (STREAMS * HIDDEN) + at[None],
+            mask=(outputs <= OUTPUTS)[:, None, None] & is_there[None, :, :],
             other=0.0,
         )
     await_kernels_before(EARLY)
@@ -195,67 +195,9 @@ def _join_each_kernel(
         wide = rounded.to(tl.float32)
         products = tl.sum(tl.sum(fn * wide[None, :, :], axis=2), axis=1)
         squares = tl.sum(tl.sum(wide * wide, axis=1), axis=0)
-        products = tl.where(outputs == OUTPUTS, squares, products)
+        products = tl.where(outputs == STREAMS, squares, products)
         span = row * tl.num_programs(1) + tl.program_id(1)
         tl.store(parts_ptr + span * BLOCK_O + outputs, products)
-
-
-@triton.jit
-def _products_at(
-    parts: tl.tensor, spans: tl.tensor, at: tl.tensor, WIDTH: tl.constexpr, SPANS: tl.constexpr
-) -> tl.tensor:
-    """A token's products of the outputs `at` `[n]`, of each span: `[SPANS, n]`."""
-    span = tl.arange(0, SPANS)
-    return tl.load(
-        parts + span[:, None] * WIDTH + at[None, :], mask=(span < spans)[:, None], other=0.0
-    )
-
-
-@triton.jit
-def _make_input(
-    streams: tl.tensor,
-    parts: tl.tensor,
-    base_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
-    x: tl.tensor,
-    spans: tl.tensor,
-    eps: tl.tensor,
-    norm_eps: tl.tensor,
-    input_eps: tl.tensor,
-    STREAMS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    SPANS: tl.constexpr,
-    WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Store the sum of a token's streams, weighted by the first outputs, and normalised."""
-    nth = tl.arange(0, BLOCK_S)
-    is_stream = nth < STREAMS
-    cols = tl.arange(0, BLOCK_H)
-    inside = cols < HIDDEN
-    norm = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    base = tl.load(base_ptr + nth, mask=is_stream, other=0.0)
-    factor = tl.load(scale_ptr)
-    await_kernels_before(EARLY)
-    # No load waits for another's result.
-    values: tl.tuple = ()
-    for stream in tl.static_range(STREAMS):
-        values += (tl.load(streams + stream * HIDDEN + cols, mask=inside, other=0.0),)
-    squares = _products_at(parts, spans, OUTPUTS + tl.arange(0, 1), BLOCK_O, SPANS)
-    found = _products_at(parts, spans, tl.where(is_stream, nth, 0), BLOCK_O, SPANS)
-    shrink = tl.rsqrt(tl.sum(squares) / (STREAMS * HIDDEN) + norm_eps)
-    into = 1.0 / (1.0 + tl.exp(-(base + tl.sum(found, axis=0) * shrink * factor))) + eps
-    acc = tl.zeros([BLOCK_H], tl.float32)
-    for stream in tl.static_range(STREAMS):
-        share = tl.sum(tl.where(nth == stream, into, 0.0), axis=0)
-        acc += values[stream].to(tl.float32) * share
-    rounded = acc.to(x.dtype.element_ty)
-    tl.store(x + cols, normed_row(rounded, norm, input_eps, HIDDEN, WIDE), inside)
 
 
 @triton.jit(do_not_specialize=["spans"])
@@ -285,50 +227,21 @@ def _split_kernel(
     """Grid `(tokens, 2)`: one program makes a token's input of the block, another its weights of
     the output and of the streams."""
     row = tl.program_id(0).to(tl.int64)
-    nth = tl.arange(0, BLOCK_S)
-    is_stream = nth < STREAMS
     parts = parts_ptr + row * spans * BLOCK_O
-    OUTPUTS: tl.constexpr = 2 * STREAMS + STREAMS * STREAMS
     if tl.program_id(1) == 0:
-        x = x_ptr + row * HIDDEN
-        _make_input(
-            streams_ptr + row * (STREAMS * HIDDEN), parts, base_ptr, scale_ptr, norm_ptr, x, spans,
-            eps, norm_eps, input_eps, STREAMS, HIDDEN, OUTPUTS, BLOCK_S, BLOCK_H, BLOCK_O, SPANS,
-            WIDE, EARLY,
+        make_input(
+            streams_ptr + row * (STREAMS * HIDDEN), parts, base_ptr, scale_ptr, norm_ptr,
+            x_ptr + row * HIDDEN, spans, eps, norm_eps, input_eps, STREAMS, HIDDEN, BLOCK_S,
+            BLOCK_H, BLOCK_O, SPANS, WIDE, EARLY,
         )  # fmt: skip
         cols = tl.arange(0, BLOCK_H)
         zeros = tl.zeros([BLOCK_H], zeros_ptr.dtype.element_ty)
         tl.store(zeros_ptr + row * HIDDEN + cols, zeros, mask=cols < HIDDEN)
     else:
-        pair = nth[:, None] * STREAMS + nth[None, :]
-        is_pair = is_stream[:, None] & is_stream[None, :]
-        out_base = tl.load(base_ptr + STREAMS + nth, mask=is_stream, other=0.0)
-        mix_base = tl.load(base_ptr + 2 * STREAMS + pair, mask=is_pair, other=0.0)
-        out_factor = tl.load(scale_ptr + 1)
-        mix_factor = tl.load(scale_ptr + 2)
-        await_kernels_before(EARLY)
-        squares = _products_at(parts, spans, OUTPUTS + tl.arange(0, 1), BLOCK_O, SPANS)
-        found = _products_at(parts, spans, tl.where(is_stream, STREAMS + nth, 0), BLOCK_O, SPANS)
-        at = tl.reshape(tl.where(is_pair, 2 * STREAMS + pair, 0), [BLOCK_S * BLOCK_S])
-        of_pairs = _products_at(parts, spans, at, BLOCK_O, SPANS)
-        shrink = tl.rsqrt(tl.sum(squares) / (STREAMS * HIDDEN) + norm_eps)
-        out = 2.0 / (1.0 + tl.exp(-(out_base + tl.sum(found, axis=0) * shrink * out_factor)))
-        summed = tl.reshape(tl.sum(of_pairs, axis=0), [BLOCK_S, BLOCK_S])
-        mix = mix_base + summed * shrink * mix_factor
-        mix = tl.where(is_pair, mix, float("-inf"))
-        peak = tl.max(mix, axis=1)
-        peak = tl.where(is_stream, peak, 0.0)
-        mix = tl.exp(mix - peak[:, None])
-        mass = tl.sum(mix, axis=1)
-        # Rows and columns beyond the streams stay 0.
-        mix = tl.where(is_pair, mix / tl.where(is_stream, mass, 1.0)[:, None] + eps, 0.0)
-        mix = mix / (tl.sum(mix, axis=0) + eps)[None, :]
-        for _ in range(ITERATIONS - 1):
-            mix = mix / (tl.sum(mix, axis=1) + eps)[:, None]
-            mix = mix / (tl.sum(mix, axis=0) + eps)[None, :]
-        to = weights_ptr + row * (STREAMS + STREAMS * STREAMS)
-        tl.store(to + nth, out, mask=is_stream)
-        tl.store(to + STREAMS + pair, mix, mask=is_pair)
+        make_weights(
+            parts, base_ptr, scale_ptr, weights_ptr + row * (STREAMS + STREAMS * STREAMS), spans,
+            eps, norm_eps, STREAMS, HIDDEN, ITERATIONS, BLOCK_O, SPANS, EARLY,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["spans"])
@@ -354,10 +267,10 @@ def _head_kernel(
 ) -> None:
     """Grid `(tokens,)`: one program makes a token's only stream behind the last block."""
     row = tl.program_id(0).to(tl.int64)
-    _make_input(
+    make_input(
         streams_ptr + row * (STREAMS * HIDDEN), parts_ptr + row * spans * BLOCK_O, base_ptr,
         scale_ptr, norm_ptr, x_ptr + row * HIDDEN, spans, eps, norm_eps, input_eps, STREAMS,
-        HIDDEN, STREAMS, BLOCK_S, BLOCK_H, BLOCK_O, SPANS, WIDE, EARLY,
+        HIDDEN, BLOCK_S, BLOCK_H, BLOCK_O, SPANS, WIDE, EARLY,
     )  # fmt: skip
 
 
@@ -426,7 +339,7 @@ def _sizes(streams: torch.Tensor, parts: torch.Tensor, split: StreamsSplit) -> d
         "BLOCK_O": parts.shape[-1],
         "SPANS": triton.next_power_of_2(parts.shape[1]),
         "WIDE": split.is_wide,
-        "num_warps": min(8, max(1, block // 512)),
+        "num_warps": min(8, max(1, block // 1024)),
         **early_start(streams),
     }
 
