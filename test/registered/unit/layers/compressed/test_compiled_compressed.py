@@ -19,11 +19,12 @@ if triton.knobs.runtime.interpret:
 
 ATTENTION: Final = {
     "NUM_HEADS": 64, "DIM": 512, "ROTARY": 64, "WINDOW": 128, "RATIO": 4, "TOPK": 512,
-    "HEADS": 64, "BLOCK_D": 512, "BLOCK_R": 64, "BLOCK": 64, "SPLIT": False, "EARLY": 0,
+    "HEADS": 64, "BLOCK_D": 512, "BLOCK": 64, "SPLIT": False, "EARLY": 0,
     "tokens_ptr": None, "lists_ptr": None,
 }  # fmt: skip
 """DeepSeek-V4-Flash's shape on one rank."""
-DECODE: Final = {"SPLIT": True, "EARLY": 1, "requests_ptr": None, "prefixes_ptr": None}
+DECODE: Final = {"requests_ptr": None, "prefixes_ptr": None}
+SPLIT: Final = DECODE | {"HEADS": 16, "SPLIT": True, "EARLY": 1}
 NO_ROWS: Final = {"rows_ptr": None, "table_ptr": None, "TOPK": 0}
 SPARSE: Final = {
     "RATIO": 4, "DIM": 512, "WIDTH": 1024, "ROTARY": 64, "PLACES": 4, "TOKENS": 4, "BLOCK_D": 512,
@@ -44,10 +45,8 @@ KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int]]] = {
     ),
     "window": (attention._attention_kernel, ATTENTION | NO_ROWS, 8, 2),
     "decode": (attention._attention_kernel, ATTENTION | DECODE, 8, 2),
-    "decode of few": (
-        attention._attention_kernel,
-        ATTENTION | DECODE | {"HEADS": 16, "BLOCK": 64}, 4, 2,
-    ),
+    "decode of few": (attention._attention_kernel, ATTENTION | SPLIT | {"EARLY": 0}, 4, 2),
+    "decode of one": (attention._attention_kernel, ATTENTION | SPLIT | {"BLOCK": 32}, 4, 2),
     "decode on two ranks": (
         attention._attention_kernel, ATTENTION | DECODE | {"NUM_HEADS": 32, "HEADS": 32}, 8, 2,
     ),

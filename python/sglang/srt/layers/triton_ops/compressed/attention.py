@@ -39,36 +39,28 @@ _FP32_LAUNCH: Final = (16, 16, 8, 1)
 
 
 @triton.jit
-def _rotate_back(
-    at: tl.tensor,
-    is_head: tl.tensor,
+def _turned_back(
+    x: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
+    DIM: tl.constexpr,
     ROTARY: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-) -> None:
-    """Rotate stored outputs by the negative angles. A tile of whole heads would not fit into the
-    registers twice.
+) -> tl.tensor:
+    """Outputs `[HEADS, BLOCK_D]`, fp32, rotated by the negative angles. A thread of a product has
+    both elements of a pair.
 
     Args:
-        at: Pointers to the rotated elements of the heads, `[HEADS]`.
         cos, sin: Pointers to the token's angles.
     """
-    place = tl.arange(0, BLOCK_R)
-    is_turned = place < ROTARY
-    is_even = place % 2 == 0
-    inside = is_head[:, None] & is_turned[None, :]
-    c = tl.load(cos + place // 2, mask=is_turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + ROTARY // 2 + place // 2, mask=is_turned, other=0.0).to(tl.float32)
-    s = tl.where(is_even, s, -s)
-    # Other threads have stored these.
-    tl.debug_barrier()
-    own = tl.load(at[:, None] + place[None, :], mask=inside, other=0.0)
-    partner = tl.where(is_even, place + 1, place - 1)
-    other = tl.load(at[:, None] + partner[None, :], mask=inside, other=0.0)
-    turned = own.to(tl.float32) * c[None, :] + other.to(tl.float32) * s[None, :]
-    tl.debug_barrier()
-    tl.store(at[:, None] + place[None, :], turned.to(own.dtype), mask=inside)
+    HEADS: tl.constexpr = x.shape[0]
+    PAIRS: tl.constexpr = x.shape[1] // 2
+    pair = tl.arange(0, PAIRS) - (DIM - ROTARY) // 2
+    is_turned = (pair >= 0) & (pair < ROTARY // 2)
+    c = tl.load(cos + pair, mask=is_turned, other=1.0).to(tl.float32)[None, :]
+    s = tl.load(sin + ROTARY // 2 + pair, mask=is_turned, other=0.0).to(tl.float32)[None, :]
+    first, second = tl.split(tl.reshape(x, [HEADS, PAIRS, 2]))
+    turned = tl.join(first * c + second * s, second * c - first * s)
+    return tl.reshape(turned, [HEADS, 2 * PAIRS])
 
 
 @triton.jit
@@ -138,7 +130,6 @@ def _attention_kernel(
     TOPK: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
@@ -152,7 +143,8 @@ def _attention_kernel(
     split = tl.program_id(2)
     is_head = heads < NUM_HEADS
     out_row = nth * NUM_HEADS + heads
-    await_kernels_before(EARLY)
+    if requests_ptr is not None:
+        await_kernels_before(EARLY)
     token = nth
     if tokens_ptr is not None:
         token = tl.load(tokens_ptr + nth).to(tl.int64)
@@ -162,6 +154,10 @@ def _attention_kernel(
     if requests_ptr is not None:
         request = tl.load(requests_ptr + token).to(tl.int64)
         prefix = tl.load(prefixes_ptr + token).to(tl.int32)
+    slot = tl.load(slots_ptr + request).to(tl.int64)
+    if requests_ptr is None:
+        # These were written before the lookup of embeddings, which does not start early.
+        await_kernels_before(EARLY)
     count = 0
     if rows_ptr is not None:
         count = (position + 1) // RATIO
@@ -180,7 +176,7 @@ def _attention_kernel(
         q = tl.load(q_at)
     else:
         q = tl.load(q_at, mask=is_head[:, None] & is_dim[None, :], other=0.0)
-    ring = ring_ptr + tl.load(slots_ptr + request).to(tl.int64) * (WINDOW * DIM)
+    ring = ring_ptr + slot * (WINDOW * DIM)
     # The key of position p is `p - position` rows after the token's own.
     own = new_ptr + token * new_stride
     peak, mass = begin_softmax(sinks_ptr, heads, is_head, split, HEADS)
@@ -215,6 +211,7 @@ def _attention_kernel(
             tl.store(ring + position % WINDOW * DIM + dims, key, mask=is_dim)
     # A split may have seen nothing. It has no weight, and is not read.
     acc = acc / tl.where(mass > 0.0, mass, 1.0)[:, None]
+    acc = _turned_back(acc, cos, sin, DIM, ROTARY)
     if SPLIT:
         part = out_row * splits + split
         tl.store(lse_ptr + part, peak + tl.log2(mass), mask=is_head)
@@ -227,7 +224,6 @@ def _attention_kernel(
     else:
         inside = is_head[:, None] & is_dim[None, :]
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=inside)
-    _rotate_back(out + DIM - ROTARY, is_head, cos, sin, ROTARY, BLOCK_R)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +339,6 @@ def compressed_attention(
         TOPK=rows.table.shape[1] if rows is not None and is_chosen else 0,
         HEADS=heads,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_R=triton.next_power_of_2(rotary),
         BLOCK=block,
         SPLIT=splits > 1,
         num_warps=num_warps,
