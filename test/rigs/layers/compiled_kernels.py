@@ -30,7 +30,7 @@ class Usage(NamedTuple):
 def compile_kernel(
     kernel: Any,
     constants: dict[str, Any],
-    type_of: Callable[[str], str],
+    type_of: Callable[[str], str | tuple[str, ...]],
     *,
     aligned: Container[str],
     warps: int = 4,
@@ -39,23 +39,26 @@ def compile_kernel(
     """The compiled kernel of Triton.
 
     Args:
-        constants: Values of constexpr arguments, and None for pointers that are not given. Other
-            names have no effect.
-        type_of: Triton's name for the type of each other argument.
+        constants: Values of constexpr arguments, and None for pointers that are not given, or a
+            tuple of None. Other names have no effect.
+        type_of: Triton's name for the type of each other argument, or those of a tuple's elements.
         aligned: Arguments that are multiples of 16, in bytes or in number.
     """
     names: list[str] = kernel.arg_names
     own = {name: value for name, value in constants.items() if name in names}
+    types = {name: "constexpr" if name in own else type_of(name) for name in names}
+    places: list[tuple[int, ...]] = []
+    for index, name in enumerate(names):
+        if name in aligned and name not in own:
+            kind = types[name]
+            elements = [()] if isinstance(kind, str) else [(nth,) for nth in range(len(kind))]
+            places += [(index, *element) for element in elements]
     return triton.compile(
         ASTSource(
             kernel,
-            {name: "constexpr" if name in own else type_of(name) for name in names},
+            types,
             constexprs={(names.index(name),): value for name, value in own.items()},
-            attrs={
-                (index,): [["tt.divisibility", 16]]
-                for index, name in enumerate(names)
-                if name in aligned and name not in own
-            },
+            attrs={place: [["tt.divisibility", 16]] for place in places},
         ),
         target=_HOPPER,
         options={"num_warps": warps, "num_stages": stages},

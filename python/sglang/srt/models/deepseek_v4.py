@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from sglang.srt.configs.compressed_config import CompressedConfig
 from sglang.srt.configs.model_config import ModelConfig, positive_int
 from sglang.srt.distributed.tensor_group import ToAdd
-from sglang.srt.layers.attention.compressed_backend import CompressedAttention, row_store
+from sglang.srt.layers.attention.compressed_backend import CompressedAttention, LayerRows, row_store
 from sglang.srt.layers.attention_kind import COMPRESSED
 from sglang.srt.layers.compressed.compressor import CompressorOptions, GroupCompressor
 from sglang.srt.layers.compressed.hyper_connection import (
@@ -211,10 +211,10 @@ class DeepseekV4Attention(torch.nn.Module):
             return None
         batch, ratio = step.batch, self.attn.ratio
         assert self.attn.rows_pool is not None
-        store = row_store(batch)
-        store.store_rows(tokens[0], self.compressor, self.attn.rows_pool, batch)
+        kinds = [LayerRows(tokens[0], self.compressor, self.attn.rows_pool)]
         if self.indexer is not None:
-            store.store_rows(tokens[1], self.indexer.compressor, PoolName.INDEXER, batch)
+            kinds.append(LayerRows(tokens[1], self.indexer.compressor, PoolName.INDEXER))
+        row_store(batch).store_rows(kinds, batch)
         if self.indexer is None or batch.longest_context // ratio <= self.settings.index_topk:
             return None
         return self.indexer.queries(x, latent, step)

@@ -10,7 +10,7 @@ It reads a copy of a request's rows in each layer, and of its indexer keys if th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,6 +74,16 @@ class CompressedAttention(RadixAttention):
         return forward_batch.attn_backends[self.kind].forward(inputs, self, forward_batch)
 
 
+class LayerRows(NamedTuple):
+    """Rows of one kind that a layer makes in a step."""
+
+    tokens: torch.Tensor
+    """See `GroupCompressor.rows`."""
+    compressor: GroupCompressor
+    pool: PoolName
+    """Pool of the rows."""
+
+
 class StoresRows(ABC):
     """The part of a backend that makes rows, before a layer attends."""
 
@@ -94,15 +104,12 @@ class StoresRows(ABC):
         """
 
     @abstractmethod
-    def store_rows(
-        self, tokens: torch.Tensor, compressor: GroupCompressor, pool: PoolName, batch: ForwardBatch
-    ) -> None:
+    def store_rows(self, kinds: Sequence[LayerRows], batch: ForwardBatch) -> None:
         """Store the rows of the groups that a step finishes, and what later steps need of its
         tokens.
 
         Args:
-            tokens: See `GroupCompressor.rows`.
-            pool: Pool of the rows.
+            kinds: The kinds of rows of a layer.
         """
 
 
@@ -151,17 +158,15 @@ class CompressedTorchBackend(WindowTorchBackend, StoresRows):
         for plan in plan_groups(forward_batch, ratios).values():
             plan.rotation = rotary.forward(plan.positions)
 
-    def store_rows(
-        self, tokens: torch.Tensor, compressor: GroupCompressor, pool: PoolName, batch: ForwardBatch
-    ) -> None:
-        plan = groups_of(batch, compressor.options.ratio)
+    def store_rows(self, kinds: Sequence[LayerRows], batch: ForwardBatch) -> None:
         assert batch.pools is not None, "the runner sets it before the model runs"
-        rows = batch.pools[pool]
-        buffer = rows.parts[0][rows.place_to_write(compressor.layer_id)]
-        # Padding for those that the pool has already.
-        items = batch.out_cache_loc[plan.current[:, -1]] // plan.ratio
-        found = compressor.rows(tokens, plan, batch)
-        buffer.index_copy_(0, items, found.to(buffer.dtype))
+        for tokens, compressor, pool in kinds:
+            plan, rows = groups_of(batch, compressor.options.ratio), batch.pools[pool]
+            buffer = rows.parts[0][rows.place_to_write(compressor.layer_id)]
+            # Padding for those that the pool has already.
+            items = batch.out_cache_loc[plan.current[:, -1]] // plan.ratio
+            found = compressor.rows(tokens, plan, batch)
+            buffer.index_copy_(0, items, found.to(buffer.dtype))
 
     def forward(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch

@@ -7,7 +7,7 @@ sees fewer rows than it may choose gets them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,11 +17,11 @@ from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, AttentionConfig
 from sglang.srt.layers.attention.compressed_backend import (
     CompressedAttention,
+    LayerRows,
     StoresRows,
     row_buffers,
 )
 from sglang.srt.layers.attention.window_backend import refuse_drafts, ring_buffers
-from sglang.srt.layers.compressed.compressor import GroupCompressor
 from sglang.srt.layers.compressed.group_plan import states_of
 from sglang.srt.layers.forward_batch_info import (
     AttentionInputs,
@@ -46,6 +46,7 @@ from sglang.srt.layers.triton_ops.compressed.attention import (
 from sglang.srt.layers.triton_ops.compressed.groups import (
     GroupBuffers,
     GroupWeights,
+    RowKind,
     StepRequests,
     store_groups,
 )
@@ -154,28 +155,9 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
         self._lens = forward_batch.seq_lens if is_decode else positions + 1
         self._starts = {ratio: rotary.forward(positions, multiple=ratio) for ratio in ratios}
 
-    def store_rows(
-        self, tokens: torch.Tensor, compressor: GroupCompressor, pool: PoolName, batch: ForwardBatch
-    ) -> None:
-        options, states = compressor.options, states_of(batch)
-        assert batch.pools is not None, "the runner sets it before the model runs"
-        rows, kept = batch.pools[pool], None
-        if options.overlap_pool is not None:
-            kept = compressor.buffer(options.overlap_pool, batch)
-        weights = GroupWeights(
-            position=compressor.position.weight,
-            norm=compressor.norm.weight,
-            eps=options.eps,
-            angles=self._starts[options.ratio],
-        )
-        buffers = GroupBuffers(
-            rows=rows.parts[0][rows.place_to_write(compressor.layer_id)],
-            opened=compressor.buffer(options.open_pool, batch),
-            kept=kept,
-        )
+    def store_rows(self, kinds: Sequence[LayerRows], batch: ForwardBatch) -> None:
+        states = states_of(batch)
         prefill = None if batch.forward_mode.is_decode() else self._prefill
-        if prefill is None and kept is not None and states.first_slots is not None:
-            _copy(kept, states.first_slots, states.slots)
         step = StepRequests(
             lens=batch.seq_lens,
             owners=batch.req_pool_indices,
@@ -187,7 +169,31 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
             track_slots=states.track_slots,
             track_lens=None if prefill is None else prefill.rings.track_lens,
         )
-        store_groups(tokens, weights, buffers, step)
+        store_groups([self._row_kind(kind, batch) for kind in kinds], step)
+
+    def _row_kind(self, kind: LayerRows, batch: ForwardBatch) -> RowKind:
+        """The buffers of rows and of tokens. In a decode step that begins from other slots' kept
+        tokens, these are copied first."""
+        tokens, compressor, pool = kind
+        options, states = compressor.options, states_of(batch)
+        assert batch.pools is not None, "the runner sets it before the model runs"
+        rows, kept = batch.pools[pool], None
+        if options.overlap_pool is not None:
+            kept = compressor.buffer(options.overlap_pool, batch)
+            if batch.forward_mode.is_decode() and states.first_slots is not None:
+                _copy(kept, states.first_slots, states.slots)
+        weights = GroupWeights(
+            position=compressor.position.weight,
+            norm=compressor.norm.weight,
+            eps=options.eps,
+            angles=self._starts[options.ratio],
+        )
+        buffers = GroupBuffers(
+            rows=rows.parts[0][rows.place_to_write(compressor.layer_id)],
+            opened=compressor.buffer(options.open_pool, batch),
+            kept=kept,
+        )
+        return RowKind(tokens, weights, buffers)
 
     def forward(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch

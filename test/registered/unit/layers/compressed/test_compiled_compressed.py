@@ -27,12 +27,14 @@ DECODE: Final = {"requests_ptr": None, "prefixes_ptr": None}
 SPLIT: Final = DECODE | {"HEADS": 16, "SPLIT": True, "EARLY": 1}
 NO_ROWS: Final = {"rows_ptr": None, "table_ptr": None, "TOPK": 0}
 SPARSE: Final = {
-    "RATIO": 4, "DIM": 512, "WIDTH": 1024, "ROTARY": 64, "PLACES": 4, "TOKENS": 4, "BLOCK_D": 512,
-    "BLOCK_C": 1024, "EARLY": 0,
+    "RATIO": 4, "DIMS": (512, 128), "WIDTHS": (1024, 256), "ROTARY": 64, "PLACES": 4, "TOKENS": 4,
+    "BLOCKS_D": (512, 128), "BLOCKS_C": (1024, 256), "KINDS": 2, "EARLY": 0,
 }  # fmt: skip
 HEAVY: Final = SPARSE | {
-    "RATIO": 128, "WIDTH": 512, "PLACES": 128, "TOKENS": 8, "kept_ptr": None,
+    "RATIO": 128, "DIMS": (512,), "WIDTHS": (512,), "PLACES": 128, "TOKENS": 8,
+    "BLOCKS_D": (512,), "BLOCKS_C": (1024,), "KINDS": 1, "kept": (None,),
 }  # fmt: skip
+KEPT: Final = {"RATIO": 4, "DIM": 512, "WIDTH": 1024, "PLACES": 4, "BLOCK_C": 256}
 ONE_TOKEN: Final = {"bounds_ptr": None, "EARLY": 1}
 NORMS: Final = {
     "NUM_HEADS": 64, "DIM": 512, "RANK": 1024, "ROTARY": 64, "ROWS": 8, "BLOCK_D": 512,
@@ -54,8 +56,11 @@ KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int]]] = {
     "rows of 4, decode": (groups._rows_kernel, SPARSE | ONE_TOKEN, 4, 3),
     "rows of 128": (groups._rows_kernel, HEAVY, 4, 3),
     "rows of 128, decode": (groups._rows_kernel, HEAVY | ONE_TOKEN, 4, 3),
-    "groups of 4": (groups._keep_kernel, SPARSE | {"BLOCK_C": 256}, 4, 3),
-    "groups of 128": (groups._keep_kernel, HEAVY | {"BLOCK_C": 256, "PLACES": 8}, 4, 3),
+    "groups of 4": (groups._keep_kernel, KEPT, 4, 3),
+    "groups of 128": (
+        groups._keep_kernel,
+        {**KEPT, "RATIO": 128, "WIDTH": 512, "PLACES": 8, "kept_ptr": None}, 4, 3,
+    ),
     "heads": (rotated_norm._heads_kernel, NORMS, 4, 3),
     "latents": (rotated_norm._latents_kernel, NORMS, 4, 3),
 }  # fmt: skip
@@ -67,9 +72,12 @@ INDICES: Final = frozenset(
         "track_lens"
     ).split()
 )
-FP32: Final = frozenset(
-    ("sinks_ptr", "parts_ptr", "lse_ptr", "ape_ptr", "norm_ptr", "scale", "eps")
-) | {"latent_weight_ptr", "key_weight_ptr"}
+FP32: Final = frozenset(("sinks_ptr", "parts_ptr", "lse_ptr", "apes", "norms", "scale", "eps")) | {
+    "latent_weight_ptr",
+    "key_weight_ptr",
+}
+TUPLES: Final = frozenset(("tokens", "opened", "kept", "rows", "apes", "norms", "strides"))
+"""Arguments with an element of each kind of row."""
 """`tokens_ptr` has indices for attention alone."""
 
 
@@ -84,7 +92,10 @@ def test_hardly_anything_is_spilled_and_a_program_fits(name: str) -> None:
     is_attention = kernel is attention._attention_kernel
     indices = INDICES if is_attention else INDICES - {"tokens_ptr"}
 
-    def type_of(arg: str) -> str:
+    def type_of(arg: str) -> str | tuple[str, ...]:
+        if arg in TUPLES:
+            one = "i32" if arg == "strides" else "*fp32" if arg in FP32 else "*bf16"
+            return (one,) * int(own["KINDS"])
         if arg in FP32:
             return "*fp32" if arg.endswith("_ptr") else "fp32"
         if not arg.endswith("_ptr"):
@@ -93,6 +104,7 @@ def test_hardly_anything_is_spilled_and_a_program_fits(name: str) -> None:
 
     given = {arg: value for arg, value in own.items() if value != ""}
     aligned = {arg for arg in kernel.arg_names if arg.endswith(("_ptr", "stride"))} - indices
+    aligned |= TUPLES
     found = usage_of(
         compile_kernel(kernel, given, type_of, aligned=aligned, warps=warps, stages=stages)
     )

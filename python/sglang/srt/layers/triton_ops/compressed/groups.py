@@ -4,14 +4,15 @@ that of `layers/compressed/compressor.py`.
 A row reads the tokens of its group and, with an overlap, those of the group before. A token is in
 one of three places, by its position: among the step's own, among those of its request's open group,
 or among the kept halves of the last finished group. No plan is needed but the bounds of requests.
-In a decode step one program does all for a request. In a prefill a second kernel stores what later
-steps need, because other programs read what it overwrites.
+In a decode step one program does all for a row of a request. In a prefill a second kernel stores
+what later steps need, because other programs read what it overwrites.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -148,23 +149,20 @@ def _store_row(
     tl.store(target + 2 * pair + 1, (second * c + first * s).to(dtype).to(to), mask=pair < DIM // 2)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["bounds_ptr", "lens_ptr", "owners_ptr", "read_ptr", "loc_ptr"],
-)
-def _rows_kernel(
-    tokens_ptr: tl.tensor,
-    open_ptr: tl.tensor,
-    kept_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    ape_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
-    bounds_ptr: tl.tensor,
-    lens_ptr: tl.tensor,
-    owners_ptr: tl.tensor,
-    read_ptr: tl.tensor,
-    loc_ptr: tl.tensor,
+@triton.jit
+def _finish_group(
+    tokens: tl.tensor,
+    opened: tl.tensor,
+    kept: tl.tensor,
+    rows: tl.tensor,
+    ape: tl.tensor,
+    norm: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    loc: tl.tensor,
+    begin: tl.tensor,
+    prefix: tl.tensor,
+    length: tl.tensor,
     stride: tl.tensor,
     eps: tl.tensor,
     RATIO: tl.constexpr,
@@ -175,52 +173,94 @@ def _rows_kernel(
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    DECODE: tl.constexpr,
+) -> None:
+    """Make the row of the request's group `program_id(0)` of those that the step finishes, if there
+    is one. DECODE: store what later steps need, too."""
+    group = prefix // RATIO + tl.program_id(0)
+    own = tokens + (begin - prefix) * stride
+    if group < length // RATIO:
+        last = begin + (group + 1) * RATIO - 1 - prefix
+        row = _row_of(
+            group, prefix, own, opened, kept, ape, stride, RATIO, DIM, WIDTH, TOKENS, BLOCK_D
+        )
+        item = tl.load(loc + last).to(tl.int64) // RATIO
+        angles = last * ROTARY
+        _store_row(
+            row, rows + item * DIM, norm, cos + angles, sin + angles, eps, DIM, ROTARY, BLOCK_D
+        )
+        if DECODE and WIDTH > DIM:
+            # Every thread must have read the old halves before any of them is overwritten.
+            tl.debug_barrier()
+            for start in range(0, 2 * DIM, BLOCK_C):
+                column = start + tl.arange(0, BLOCK_C)
+                halves = _halves(
+                    group, prefix, own, opened, column, stride, RATIO, DIM, WIDTH, PLACES
+                )
+                _store_halves(kept, halves, column, RATIO, DIM, PLACES)
+    elif DECODE:
+        at = opened + prefix % RATIO * (2 * WIDTH)
+        for start in range(0, 2 * WIDTH, BLOCK_C):
+            column = start + tl.arange(0, BLOCK_C)
+            token = tl.load(tokens + begin * stride + column, mask=column < 2 * WIDTH, other=0.0)
+            tl.store(at + column, token.to(opened.dtype.element_ty), mask=column < 2 * WIDTH)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["bounds_ptr", "lens_ptr", "owners_ptr", "read_ptr", "loc_ptr"],
+)
+def _rows_kernel(
+    tokens: tl.tuple,
+    opened: tl.tuple,
+    kept: tl.tuple,
+    rows: tl.tuple,
+    apes: tl.tuple,
+    norms: tl.tuple,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    bounds_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    owners_ptr: tl.tensor,
+    read_ptr: tl.tensor,
+    loc_ptr: tl.tensor,
+    strides: tl.tuple,
+    eps: tl.tensor,
+    RATIO: tl.constexpr,
+    DIMS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    PLACES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCKS_D: tl.constexpr,
+    BLOCKS_C: tl.constexpr,
+    KINDS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(groups, bs)`: one program makes the row of a group that the step finishes. Without
-    `bounds_ptr`, it is a decode step, and the program stores what later steps need, too."""
+    """Grid `(groups, bs, KINDS)`: one program makes a row of one kind, by `_finish_group`. Tuples
+    have an element of each kind. Without `bounds_ptr`, it is a decode step."""
     request = tl.program_id(1).to(tl.int64)
-    await_kernels_before(EARLY)
+    # Written before the lookup of embeddings, which does not start early.
     length = tl.load(lens_ptr + request).to(tl.int32)
     begin = request
     prefix = length - 1
     if bounds_ptr is not None:
         begin = tl.load(bounds_ptr + request).to(tl.int64)
         prefix = length - (tl.load(bounds_ptr + request + 1).to(tl.int64) - begin).to(tl.int32)
-    group = prefix // RATIO + tl.program_id(0)
     owner = tl.load(owners_ptr + request).to(tl.int64)
-    opened = open_ptr + owner * ((RATIO - 1) * 2 * WIDTH)
-    kept = open_ptr
-    if WIDTH > DIM:
-        kept = kept_ptr + tl.load(read_ptr + request).to(tl.int64) * (RATIO * 2 * DIM)
-    own = tokens_ptr + (begin - prefix) * stride
-    if group < length // RATIO:
-        last = begin + (group + 1) * RATIO - 1 - prefix
-        row = _row_of(
-            group, prefix, own, opened, kept, ape_ptr, stride,
-            RATIO, DIM, WIDTH, TOKENS, BLOCK_D,
-        )  # fmt: skip
-        item = tl.load(loc_ptr + last).to(tl.int64) // RATIO
-        cos, sin = cos_ptr + last * ROTARY, sin_ptr + last * ROTARY
-        _store_row(row, rows_ptr + item * DIM, norm_ptr, cos, sin, eps, DIM, ROTARY, BLOCK_D)
-        if bounds_ptr is None:  # noqa: SIM102 - known when this is compiled
-            if WIDTH > DIM:
-                # Every thread must have read the old halves before any of them is overwritten.
-                tl.debug_barrier()
-                for start in range(0, 2 * DIM, BLOCK_C):
-                    column = start + tl.arange(0, BLOCK_C)
-                    halves = _halves(
-                        group, prefix, own, opened, column, stride, RATIO, DIM, WIDTH, PLACES
-                    )
-                    _store_halves(kept, halves, column, RATIO, DIM, PLACES)
-    elif bounds_ptr is None:
-        at = opened + prefix % RATIO * (2 * WIDTH)
-        for start in range(0, 2 * WIDTH, BLOCK_C):
-            column = start + tl.arange(0, BLOCK_C)
-            token = tl.load(
-                tokens_ptr + begin * stride + column, mask=column < 2 * WIDTH, other=0.0
-            )
-            tl.store(at + column, token.to(open_ptr.dtype.element_ty), mask=column < 2 * WIDTH)
+    read = tl.load(read_ptr + request).to(tl.int64)
+    await_kernels_before(EARLY)
+    for kind in tl.static_range(KINDS):
+        if tl.program_id(2) == kind:
+            of_group = opened[kind] + owner * ((RATIO - 1) * 2 * WIDTHS[kind])
+            of_last = of_group
+            if WIDTHS[kind] > DIMS[kind]:
+                of_last = kept[kind] + read * (RATIO * 2 * DIMS[kind])
+            _finish_group(
+                tokens[kind], of_group, of_last, rows[kind], apes[kind], norms[kind], cos_ptr,
+                sin_ptr, loc_ptr, begin, prefix, length, strides[kind], eps, RATIO, DIMS[kind],
+                WIDTHS[kind], ROTARY, PLACES, TOKENS, BLOCKS_D[kind], BLOCKS_C[kind],
+                bounds_ptr is None,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -389,70 +429,69 @@ class StepRequests:
     """`[bs]`: new tokens before each request's snapshot, which is at a group's end; 0: none."""
 
 
-def store_groups(
-    tokens: torch.Tensor, weights: GroupWeights, buffers: GroupBuffers, step: StepRequests
-) -> None:
+class RowKind(NamedTuple):
+    """A kind of row of one layer, and what a step gives it."""
+
+    tokens: torch.Tensor
+    """`[num_tokens, 2 * width]` with dense rows: values and gates. If rows read two groups, `width`
+    is twice their `dim`, and the first half is for the next group's row."""
+    weights: GroupWeights
+    buffers: GroupBuffers
+
+
+def store_groups(kinds: Sequence[RowKind], step: StepRequests) -> None:
     """Store the rows of the groups that a step finishes, and what later steps need of its tokens.
 
     Args:
-        tokens: `[num_tokens, 2 * width]` with dense rows: values and gates. If rows read two
-            groups, `width` is twice their `dim`, and the first half is for the next group's row.
+        kinds: Of the same ratio, epsilon and angles.
     """
-    ratio, width = weights.position.shape
-    dim = buffers.rows.shape[-1]
-    kept = buffers.kept
-    assert tokens.stride(1) == 1 and tokens.shape[1] == 2 * width
-    assert buffers.rows.is_contiguous() and buffers.opened.is_contiguous()
-    assert width == dim if kept is None else width == 2 * dim and kept.is_contiguous()
+    first = kinds[0].weights
+    ratio, rotary = len(first.position), first.angles[0].shape[-1]
+    dims = tuple(kind.buffers.rows.shape[-1] for kind in kinds)
+    widths = tuple(kind.weights.position.shape[1] for kind in kinds)
+    for (tokens, weights, buffers), dim, width in zip(kinds, dims, widths, strict=True):
+        kept = buffers.kept
+        assert tokens.stride(1) == 1 and tokens.shape[1] == 2 * width
+        assert buffers.rows.is_contiguous() and buffers.opened.is_contiguous()
+        assert width == dim if kept is None else width == 2 * dim and kept.is_contiguous()
+        assert dim % 2 == rotary % 2 == 0
+        assert (len(weights.position), weights.eps) == (ratio, first.eps)
     places = int(triton.next_power_of_2(ratio))
-    rotary = weights.angles[0].shape[-1]
-    assert dim % 2 == rotary % 2 == 0
-    block_d = int(triton.next_power_of_2(dim))
+    blocks = tuple(int(triton.next_power_of_2(dim)) for dim in dims)
     groups = 1 if step.bounds is None else step.most_new // ratio + 1
-    _rows_kernel[(groups, len(step.lens))](
-        tokens,
-        buffers.opened,
-        kept,
-        buffers.rows,
-        weights.position,
-        weights.norm,
-        *weights.angles,
+    _rows_kernel[(groups, len(step.lens), len(kinds))](
+        tuple(kind.tokens for kind in kinds),
+        tuple(kind.buffers.opened for kind in kinds),
+        tuple(kind.buffers.kept for kind in kinds),
+        tuple(kind.buffers.rows for kind in kinds),
+        tuple(kind.weights.position for kind in kinds),
+        tuple(kind.weights.norm for kind in kinds),
+        *first.angles,
         step.bounds,
         step.lens,
         step.owners,
         step.read_slots,
         step.loc,
-        tokens.stride(0),
-        weights.eps,
+        tuple(kind.tokens.stride(0) for kind in kinds),
+        first.eps,
         RATIO=ratio,
-        DIM=dim,
-        WIDTH=width,
+        DIMS=dims,
+        WIDTHS=widths,
         ROTARY=rotary,
         PLACES=places,
         TOKENS=min(_TOKENS, places),
-        BLOCK_D=block_d,
-        BLOCK_C=min(4 * _COLUMNS, int(triton.next_power_of_2(2 * dim))),
+        BLOCKS_D=blocks,
+        BLOCKS_C=tuple(min(4 * _COLUMNS, 2 * block) for block in blocks),
+        KINDS=len(kinds),
         num_warps=_WARPS,
-        **early_start(tokens),
+        **early_start(kinds[0].tokens),
     )
     if step.bounds is None:
         return
-    _keep_kernel[(len(step.lens), triton.cdiv(2 * width, _COLUMNS))](
-        tokens,
-        buffers.opened,
-        kept,
-        step.bounds,
-        step.lens,
-        step.owners,
-        step.read_slots,
-        step.slots,
-        step.track_slots,
-        step.track_lens,
-        tokens.stride(0),
-        RATIO=ratio,
-        DIM=dim,
-        WIDTH=width,
-        PLACES=places if kept is not None else min(_TOKENS, places),
-        BLOCK_C=_COLUMNS,
-        num_warps=_WARPS,
-    )
+    for (tokens, _, buffers), dim, width in zip(kinds, dims, widths, strict=True):
+        _keep_kernel[(len(step.lens), triton.cdiv(2 * width, _COLUMNS))](
+            tokens, buffers.opened, buffers.kept, step.bounds, step.lens, step.owners,
+            step.read_slots, step.slots, step.track_slots, step.track_lens, tokens.stride(0),
+            RATIO=ratio, DIM=dim, WIDTH=width, BLOCK_C=_COLUMNS, num_warps=_WARPS,
+            PLACES=places if buffers.kept is not None else min(_TOKENS, places),
+        )  # fmt: skip
