@@ -103,12 +103,13 @@ def test_scores_and_choice_equal_the_definition(heads: int, dim: int) -> None:
 @pytest.mark.parametrize("longest", [1000, 9000, 20000])
 def test_of_equal_tokens_the_first_are_chosen(longest: int) -> None:
     generator = torch.Generator().manual_seed(4)
-    scores = torch.randint(-2, 3, (4, longest), generator=generator).float()
+    scores = torch.randint(-2, 3, (5, longest), generator=generator).float()
     scores[1] *= -0.0  # 0 and -0 are equal.
     scores[2] = torch.randn(longest, generator=generator) * 1e-38
+    scores[4] = torch.arange(longest)  # All of the best are in the last block.
     scores = scores.to(DEVICE)
     table = torch.arange(longest, dtype=torch.int32, device=DEVICE).view(1, -1)
-    lens = torch.tensor([longest, longest - 1, 500, 201], device=DEVICE)
+    lens = torch.tensor([longest, longest - 1, 500, 201, longest - 3], device=DEVICE)
     chosen = choose_slots(scores, table, torch.zeros_like(lens), lens, 200)
     for i, length in enumerate(lens.tolist()):
         want = dsa_backend.choose_tokens(scores[i : i + 1, :length], 200)[0]

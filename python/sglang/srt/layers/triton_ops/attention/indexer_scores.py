@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
 from sglang.srt.mem_cache.device.fp8_rows import FP8_MAX, LEAST_SCALE
 from sglang.srt.mem_cache.device.fp8_rows_triton import typed_views
 
@@ -69,6 +70,7 @@ def _score_kernel(
     IS_LISTED: tl.constexpr,
     LARGEST: tl.constexpr,
     LEAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Scores of TOKENS tokens that have one list; programs along axis 1 share its blocks.
 
@@ -77,6 +79,7 @@ def _score_kernel(
     so that the sum over heads stays within the four threads that share a row of a product.
     """
     first = tl.program_id(0).to(tl.int64) * TOKENS
+    await_kernels_before(EARLY)
     tokens = first + tl.arange(0, TOKENS)
     lens = tl.load(lens_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int32) // STRIDE
     longest = tl.max(lens, axis=0)
@@ -198,5 +201,6 @@ def index_scores(
         LEAST=LEAST_SCALE,
         num_warps=num_warps,
         num_stages=num_stages,
+        **early_start(q),
     )
     return scores[:, :longest]
