@@ -100,9 +100,18 @@ def _linear_with_bias(
     return product if bias is None else product + bias.float()
 
 
-def _gated(x: torch.Tensor, weight: Weight, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`silu(gate) * up`, rounded where the kernels round."""
-    gate, up = _linear(x, weight).to(x.dtype).chunk(2, dim=-1)
+def _gated(
+    x: torch.Tensor,
+    weight: Weight,
+    out: torch.Tensor | None = None,
+    *,
+    activation: ExpertActivation = "silu",
+) -> torch.Tensor:
+    """`silu(gate) * up`, or that of a clamped gate, rounded where the kernels round."""
+    both = _linear(x, weight).to(x.dtype)
+    if isinstance(activation, ClampedGate):
+        return clamped_gate(both.float(), activation).to(x.dtype).float()
+    gate, up = both.chunk(2, dim=-1)
     return (F.silu(gate.float()).to(x.dtype).float() * up.float()).to(x.dtype).float()
 
 

@@ -90,7 +90,7 @@ class GatedMLP(torch.nn.Module):
     ) -> None:
         """Args:
         names: Names of gate, up and down projection in a checkpoint.
-        activation: What is computed between them; another than SiLU has no kernel here.
+        activation: What is computed between them, with a gate.
 
         Raises:
             ValueError: The ranks do not divide the intermediate size.
@@ -107,8 +107,8 @@ class GatedMLP(torch.nn.Module):
         self.down_proj = RowParallelLinear(
             size, hidden_size, bias=bias, placement=placement.at(down)
         )
-        self._activate = activate_by(activation)
-        self._kernels = fused_kernels(placement.device) if activation == "silu" else None
+        self._activation = activation
+        self._kernels = fused_kernels(placement.device)
 
     @property
     def first_weight(self) -> Weight:
@@ -133,18 +133,18 @@ class GatedMLP(torch.nn.Module):
         if kernels is not None and is_one and isinstance(x, torch.Tensor):
             out = x.new_empty((1, weight.shape[0] // 2))
             if isinstance(weight, ScaledWeight):
-                kernels.scaled_gated_gemv(x, weight, out)
+                kernels.scaled_gated_gemv(x, weight, out, activation=self._activation)
                 return out
             config = kernels.plan_gemv(*weight.shape)
             if config is not None:
-                kernels.gated_gemv(x, weight, out, config)
+                kernels.gated_gemv(x, weight, out, config, activation=self._activation)
                 return out
         both = self.gate_up_proj.forward(x)
-        if kernels is not None:
+        if kernels is not None and self._activation == "silu":
             down = takes_rounded(self.down_proj.weight, len(x))
             if down is not None:
                 return kernels.round_rows(both, down, is_gated=True)
-        return self._activate(both)
+        return activate_by(self._activation)(both)
 
 
 class SquaredReluMLP(torch.nn.Module):

@@ -267,12 +267,14 @@ def test_a_half_tile_equals_a_whole_one(has_gates: bool, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_a_shared_expert_has_the_gate_of_the_others(is_plain: bool, tokens: int) -> None:
+@pytest.mark.parametrize("kind", ["fp4", "int4", "plain"])
+def test_a_shared_expert_has_the_gate_of_the_others(kind: str, tokens: int) -> None:
     """Weights of their kind are in the same products; others are multiplied by themselves."""
     experts = pair("fp4", EXPERTS)
     shared: tuple[Weight, Weight] = pair("fp4", seed=7)
-    if is_plain:
+    if kind == "int4":
+        shared = int4_weight(64, 96), int4_weight(96, 32)
+    elif kind == "plain":
         shared = randn(64, 96, seed=2, dtype=HALF) / 8, randn(96, 32, seed=3, dtype=HALF) / 8
     x, (weights, ids) = randn(tokens, 96, seed=1, dtype=HALF), choice(tokens, TOP_K + 1)
     given = ExpertWeights(gate_up=experts[0], down=experts[1], shared=shared, activation=GATE)

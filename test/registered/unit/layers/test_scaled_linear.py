@@ -19,10 +19,12 @@ from rigs.models.scaled_weights import (
     product,
     rounded,
 )
+from sglang.srt.layers.activation import clamped_gate
 from sglang.srt.layers.cuda_kernels import KERNELS
 from sglang.srt.layers.quantization.quantized_tensor import E2M1, E8M0
 from sglang.srt.layers.triton_ops.arguments import (
     MOST_FP4_SCALE,
+    ClampedGate,
     RoundedRows,
     ScaledWeight,
     fp4_words,
@@ -194,8 +196,12 @@ def test_gate_and_up_of_one_token_equal_the_definition(kind: str) -> None:
     x = randn(1, weight.shape[1], seed=4, dtype=HALF)
     out = torch.empty(1, weight.shape[0] // 2, dtype=HALF, device=DEVICE)
     KERNELS.scaled_gated_gemv(x, weight, out)
-    gate, up = product(x, weight).chunk(2, dim=1)
+    both = product(x, weight)
+    gate, up = both.chunk(2, dim=1)
     assert relative_error(out, F.silu(gate) * up) < 2 * UNIT
+    rule = ClampedGate(limit=float(both.abs().mean()), alpha=1.7, shift=0.5)
+    KERNELS.scaled_gated_gemv(x, weight, out, activation=rule)
+    assert relative_error(out, clamped_gate(both.cpu(), rule).to(DEVICE)) < 2 * UNIT
 
 
 def test_int4_weights_are_rounded_once() -> None:

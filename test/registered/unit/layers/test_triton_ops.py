@@ -18,9 +18,11 @@ DEVICE = triton_device()
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 from sglang.srt.layers import linear  # noqa: E402
+from sglang.srt.layers.activation import activate_by  # noqa: E402
 from sglang.srt.layers.cuda_kernels import KERNELS  # noqa: E402
 from sglang.srt.layers.placement import Share  # noqa: E402
 from sglang.srt.layers.triton_ops import fused_qkv, gating, gemv, norm, vocab  # noqa: E402
+from sglang.srt.layers.triton_ops.arguments import ClampedGate, ExpertActivation  # noqa: E402
 from sglang.srt.layers.triton_ops.rotation import rotate  # noqa: E402
 
 
@@ -78,9 +80,20 @@ def test_the_product_of_an_fp32_weight_is_not_rounded(monkeypatch: pytest.Monkey
     assert relative_error(out, F.linear(x.double(), weight.double())) < 1e-6
 
 
-@pytest.mark.parametrize(("n", "k"), [(64, 512), (12288, 1024), (1004, 256), (152, 2688)])
+CLAMPED = ClampedGate(limit=0.5, alpha=1.7, shift=0.5)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "activation"),
+    [
+        (64, 512, "silu"), (64, 512, CLAMPED), (12288, 1024, "silu"), (1004, 256, CLAMPED),
+        (152, 2688, "silu"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
-def test_gated_gemv_equals_two_kernels(n: int, k: int, dtype: torch.dtype) -> None:
+def test_gated_gemv_equals_two_kernels(
+    n: int, k: int, activation: ExpertActivation, dtype: torch.dtype
+) -> None:
     """Same results as the two kernels that it replaces; same bits if sums have one order."""
     x, weight = random(1, k, seed=5, dtype=dtype), random(2 * n, k, seed=6, dtype=dtype)
     config = gemv.plan(2 * n, k)
@@ -88,11 +101,11 @@ def test_gated_gemv_equals_two_kernels(n: int, k: int, dtype: torch.dtype) -> No
     both = torch.empty(1, 2 * n, dtype=dtype, device=DEVICE)
     gemv.gemv(x, weight, None, both, config)
     out = torch.full((1, n), float("nan"), dtype=dtype, device=DEVICE)
-    gemv.gated_gemv(x, weight, out, config)
-    apart = gating.silu_and_mul(both)
+    gemv.gated_gemv(x, weight, out, config, activation=activation)
+    apart = gating.silu_and_mul(both, activation)
     assert torch.equal(out, apart) if DEVICE == "cpu" else relative_error(out, apart) < 1e-3
-    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
-    assert relative_error(out, F.silu(gate) * up) < (1e-5 if dtype is torch.float32 else 5e-3)
+    want = activate_by(activation)((x.double() @ weight.double().t()).cpu())
+    assert relative_error(out.cpu(), want) < (1e-5 if dtype is torch.float32 else 5e-3)
 
 
 @pytest.mark.parametrize("half", [24, 32])

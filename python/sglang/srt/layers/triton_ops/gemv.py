@@ -8,7 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.arguments import ExpertActivation
 from sglang.srt.layers.triton_ops.early_start import await_kernels_before, early_start
+from sglang.srt.layers.triton_ops.gating import clamped_gate, rule_of
 
 
 @triton.jit
@@ -76,6 +78,9 @@ def _gated_gemv_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute one feature from its row of gate and, N rows below, its row of up."""
@@ -89,8 +94,11 @@ def _gated_gemv_kernel(
     total = total.to(dtype).to(tl.float32)
     gate = tl.sum(tl.where(both == 0, total, 0.0), axis=0)
     up = tl.sum(tl.where(both == 1, total, 0.0), axis=0)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + feature, (activated * up).to(dtype))
+    if LIMIT > 0:
+        gated = clamped_gate(gate, up, LIMIT, ALPHA, SHIFT)
+    else:
+        gated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+    tl.store(out_ptr + feature, gated.to(dtype))
 
 
 _MANY_ROWS = 2048
@@ -155,10 +163,15 @@ def gemv(
 
 
 def gated_gemv(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: tuple[int, int, int]
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    config: tuple[int, int, int],
+    *,
+    activation: ExpertActivation = "silu",
 ) -> None:
-    """`out[0] = silu(gate @ x[0]) * (up @ x[0])` in one launch, rounded at the same points as
-    `gemv` and `silu_and_mul`.
+    """`out[0] = silu(gate @ x[0]) * (up @ x[0])` in one launch, or that of a clamped gate, rounded
+    at the same points as `gemv` and `silu_and_mul`.
 
     Args:
         x: `[1, k]`, dense.
@@ -176,6 +189,7 @@ def gated_gemv(
         N=rows // 2,
         K=k,
         BLOCK_K=block_k,
+        **rule_of(activation),
         num_warps=num_warps,
         **early_start(x),
     )

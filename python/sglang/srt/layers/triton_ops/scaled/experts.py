@@ -17,6 +17,7 @@ from sglang.srt.layers.triton_ops.arguments import (
 )
 from sglang.srt.layers.triton_ops.gating import silu_and_mul
 from sglang.srt.layers.triton_ops.scaled.few_experts import run_scaled_experts
+from sglang.srt.layers.triton_ops.scaled.gemv import scaled_gated_gemv
 from sglang.srt.layers.triton_ops.scaled.linear import multiply_scaled
 from sglang.srt.layers.triton_ops.scaled.routed_experts import run_scaled_routed_experts
 from sglang.srt.layers.triton_ops.scaled.tiles import kind_of
@@ -40,7 +41,7 @@ def run_experts(
     is_together = experts.biases is None and all(map(_are_alike, shared or (), (gate_up, down)))
     part: torch.Tensor | None = None
     if shared is not None and not is_together:
-        part = _multiply(silu_and_mul(_multiply(x, shared[0]), experts.activation), shared[1])
+        part = _multiply(_gated(x, shared[0], experts.activation), shared[1])
         shared = None
     if isinstance(gate_up, ScaledWeight) and isinstance(down, ScaledWeight):
         scaled: tuple[ScaledWeight, ScaledWeight] | None = None
@@ -100,6 +101,22 @@ def _are_alike(first: Weight, second: Weight) -> bool:
     if isinstance(first, ScaledWeight) and isinstance(second, ScaledWeight):
         return kind_of(first) == kind_of(second) and first.is_fp4 == second.is_fp4
     return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+
+
+def _gated(x: torch.Tensor, weight: Weight, activation: ExpertActivation) -> torch.Tensor:
+    """The features between an expert's projections; `weight` has gate, then up."""
+    config = None
+    if len(x) == 1:
+        out = x.new_empty((1, weight.shape[0] // 2))
+        if isinstance(weight, ScaledWeight):
+            scaled_gated_gemv(x, weight, out, activation=activation)
+            return out
+        config = gemv.plan(*weight.shape)
+    if config is None:
+        return silu_and_mul(_multiply(x, weight), activation)
+    assert isinstance(weight, torch.Tensor)
+    gemv.gated_gemv(x, weight, out, config, activation=activation)
+    return out
 
 
 def _multiply(x: torch.Tensor, weight: Weight) -> torch.Tensor:

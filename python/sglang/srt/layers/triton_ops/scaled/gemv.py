@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight
+from sglang.srt.layers.triton_ops.arguments import ExpertActivation, ScaledWeight
 from sglang.srt.layers.triton_ops.early_start import early_start
+from sglang.srt.layers.triton_ops.gating import clamped_gate, rule_of
 from sglang.srt.layers.triton_ops.rounding import gate
 from sglang.srt.layers.triton_ops.scaled.tiles import (
     MULTIPROCESSORS,
@@ -74,6 +75,9 @@ def _scaled_gated_gemv_kernel(
     PACKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    SHIFT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Compute BLOCK_N features, each from its row of gate and, N rows below, its row of up."""
@@ -85,7 +89,10 @@ def _scaled_gated_gemv_kernel(
     # Rounded at the same points as in `scaled_gemv` and `silu_and_mul`.
     dtype = out_ptr.dtype.element_ty
     first, up = tl.split(tl.reshape(totals.to(dtype).to(tl.float32), [BLOCK_N, 2]))
-    gated = gate(first, up, dtype)
+    if LIMIT > 0:
+        gated = clamped_gate(first, up, LIMIT, ALPHA, SHIFT)
+    else:
+        gated = gate(first, up, dtype)
     features = begin + tl.arange(0, BLOCK_N)
     tl.store(out_ptr + features, gated.to(dtype), mask=features < N)
 
@@ -154,10 +161,15 @@ def scaled_gemv(
 
 
 def scaled_gated_gemv(
-    x: torch.Tensor, weight: ScaledWeight, out: torch.Tensor, config: GemvPlan | None = None
+    x: torch.Tensor,
+    weight: ScaledWeight,
+    out: torch.Tensor,
+    config: GemvPlan | None = None,
+    *,
+    activation: ExpertActivation = "silu",
 ) -> None:
-    """`out[0] = silu(gate @ x[0]) * (up @ x[0])` in one launch, rounded at the same points as
-    `scaled_gemv` and `silu_and_mul`.
+    """`out[0] = silu(gate @ x[0]) * (up @ x[0])` in one launch, or that of a clamped gate, rounded
+    at the same points as `scaled_gemv` and `silu_and_mul`.
 
     Args:
         x: `[1, inputs]`, dense.
@@ -171,5 +183,6 @@ def scaled_gated_gemv(
     features, half = outputs // 2, config["BLOCK_N"] // 2
     _scaled_gated_gemv_kernel[(triton.cdiv(features, half),)](
         x, weight.elements, weight.scales, zeros_of(weight), out,
-        N=features, K=inputs, **kind_of(weight), **{**config, "BLOCK_N": half}, **early_start(x),
+        N=features, K=inputs, **kind_of(weight), **{**config, "BLOCK_N": half},
+        **rule_of(activation), **early_start(x),
     )  # fmt: skip
