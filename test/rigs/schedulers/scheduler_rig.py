@@ -392,16 +392,21 @@ def watch_repeats(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if states is None:
             return output
         assert states.first_slots is None or batch.forward_mode is ForwardMode.EXTEND
-        for place in states.again:
+        if batch.forward_mode is not ForwardMode.EXTEND or states.copied is None:
+            return output
+        sources, running = states.copied
+        for own in running.tolist():
+            place = states.slots.tolist().index(own)
+            read = int(states.read_slots[place])
+            assert read in sources.tolist() and own != read
             contexts.append(batch.seq_lens_cpu[place])
             assert states.track_slots is None or not states.track_slots[place]
+            assert batch.req_pool_indices_cpu is not None
+            row = batch.req_pool_indices_cpu[place]
             for pool in runner.pools.values():
                 if isinstance(pool, StatePool):
-                    own, read = states.slots[place], states.read_slots[place]
-                    assert own != read
                     assert all(torch.equal(one[:, own], one[:, read]) for one in pool.buffers)
                 elif isinstance(pool, RequestPool):
-                    row = batch.req_pool_indices_cpu[place]
                     assert not any(one[:, row].any() for one in pool.buffers)
         return output
 
