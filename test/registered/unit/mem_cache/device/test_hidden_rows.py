@@ -15,6 +15,7 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_goes_to_another_server(dtype: torch.dtype) -> None:
     here, there = (HiddenRows(4, 6, dtype, "cpu") for _ in range(2))
+    assert here.table.shape == (5, 6), "a row of garbage behind those of requests"
     here.table[2] = torch.tensor([1.5, -2.0, 0.0, 3.25, float("inf"), 1e-3])
     raw = here.read(2)
     assert len(raw) == here.row_bytes == 6 * dtype.itemsize

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.device.state_spec import (
     StateBuffer,
     StateSpec,
     bytes_per_request,
+    bytes_per_state,
     bytes_per_token,
     check_page_size,
 )
@@ -81,6 +82,7 @@ def test_a_token_costs_a_fraction_of_an_item() -> None:
     assert each == Fraction(2 * 8 * 2 + 2 * 6 * 4, 4) + Fraction(8 * 2, 128)
     assert 256 * each == 64 * (2 * 8 * 2 + 2 * 6 * 4) + 2 * 8 * 2
     assert bytes_per_request(SPECS) == 2 * (5 * 4 + 3 * 2)
+    assert bytes_per_state(SPECS) == 4 * 4
 
 
 @pytest.mark.parametrize("page_size", [1, 64, 130])
@@ -119,6 +121,8 @@ def test_strides_and_requests_that_mean_nothing_are_refused() -> None:
         make_pools((ROWS, OPEN), 512, 256, "cpu", num_requests=1)
     with pytest.raises(ValueError, match="cannot have 0 rows"):
         RequestPool(OPEN, 0, "cpu")
+    with pytest.raises(ValueError, match="'swa', one for each state, cannot have 3 rows of requ"):
+        RequestPool(RING, 3, "cpu")
 
 
 def test_a_request_begins_with_zeros_in_its_row() -> None:
