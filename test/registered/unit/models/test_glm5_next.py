@@ -226,6 +226,15 @@ def test_settings_as_published_are_read(
     assert found.hf_config.linear_lower_bound == -3.0 and found.head_dim == 16
 
 
+def test_every_fourth_layer_is_no_linear_one_unless_the_file_says_so(
+    model: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    config = json.loads((model[0] / "config.json").read_text())
+    del config["text_config"]["layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelConfig.from_path(str(tmp_path)).linear_attention_layers == (0, 1, 2, 4)
+
+
 def test_rows_in_fp8_are_refused(model: tuple[Path, PreTrainedModel]) -> None:
     with pytest.raises(ValueError, match="--kv-cache-dtype"):
         StepDriver(model[0], page_size=16, kv_cache_dtype="fp8_e4m3")
