@@ -106,8 +106,6 @@ class ServerState:
         A client that reads, but less than comes, waits on."""
         for connection in [one for one in self.waiting if one.is_caught_up]:
             del self.waiting[connection]
-        if len(self.waiting) < 2:
-            return
         sizes = {one: one.num_waiting_bytes for one in self.waiting}
         total = sum(sizes.values())
         for connection, since in list(self.waiting.items()):

@@ -98,11 +98,14 @@ def sent_until_refused(peer: socket.socket, piece: bytes, most: int) -> int:
 
 
 @contextmanager
-def serving(max_idle: int = 64, discard_seconds: float = 60.0) -> Iterator[Served]:
+def serving(
+    max_idle: int = 64, discard_seconds: float = 60.0, head_seconds: float = 60.0
+) -> Iterator[Served]:
     served = Served(get_free_port())
     server = BoundedServer(served, port=served.port, max_idle=max_idle)
     served.state = server.server_state
     served.state.discard_seconds = discard_seconds
+    served.state.head_seconds = head_seconds
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -198,6 +201,14 @@ def test_a_client_that_sends_nothing_more_is_not_waited_for() -> None:
         assert wait_until(lambda: open_now.num_idle == 0, 30)
 
 
+@pytest.mark.parametrize("begin", [b"", b"GET / HT"])
+def test_a_head_that_does_not_come_is_not_waited_for(begin: bytes) -> None:
+    with serving(head_seconds=0.2) as served, served.connect() as peer:
+        peer.sendall(begin)
+        assert read_all(peer) == b""
+        assert served.bad_requests == 1
+
+
 def test_a_whole_body_keeps_the_connection(served: Served) -> None:
     with served.connect() as peer:
         for _ in range(2):
@@ -226,6 +237,13 @@ def test_small_chunks_are_few(served: Served, chunk: bytes, count: int, fits: bo
         assert served.seen == [("/read", chunk * count)]
     else:
         assert "larger ones" in error_of(answer, 400)["message"]
+
+
+def test_a_body_that_has_ended_is_no_longer_too_much() -> None:
+    """The last look at the overhead comes with data behind the body, which is none of it."""
+    chunks = b"1\r\na\r\n" * 13_500 + b"0\r\n\r\n"
+    answers = writes_of(CHUNKED % b"" + chunks + GET % 1 * 100)
+    assert len(answers) > 1, answers
 
 
 @pytest.mark.parametrize(
