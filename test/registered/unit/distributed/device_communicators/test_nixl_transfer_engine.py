@@ -373,6 +373,14 @@ def test_a_missing_plugin_is_named(
             raise RuntimeError("No plugins available for NIXL, cannot start transfers!")
         return types.SimpleNamespace(get_plugin_list=lambda: plugins)
 
+    with pytest.raises(ValueError, match=f"plugin UCX is missing, it {said}: .*NIXL_PLUGIN_DIR"):
+        NixlAgent(library_of(nixl_agent, monkeypatch), "agent")
+
+
+def library_of(
+    nixl_agent: Callable[[str, object], object], monkeypatch: pytest.MonkeyPatch
+) -> types.ModuleType:
+    """NIXL with these agents."""
     library = types.ModuleType("some_nixl")
     library.__dict__.update(
         nixl_agent=nixl_agent,
@@ -383,12 +391,30 @@ def test_a_missing_plugin_is_named(
     monkeypatch.setitem(sys.modules, "some_nixl", library)
     bindings = types.ModuleType("some_nixl._bindings")
     monkeypatch.setitem(sys.modules, "some_nixl._bindings", bindings)
-    with pytest.raises(ValueError, match=f"plugin UCX is missing, it {said}: .*NIXL_PLUGIN_DIR"):
-        NixlAgent(library, "agent")
+    return library
 
 
 class nixlInvalidParamError(Exception):
     pass
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [
+        (nixlInvalidParamError("NIXL_ERR_BACKEND"), RuntimeError, r"start \(NIXL_ERR.*DEVICES=lo"),
+        (OSError("no memory"), OSError, "^no memory$"),
+    ],
+)
+def test_a_transport_that_does_not_start_names_its_settings(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception], words: str
+) -> None:
+    def create_backend(name: str, settings: object) -> None:
+        raise error
+
+    agent = types.SimpleNamespace(get_plugin_list=lambda: ["UCX"], create_backend=create_backend)
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    with pytest.raises(raised, match=words):
+        NixlAgent(library_of(lambda name, config: agent, monkeypatch), "agent")
 
 
 def test_memory_that_nixl_refuses_in_part_is_not_registered() -> None:
