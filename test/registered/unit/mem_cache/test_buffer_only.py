@@ -324,7 +324,9 @@ def test_what_l1_evicts_before_its_turn_is_lost_and_counted() -> None:
     rig.tick()
     rig.writes.run()
     rig.tick()
+    assert rig.hi.host_backup.owed
     empty_l1(rig)
+    assert not rig.hi.host_backup.owed
     rig.settle()
     assert rig.hi.metrics.dropped.labels("unwritten")._value.get() >= 4 * PAGE
     assert used_host_pages(rig) == 0
