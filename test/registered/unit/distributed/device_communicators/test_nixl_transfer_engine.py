@@ -390,12 +390,68 @@ def library_of(
     library.__path__ = []
     monkeypatch.setitem(sys.modules, "some_nixl", library)
     bindings = types.ModuleType("some_nixl._bindings")
+    bindings.__dict__["nixlNotFoundError"] = nixlNotFoundError
     monkeypatch.setitem(sys.modules, "some_nixl._bindings", bindings)
     return library
 
 
 class nixlInvalidParamError(Exception):
     pass
+
+
+class nixlNotFoundError(Exception):
+    pass
+
+
+class Handle:
+    """A read."""
+
+    def __init__(self, addresses: list[int]) -> None:
+        self.addresses = addresses
+        self.num_released = 0
+        self._agent: object = self
+
+    def release(self) -> None:
+        assert self._agent is self, "NIXL asks the agent"
+        self.num_released += 1
+
+
+def test_an_agent_lets_go_of_its_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    handles: list[Handle] = []
+    states = iter(["PROC", "DONE", "ERR"])
+    done: list[object] = []
+
+    def initialize_xfer(kind: str, own: list[int], theirs: list[int], peer: str) -> Handle:
+        if peer != "there":
+            raise nixlNotFoundError("NIXL_ERR_NOT_FOUND")
+        handles.append(Handle([*own, *theirs]))
+        return handles[-1]
+
+    raw = types.SimpleNamespace(
+        agent=object(),
+        get_plugin_list=lambda: ["UCX"],
+        create_backend=lambda name, settings: None,
+        get_xfer_descs=lambda rows, kind: rows[:, 0].tolist(),
+        initialize_xfer=initialize_xfer,
+        transfer=done.append,
+        check_xfer_state=lambda handle: next(states),
+        get_new_notifs=lambda: done.append("progress"),
+    )
+    agent = NixlAgent(library_of(lambda name, config: raw, monkeypatch), "agent")
+    requests = [Request(HERE, THERE, 16, 0, 1)]
+    first, second = (agent.begin_read("there", requests) for _ in range(2))
+    assert [one.addresses for one in handles] == [[HERE, THERE]] * 2 and done == handles
+    assert not agent.is_read(first) and agent.is_read(first)
+    assert [one.num_released for one in handles] == [1, 0]
+    with pytest.raises(RemoteFailed, match="the read failed"):
+        agent.is_read(second)
+    with pytest.raises(UnknownRemoteRange, match="NOT_FOUND"):
+        agent.begin_read("nowhere", requests)
+    agent.progress()
+    assert done[2:] == ["progress"]
+    agent.end()
+    assert [one.num_released for one in handles] == [1, 1]
+    assert raw.agent is handles[1]._agent is None, "a traceback may hold them"
 
 
 @pytest.mark.parametrize(
