@@ -82,6 +82,15 @@ def test_an_unfinished_request_goes_on_with_the_trees_slots() -> None:
     rig.settle()
 
 
+def test_a_tick_leaves_no_uses_for_an_eviction_to_note() -> None:
+    rig = CacheRig(page_size=4)
+    rig.run(range(12))
+    assert rig.run(range(12)) == Reused(device=8)
+    assert rig.tree.tree._touched
+    rig.tree.begin_tick(1.0)
+    assert not rig.tree.tree._touched
+
+
 def test_locked_pages_are_not_evicted() -> None:
     rig = CacheRig(l1_pages=8, page_size=4)
     held, _ = rig.start(range(12))

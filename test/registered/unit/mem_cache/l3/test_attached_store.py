@@ -144,6 +144,14 @@ def test_a_large_get_is_no_silence_before_twice_its_usual_time(bench: HangingBen
     bench.recover()
 
 
+def test_nothing_is_asked_of_a_store_before_it_is_connected(bench: HangingBench) -> None:
+    client, bench.io.client = bench.io.client, None
+    with pytest.raises(StorageUnavailable, match="the storage backend is not connected"):
+        bench.io.clear()
+    bench.io.client = client
+    assert bench.io.available and bench.read("good") is CacheOutcome.LANDED
+
+
 def test_short_calls_are_no_silence(bench: HangingBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_calls, "_SILENT_AFTER_S", 0.25)
     bench.io._call_started["exists"] = bench.clock.now

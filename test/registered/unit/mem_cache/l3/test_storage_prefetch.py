@@ -364,6 +364,7 @@ def test_what_was_published_and_evicted_since_is_not_published_again(
         rig.until(lambda: rig.hi.storage_prefetch.table.reads_of("r")[0].progress.landed == 4)
         assert rig.tree.check_prefetch_progress("r")
         assert on_host(rig, FIRST) == 16
+        assert all(node.wanted_by for node in rig.hi.nodes()), "though the read goes on"
         rig.hi.evict_host(1000)
         rig.arrive("reads itself", FIRST)
         reads.open()
