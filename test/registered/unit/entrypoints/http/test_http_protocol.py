@@ -484,6 +484,23 @@ def test_a_whole_body_that_is_not_read_hides_no_client_that_leaves() -> None:
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+@pytest.mark.parametrize(
+    ("behind", "awaits_head"), [(b"", False), (b"\r\n", False), (b"\r\nG", True)]
+)
+def test_empty_lines_behind_a_request_begin_no_head(behind: bytes, awaits_head: bool) -> None:
+    """A client that keeps its connection has longer than one whose head is under way."""
+
+    async def run() -> bool:
+        connection = connect(stream, Transport())
+        connection.data_received(GET % 1 + behind)
+        await asyncio.gather(*connection.state.tasks)
+        found = connection._awaits_head
+        connection.connection_lost(None)
+        return found
+
+    assert asyncio.run(run()) is awaits_head
+
+
 def test_a_server_that_ends_lets_go_of_its_port() -> None:
     with serving() as served:
         peer = served.connect()
