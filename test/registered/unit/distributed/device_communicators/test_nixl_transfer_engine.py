@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 import subprocess
 import sys
 import threading
@@ -16,13 +14,11 @@ import torch
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.disaggregation.nixl.conn import make_nixl_manager
-from sglang.srt.distributed.device_communicators import nixl_library, nixl_transfer_engine
+from sglang.srt.distributed.device_communicators import nixl_transfer_engine
 from sglang.srt.distributed.device_communicators.nixl_library import (
     NixlAgent,
     RemoteFailed,
     UnknownRemoteRange,
-    export_ucx_settings,
-    load_nixl,
 )
 from sglang.srt.distributed.device_communicators.nixl_transfer_engine import (
     NixlTransferEngine,
@@ -41,7 +37,6 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     TransferOp,
     UnknownRange,
 )
-from sglang.srt.environ import envs
 from sglang.srt.utils.network import wait_until
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -151,9 +146,9 @@ def test_each_peer_has_one_agent_with_all_memory(
     assert read(engine) == ["done"] * 3 == read(engine)
     home, link = agents.made
     assert wait_until(lambda: home.num_progressed > 1, 20), "peers can connect"
-    engine.batch_register([0x5000], [16])
+    assert engine.batch_register([0x5000], [16]) == 0
     assert home.registered == link.registered == {HERE: 0x1000, 0x5000: 16}
-    engine.batch_deregister([0x5000])
+    assert engine.batch_deregister([0x5000]) == 0
     assert home.registered == link.registered == {HERE: 0x1000}
     engine.forget_peer(PEER)
     engine.forget_peer(PEER)
@@ -225,6 +220,20 @@ def test_a_peer_that_is_forgotten_keeps_its_link_while_it_is_read(
     assert wait_until(lambda: agents.made[1].has_ended, 20)
 
 
+def test_a_peer_that_is_forgotten_while_it_connects_keeps_no_link(
+    engine: NixlTransferEngine, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = FakeAgent.connect
+
+    def forget_first(agent: FakeAgent, metadata: bytes) -> str:
+        engine.forget_peer(PEER)
+        return connect(agent, metadata)
+
+    monkeypatch.setattr(FakeAgent, "connect", forget_first)
+    assert read(engine) == ["done"] * 3
+    assert wait_until(lambda: agents.made[1].has_ended, 20)
+
+
 def test_a_link_that_cannot_be_made_ends(engine: NixlTransferEngine, agents: Agents) -> None:
     agents.refuses_memory = True
     with pytest.raises(TransferError, match="NIXL refused"):
@@ -255,6 +264,23 @@ def test_local_memory_is_checked(engine: NixlTransferEngine, agents: Agents) -> 
     agents.refuses_memory = True
     with pytest.raises(RegistrationError, match="NIXL refused"):
         engine.batch_register([0x5000], [16])
+    assert not engine.is_registered(0x5000, 16)
+
+
+def test_memory_that_one_agent_refuses_is_registered_with_none(
+    engine: NixlTransferEngine, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read(engine)
+    home, link = agents.made
+
+    def refuse(ranges: dict[int, int]) -> None:
+        assert 0x5000 in home.registered
+        raise RuntimeError("NIXL refused")
+
+    monkeypatch.setattr(link, "register", refuse)
+    with pytest.raises(RegistrationError, match="NIXL refused"):
+        engine.batch_register([0x5000], [16])
+    assert home.registered == link.registered == {HERE: 0x1000}
     assert not engine.is_registered(0x5000, 16)
 
 
@@ -316,6 +342,26 @@ def test_the_end_waits_for_reads_that_hang(engine: NixlTransferEngine, agents: A
         pass
 
 
+def test_the_end_waits_for_a_call_in_progress(
+    engine: NixlTransferEngine, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def progress(agent: FakeAgent) -> None:
+        begun.set()
+        assert goes_on.wait(20)
+
+    monkeypatch.setattr(FakeAgent, "progress", progress)
+    assert begun.wait(20)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive() and not agents.made[0].has_ended
+    goes_on.set()
+    closing.join(20)
+    assert agents.made[0].has_ended
+
+
 def test_the_engine_of_a_process_ends_with_it() -> None:
     """Python would end the threads in the middle of a call of NIXL, and C++ then the process."""
     script = """
@@ -348,184 +394,6 @@ def test_without_a_thread_no_memory_stays_in_use(
     with pytest.raises(Exception, match="no thread for the transfer"):
         read(engine)
     engine.batch_deregister([HERE])
-
-
-# -- the library -----------------------------------------------------------------------------------
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        logging.raiseExceptions = False
-        raise ModuleNotFoundError(f"No module named '{name}'")
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ValueError, match=r"transfer-backend nixl: .*'nixl_cu13'.*extra nixl"):
-        load_nixl()
-    assert logging.raiseExceptions, "NIXL unsets it for the whole process"
-
-
-@pytest.mark.parametrize(("plugins", "said"), [(["POSIX"], "has POSIX"), ([], "has none")])
-def test_a_missing_plugin_is_named(
-    monkeypatch: pytest.MonkeyPatch, plugins: list[str], said: str
-) -> None:
-    def nixl_agent(name: str, config: object) -> object:
-        if not plugins:
-            raise RuntimeError("No plugins available for NIXL, cannot start transfers!")
-        return types.SimpleNamespace(get_plugin_list=lambda: plugins)
-
-    with pytest.raises(ValueError, match=f"plugin UCX is missing, it {said}: .*NIXL_PLUGIN_DIR"):
-        NixlAgent(library_of(nixl_agent, monkeypatch), "agent")
-
-
-def library_of(
-    nixl_agent: Callable[[str, object], object], monkeypatch: pytest.MonkeyPatch
-) -> types.ModuleType:
-    """NIXL with these agents."""
-    library = types.ModuleType("some_nixl")
-    library.__dict__.update(
-        nixl_agent=nixl_agent,
-        nixl_agent_config=lambda **_: None,
-        nixl_thread_sync_t=types.SimpleNamespace(NIXL_THREAD_SYNC_STRICT=1),
-    )
-    library.__path__ = []
-    monkeypatch.setitem(sys.modules, "some_nixl", library)
-    bindings = types.ModuleType("some_nixl._bindings")
-    bindings.__dict__["nixlNotFoundError"] = nixlNotFoundError
-    monkeypatch.setitem(sys.modules, "some_nixl._bindings", bindings)
-    return library
-
-
-class nixlInvalidParamError(Exception):
-    pass
-
-
-class nixlNotFoundError(Exception):
-    pass
-
-
-class Handle:
-    """A read."""
-
-    def __init__(self, addresses: list[int]) -> None:
-        self.addresses = addresses
-        self.num_released = 0
-        self._agent: object = self
-
-    def release(self) -> None:
-        assert self._agent is self, "NIXL asks the agent"
-        self.num_released += 1
-
-
-def test_an_agent_lets_go_of_its_reads_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    handles: list[Handle] = []
-    states = iter(["PROC", "DONE", "ERR"])
-    done: list[object] = []
-
-    def initialize_xfer(kind: str, own: list[int], theirs: list[int], peer: str) -> Handle:
-        if peer != "there":
-            raise nixlNotFoundError("NIXL_ERR_NOT_FOUND")
-        handles.append(Handle([*own, *theirs]))
-        return handles[-1]
-
-    raw = types.SimpleNamespace(
-        agent=object(),
-        get_plugin_list=lambda: ["UCX"],
-        create_backend=lambda name, settings: None,
-        get_xfer_descs=lambda rows, kind: rows[:, 0].tolist(),
-        initialize_xfer=initialize_xfer,
-        transfer=done.append,
-        check_xfer_state=lambda handle: next(states),
-        get_new_notifs=lambda: done.append("progress"),
-    )
-    agent = NixlAgent(library_of(lambda name, config: raw, monkeypatch), "agent")
-    requests = [Request(HERE, THERE, 16, 0, 1)]
-    first, second = (agent.begin_read("there", requests) for _ in range(2))
-    assert [one.addresses for one in handles] == [[HERE, THERE]] * 2 and done == handles
-    assert not agent.is_read(first) and agent.is_read(first)
-    assert [one.num_released for one in handles] == [1, 0]
-    with pytest.raises(RemoteFailed, match="the read failed"):
-        agent.is_read(second)
-    with pytest.raises(UnknownRemoteRange, match="NOT_FOUND"):
-        agent.begin_read("nowhere", requests)
-    agent.progress()
-    assert done[2:] == ["progress"]
-    agent.end()
-    assert [one.num_released for one in handles] == [1, 1]
-    assert raw.agent is handles[1]._agent is None, "a traceback may hold them"
-
-
-@pytest.mark.parametrize(
-    ("error", "raised", "words"),
-    [
-        (nixlInvalidParamError("NIXL_ERR_BACKEND"), RuntimeError, r"start \(NIXL_ERR.*DEVICES=lo"),
-        (OSError("no memory"), OSError, "^no memory$"),
-    ],
-)
-def test_a_transport_that_does_not_start_names_its_settings(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception], words: str
-) -> None:
-    def create_backend(name: str, settings: object) -> None:
-        raise error
-
-    agent = types.SimpleNamespace(get_plugin_list=lambda: ["UCX"], create_backend=create_backend)
-    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    with pytest.raises(raised, match=words):
-        NixlAgent(library_of(lambda name, config: agent, monkeypatch), "agent")
-
-
-def test_memory_that_nixl_refuses_in_part_is_not_registered() -> None:
-    known: set[int] = set()
-
-    def register_memory(rows: list[tuple[int, int, int, str]], kind: str) -> int:
-        ((address, *_),) = rows
-        if address == THERE:
-            raise nixlInvalidParamError("NIXL_ERR_INVALID_PARAM")
-        known.add(address)
-        return address
-
-    agent = NixlAgent.__new__(NixlAgent)
-    agent._registered = {}
-    agent._raw = types.SimpleNamespace(
-        register_memory=register_memory, deregister_memory=known.remove
-    )
-    with pytest.raises(RuntimeError, match=r"refused to register 8 bytes \(NIXL_ERR_INVALID"):
-        agent.register({HERE: 16, THERE: 8})
-    assert not known and not agent._registered
-
-
-@pytest.fixture
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    for field in (
-        envs.UCX_NET_DEVICES,
-        envs.UCX_MODULES,
-        envs.UCX_PROTO_EMULATION_ENABLE,
-        envs.UCX_LOG_LEVEL,
-    ):
-        monkeypatch.setenv(field.name, "")
-        monkeypatch.delenv(field.name)
-
-
-@pytest.mark.usefixtures("unset")
-def test_ucx_listens_at_one_address_and_emulates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = [types.SimpleNamespace(name="mlx5_0"), types.SimpleNamespace(name="mlx5_1")]
-    monkeypatch.setattr(nixl_library, "list_rdma_devices", list)
-    export_ucx_settings("127.0.0.1", None)
-    assert envs.UCX_NET_DEVICES.get() == "lo"
-    assert envs.UCX_PROTO_EMULATION_ENABLE.get() == "n"
-    assert envs.UCX_MODULES.get() == "^ib,rdmacm"
-    monkeypatch.delenv("UCX_NET_DEVICES")
-    monkeypatch.delenv("UCX_MODULES")
-    monkeypatch.setattr(nixl_library, "list_rdma_devices", lambda: devices)
-    export_ucx_settings("127.0.0.1", None)
-    assert envs.UCX_NET_DEVICES.get() == "lo,mlx5_0:1,mlx5_1:1"
-    assert not envs.UCX_MODULES.is_set()
-    export_ucx_settings("127.0.0.1", "mlx5_1")
-    assert envs.UCX_NET_DEVICES.get() == "lo,mlx5_0:1,mlx5_1:1", "an operator's choice stays"
-    monkeypatch.delenv("UCX_NET_DEVICES")
-    export_ucx_settings("127.0.0.1", "mlx5_1")
-    assert envs.UCX_NET_DEVICES.get() == "lo,mlx5_1:1"
-    with pytest.raises(ValueError, match="--disaggregation-ib-device has devices by GPU"):
-        export_ucx_settings("127.0.0.1", '{"0": "mlx5_1"}')
 
 
 def test_pages_in_a_gpus_memory_are_refused_before_nixl_starts() -> None:
