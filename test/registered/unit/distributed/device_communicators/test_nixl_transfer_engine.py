@@ -21,6 +21,7 @@ from sglang.srt.distributed.device_communicators.nixl_library import (
     UnknownRemoteRange,
 )
 from sglang.srt.distributed.device_communicators.nixl_transfer_engine import (
+    BATCH_BYTES,
     NixlTransferEngine,
     _Peer,
     parse_session_id,
@@ -33,6 +34,7 @@ from sglang.srt.distributed.device_communicators.transfer_types import (
     RangeInUse,
     RegistrationError,
     Request,
+    Transfer,
     TransferError,
     TransferOp,
     UnknownRange,
@@ -382,6 +384,37 @@ sys.exit(3)
 def test_a_read_begins_only_in_time(engine: NixlTransferEngine, agents: Agents) -> None:
     assert read(engine, timeout=-1.0) == ["not sent"] * 3
     assert not agents.made[1].reads
+
+
+def test_a_block_is_not_done_before_its_last_read(
+    engine: NixlTransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is larger than a read, and its time is over behind the first."""
+    engine.batch_register([1 << 40], [BATCH_BYTES + 1])
+    asked: list[int] = []
+    begin = Transfer.begin
+
+    def begin_once(transfer: Transfer, first: int, last: int, deadline: float | None) -> bool:
+        asked.append(first)
+        return begin(transfer, first, last, deadline if len(asked) == 1 else -1.0)
+
+    monkeypatch.setattr(Transfer, "begin", begin_once)
+    large = [Block(1 << 40, THERE, BATCH_BYTES + 1)]
+    transfer = engine.begin(PEER, TransferOp.READ, large, timeout=None)
+    assert transfer.wait(20) and transfer.error is None
+    assert [one.value for one in transfer.outcomes] == ["not sent"] and asked == [0, 0]
+
+
+def test_a_read_has_the_time_that_its_bytes_take(
+    engine: NixlTransferEngine, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transfer_engine, "STALLED_AFTER_S", 0.0)
+    monkeypatch.setattr(nixl_transfer_engine, "LEAST_RATE", 0.1)
+    agents.hangs = True
+    transfer = engine.begin(PEER, TransferOp.READ, blocks(1), timeout=None)
+    assert not transfer.wait(0.05)
+    agents.hangs = False
+    assert transfer.wait(20) and transfer.error is None
 
 
 def test_without_a_thread_no_memory_stays_in_use(
