@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -225,6 +226,23 @@ def test_a_report_of_a_prompt_read_in_parts_ends_where_the_store_does() -> None:
     rig.settle()
 
 
+def test_a_part_that_takes_over_half_of_what_is_free_waits_for_its_request() -> None:
+    """Running requests need room for their output."""
+    rig = make_rig()
+    rig.run(pages_of(20))
+    rig.settle()
+    empty_l1(rig)
+    running, _ = rig.start([*range(500, 500 + 29 * PAGE)])
+    rig.arrive("r", pages_of(20))
+    rig.until(lambda: rig.hi.check_prefetch_progress("r"))
+    match = rig.hi.match_prefix(MatchPrefixParams(RadixKey(pages_of(20))))
+    assert (len(match.device_indices), match.host_hit_length) == (0, 2 * PAGE), "3 pages are free"
+    rig.hi.release_aborted_request("r")
+    rig.finish(running)
+    rig.settle()
+    assert used_host_pages(rig) == 0
+
+
 def test_best_effort_reads_no_further_than_the_first_part() -> None:
     rig = make_rig(l2_pages=8, hicache_storage_prefetch_policy="best_effort")
     rig.run(pages_of(20))
@@ -249,10 +267,15 @@ def test_a_read_of_a_long_prompt_ends_with_the_time_of_its_request() -> None:
     rig.arrive("r", pages_of(20))
     rig.prefetches(None)
     rig.tick()
+    deadline = rig.hi.request_reads._streams["r"].deadline
+    assert deadline is not None
+    rig.hi.begin_tick(deadline - 0.1)
     assert not rig.hi.check_prefetch_progress("r")
+    (second,) = rig.hi.storage_prefetch.table.reads_of("r")
+    assert second.deadline <= time.monotonic() + 0.11
     rig.prefetches(None)
     rig.tick()
-    rig.hi.begin_tick(32.0)
+    rig.hi.begin_tick(deadline + 0.1)
     assert rig.hi.check_prefetch_progress("r")
     request, reused = rig.admit("r", pages_of(20))
     assert 0 < reused.total < 20 * PAGE

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec, NSAIndexerPool
 from sglang.srt.mem_cache.device.pool_registry import ModelPools, kv_pool, make_pools
 from sglang.srt.mem_cache.device.request_pool import RequestPool
 from sglang.srt.mem_cache.device.row_pool import RowPool, RowSpec
+from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.device.state_spec import (
     ItemKind,
     PoolHitPolicy,
@@ -123,6 +124,8 @@ def test_strides_and_requests_that_mean_nothing_are_refused() -> None:
         RequestPool(OPEN, 0, "cpu")
     with pytest.raises(ValueError, match="'swa', one for each state, cannot have 3 rows of requ"):
         RequestPool(RING, 3, "cpu")
+    with pytest.raises(ValueError, match="'open_group' has an item for each request, not a state"):
+        StatePool(OPEN, 3, "cpu")
 
 
 def test_a_request_begins_with_zeros_in_its_row() -> None:

@@ -5,11 +5,13 @@ Pages whose transfer has timed out are left alone for a while.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Final
 
 import pytest
 
+from sglang.srt.mem_cache.l3 import circuit_breaker
 from sglang.srt.mem_cache.l3.circuit_breaker import PERIOD_S, CircuitBreaker, RecentTimeouts
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
 from sglang.srt.mem_cache.tree.radix_key import PageHash
@@ -54,6 +56,39 @@ class Sleep(threading.Condition):
         store.slept.append(timeout)
         store.now += timeout
         return False
+
+
+class Waits(threading.Condition):
+    """Tells when its thread begins to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.begun.set()
+        return super().wait(timeout)
+
+
+def test_a_failure_and_the_end_wake_the_thread() -> None:
+    probed = threading.Event()
+
+    def probe() -> bool:
+        probed.set()
+        return True
+
+    breaker = CircuitBreaker(probe, OPENED, clock=itertools.count(step=100.0).__next__)
+    breaker._changed = waits = Waits()
+    thread = threading.Thread(target=breaker.run)
+    thread.start()
+    assert waits.begun.wait(20)
+    waits.begun.clear()
+    breaker.trip()
+    assert probed.wait(20) and waits.begun.wait(20)
+    assert not breaker.is_open
+    breaker.end()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_closed_until_something_fails() -> None:
@@ -146,3 +181,22 @@ def test_pages_are_left_alone_for_a_period() -> None:
     assert timeouts.leading_allowed([first, second, third]) == 2
     now = 2 * PERIOD_S
     assert timeouts.leading_allowed([first, second, third]) == 3
+
+
+def test_a_page_that_times_out_again_is_left_alone_for_a_whole_period() -> None:
+    now = 0.0
+    timeouts = RecentTimeouts(clock=lambda: now)
+    first, second = (PageHash(name) for name in "ab")
+    timeouts.add([first, second])
+    now = PERIOD_S / 2
+    timeouts.add([first])
+    now = PERIOD_S
+    assert timeouts.leading_allowed([second, first]) == 1, "the earliest is the first to end"
+
+
+def test_the_oldest_of_too_many_pages_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(circuit_breaker, "_MAX_PAGES", 2)
+    timeouts = RecentTimeouts(clock=lambda: 0.0)
+    first, second, third = (PageHash(name) for name in "abc")
+    timeouts.add([first, second, third])
+    assert timeouts.leading_allowed([first, second, third]) == 1
