@@ -243,6 +243,15 @@ def test_a_part_that_takes_over_half_of_what_is_free_waits_for_its_request() -> 
     assert used_host_pages(rig) == 0
 
 
+@pytest.mark.parametrize(("tokens", "end"), [(7, 6), (8, 6), (9, 8)])
+def test_the_last_token_of_a_retracted_request_is_not_read(tokens: int, end: int) -> None:
+    rig = make_rig()
+    rig.hi.request_reads.expect("r", RadixKey(list(range(tokens))))
+    assert rig.hi.request_reads._streams["r"].end == end
+    rig.hi.release_aborted_request("r")
+    rig.settle()
+
+
 def test_best_effort_reads_no_further_than_the_first_part() -> None:
     rig = make_rig(l2_pages=8, hicache_storage_prefetch_policy="best_effort")
     rig.run(pages_of(20))

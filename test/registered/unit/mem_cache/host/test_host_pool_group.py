@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,9 @@ from rigs.stores.host_pools import (
     page_slots,
 )
 from sglang.srt.hardware_backend.device_runtime import device_runtime
+from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer, SidecarPoolSpec
+from sglang.srt.mem_cache.host.page_checksums import NO_CHECKSUM
 from sglang.srt.mem_cache.host.page_copier import PageLoad
 from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, PoolEntry
 from sglang.srt.utils.parts import do_all
@@ -86,6 +89,8 @@ def test_backups_want_their_slots_on_the_cpu_if_one_pool_does(name: PoolName) ->
 
 def test_a_group_moves_the_pages_of_all_pools() -> None:
     pools = Pools()
+    none = torch.empty(0, dtype=torch.int64)
+    assert not pools.group.backup([PoolTransfer(PoolName.KV, none, none)], "direct")
     pools.group.backup(pools.transfers(), "direct")
     before = device_bytes(pools.kv, pools.on_device)
     for buffer in (*pools.kv.k_buffer, *pools.kv.v_buffer, pools.marks.marks):
@@ -135,8 +140,22 @@ def test_a_layer_is_signalled_when_every_pool_that_has_it_has_loaded_it(
     assert order == [(1, 0), (4, 0), (0, 1), (2, 2), (3, 3)], "nothing of layer 1 is loaded"
 
 
+def test_pages_with_other_contents_have_no_checksums_in_any_pool_of_their_slots() -> None:
+    pools = Pools()
+    all_of = [entry.host_pool.checksums for entry in pools.group.entries.values()]
+    pages = np.arange(pools.group.primary.page_num)
+    for checksums in all_of:
+        checksums.keep(pages, np.full((len(pages), len(NO_CHECKSUM)), 7, np.uint8))
+    pools.group.forget_checksums(pools.transfers()[:1])
+    forgotten = sorted(pools.host[::PAGE] // PAGE)
+    assert len(forgotten) == 2
+    for checksums in all_of:
+        assert np.flatnonzero(~checksums.have(pages)).tolist() == forgotten
+
+
 def test_what_a_group_says_of_all_its_pools() -> None:
-    group = Pools().group
+    pools = Pools()
+    group = pools.group
     kv, marks = group.get_pool("kv"), group.get_pool("indexer")
     assert kv is group.primary
     assert group.extra_pools == {"indexer": marks}
@@ -146,6 +165,8 @@ def test_what_a_group_says_of_all_its_pools() -> None:
     ]
     assert (group.page_bytes, marks.page_bytes) == (kv.page_bytes + 16, 16)
     assert group.nbytes == 32 * group.page_bytes
+    pools.marks.spec = replace(pools.marks.spec, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    assert group.page_bytes == kv.page_bytes, "a prefix has no page of it for each of its own"
 
 
 def test_a_group_needs_one_anchor_known_names_and_equal_slots() -> None:
