@@ -128,6 +128,10 @@ CASES: dict[str, tuple[str, Shown]] = {
     ),
     "cut reasoning": ("<|channel|>analysis<|message|>a", [("reasoning", "a")]),
     "cut header": (thought("a") + NEXT + "<|channel|>fin", [("reasoning", "a")]),
+    "cut mark": (
+        f"{thought('a')}{NEXT}<|channel|>final<|mess",
+        [("reasoning", "a"), ("text", "<|mess")],
+    ),
     "cut recipient": (
         thought("a") + NEXT + "<|channel|>commentary to=functions.ad",
         [("reasoning", "a")],
@@ -312,6 +316,12 @@ def test_calls_are_numbered() -> None:
     first = made.parse_stream_increment(gpt_oss(("add", ADD)))
     second = made.parse_stream_increment(NEXT + call("say", SAY))
     assert [one.tool_index for one in first.calls + second.calls] == [0, 1]
+
+
+def test_the_end_of_reasoning_that_the_prompt_began_counts_from_the_output() -> None:
+    made = detector(f"{PROMPT}<|channel|>analysis<|message|>")
+    made.take_parts(f"abc<|end|>{NEXT}<|channel|>final<|message|>x")
+    assert made.reasoning_end == len("abc<|end|>")
 
 
 @pytest.mark.parametrize(

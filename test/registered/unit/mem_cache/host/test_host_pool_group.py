@@ -147,6 +147,7 @@ def test_pages_with_other_contents_have_no_checksums_in_any_pool_of_their_slots(
     for checksums in all_of:
         checksums.keep(pages, np.full((len(pages), len(NO_CHECKSUM)), 7, np.uint8))
     pools.group.forget_checksums(pools.transfers()[:1])
+    assert pools.host is not None
     forgotten = sorted(pools.host[::PAGE] // PAGE)
     assert len(forgotten) == 2
     for checksums in all_of:
