@@ -194,6 +194,7 @@ def test_a_turn_stays_in_ticks_in_which_nothing_is_asked() -> None:
     assert rig.hi.storage_prefetch.table.reads_of("a")
     for name in "ab":
         rig.hi.release_aborted_request(name)
+    assert not rig.hi.request_reads._streams and rig.hi.request_reads._turn is None
     rig.settle()
     assert used_host_pages(rig) == 0
 
