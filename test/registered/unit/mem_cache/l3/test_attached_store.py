@@ -15,11 +15,13 @@ from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     PoolTransferResult,
     StorageUnavailable,
+    StorageUnreachable,
 )
 from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.mem_cache.l3.attached_store import AttachedStore
 from sglang.srt.mem_cache.l3.storage_reads import CheckOperation
-from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
+from sglang.srt.mem_cache.l3.storage_settings import OnUnreachable, StorageSettings
+from sglang.srt.mem_cache.l3.store_calls import StoreCalls
 from sglang.srt.mem_cache.l3.store_presence import StorePresence
 from sglang.srt.mem_cache.l3.stored_pools import StoredPools
 from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
@@ -137,11 +139,38 @@ def test_a_large_get_is_no_silence_before_twice_its_usual_time(bench: HangingBen
     wait_for(lambda: bool(bench.store.asked))
     # These tests wait for 60 s, and its 30 pages take 30 s.
     assert bench.io.silence_s == 0, "after 100 s"
-    bench.clock.now += 30
-    assert bench.io.silence_s == 130
+    bench.clock.now += 20
+    assert bench.io.silence_s == 0
+    bench.clock.now += 1
+    assert bench.io.silence_s == 121
     bench.store.goes_on.set()
     wait_for(lambda: read.outcome is not None)
     bench.recover()
+
+
+@pytest.mark.parametrize("choice", OnUnreachable)
+def test_a_server_starts_without_its_store_if_it_may(
+    caplog: pytest.LogCaptureFixture, choice: OnUnreachable
+) -> None:
+    def connect() -> HangingStore:
+        raise StorageUnreachable("nobody answers")
+
+    def make() -> StoreCalls:
+        return StoreCalls(
+            connect, backend="hanging", config={},
+            settings=StorageSettings(prefetch_threshold=1, on_unreachable=choice),
+            page_size=1, page_bytes=64, pages_per_read=64, metrics=HiCacheMetrics(None),
+            pools=StoredPools("ns"),
+        )  # fmt: skip
+
+    if choice is not OnUnreachable.DEGRADE:
+        with pytest.raises(StorageUnreachable, match="nobody answers"):
+            make()
+        return
+    assert make().breaker.is_open
+    assert caplog.messages == [
+        "L3 is unavailable, running without it until it answers: nobody answers"
+    ]
 
 
 def test_nothing_is_asked_of_a_store_before_it_is_connected(bench: HangingBench) -> None:
