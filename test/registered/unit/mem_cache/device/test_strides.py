@@ -126,6 +126,7 @@ def test_strides_and_requests_that_mean_nothing_are_refused() -> None:
         RequestPool(RING, 3, "cpu")
     with pytest.raises(ValueError, match="'open_group' has an item for each request, not a state"):
         StatePool(OPEN, 3, "cpu")
+    assert StatePool(RING, 1, "cpu").size == 1
 
 
 def test_a_request_begins_with_zeros_in_its_row() -> None:
