@@ -70,7 +70,7 @@ def connect(app: App, transport: Transport) -> BoundedProtocol:
 
 
 def writes_of(*pieces: bytes, lost_at: int = 1000) -> list[bytes]:
-    """What a connection writes that receives `pieces` at once."""
+    """The answers to `pieces`, which arrive before any task runs."""
 
     async def run() -> list[bytes]:
         transport = Transport(lost_at)

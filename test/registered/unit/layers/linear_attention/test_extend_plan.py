@@ -42,7 +42,7 @@ def test_chunks_begin_again_behind_a_snapshot() -> None:
 
 
 def test_a_padded_plan_ends_with_chunks_without_tokens() -> None:
-    """Those of the last request, which may have tokens in its first ones."""
+    """They count as chunks of the last request."""
     plan = ChunkPlan.of([130, 5], None, "cpu", chunk=64, padded=(3, 6))
     assert [one.tolist() for one in plan.tensors] == [
         [0, 130, 135, 135], [0, 0, 0], [0, 0, 0, 1, 2, 2], [0, 3, 4, 4],
