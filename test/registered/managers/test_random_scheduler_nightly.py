@@ -47,5 +47,7 @@ def test_twenty_minutes_of_random_work() -> None:
         "drafts rejected",
         "verifications ahead",
         *(f"with {extra}" for extra in Extra),
+        "with two demands",
+        "with sessions",
     )
     assert_random_work(SECONDS, run_seed, happened)

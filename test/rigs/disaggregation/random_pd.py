@@ -31,9 +31,11 @@ from rigs.disaggregation.control_proxy import ControlProxy
 from rigs.disaggregation.nixl_package import NOT_DRAWN, has_nixl
 from rigs.disaggregation.pd_rig import PdRig, RoleRig, one_rank
 from rigs.disaggregation.random_work.faulty_reads import FaultyReads, LocalReads, NixlReads
+from rigs.disaggregation.random_work.operator import Operator
 from rigs.disaggregation.random_work.setup import (
     INJECTED,
     attach,
+    attaching,
     draw_args,
     draw_buffer,
     draw_groups,
@@ -46,7 +48,7 @@ from rigs.mixed.poisoned_pools import poison_free
 from rigs.schedulers import random_seeds
 from rigs.schedulers.checkable_pools import CheckableState
 from rigs.schedulers.checkable_worker import CheckableWorker
-from rigs.schedulers.random_checks import assert_unpinned
+from rigs.schedulers.random_checks import assert_unpinned, resting_in_pauses
 from rigs.schedulers.random_seeds import Outcome
 from rigs.schedulers.random_setup import draw_group, speculation, text_args
 from rigs.schedulers.step_watchdog import Watchdog
@@ -59,6 +61,7 @@ from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.messages.io_struct import AttachHiCacheStorageReqInput
 from sglang.srt.utils.metrics import counts_by_label
 
 _MODULE: Final = "rigs.disaggregation.random_pd"
@@ -125,6 +128,8 @@ class RandomPd:
             for args in self.args.values():
                 args |= {"enable_pd_role_switch": True, "admin_api_key": "operator"}
         self.outcome = Outcome()
+        operates = random.Random(f"operator {seed}").random() < 0.6
+        self._operator = Operator(seed, self.outcome.counts, self._attaching) if operates else None
         self.work: PdWork = (
             CheckableWork(self.rng, self.page_size)
             if family is None
@@ -259,6 +264,11 @@ class RandomPd:
         for proxy, rig in zip(self._proxies, self.pair.sides["prefill"], strict=True):
             proxy.target = rig.endpoint
 
+    def _attaching(self) -> AttachHiCacheStorageReqInput | None:
+        """Attaches L3; None: there is none."""
+        rng = random.Random(self.outcome.steps)
+        return attaching(self.page_size, self.store, rng) if self._has_l3 else None
+
     def _attach_l3(self, rigs: Sequence[RoleRig]) -> None:
         for rig in rigs:
             if self._has_l3 and isinstance(rig.tree, HiRadixCache):
@@ -297,12 +307,18 @@ class RandomPd:
         self._come_to_rest(may_fail)
         self.outcome.counts["rounds with faults" if may_fail else "rounds without"] += 1
 
-    def _step(self, may_fail: bool) -> None:
+    def _step(self, may_fail: bool, *, is_resting: bool = False) -> None:
         to_each = self._traffic.take_due(self.outcome.steps)
+        if (operator := self._operator) is not None:
+            for rig, messages in to_each.items():
+                messages += operator.messages(rig, is_resting=is_resting)
         if isinstance(self.work, RealWork):
             for rig in self.pair.rigs:
                 poison_free(rig.pools, rig.worker)
-        with self._watchdog.within(_HANG_S):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._watchdog.within(_HANG_S))
+            for rig in self.pair.rigs:
+                stack.enter_context(resting_in_pauses(rig))
             self.pair.step_each(to_each)
         self.outcome.steps += 1
         for rid in list(self._traffic.pending):
@@ -332,10 +348,10 @@ class RandomPd:
     def _come_to_rest(self, may_fail: bool) -> None:
         pair, traffic = self.pair, self._traffic
         began = ticked = time.monotonic()
-        while traffic.pending or traffic.late or not pair.is_idle():
+        while traffic.pending or traffic.late or not self._is_idle():
             self._mover.release()
             self.store.release()
-            self._step(may_fail)
+            self._step(may_fail, is_resting=True)
             now = time.monotonic()
             for rig in pair.rigs:
                 # Their clocks advance with ticks too. Ticks alone are too quick for threads; real
@@ -364,6 +380,27 @@ class RandomPd:
             self.outcome.counts["role switches"] += 1
         if self._restarts is not None and self._restarts.random() < 0.5:
             self._restart(DisaggregationMode.DECODE)
+        if self._operator is not None:
+            for rig in pair.rigs:
+                self._change_l3(self._operator, rig)
+
+    def _change_l3(self, operator: Operator, rig: RoleRig) -> None:
+        """Let a server that is idle attach or detach L3, or not."""
+        change = operator.change(rig)
+        if change is None:
+            return
+        rig.step(change)
+        began = time.monotonic()
+        while not operator.is_answered(rig):
+            assert time.monotonic() - began < _REST_S, "a change of L3 is never answered"
+            self.store.release()
+            rig.step()
+
+    def _is_idle(self) -> bool:
+        """True if nothing is left to do, and the operator has all answers."""
+        return self.pair.is_idle() and (
+            self._operator is None or all(map(self._operator.is_answered, self.pair.rigs))
+        )
 
     def _count(self) -> None:
         self.outcome.counts["over NIXL"] += self.uses_nixl

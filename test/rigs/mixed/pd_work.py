@@ -103,7 +103,7 @@ class RealWork:
         most = min(asked.count, limits.max_request_tokens - len(asked.prompt))
         is_refused = most < 1
         # `words` has their number alone.
-        return [Sent(asked.message, asked.prompt, [0] * most, False, is_refused, None)]
+        return [Sent(asked.message, asked.prompt, [0] * most, False, is_refused, ())]
 
     def remember(self, sent: Sent, words: list[int]) -> None:
         self._requests.remember(Asked(sent.message, sent.prompt, len(words)), words)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 
 from rigs.caches.storage_rigs import counts as counter_values
 from rigs.schedulers import checkable_model
 from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
 from rigs.schedulers.random_requests import Sent
-from rigs.schedulers.scheduler_rig import Collected
+from rigs.schedulers.scheduler_rig import Collected, SchedulerRig
 from rigs.stores.object_store import IN_PLACE, ObjectStore
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
@@ -63,6 +65,22 @@ def assert_input_logprobs(sent: Sent, got: Collected) -> None:
         start = message.logprob_start_len
         wanted = checkable_model.input_logprobs(sent.prompt, message.seed, start)
         assert got.input_logprobs == wanted, f"{message.rid}: wrong logprobs of its prompt"
+
+
+def num_forwards(rig: SchedulerRig) -> int:
+    """Steps of a scheduler whose results it knows."""
+    counters = rig.scheduler.state.counters
+    return counters.prefill_batches + counters.decode_steps
+
+
+@contextlib.contextmanager
+def resting_in_pauses(rig: SchedulerRig) -> Iterator[None]:
+    """Assert that a tick within a pause, which the block runs, has no step."""
+    control, state = rig.scheduler._control, rig.scheduler.state
+    was_paused, before = control.is_paused, num_forwards(rig)
+    yield
+    if was_paused and control.is_paused:
+        assert num_forwards(rig) == before and state.in_flight is None, "a step in a pause"
 
 
 def assert_unpinned(tree: RadixCache) -> None:

@@ -15,11 +15,15 @@ from rigs.schedulers.scheduler_rig import greedy
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.scheduler.policy import BatchLimits
 from sglang.srt.mem_cache.tree.radix_key import token_array
-from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
+from sglang.srt.messages.io_struct import SessionReqInput, TokenizedGenerateReqInput
 
 _MOST_CONVERSATIONS: Final = 20
 _KEYS: Final = (None, None, None, None, "a", "b")
 _SHARE_OF_EXTRAS: Final = 0.25
+_SHARE_OF_PAIRS: Final = 0.3
+"""Share of two demands among requests with any."""
+_SHARE_OF_SESSIONS: Final = 0.3
+_SESSIONS: Final = 5
 _GRAMMAR_WORDS: Final = range(1, 63)
 """Digits and letters of `character_vocabulary`, which stand for themselves in a pattern."""
 _PENALTIES: Final[tuple[dict[str, float], ...]] = (
@@ -40,6 +44,10 @@ class Extra(StrEnum):
     GRAMMAR = "a grammar"
 
 
+_ADJUSTING: Final = (Extra.PENALTIES, Extra.BIAS, Extra.MINIMUM)
+"""Demands that adjust the logits."""
+
+
 @dataclass(slots=True)
 class Sent:
     """A request under way, and its expected output."""
@@ -52,7 +60,7 @@ class Sent:
     """True if the last token is a stop token, or completes a stop string."""
     is_refused: bool
     """True if the prompt is too long to run."""
-    extra: Extra | None
+    extras: tuple[Extra, ...]
     arrived: int = 0
     """Number of forwards before its arrival."""
     may_be_aborted: bool = False
@@ -65,12 +73,22 @@ class RandomRequests:
         rng: Source of randomness.
         page_size: Tokens of a page; lengths near multiples of it are the most frequent.
         penalises: Requests may have penalties.
+        in_company: Requests may have two demands, and sessions.
     """
 
-    def __init__(self, rng: random.Random, page_size: int, *, penalises: bool = True) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        page_size: int,
+        *,
+        penalises: bool = True,
+        in_company: bool = True,
+    ) -> None:
         self._rng = rng
         # Drawn apart, so that prompts stay those of the seed.
         self._apart = random.Random(repr(rng.getstate()))
+        self._beside = random.Random(f"beside {rng.getstate()}")
+        self.in_company = in_company
         self._extras = [one for one in Extra if penalises or one is not Extra.PENALTIES]
         self._page_size = page_size
         self._conversations: list[tuple[str | None, list[int]]] = []
@@ -87,6 +105,16 @@ class RandomRequests:
             self._rng.randint(0, len(self._conversations)), (extra_key, conversation)
         )
         del self._conversations[_MOST_CONVERSATIONS:]
+
+    def session(self, req_id: str) -> SessionReqInput:
+        """A session that begins or goes on, or ends."""
+        rng = self._beside
+        return SessionReqInput(
+            req_id=req_id,
+            session_id=f"s{rng.randrange(_SESSIONS)}",
+            extra_key=rng.choice(_KEYS),
+            is_closed=rng.random() < 0.5,
+        )
 
     def draw(self, limits: BatchLimits) -> list[Sent]:
         """A request, or several samples of one prompt."""
@@ -153,25 +181,22 @@ class RandomRequests:
         most = min(wanted, limits.max_request_tokens - len(tokens))
         words = [] if is_refused else checkable_model.words(tokens, seed, most)
         params: dict[str, Any] = {}
-        extra, stop, stops = None, None, False
-        if words and self._apart.random() < _SHARE_OF_EXTRAS:
-            extra = self._apart.choice(self._extras)
-            params = self._params_of(extra, words)
+        extras, stops = self._draw_extras() if words else (), False
+        for extra in extras:
+            params |= self._params_of(extra, words)
             if extra is Extra.GRAMMAR:
                 words = ids_of(params["regex"])
-            else:
+            elif Extra.GRAMMAR not in extras:
                 words = checkable_model.words(tokens, seed, most, greedy(**params))
-        if extra is Extra.MINIMUM:
-            stop = params["stop_token_ids"][0]
-        elif words and rng.random() < 0.3 and extra is not Extra.STOP_STRING:
-            stop = rng.choice(words)
-            params |= {"ignore_eos": False, "stop_token_ids": [stop]}
-        if stop in words:
-            words, stops = words[: words.index(stop) + 1], True
-        if extra is Extra.STOP_STRING:
-            end = Letters().decode(words).index(params["stop"]) + len(params["stop"])
+        may_stop = words and Extra.MINIMUM not in extras and rng.random() < 0.3
+        if may_stop and extras != (Extra.STOP_STRING,):
+            params |= {"ignore_eos": False, "stop_token_ids": [rng.choice(words)]}
+        if (end := _end_of(words, params)) is not None:
             words, stops = words[:end], True
         logprobs = rng.random() < 0.15
+        session = None
+        if self.in_company and self._beside.random() < _SHARE_OF_SESSIONS:
+            session = f"s{self._beside.randrange(_SESSIONS)}"
         message = TokenizedGenerateReqInput(
             rid=rid,
             input_ids=token_array(tokens),
@@ -181,11 +206,27 @@ class RandomRequests:
             extra_key=key,
             priority=rng.randrange(3),
             sample_of=sample_of,
+            session_id=session,
+            return_cache_report=session is not None,
             return_logprob=logprobs,
             top_logprobs_num=self._apart.choice((0, 1, 3)) if logprobs else 0,
             logprob_start_len=rng.choice((-1, 0, len(tokens) // 2)) if logprobs else -1,
         )
-        return Sent(message, tokens, words, stops, is_refused, extra)
+        return Sent(message, tokens, words, stops, is_refused, extras)
+
+    def _draw_extras(self) -> tuple[Extra, ...]:
+        """The demands of a request, in the order in which their parameters are drawn."""
+        rng = self._apart
+        if rng.random() >= _SHARE_OF_EXTRAS:
+            return ()
+        first = rng.choice(self._extras)
+        if not self.in_company or self._beside.random() >= _SHARE_OF_PAIRS:
+            return (first,)
+        extras = {first, self._beside.choice(self._extras)}
+        if extras == {Extra.GRAMMAR, Extra.MINIMUM}:
+            return (first,)  # The grammar would demand a token that the minimum forbids.
+        # A grammar chooses the words, and a stop string is part of them.
+        return tuple(sorted(extras, key=(Extra.GRAMMAR, *_ADJUSTING, Extra.STOP_STRING).index))
 
     def _params_of(self, extra: Extra, words: list[int]) -> dict[str, Any]:
         """Sampling parameters of a request that would say `words` without them."""
@@ -204,3 +245,13 @@ class RandomRequests:
             case Extra.GRAMMAR:
                 # The pattern is one text: the request says it whatever the model prefers.
                 return {"regex": text_of(rng.choices(_GRAMMAR_WORDS, k=len(words)))}
+
+
+def _end_of(words: list[int], params: dict[str, Any]) -> int | None:
+    """Words up to the first stop; None: none of `words` ends them."""
+    stops, stop = params.get("stop_token_ids", ()), params.get("stop")
+    text = Letters().decode(words)
+    for end in range(max(1, params.get("min_new_tokens", 0)), len(words) + 1):
+        if words[end - 1] in stops or (stop is not None and text[:end].endswith(stop)):
+            return end
+    return None

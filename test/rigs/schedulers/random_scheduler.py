@@ -37,6 +37,8 @@ from rigs.schedulers.random_checks import (
     assert_whole,
     assert_words,
     counts_of,
+    num_forwards,
+    resting_in_pauses,
 )
 from rigs.schedulers.random_requests import RandomRequests, Sent
 from rigs.schedulers.random_seeds import Outcome
@@ -126,7 +128,10 @@ class RandomScheduler:
         """Control requests, and the groups that have not answered."""
         # Penalties count tokens at the launch of a step, and a lagging device tells them later.
         self._requests = RandomRequests(
-            self.rng, self.setup.page_size, penalises=not self.setup.most_lag_s
+            self.rng,
+            self.setup.page_size,
+            penalises=not self.setup.most_lag_s,
+            in_company=random.Random(f"{seed} demands").random() < 0.6,
         )
         self._working_steps = 0
         self._num_controls = 0
@@ -207,6 +212,8 @@ class RandomScheduler:
             if self.setup.damages_l2 and rng.random() < 0.1:
                 for rig in self.rigs:
                     self.outcome.counts["damaged in L2"] += flip_any(rig.tree, rng)
+            if self._requests.in_company and self._pausing.random() < 0.03:
+                messages.append(self._requests.session(self._control_id()))
             if self._pausing.random() < (0.15 if self._is_paused else 0.01):
                 messages.insert(0, self._pause_or_continue())
             self._step(*messages)
@@ -231,17 +238,11 @@ class RandomScheduler:
             time.sleep(_IDLE_S)
 
     def _step_group(self, rig: CheckableRig, messages: Sequence[ToScheduler]) -> None:
-        state, control = rig.scheduler.state, rig.scheduler._control
-        before = state.counters.prefill_batches + state.counters.decode_steps
-        was_paused = control.is_paused
-        began = time.monotonic()
-        with self._watchdog.within(_HANG_S):
+        before, began = num_forwards(rig), time.monotonic()
+        with self._watchdog.within(_HANG_S), resting_in_pauses(rig):
             rig.step(*messages)
         self._door.hear(rig)
-        done = state.counters.prefill_batches + state.counters.decode_steps
-        self._working_steps += done - before
-        if was_paused and control.is_paused:
-            assert done == before and state.in_flight is None, "a step in a pause"
+        self._working_steps += num_forwards(rig) - before
         tree = rig.tree
         if isinstance(tree, HiRadixCache) and tree.store.epoch != self._epochs.get(rig, (-1, 0))[0]:
             self._epochs[rig] = tree.store.epoch, began
@@ -378,8 +379,9 @@ class RandomScheduler:
         details = got.last.cached_tokens_details
         for tier in ("device", "host", "storage"):
             counts[f"tokens from {tier}"] += getattr(details, tier)
-        if sent.extra is not None:
-            counts[f"with {sent.extra}"] += 1
+        counts.update(f"with {extra}" for extra in sent.extras)
+        counts["with two demands"] += len(sent.extras) > 1
+        counts["with sessions"] += message.session_id is not None
         counts["tokens of prompts"] += len(sent.prompt)
         counts["prompts with logprobs"] += message.logprob_start_len >= 0
         conversation = sent.prompt + got.output_ids

@@ -57,6 +57,9 @@ def draw_group(rng: random.Random, page_size: int) -> int:
     return rng.choice([0, *(size for size in (2, 4, 16, 64) if page_size % size == 0)])
 
 
+_SESSION_TICKS: Final = 60
+
+
 def text_args() -> dict[str, Any]:
     """Arguments of a rig whose requests have stop strings and grammars."""
     backend = partial(HandBackend, vocab_size=VOCAB_SIZE)
@@ -245,6 +248,8 @@ class Setup:
             "radix_eviction_policy": self.eviction,
             "stream_interval": self.stream_interval,
             "target_inter_token_latency": latency and latency * self.tick_s,
+            "keep_session_share": 0.5,
+            "keep_session_seconds": _SESSION_TICKS * self.tick_s,
         }
         if self.track_interval:
             args["mamba_track_interval"] = self.track_interval

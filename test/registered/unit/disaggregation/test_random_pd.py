@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.common.packing import Packer
 from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache.device.hidden_rows import HiddenRows
 from sglang.srt.mem_cache.device.request_pool import RequestPool
 from sglang.srt.messages.io_struct import FinishReason
@@ -60,7 +61,16 @@ def send_one_page_less(sender: CommonKVSender, pages: list[int]) -> None:
     SEND(sender, [*pages[:-1], 1])
 
 
+def run_in_pauses(scheduler: Scheduler) -> bool:
+    control = scheduler._control
+    was_paused, control.is_paused = control.is_paused, False
+    has_run = RUN(scheduler)
+    control.is_paused = was_paused
+    return has_run
+
+
 ON_ARRIVAL: Callable[..., FinishReason | None] = PrefillRole.on_arrival
+RUN: Callable[..., bool] = Scheduler._run_batch
 ON_END: Callable[..., bool] = DecodeRole.on_end
 SEND: Callable[..., None] = CommonKVSender.send
 BLOCKS: Callable[..., Any] = ShardSlice.page_blocks
@@ -96,6 +106,7 @@ DEFECTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "a row keeps the open group of another request": (RequestPool, "zero", lambda *args: None),
     "rooms are not ended": (CommonKVSender, "abort", lambda *args: None),
     "requests decode where they were computed": (PrefillRole, "on_arrival", decode_here),
+    "steps run in pauses": (Scheduler, "_run_batch", run_in_pauses),
 }
 
 

@@ -14,6 +14,7 @@ from rigs.stores.object_store import IN_PLACE, PLAIN, STORE_KEY, ObjectStore
 from sglang.srt.disaggregation.control import control_client
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.messages.io_struct import AttachHiCacheStorageReqInput
 
 LOST_S: Final = 3
 """Seconds for which a server waits for the other server of a request."""
@@ -116,14 +117,28 @@ def short_repeats() -> Iterator[None]:
 
 def attach(tree: HiRadixCache, store: ObjectStore, rng: random.Random) -> None:
     """Attach `store` to a side with tiers."""
+    message = attaching(tree.page_size, store, rng)
+    result = tree.attach_storage_backend(
+        message.hicache_storage_backend,
+        message.hicache_storage_backend_extra_config_json,
+        hicache_storage_prefetch_policy=message.hicache_storage_prefetch_policy,
+    )
+    assert result.done, result.message
+
+
+def attaching(
+    page_size: int, store: ObjectStore, rng: random.Random
+) -> AttachHiCacheStorageReqInput:
+    """A message that attaches `store`."""
     config: dict[str, Any] = {
         STORE_KEY: store.name,
-        "prefetch_threshold": tree.page_size,
+        "prefetch_threshold": page_size,
         "prefetch_timeout_base": 0.01,
         "prefetch_timeout_max": 0.05,
     }
     policy = rng.choice(("best_effort", "wait_complete", "timeout"))
-    result = tree.attach_storage_backend(
-        rng.choice((PLAIN, IN_PLACE)), json.dumps(config), hicache_storage_prefetch_policy=policy
+    return AttachHiCacheStorageReqInput(
+        hicache_storage_backend=rng.choice((PLAIN, IN_PLACE)),
+        hicache_storage_backend_extra_config_json=json.dumps(config),
+        hicache_storage_prefetch_policy=policy,
     )
-    assert result.done, result.message

@@ -167,8 +167,7 @@ class Traffic:
             else:
                 self.work.assert_first(sent, got)
             counts[f"{side}: right"] += 1
-            if sent.extra is not None:
-                counts[f"{side}: with {sent.extra}"] += 1
+            counts.update(f"{side}: with {extra}" for extra in sent.extras)
             return
         why = reason.message or ""
         is_refused = "can ever fit" in why
