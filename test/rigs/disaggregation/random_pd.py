@@ -52,7 +52,7 @@ from rigs.schedulers.random_checks import assert_unpinned, resting_in_pauses
 from rigs.schedulers.random_seeds import Outcome
 from rigs.schedulers.random_setup import draw_group, speculation, text_args
 from rigs.schedulers.step_watchdog import Watchdog
-from rigs.stores.object_store import ObjectStore
+from rigs.stores.object_store import MOODS, ObjectStore
 from sglang.embedded_mooncake import LOOPBACK
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import BUILTIN_MODEL_DIR
@@ -270,9 +270,11 @@ class RandomPd:
         return attaching(self.page_size, self.store, rng) if self._has_l3 else None
 
     def _attach_l3(self, rigs: Sequence[RoleRig]) -> None:
+        mood, self.store.mood = self.store.mood, MOODS["quick"]  # None is refused.
         for rig in rigs:
             if self._has_l3 and isinstance(rig.tree, HiRadixCache):
                 attach(rig.tree, self.store, self._damage)
+        self.store.mood = mood
 
     # ---- rounds --------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ from rigs.mixed.mirror import Mirror
 from rigs.mixed.mixed_requests import Asked, MixedRequests
 from rigs.mixed.plan import DRAFTING, LATENT, LEVELS, STATES, Mix, covering_mixes
 from rigs.mixed.poisoned_pools import poison_free
+from rigs.models.letters import Letters
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers import random_seeds
 from rigs.schedulers.random_checks import assert_unpinned
@@ -92,7 +93,9 @@ FEATURES: Final = (
     "priority",
     "prompt logprobs",
     "retraction",
+    "samples",
     "session",
+    "stops",
     "whole prompt",
 )
 """Features that are counted, of runs and of requests."""
@@ -242,6 +245,7 @@ class MixedScheduler:
             "publish_events": self._mirrors[group].hear,
             "held_pages": self._door.notes[group],
             "keep_session_share": 0.5,
+            "tokenizer": Letters(),
             **speculation(1 + mix.num_drafts),
         }
         if mix.family in STATES:
@@ -396,7 +400,7 @@ class MixedScheduler:
             assert asked.is_aborted, f"{message.rid} ended by {reason}"
         else:
             features.discard("abort")
-            assert len(words) == asked.count, f"{message.rid} ended after {len(words)} words"
+            assert len(words) == asked.end_of(words), f"{message.rid}: {len(words)} words"
             assert (last.cache_report is not None) == message.return_cache_report
             self._texts.append([*asked.prompt, *words])
             del self._texts[:-40]

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 
 from rigs.mixed.mixed_requests import Asked, MixedRequests
 from rigs.mixed.mixed_scheduler import cold_engine
+from rigs.models.letters import Letters
 from rigs.schedulers.random_checks import (
     assert_input_logprobs,
     assert_output_logprobs,
@@ -117,13 +118,14 @@ class RealWork:
 
     def assert_whole(self, sent: Sent, got: Collected) -> None:
         rid, words = sent.message.rid, got.output_ids
-        assert len(words) == len(sent.words), f"{rid}: {len(words)} of {len(sent.words)} words"
+        wanted = Asked(sent.message, sent.prompt, len(sent.words)).end_of(words)
+        assert len(words) == wanted, f"{rid}: {len(words)} of {wanted} words"
         self._cold.assert_words(sent.prompt, words, got.logprobs)
 
 
 def real_args(args: dict[str, Any], page_size: int) -> dict[str, Any]:
     """Arguments of a side, with those that a model with windows or recurrent states adds."""
-    added = {"num_states": 2 * args["max_requests"] + 4}
+    added = {"num_states": 2 * args["max_requests"] + 4, "tokenizer": Letters()}
     if not args["disable_radix_cache"]:
         added["mamba_track_interval"] = 2 * page_size
     return {**args, **added}
