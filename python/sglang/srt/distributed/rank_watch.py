@@ -1,6 +1,7 @@
 """Ends the server when a rank is gone, stuck or unreachable.
 
-Each rank increments a heartbeat in the store of the rendezvous, and reads the other ranks'. The
+Each rank increments a heartbeat in the store of the rendezvous, and reads the other ranks'. A rank
+that is going to be silent announces it there. The
 parent notices sooner if a process on this machine dies; the watch is for stopped processes, other
 machines and networks. The store is in rank 0's process, and its calls have no timeout, so a second
 thread watches how long a check takes.
@@ -8,6 +9,7 @@ thread watches how long a check takes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -62,6 +64,10 @@ class RankWatch:
         self._period_s = period_s
         self._clock = clock
         self._heartbeat = 0
+        self._silent_until = 0.0
+        """Time of `clock` until which this rank may be silent."""
+        self._beating = threading.Lock()
+        """Held while the heartbeat changes."""
         self._last_check = clock()
         self._seen = {other: (b"", self._last_check) for other in range(size) if other != rank}
         self._num_checks = 0
@@ -78,6 +84,19 @@ class RankWatch:
         )
         for thread in self._threads:
             thread.start()
+
+    def announce(self, seconds: float) -> None:
+        """Tell the other ranks that this one may be silent for `seconds` from now on: a call holds
+        the interpreter's lock, for example. 0: it is heard again. Any thread."""
+        self._silent_until = self._clock() + seconds
+        with contextlib.suppress(RuntimeError):  # The next check reports the store.
+            self._beat()
+
+    def _beat(self) -> None:
+        with self._beating:
+            self._heartbeat += 1
+            left = max(0.0, self._silent_until - self._clock())
+            self._store.set(_key(self._rank), f"{self._heartbeat} {left:.0f}")
 
     def close(self) -> None:
         """Stop the watch before an orderly shutdown. Idempotent; does not wait for the threads."""
@@ -101,8 +120,7 @@ class RankWatch:
         """Increment this rank's heartbeat, and check the others. Returns an error in one line, or
         None."""
         try:
-            self._heartbeat += 1
-            self._store.set(_key(self._rank), str(self._heartbeat))
+            self._beat()
             heartbeats = {other: self._heartbeat_of(other) for other in self._seen}
         except RuntimeError as error:
             return f"rank 0 is gone or out of reach: {_first_line(error)}"
@@ -114,8 +132,8 @@ class RankWatch:
             known, since = self._seen[other]
             if count != known or was_late:
                 self._seen[other] = count, now
-            elif now - since > self._limit_s:
-                return f"rank {other} has given no sign of life for {self._limit_s:.0f} s"
+            elif now - since > (limit_s := max(self._limit_s, _announced(count))):
+                return f"rank {other} has given no sign of life for {limit_s:.0f} s"
         return None
 
     def _heartbeat_of(self, rank: int) -> bytes:
@@ -134,6 +152,12 @@ class RankWatch:
 
 def _key(rank: int) -> str:
     return f"alive/{rank}"
+
+
+def _announced(heartbeat: bytes) -> float:
+    """Seconds for which the rank of a heartbeat said that it may be silent."""
+    _, _, seconds = heartbeat.partition(b" ")
+    return float(seconds or 0)
 
 
 def _first_line(error: RuntimeError) -> str:

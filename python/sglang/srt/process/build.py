@@ -110,11 +110,12 @@ def build_scheduler(
     watchdog: TickWatchdog | None = None,
     ipc: IpcAddresses | None = None,
     on_joined: Callable[[], None] = lambda: None,
+    announce_silence: Callable[[float], None] = lambda seconds: None,
 ) -> BuiltScheduler:
     """Load the model, size and allocate the tiers, and make a scheduler for them.
 
-    `server_args` must be resolved. If `rendezvous` is None, this rank is alone. `on_joined` is
-    called when the ranks have met, before loading begins. DP groups call each other at `ipc`.
+    `server_args` must be resolved; a rank without `rendezvous` is alone. `on_joined` is called when
+    the ranks have met. DP groups call each other at `ipc`. `announce_silence`: see `RankWatch`.
 
     Raises:
         ValueError: One line that names the setting and the remedy.
@@ -157,16 +158,14 @@ def build_scheduler(
     # Before the tree: a captured step waits for no load, so L2 may not have joined the pools yet.
     worker = TpModelWorker(runner)
     role, remake_role, routes = _make_role(server_args, runner, group, dp_rank)
-    labels = model_label(server_args)
-    if server_args.attn_dp_size > 1:
-        labels["dp_rank"] = str(dp_rank)
+    of_group = {"dp_rank": str(dp_rank)} if server_args.attn_dp_size > 1 else {}
+    labels = model_label(server_args) | of_group
     metrics = SchedulerMetrics(labels, num_draft_tokens(server_args) - 1)
     # The ranks' trees are equal, so one of them tells.
     events = server_args.kv_events()
     publisher = None if events is None or group.rank else ZmqEventPublisher(events, dp_rank)
-    held_pages = None
-    if reports_held_pages(server_args) and not group.rank:
-        held_pages = HeldPages(runner.config.page_size, dp_rank)
+    reports = reports_held_pages(server_args) and not group.rank
+    held_pages = HeldPages(runner.config.page_size, dp_rank) if reports else None
     told = None if publisher is None else events
     tree = _make_tree(server_args, runner, metrics, group, rendezvous, told, held_pages)
     tiers += tree.tiers()
@@ -192,6 +191,7 @@ def build_scheduler(
         overlap=device_runtime(server_args.device).kind.overlaps_steps
         and not server_args.disable_overlap_schedule,
         tick_guard=nullcontext if watchdog is None else watchdog.guard,
+        announce_silence=announce_silence,
     )
     scheduler = make_scheduler(server_args, resources, runner, dp_rank, ipc)
     limits = scheduler.state.limits

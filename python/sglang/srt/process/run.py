@@ -117,6 +117,11 @@ class OtherRanks:
         if meeting is not None:
             self._watch = RankWatch(make_store(meeting), meeting.rank, meeting.size, end_process)
 
+    def announce_silence(self, seconds: float) -> None:
+        """See `RankWatch.announce`; nothing if this rank is alone. Any thread."""
+        if self._watch is not None:
+            self._watch.announce(seconds)
+
     def leave(self, num_groups: int) -> None:
         """Wait in an orderly shutdown until every rank has left its loop. A collective of the
         world.
@@ -175,7 +180,9 @@ def run_scheduler_process(
     watchdog = TickWatchdog(server_args.watchdog_timeout)
     others = OtherRanks(rendezvous)
     try:
-        built = build_scheduler(server_args, rendezvous, watchdog, ipc, others.watch)
+        built = build_scheduler(
+            server_args, rendezvous, watchdog, ipc, others.watch, others.announce_silence
+        )
     except (ValueError, StorageUnavailable) as error:
         send_error(ready_pipe, f"{others.prefix()}{error}")
         raise SystemExit(1) from None

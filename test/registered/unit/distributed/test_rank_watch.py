@@ -92,6 +92,24 @@ def test_a_rank_that_stops_counting_is_named(has_counted: bool) -> None:
     assert found == 2 * ["rank 2 has given no sign of life for 8 s"]
 
 
+def test_a_rank_that_announced_its_silence_has_time() -> None:
+    store, clock = Store(), Clock()
+    mine, silent = (watch_of(store, clock, rank, size=2) for rank in range(2))
+    silent.announce(60.0)
+    assert checks(mine, clock, 60) == []
+    assert checks(mine, clock, 2)[:1] == ["rank 1 has given no sign of life for 60 s"]
+
+
+def test_a_rank_that_is_heard_again_has_no_more_time() -> None:
+    store, clock = Store(), Clock()
+    mine, silent = (watch_of(store, clock, rank, size=2) for rank in range(2))
+    silent.announce(60.0)
+    assert silent.check() is None, "its thread may beat before the silence"
+    assert checks(mine, clock, 20) == []
+    silent.announce(0.0)
+    assert checks(mine, clock, 10)[:1] == ["rank 1 has given no sign of life for 8 s"]
+
+
 def test_a_store_out_of_reach_is_rank_0() -> None:
     store, clock = Store(), Clock()
     watch = watch_of(store, clock, rank=1)

@@ -89,6 +89,7 @@ class ControlHandler:
         drafts: DraftPolicy,
         weight_seed: WeightSeed | None = None,
         rank: int = 0,
+        announce_silence: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._state = state
         self._outputs = outputs
@@ -99,7 +100,7 @@ class ControlHandler:
         self._change: _Pending | None = None
         self._drain_deadline: float | None = None
         self.is_paused = False
-        self._profiler = StepProfiler(state, rank)
+        self._profiler = StepProfiler(state, rank, announce_silence)
         self._history = FlowHistory(self._sample)
         detach, clear = StorageAdministration.begin_detaching, StorageAdministration.begin_clearing
         self._handlers: dict[type, Callable[[Any], dict[str, Any] | None]] = {

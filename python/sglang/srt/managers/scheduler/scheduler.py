@@ -114,6 +114,8 @@ class SchedulerResources:
     returns at once."""
     tick_guard: Callable[[], AbstractContextManager[object]] = nullcontext
     """The watchdog's context, entered for a tick and for its message to the other ranks."""
+    announce_silence: Callable[[float], None] = lambda seconds: None
+    """Tells the other ranks that this one may be silent for so many seconds. Any thread."""
 
 
 class Scheduler:
@@ -145,6 +147,7 @@ class Scheduler:
             self._draft_policy,
             resources.weight_seed,
             resources.group.first_rank + resources.group.rank,
+            resources.announce_silence,
         )
         self._role = Role()
         self._prefill = PrefillScheduler(state, lambda req: self._role.may_compute(req))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.profiler import profile
 
 from rigs.disaggregation.decode_rig import DecodeRig
 from rigs.disaggregation.prefill_rig import PrefillRig
@@ -182,6 +183,27 @@ def test_a_profile_ends_after_its_steps(model: Path) -> None:
     rig.step(StopProfileReqInput(req_id="stop"))
     assert not rig.answers[-1].success and "no profile" in rig.answers[-1].message
     rig.close()
+
+
+def test_the_other_ranks_know_of_the_silence_at_the_end_of_a_profile(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch holds the interpreter's lock meanwhile."""
+    rig, said = SchedulerRig(model), list[object]()
+    stop = profile.stop
+
+    def noted(ended: profile) -> None:
+        said.append("stop")
+        stop(ended)
+
+    monkeypatch.setattr(profile, "stop", noted)
+    ending = rig.scheduler._control._profiler
+    ending._announce_silence = said.append
+    rig.step(start(5))
+    assert said == []
+    rig.step(StopProfileReqInput(req_id="stop"))
+    ending.close()
+    assert said == [120.0, "stop", 0.0]
 
 
 def test_a_profile_ends_when_it_is_told_or_after_its_time(model: Path) -> None:
