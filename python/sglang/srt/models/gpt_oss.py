@@ -36,6 +36,8 @@ class AttentionSinks(WeightedLayer):
 class GptOssAttention(LlamaAttention):
     """Grouped-query attention whose softmax has one more logit for each head."""
 
+    rotates_while_attending = True
+
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer)
         placement = layer.placement.at(self.name)

@@ -119,6 +119,9 @@ class LlamaAttention(CachedAttention):
     name = "self_attn"
     """The layer's name in a checkpoint."""
 
+    rotates_while_attending = False
+    """True if decode steps rotate and store in the kernel of full attention, where it can."""
+
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__()
         config, options, layer_id = layer.config, layer.options, layer.layer_id
@@ -167,7 +170,8 @@ class LlamaAttention(CachedAttention):
     def attend(self, x: torch.Tensor | RoundedRows, step: LayerStep) -> torch.Tensor | RoundedRows:
         qkv = self.qkv_proj.forward(x).view(len(x), -1, self.head_dim)
         q, k, v = self._prepare(qkv, step)
-        is_stored = self.attn.kind == FULL_ATTENTION
+        rotates_later = self._rotates_later(step)
+        is_stored = self.attn.kind == FULL_ATTENTION and not rotates_later
         if is_stored and step.rows is None:
             rounded = self.attn.forward_rounded(q, self.o_proj.weight, step.batch)
             if rounded is not None:
@@ -179,14 +183,20 @@ class LlamaAttention(CachedAttention):
             step.batch,
             save_kv_cache=not is_stored,
             rows=step.rows,
-            rotation=step.rotation if self._rotates_later(step) else None,
+            rotation=step.rotation if rotates_later else None,
         )
 
     def _rotates_later(self, step: LayerStep) -> bool:
-        """True if the attention backend rotates queries and keys."""
+        """True if the attention backend rotates queries and keys, and stores keys and values."""
         kind, batch = self.attn.kind, step.batch
-        if kind != SLIDING_WINDOW or not batch.forward_mode.is_decode():
+        if not batch.forward_mode.is_decode():
             return False
+        if kind != SLIDING_WINDOW:
+            is_plain = kind == FULL_ATTENTION and self.qk_norm is None
+            if not (self.rotates_while_attending and is_plain):
+                return False
+            if batch.context_share is not None or batch.stores_only:
+                return False  # Keys must be stored before attention begins.
         assert batch.attn_backends is not None, "the runner sets them before the model runs"
         is_whole = step.rotation.cos.shape[-1] == self.head_dim
         return is_whole and batch.attn_backends[kind].rotates_in_decoding
@@ -196,7 +206,7 @@ class LlamaAttention(CachedAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Normalise and rotate queries and keys, and store keys and values in the layer's pool.
 
-        Layers with a sliding window store by themselves.
+        Layers with a sliding window store by themselves, as attention that rotates does.
 
         Args:
             qkv: Contiguous `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`. Fused kernels
@@ -214,7 +224,8 @@ class LlamaAttention(CachedAttention):
         kernels = fused_kernels(qkv.device)
         # The kernel rotates whole heads.
         is_whole = rotation.cos.shape[-1] == self.head_dim
-        if kernels is not None and is_whole and not has_window:
+        rotates_later = self._rotates_later(step)
+        if kernels is not None and is_whole and not has_window and not rotates_later:
             kernels.normalise_rotate_store_(
                 qkv,
                 None if norm is None else (norm.weight, norm.eps),
@@ -224,10 +235,10 @@ class LlamaAttention(CachedAttention):
             )
             return qk[:, : attn.num_heads], qk[:, attn.num_heads :], v
         qk = qk if norm is None else norm.forward(qk)
-        if not self._rotates_later(step):
+        if not rotates_later:
             qk = apply_rotary(qk, rotation)
         q, k = qk[:, : attn.num_heads], qk[:, attn.num_heads :]
-        if not has_window:
+        if not has_window and not rotates_later:
             pool.set_kv_buffer(attn, loc, k, v)
         return q, k, v
 

@@ -19,7 +19,7 @@ from rigs.layers.replayed_graphs import (  # noqa: E402
     check_logits,
     driver_with_states,
 )
-from rigs.models.model_oracle import prompt  # noqa: E402
+from rigs.models.model_oracle import prompt, reference  # noqa: E402
 from rigs.models.tiny_models import StepDriver, save_tiny_checkpoint  # noqa: E402
 from sglang.srt.layers.attention.window_triton_backend import WindowTritonBackend  # noqa: E402
 from sglang.srt.layers.attention_kind import SLIDING_WINDOW  # noqa: E402
@@ -40,6 +40,24 @@ def test_replayed_steps_equal_transformers(
     rings = driver.runner.pools[PoolName.SWA]
     assert isinstance(rings, StatePool)
     assert all(buffer.isfinite().all() for buffer in rings.buffers)
+
+
+def test_decode_steps_of_gpt_oss_store_while_they_attend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    types = ["sliding_attention", "full_attention"]
+    hf = save_tiny_checkpoint(tmp_path, "gpt_oss", num_hidden_layers=2, layer_types=types)
+    driver, tokens = driver_with_states(monkeypatch, tmp_path), prompt(24, 1)
+    driver.extend([(0, tokens[:20])])
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the kernel stores")
+
+    monkeypatch.setattr(type(driver.runner.token_to_kv_pool), "set_kv_buffer", refuse)
+    wanted = reference(hf, tokens)
+    for place in range(20, 24):
+        got = driver.decode([(0, tokens[place])]).next_token_logits
+        check_logits(got, wanted[place][None, :])
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter takes too long")

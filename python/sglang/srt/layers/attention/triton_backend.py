@@ -26,7 +26,11 @@ from sglang.srt.layers.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
-from sglang.srt.layers.triton_ops.attention.decode_attention import decode_attention, make_arrivals
+from sglang.srt.layers.triton_ops.attention.decode_attention import (
+    NewTokens,
+    decode_attention,
+    make_arrivals,
+)
 from sglang.srt.layers.triton_ops.attention.extend_attention import (
     ExtendWork,
     extend_attention,
@@ -76,6 +80,7 @@ class TritonAttnBackend(AttentionBackend):
     can_be_captured = True
     captures_extend = True
     captures_verify = True
+    rotates_in_decoding = True
 
     def __init__(self, config: AttentionConfig) -> None:
         self._config = config
@@ -129,6 +134,15 @@ class TritonAttnBackend(AttentionBackend):
             )
         put_blocks(work, forward_batch.segments(), config.group)
         self._plan = _ExtendPlan(paged=work)
+
+    def forward(
+        self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        if inputs.rotation is None:
+            return super().forward(inputs, layer, forward_batch)
+        assert inputs.save_kv_cache, "keys that are stored are rotated"
+        new = NewTokens(inputs.k, inputs.v, forward_batch.out_cache_loc, *inputs.rotation)
+        return self._decode(inputs.q, None, layer, forward_batch, new=new)
 
     def forward_extend(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
@@ -187,6 +201,7 @@ class TritonAttnBackend(AttentionBackend):
         layer: AttentionLayer,
         forward_batch: ForwardBatch,
         rounded: RoundedRows | None = None,
+        new: NewTokens | None = None,
     ) -> torch.Tensor:
         pool_k, pool_v = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         rows, lens = forward_batch.req_pool_indices, forward_batch.seq_lens
@@ -205,6 +220,7 @@ class TritonAttnBackend(AttentionBackend):
             gates=gates,
             sinks=layer.sinks,
             rounded=rounded,
+            new=new,
         )
 
     def warm_up(self) -> None:

@@ -17,6 +17,28 @@ _BLOCK_PAIRS: Final = 2048
 """Pairs of dimensions that a program rotates."""
 
 
+@triton.jit
+def rotated_heads(
+    at: tl.tensor,
+    dims: tl.tensor,
+    inside: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Load heads and rotate them, rounded at the same points as by `rotate`.
+
+    Args:
+        at: Pointers to the heads, `[..., 1]`, or one.
+        cos: fp32, of each dimension; `sin` likewise, signed.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    own = tl.load(at + dims, mask=inside, other=0.0)
+    other = tl.load(at + tl.where(dims < HALF, dims + HALF, dims - HALF), mask=inside, other=0.0)
+    turned = (own.to(tl.float32) * cos).to(own.dtype).to(tl.float32)
+    return (turned + other.to(tl.float32) * sin).to(own.dtype)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_kernel(
     x_ptr: tl.tensor,

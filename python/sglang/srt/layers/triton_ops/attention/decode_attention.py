@@ -9,6 +9,7 @@ grid depends on the batch size and not on lengths, so graphs can capture it.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,6 +29,7 @@ from sglang.srt.layers.triton_ops.early_start import (
     early_start,
 )
 from sglang.srt.layers.triton_ops.gating import gated
+from sglang.srt.layers.triton_ops.rotation import rotated_heads
 from sglang.srt.layers.triton_ops.rounding import round_groups
 
 BLOCK_N = 64
@@ -61,7 +63,7 @@ _SECTOR_BYTES = 32
 
 @triton.jit(
     do_not_specialize=["splits", "least", "written"],
-    do_not_specialize_on_alignment=["rows_ptr", "lens_ptr"],
+    do_not_specialize_on_alignment=["rows_ptr", "lens_ptr", "loc_ptr"],
 )
 def _decode_kernel(
     q_ptr: tl.tensor,
@@ -85,6 +87,12 @@ def _decode_kernel(
     written: tl.tensor,
     sinks_ptr: tl.tensor,
     scales_ptr: tl.tensor,
+    new_k_ptr: tl.tensor,
+    new_v_ptr: tl.tensor,
+    loc_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    new_stride: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -100,7 +108,8 @@ def _decode_kernel(
     EARLY_KV: tl.constexpr,
 ) -> None:
     """Grid `(kv_heads, bs, splits)`: one program attends from a group's query heads to one
-    split."""
+    split. If there is `cos_ptr`, it rotates them first, and the program of the split with the new
+    token rotates its key, and stores key and value."""
     # Programs that run together read neighbouring heads of the same tokens.
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
@@ -122,6 +131,12 @@ def _decode_kernel(
         is_old = (pos < tl.minimum(end, old))[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_head + at, mask=is_old, other=0.0)
         v = tl.load(v_head + at, mask=is_old, other=0.0)
+    is_dim = dims < HEAD_DIM
+    if cos_ptr is not None:
+        # Angles and slots were written before the embedding lookup, which does not start early.
+        loc = tl.load(loc_ptr + request).to(tl.int64)
+        cos = tl.load(cos_ptr + request * HEAD_DIM + dims, mask=is_dim, other=0.0)
+        sin = tl.load(sin_ptr + request * HEAD_DIM + dims, mask=is_dim, other=0.0)
     await_kernels_before(EARLY)
     heads = kv_head * GROUP + tl.arange(0, ROWS)
     is_head = tl.arange(0, ROWS) < GROUP
@@ -133,8 +148,21 @@ def _decode_kernel(
                 tl.store(lse_ptr + part, tl.full([ROWS], float("-inf"), tl.float32), mask=is_head)
             return
     inside = is_head[:, None] & (dims < HEAD_DIM)[None, :]
-    q_at = request * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
-    q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
+    q_at = q_ptr + request * q_stride + heads[:, None] * HEAD_DIM
+    if cos_ptr is not None:
+        cos, sin = cos.to(tl.float32), sin.to(tl.float32)
+        q = rotated_heads(q_at, dims[None, :], inside, cos[None, :], sin[None, :], HEAD_DIM)
+        if end == length:
+            new_at = request * new_stride + kv_head * HEAD_DIM
+            new_k = rotated_heads(new_k_ptr + new_at, dims, is_dim, cos, sin, HEAD_DIM)
+            new_v = tl.load(new_v_ptr + new_at + dims, mask=is_dim, other=0.0)
+            stored = loc * (NUM_KV_HEADS * HEAD_DIM) + dims
+            tl.store(k_head + stored, new_k.to(k_ptr.dtype.element_ty), mask=is_dim)
+            tl.store(v_head + stored, new_v.to(v_ptr.dtype.element_ty), mask=is_dim)
+        # All threads of this program, which alone reads them, see them in memory.
+        tl.debug_barrier()
+    else:
+        q = tl.load(q_at + dims[None, :], mask=inside, other=0.0)
     peak, mass = begin_softmax(sinks_ptr, heads, is_head, split, ROWS)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     if EARLY_KV:
@@ -253,6 +281,21 @@ def _join(
     _store(out, out_ptr, scales_ptr, row, head, is_head, request, dims, inside, HEAD_DIM)
 
 
+class NewTokens(NamedTuple):
+    """Queries are not rotated, and the newest key and value of each request not stored."""
+
+    k: torch.Tensor
+    """`[bs, num_kv_heads, head_dim]`, dense except for the first stride; not rotated."""
+    v: torch.Tensor
+    """Of the shape and strides of `k`."""
+    loc: torch.Tensor
+    """Integer `[bs]`: slots."""
+    cos: torch.Tensor
+    """Contiguous `[bs, 1, head_dim]`."""
+    sin: torch.Tensor
+    """Signed; like `cos`."""
+
+
 def make_arrivals(device: torch.device | str) -> torch.Tensor:
     """Counters of finished parts for `decode_attention`: int32 `[65536]`, zero between calls. Each
     calling stream needs its own."""
@@ -291,6 +334,7 @@ def decode_attention(
     gates: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     rounded: RoundedRows | None = None,
+    new: NewTokens | None = None,
     splits: tuple[int, int] | None = None,
     launch: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
@@ -310,6 +354,7 @@ def decode_attention(
         sinks: `[num_heads]`: see `begin_softmax`.
         rounded: Memory for the result of a step without gates, with a scale for each head: what
             `quantize_activations` makes of the result otherwise. None: it is not rounded.
+        new: Tokens to rotate, with their queries, and to store first; None: all that is done.
         splits: In the form of `plan_splits`; None: its result.
         launch: Tokens per block, warps, stages; None: the fastest.
 
@@ -346,6 +391,12 @@ def decode_attention(
     if gates is not None:
         assert gates.shape == q.shape and gates.stride(2) == 1
         gate_arguments = (gates, gates.stride(0), gates.stride(1))
+    new_arguments: tuple[Any, ...] = (None, None, None, None, None, 0)
+    if new is not None:
+        assert new.k.stride() == new.v.stride() and new.k.stride()[1:] == (head_dim, 1)
+        assert new.cos.is_contiguous() and new.sin.is_contiguous() and written == 1
+        assert new.cos.shape[-1] == head_dim
+        new_arguments = (*new, new.k.stride(0))
     block_n, num_warps, num_stages = launch
     starts = early_start(q, most_rows=SEVERAL_ROWS)
     has_room = joins_apart or num_kv_heads * batch_size * count <= _EARLY_PROGRAMS
@@ -373,6 +424,7 @@ def decode_attention(
         written,
         sinks,
         out if rounded is None else rounded.scales,
+        *new_arguments,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,

@@ -22,6 +22,7 @@ from sglang.srt.layers.triton_ops.early_start import (
     await_kernels_before,
     early_start,
 )
+from sglang.srt.layers.triton_ops.rotation import rotated_heads
 
 _ELEMENTS: Final = 8192
 """Elements of a ring's keys that a program reads at once."""
@@ -43,28 +44,6 @@ def attend_block(  # type: ignore[no-untyped-def]  # noqa: ANN201
     acc = acc * shrink[:, None]
     acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="tf32x3")
     return peak, mass, acc
-
-
-@triton.jit
-def _rotated(
-    at: tl.tensor,
-    dims: tl.tensor,
-    inside: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-) -> tl.tensor:
-    """Load heads and rotate them, rounded at the same points as by `rotation`.
-
-    Args:
-        at: Pointers to the heads, `[..., 1]`, or one.
-        cos: fp32, of each dimension; `sin` likewise, signed.
-    """
-    HALF: tl.constexpr = HEAD_DIM // 2
-    own = tl.load(at + dims, mask=inside, other=0.0)
-    other = tl.load(at + tl.where(dims < HALF, dims + HALF, dims - HALF), mask=inside, other=0.0)
-    turned = (own.to(tl.float32) * cos).to(own.dtype).to(tl.float32)
-    return (turned + other.to(tl.float32) * sin).to(own.dtype)
 
 
 @triton.jit(
@@ -137,8 +116,8 @@ def _decode_kernel(
     q_at = q_ptr + request * q_stride + heads[:, None] * HEAD_DIM
     if cos_ptr is not None:
         cos, sin = cos.to(tl.float32), sin.to(tl.float32)
-        new_k = _rotated(new_k_at, dims, is_dim, cos, sin, HEAD_DIM)
-        q = _rotated(q_at, dims[None, :], q_inside, cos[None, :], sin[None, :], HEAD_DIM)
+        new_k = rotated_heads(new_k_at, dims, is_dim, cos, sin, HEAD_DIM)
+        q = rotated_heads(q_at, dims[None, :], q_inside, cos[None, :], sin[None, :], HEAD_DIM)
     else:
         new_k = tl.load(new_k_at + dims, mask=is_dim, other=0.0)
         q = tl.load(q_at + dims[None, :], mask=q_inside, other=0.0)
