@@ -53,6 +53,7 @@ KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int, int]]] = {
     "join of many": (_JOIN, {**JOIN, "BLOCK_T": 64, "BLOCK_C": 32, "EARLY": 0}, 4, 2, 56),
     "join of one": (_EACH, {**JOIN, "BLOCK_S": 4, "BLOCK_C": 32, "EARLY": 1}, 4, 3, 8),
     "split": (_SPLIT, SPLIT, 4, 3, 8),
+    "split of many": (_SPLIT, {**SPLIT, "EARLY": 0}, 8, 3, 8),
     "join of a head": (_JOIN, OF_HEAD, 4, 2, 40),
     "head": (_HEAD, HEAD, 4, 3, 8),
     "keys of one token": (_POOL, {**POOL, "BOUNDS": False, "EARLY": 1}, 4, 3, 8),

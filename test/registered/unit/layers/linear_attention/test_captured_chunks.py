@@ -57,8 +57,9 @@ def driver_of(patch: pytest.MonkeyPatch, path: Path, *, captures: bool) -> StepD
 def test_captured_prefills_give_what_chunks_without_graphs_give(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits, states and snapshots have the same bits where a step has a captured size, and are
-    near where it is padded. On a CPU, new memory is NaN."""
+    """Interpreted, logits, states and snapshots have the same bits where a step has a captured
+    size, and new memory is NaN. They are near where it is padded, and on a GPU, where a library's
+    products may differ within graphs (Nemotron-H's do, in fp32)."""
     save_tiny_checkpoint(tmp_path, family, max_position_embeddings=1024, **SHAPES[family])
     if DEVICE == "cpu":
         poison_new_memory(monkeypatch)
@@ -71,7 +72,7 @@ def test_captured_prefills_give_what_chunks_without_graphs_give(
     want = steps_of(driver_of(monkeypatch, tmp_path, captures=False))
     for (count, _), found, wanted in zip(STEPS, got, want, strict=True):
         for one, other in zip(found, wanted, strict=True):
-            if count in COUNTS:
+            if count in COUNTS and DEVICE == "cpu":
                 assert torch.equal(one, other)
             else:
                 assert relative_error(one, other) < 1e-5, count
