@@ -144,15 +144,10 @@ class CompressedLayers:
                 ]
         return error
 
-    def decode(self, rows: Sequence[int], first: Mapping[int, int] | None = None) -> torch.Tensor:
-        """Run a decode step, in which some requests begin anew from snapshots."""
-        sources = [(first or {}).get(row, row) for row in rows]
-        for row, slot in (first or {}).items():
-            self._restore(row, slot)
+    def decode(self, rows: Sequence[int]) -> torch.Tensor:
+        """Run a decode step."""
         states = StateBatch(slots=self._ids(rows))
-        if first is not None:
-            states.first_slots = self._ids(sources)
-        total = [self.lens[slot] + 1 for slot in sources]
+        total = [self.lens[row] + 1 for row in rows]
         positions = self._ids([length - 1 for length in total])
         error = self._run(ForwardMode.DECODE, rows, positions, total, states, None)
         self.lens.update(zip(rows, total, strict=True))
@@ -193,7 +188,7 @@ class CompressedLayers:
             if known and rng.random() < 0.2:
                 error = self.repeat(rows[0], rng.choice(known))
             elif rng.random() < 0.5:
-                error = self.decode(rows, first or None)
+                error = self.decode(rows)
             else:
                 targets = [s for s in range(6, STATES + 1) if s not in first.values()]
                 work = []

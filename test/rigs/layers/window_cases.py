@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -121,14 +121,11 @@ class Windows:
             wanted.append(want[-1:] if last_only else want)
         return self.error(got, torch.cat(wanted))
 
-    def decode(self, slots: Sequence[int], first: Mapping[int, int] | None = None) -> torch.Tensor:
-        """Run a decode step, in which some slots continue from others. Returns as `extend`."""
+    def decode(self, slots: Sequence[int]) -> torch.Tensor:
+        """Run a decode step. Returns as `extend`."""
         inputs = self.inputs(len(slots))
-        sources = [(first or {}).get(slot, slot) for slot in slots]
-        before = [self.contexts[slot] for slot in sources]
+        before = [self.contexts[slot] for slot in slots]
         states = StateBatch(slots=self.ids(slots))
-        if first is not None:
-            states.first_slots = self.ids(sources)
         lens = [context.shape[1] + 1 for context in before]
         batch = self.batch(ForwardMode.DECODE, lens, states)
         batch.positions = self.ids([length - 1 for length in lens])
@@ -164,8 +161,7 @@ class Windows:
                 worst = torch.maximum(worst, self.repeat(slots[0], rng.choice(known)))
                 continue
             if rng.random() < 0.4:
-                first = {s: rng.choice(known) for s in slots if known and rng.random() < 0.3}
-                worst = torch.maximum(worst, self.decode(slots, first or None))
+                worst = torch.maximum(worst, self.decode(slots))
                 continue
             # Snapshots of this step, which no request of the step continues from.
             targets = rng.sample(range(6, 13), len(slots))

@@ -69,8 +69,8 @@ class StateBatch:
     """int64 `[bs]`: slot of each request's running state, which the step overwrites. A request
     without a prefix starts from a zeroed state."""
     first_slots: torch.Tensor | None = None
-    """int64 `[bs]`: slots of the states that the step continues from; None: `slots`. A cached
-    prefix's state belongs to the tree and is only read."""
+    """Extend only: int64 `[bs]`, slots of the states that the step continues from; None: `slots`. A
+    cached prefix's state belongs to the tree and is only read."""
     copied: tuple[torch.Tensor, torch.Tensor] | None = None
     """Slots of states, and slots to which they are copied after the step, int64 `[n]` each; None:
     none is. A decode step leaves its snapshots so. A prefill restores the states of requests whose

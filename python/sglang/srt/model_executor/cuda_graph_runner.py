@@ -121,9 +121,6 @@ class CudaGraphRunner:
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         """True if there is a graph for this batch."""
         is_small = forward_batch.batch_size <= self._batch_sizes[-1]
-        states = forward_batch.states
-        if states is not None and states.first_slots is not None:
-            return False  # a graph reads the same slots of states that it overwrites
         is_long = self._least_context == 1 or min(forward_batch.seq_lens_cpu) >= self._least_context
         return forward_batch.forward_mode.is_decode() and is_small and is_long
 

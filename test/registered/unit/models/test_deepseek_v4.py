@@ -121,8 +121,8 @@ def test_requests_continue_from_a_snapshot_of_a_prefill(tmp_path: Path, at: int)
     assert_continued(hf, driver, at, whole=60, ends=(61, 70))
 
 
-@pytest.mark.parametrize("is_extend", [True, False])
-def test_a_step_reads_a_snapshot_and_leaves_it_as_it_is(tmp_path: Path, is_extend: bool) -> None:
+@pytest.mark.parametrize("new", [1, 7])
+def test_a_step_reads_a_snapshot_and_leaves_it_as_it_is(tmp_path: Path, new: int) -> None:
     hf = save_tiny_checkpoint(tmp_path, "deepseek_v4")
     driver = StepDriver(tmp_path, page_size=16, num_states=20)
     tokens = prompt(60, 7)
@@ -136,11 +136,7 @@ def test_a_step_reads_a_snapshot_and_leaves_it_as_it_is(tmp_path: Path, is_exten
     def from_snapshot(batch: Any) -> None:
         batch.states.first_slots = torch.tensor([18])
 
-    step = (
-        driver.extend([(1, tokens[32:39])], before=from_snapshot)
-        if is_extend
-        else driver.decode([(1, tokens[32])], before=from_snapshot)
-    )
+    step = driver.extend([(1, tokens[32 : 32 + new])], before=from_snapshot)
     end = driver.lens[1]
     assert_close(step.next_token_logits, want[end - 1 : end])
     after = [part[:, 18] for pool in pools for part in buffers_of(pool)]

@@ -185,8 +185,6 @@ class CompressedTorchBackend(WindowTorchBackend, StoresRows):
         """`forward`, without the rotation of outputs."""
         rings, states = self._rings_of(layer, forward_batch)
         if forward_batch.forward_mode.is_decode():
-            if states.first_slots is not None:
-                rings.copy(states.first_slots, states.slots)
             rings.write(states.slots, forward_batch.positions % self._window, inputs.k, inputs.v)
             return self._decode(inputs, layer, forward_batch)
         out = self._extend(inputs, layer, forward_batch)

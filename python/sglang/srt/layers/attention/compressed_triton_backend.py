@@ -172,16 +172,13 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
         store_groups([self._row_kind(kind, batch) for kind in kinds], step)
 
     def _row_kind(self, kind: LayerRows, batch: ForwardBatch) -> RowKind:
-        """The buffers of rows and of tokens. In a decode step that begins from other slots' kept
-        tokens, these are copied first."""
+        """The buffers of rows and of tokens."""
         tokens, compressor, pool = kind
-        options, states = compressor.options, states_of(batch)
+        options = compressor.options
         assert batch.pools is not None, "the runner sets it before the model runs"
         rows, kept = batch.pools[pool], None
         if options.overlap_pool is not None:
             kept = compressor.buffer(options.overlap_pool, batch)
-            if batch.forward_mode.is_decode() and states.first_slots is not None:
-                _copy(kept, states.first_slots, states.slots)
         weights = GroupWeights(
             position=compressor.position.weight,
             norm=compressor.norm.weight,
@@ -204,8 +201,6 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
         states, batch = states_of(forward_batch), forward_batch
         is_decode, prefill = batch.forward_mode.is_decode(), self._prefill
         if is_decode:
-            if states.first_slots is not None:
-                _copy(ring, states.first_slots, states.slots)
             queries = QueryTokens(positions=batch.positions, slots=states.slots)
         else:
             assert prefill is not None, "the step was planned"
@@ -297,11 +292,6 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
                 )
                 choose_slots(scores, *of_own, index.topk, out=chosen[own], stride=ratio)
         return chosen
-
-
-def _copy(buffer: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """Copy slots `src` of a buffer to slots `dst`, int64 `[n]` each."""
-    buffer.index_copy_(0, dst, buffer.index_select(0, src))
 
 
 def _owners(segments: list[Segment]) -> torch.Tensor:

@@ -196,8 +196,6 @@ class WindowTorchBackend(AttentionBackend):
         assert stores and not has_index, f"{layer.kind} attention stores by itself"
         rings, states = self._rings_of(layer, forward_batch)
         if forward_batch.forward_mode.is_decode():
-            if states.first_slots is not None:
-                rings.copy(states.first_slots, states.slots)
             rings.write(states.slots, forward_batch.positions % self._window, inputs.k, inputs.v)
             return self.forward_decode(inputs.q, layer, forward_batch)
         out = self.forward_extend(inputs, layer, forward_batch)

@@ -26,7 +26,6 @@ from sglang.srt.layers.triton_ops.attention.window_extend import (
     extend_in_rings,
     store_in_rings,
 )
-from sglang.srt.mem_cache.device.state_spec import PoolName
 
 
 class WindowTritonBackend(AttentionBackend):
@@ -81,20 +80,6 @@ class WindowTritonBackend(AttentionBackend):
             self._captured[size] = step
         self._step = self._captured[size]
         put_blocks(self._step.work, _by_request(forward_batch), config.group)
-
-    def warm_up(self) -> None:
-        """Compile the kernel of decode steps that copy rings first, which no other step uses."""
-        config = self._config
-        ring = config.specs[PoolName.SWA].buffers[0]
-        shape = (1, config.num_heads, config.head_dim)
-        q = torch.zeros(shape, dtype=config.dtype, device=config.device)
-        k = q[:, : config.num_kv_heads]
-        buffer = torch.zeros((1, *ring.shape), dtype=ring.dtype, device=config.device)
-        slots = torch.zeros(1, dtype=torch.int64, device=config.device)
-        rings = RingStep(k=buffer, v=buffer, slots=slots, first_slots=slots)
-        sinks = q[0, :, 0].float() if config.has_sinks else None
-        cos = q[:, :1].contiguous()
-        decode_in_rings(q, k, k, rings, slots, 1.0, sinks, (cos, cos))
 
     def forward(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch

@@ -24,7 +24,7 @@ if triton.knobs.runtime.interpret:
 OSS: Final = {"NUM_KV_HEADS": 8, "GROUP": 8, "HEAD_DIM": 64, "BLOCK_D": 64, "WINDOW": 128}
 """gpt-oss-120b's shape on one rank."""
 LARGE: Final = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 32}
-DECODE: Final = {"ROWS": 16, "EARLY": 1, "first_ptr": None}
+DECODE: Final = {"ROWS": 16, "EARLY": 1}
 TURNED: Final = {"cos_ptr": None, "sin_ptr": None}
 """Queries and keys are rotated already."""
 PAGED: Final = {"ROWS": 16, "JOINED_ROWS": 8, "JOINED_PARTS": 8, "BLOCK": 64, "GATED": False} | {

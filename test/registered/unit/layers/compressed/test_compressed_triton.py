@@ -119,16 +119,6 @@ def test_edges_of_groups_and_of_the_window_equal_torch(tmp_path: Path, length: i
     layers.check_pools(TOLERANCE)
 
 
-def test_a_decode_step_may_begin_from_a_snapshot(tmp_path: Path) -> None:
-    """The group that it finishes overlaps with the one before the snapshot."""
-    layers = make(tmp_path)
-    assert layers.extend([Work(1, 37, track=(6, 16)), Work(3, 9)]) < TOLERANCE
-    assert layers.decode([3, 2], first={2: 6}) < TOLERANCE
-    for _ in range(5):
-        assert layers.decode([3, 2]) < TOLERANCE
-    layers.check_pools(TOLERANCE)
-
-
 def test_the_last_token_before_a_snapshot_may_be_computed_again(tmp_path: Path) -> None:
     """It ends groups whose other tokens are gone: it reads the row that is there."""
     layers = make(tmp_path)

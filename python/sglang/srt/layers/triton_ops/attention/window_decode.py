@@ -46,16 +46,13 @@ def attend_block(  # type: ignore[no-untyped-def]  # noqa: ANN201
     return peak, mass, acc
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["first_ptr", "slots_ptr", "positions_ptr"],
-)
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _decode_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     ring_k_ptr: tl.tensor,
     ring_v_ptr: tl.tensor,
-    first_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -76,8 +73,8 @@ def _decode_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """Grid `(kv_heads, bs)`: one program stores one head's key and value of one token, and attends
-    from the query heads of its group to the ring. If there is `first_ptr`, it copies the ring from
-    that slot; if there is `cos_ptr`, it rotates queries and key first."""
+    from the query heads of its group to the ring. If there is `cos_ptr`, it rotates queries and
+    key first."""
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
@@ -88,16 +85,10 @@ def _decode_kernel(
     is_head = tl.arange(0, ROWS) < GROUP
     own = position % WINDOW
     count = tl.minimum(position + 1, WINDOW)
-    to = (slot * NUM_KV_HEADS + kv_head) * (WINDOW * HEAD_DIM)
-    at = to
-    end = count
-    if first_ptr is not None:
-        first = tl.load(first_ptr + request).to(tl.int64)
-        at = (first * NUM_KV_HEADS + kv_head) * (WINDOW * HEAD_DIM)
-        end = count * 0 + WINDOW
+    at = (slot * NUM_KV_HEADS + kv_head) * (WINDOW * HEAD_DIM)
     rows = tl.arange(0, BLOCK)
     where = rows[:, None] * HEAD_DIM + dims[None, :]
-    inside = (rows < end)[:, None] & is_dim[None, :]
+    inside = (rows < count)[:, None] & is_dim[None, :]
     if WINDOW <= BLOCK:
         # Since the embedding lookup, only this layer's kernels have written to its rings, and this
         # one does not use what it overwrites.
@@ -124,24 +115,19 @@ def _decode_kernel(
     new_k = new_k.to(ring_k_ptr.dtype.element_ty)
     peak, mass = begin_softmax(sinks_ptr, heads, is_head, 0, ROWS)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for start in range(0, end, BLOCK):
+    for start in range(0, count, BLOCK):
         row = start + rows
         if WINDOW > BLOCK:
             where = row[:, None] * HEAD_DIM + dims[None, :]
-            inside = (row < end)[:, None] & is_dim[None, :]
+            inside = (row < count)[:, None] & is_dim[None, :]
             k = tl.load(ring_k_ptr + at + where, mask=inside, other=0.0)
             v = tl.load(ring_v_ptr + at + where, mask=inside, other=0.0)
-        if first_ptr is not None:
-            tl.store(ring_k_ptr + to + where, k, mask=inside & (row != own)[:, None])
-            tl.store(ring_v_ptr + to + where, v, mask=inside & (row != own)[:, None])
-            # Rows that the context has not reached may have any contents, even NaN.
-            v = tl.where((row < count)[:, None], v, 0.0)
         is_own = (row == own)[:, None]
         peak, mass, acc = attend_block(
             q, tl.where(is_own, new_k[None, :], k), tl.where(is_own, new_v[None, :], v),
             (row < count)[None, :], peak, mass, acc, scale,
         )  # fmt: skip
-    stored = to + own * HEAD_DIM + dims
+    stored = at + own * HEAD_DIM + dims
     tl.store(ring_k_ptr + stored, new_k, mask=is_dim)
     tl.store(ring_v_ptr + stored, new_v, mask=is_dim)
     out = (acc / mass[:, None]).to(out_ptr.dtype.element_ty)
@@ -192,7 +178,7 @@ def decode_in_rings(
     Args:
         q: `[bs, num_heads, head_dim]`, dense except for the first stride.
         k: `[bs, num_kv_heads, head_dim]`, likewise; `v` too.
-        rings: If there are `first_slots`, the kernel copies the rings from them first.
+        rings: `slots` have the requests' states.
         positions: Integer `[bs]`.
         sinks: `[num_heads]`: see `begin_softmax`.
         angles: Cosines and signed sines, contiguous `[bs, 1, head_dim]` each, by which queries and
@@ -214,7 +200,6 @@ def decode_in_rings(
         v,
         rings.k,
         rings.v,
-        rings.first_slots,
         rings.slots,
         positions,
         out,
