@@ -76,7 +76,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._is_free: torch.Tensor | None = None
         """By page; None: a device's list is checked when it is sorted. A check of each page that
         comes back would be four launches, and an eviction has many."""
-        if self.device.type == "cpu":
+        if self.free_pages.is_cpu:
             self._is_free = torch.ones(self.num_pages + 1, dtype=torch.bool)
             self._is_free[0] = False
         self._grouped = None
