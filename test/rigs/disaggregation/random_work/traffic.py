@@ -129,14 +129,16 @@ class Traffic:
         Args:
             before: Its groups until then.
         """
-        for rid, pending in list(self.pending.items()):
+        for pending in self.pending.values():
             pending.is_odd = True
-            place = self.places[rid]
+        # Samples of a request that has ended go where it was.
+        for rid, place in list(self.places.items()):
             if (lost := place.get(side)) in before:
                 # Requests may share the places.
                 self.places[rid] = place | {side: self.pair.sides[side][before.index(lost)]}
-                pending.to_come.discard(side)
-                self._forget_ended(rid)
+                if rid in self.pending:
+                    self.pending[rid].to_come.discard(side)
+                    self._forget_ended(rid)
 
     def look_at(self, rid: str, may_fail: bool) -> None:
         pending = self.pending[rid]
