@@ -163,7 +163,7 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
             owners=batch.req_pool_indices,
             slots=states.slots,
             loc=batch.out_cache_loc,
-            read_slots=states.slots if prefill is None else states.read_slots,
+            read_slots=states.read_slots,
             bounds=None if prefill is None else prefill.rings.bounds,
             most_new=1 if prefill is None else prefill.most_new,
             track_slots=states.track_slots,

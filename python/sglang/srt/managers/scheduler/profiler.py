@@ -110,26 +110,22 @@ class StepProfiler:
         self._announce_silence(_LONGEST_SILENCE_S)
         ended.stop()
         self._writer = threading.Thread(
-            target=self._write, args=(ended, self._path), name="profile", daemon=True
+            target=self._write, args=(ended,), name="profile", daemon=True
         )
         self._writer.start()
 
-    def _write(self, ended: profile, path: Path) -> None:
-        """Write a trace, and end the silence."""
-        _write(ended, path)
+    def _write(self, ended: profile) -> None:
+        """Write a trace, and end the silence. The file appears when it is whole."""
+        path = self._path  # No other profile begins before the end of this thread.
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Others may write to the folder, so nobody else may know the name before.
+            with tempfile.TemporaryDirectory(prefix=".profile-", dir=path.parent) as own:
+                written = Path(own) / path.name
+                ended.export_chrome_trace(str(written))
+                os.replace(written, path)
+        except (OSError, RuntimeError) as error:
+            logger.error("the profile %s was not written: %s", path, error)
+        else:
+            logger.info("wrote the profile %s", path)
         self._announce_silence(0.0)
-
-
-def _write(ended: profile, path: Path) -> None:
-    """Write a trace; the file appears when it is whole."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Others may write to the folder, so nobody else may know the name before.
-        with tempfile.TemporaryDirectory(prefix=".profile-", dir=path.parent) as own:
-            written = Path(own) / path.name
-            ended.export_chrome_trace(str(written))
-            os.replace(written, path)
-    except (OSError, RuntimeError) as error:
-        logger.error("the profile %s was not written: %s", path, error)
-        return
-    logger.info("wrote the profile %s", path)
