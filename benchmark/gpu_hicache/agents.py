@@ -3,7 +3,7 @@
 The workload that vLLM and Mooncake published in May 2026, on fewer servers: sessions share a long
 prefix, each adds a first prompt, then tool results and answers in turns. Requests go to the servers
 in turn. Qwen3-8B's shape in fp8 blocks with random weights; L3 is a Mooncake Store on this host.
-L1 holds two or three sessions, L2 a tenth of all tokens.
+L1 holds two or three sessions, and L2 as much: reads of two whole prompts find room there.
 
 `hit_rate` with L3 and `wait_complete`: at least 0.92 (new tokens are the rest). `forecast_*`: what
 `agents_forecast` says from the rates that were measured before the load: prefills, steps, and
@@ -48,48 +48,61 @@ class Size:
     talk: Conversations
     l1: int
     page_size: int
-    l2_gb: float
-    store_bytes: int
+    kv_bytes: int
+    """Of a token."""
     vocab_size: int
     probe: int
     """Tokens of the prompts by which rates are measured, and a quarter of them."""
 
+    @property
+    def longest(self) -> int:
+        """A conversation at its end."""
+        return self.talk.shared_len + self._own
+
+    @property
+    def l2_gb(self) -> float:
+        return self.l1 * self.kv_bytes / GB
+
+    @property
+    def store_bytes(self) -> int:
+        tokens = self.talk.shared_len + self.talk.clients * self._own
+        return max(_LEAST_STORE, int(1.35 * tokens * self.kv_bytes))
+
+    @property
+    def _own(self) -> int:
+        talk = self.talk
+        first = talk.request_len if talk.first_len is None else talk.first_len
+        return first + (talk.rounds - 1) * talk.request_len + talk.rounds * talk.output_len
+
     def of_sessions(self, sessions: int) -> Size:
-        """The same with other tiers, in proportion to the number of sessions."""
-        share = sessions / self.talk.clients
-        return replace(
-            self,
-            talk=replace(self.talk, clients=sessions),
-            l1=int(self.l1 * share) // self.page_size * self.page_size,
-            l2_gb=self.l2_gb * share,
-            store_bytes=int(self.store_bytes * share),
-        )
+        """The same with an L1 in proportion to the number of sessions, where one fits."""
+        l1 = max(self.longest + self.page_size, self.l1 * sessions // self.talk.clients)
+        talk = replace(self.talk, clients=sessions)
+        return replace(self, talk=talk, l1=l1 // self.page_size * self.page_size)
 
 
+_LEAST_STORE: Final = 128 << 20
 _TALK: Final = Conversations(
     clients=12, rounds=10, shared_len=20_000, first_len=10_000, request_len=2_048, output_len=900,
     seed=7,
 )  # fmt: skip
-_TOKENS: Final = 20_000 + 12 * (10_000 + 9 * 2_048 + 10 * 900)
 FULL: Final = Size(
     flags=("--device", "cuda", *DUMMY_FLAGS,
            "--json-model-override-args", '{"max_position_embeddings": 65536}'),
     talk=_TALK,
     l1=147_456,
     page_size=64,
-    l2_gb=_TOKENS / 10 * KV_BYTES / GB,
-    store_bytes=int(1.35 * _TOKENS * KV_BYTES),
+    kv_bytes=KV_BYTES,
     vocab_size=VOCAB_SIZE,
     probe=32_768,
 )  # fmt: skip
 TINY: Final = Size(
     flags=(),
-    talk=replace(_TALK, clients=3, rounds=3, shared_len=256, first_len=128, request_len=64,
+    talk=replace(_TALK, clients=3, rounds=3, shared_len=256, first_len=320, request_len=320,
                  output_len=16),
-    l1=1_024,
+    l1=2_048,
     page_size=16,
-    l2_gb=0.01,
-    store_bytes=128 << 20,
+    kv_bytes=1_024,
     vocab_size=2_000,
     probe=512,
 )  # fmt: skip
@@ -127,7 +140,7 @@ def measure_costs(servers: list[EngineServer], size: Size, report: Report, *, l3
         tokens = result.cached_details.get("storage", 0)
         assert tokens >= probe - 2 * size.page_size, result
         read_s = result.ttft / tokens
-        report.add("read_rate", KV_BYTES / read_s / GB, "GB/s", {"tokens": tokens})
+        report.add("read_rate", size.kv_bytes / read_s / GB, "GB/s", {"tokens": tokens})
     # Seconds of n tokens: n * linear + n * n / 2 * by_pair.
     by_pair = max(0.0, 2 * (long - 4 * short) / (probe * probe - 4 * quarter * quarter))
     costs = Costs(
@@ -191,10 +204,10 @@ def measure(name: str, servers: list[EngineServer], size: Size, report: Report) 
 
 def run(args: argparse.Namespace, report: Report) -> None:
     size = FULL if args.device == "cuda" else TINY
-    if args.sessions is not None:
-        size = size.of_sessions(args.sessions)
     if args.answer is not None:
         size = replace(size, talk=replace(size.talk, output_len=args.answer))
+    if args.sessions is not None:
+        size = size.of_sessions(args.sessions)
     common = (
         *size.flags,
         *("--page-size", str(size.page_size), "--max-total-tokens", str(size.l1)),

@@ -2,8 +2,8 @@
 
 Each server computes one thing at a time: the prefill of the request that is ready first, or else a
 step of all that decode. A link of its own reads one prompt at a time from L3. L1 is a list of
-pages of which the last used stay; L2 is left out, since it holds less than L1. The only rates are
-those in `Costs`.
+pages of which the last used stay; L2 is left out, since it holds no more than L1. The only rates
+are those in `Costs`.
 """
 
 from __future__ import annotations
