@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +44,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     StorageUnreachable,
 )
 from sglang.srt.mem_cache.host.host_layout import HostLayout
+from sglang.srt.mem_cache.host.host_memory import MooncakeHostTensorAllocator
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
 from sglang.srt.mem_cache.l3.store_presence import StorePresence
 from sglang.srt.mem_cache.memory_pool_host import (
@@ -248,6 +251,30 @@ def test_memory_that_is_not_shared_is_copied_or_refused_by_name(store: MooncakeS
         buffer.zero_()
     assert store.batch_get_v2([move])["kv"] == [LANDED] * 3
     assert [b"".join(views) for views in host.get_page_views(slots)] == wanted
+
+
+def minor_faults(pid: int) -> int:
+    """Pages that a process has mapped at their first use so far."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
+
+
+def test_the_first_read_into_shared_memory_finds_it_mapped(
+    client: StandaloneClient, shared: MooncakeStore
+) -> None:
+    """Counts pages that the client maps while it fills memory that no transfer has met."""
+    size, key = 32 << 20, "mapped"
+    first, second = (MooncakeHostTensorAllocator().allocate((size,), torch.uint8) for _ in range(2))
+    torch.manual_seed(0)
+    first.random_(0, 256)
+    for tensor in (first, second):
+        shared.register_buffer(tensor)
+    raw = shared._client.store
+    assert raw.batch_put_from_multi_buffers([key], [[first.data_ptr()]], [[size]]) == [0]
+    before = minor_faults(client.pid)
+    got = raw.batch_get_into_multi_buffers([key], [[second.data_ptr()]], [[size]])
+    assert got == [size] and torch.equal(first, second)
+    assert minor_faults(client.pid) - before < size // mmap.PAGESIZE // 8
+    raw.remove(key, True)
 
 
 def test_an_absent_client_is_reported_at_once(client: StandaloneClient) -> None:
