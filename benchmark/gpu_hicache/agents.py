@@ -188,7 +188,11 @@ def measure(name: str, servers: list[EngineServer], size: Size, report: Report) 
     case = {"servers": name}
     found = {tier: sum(one.cached_details.get(tier, 0) for one in results) for tier in TIERS}
     report.add_all("tokens", {f"cached_from_{tier}": count for tier, count in found.items()}, case)
-    report.add("hit_rate", sum(found.values()) / prompts, "share", case,
+    by_round = [
+        round(sum(one.cached_tokens for one in turn) / sum(one.prompt_tokens for one in turn), 3)
+        for turn in rounds
+    ]
+    report.add("hit_rate", sum(found.values()) / prompts, "share", case, by_round=by_round,
                expected=expected.hit_rate, target="at least 0.92" if l3 else None)  # fmt: skip
     ttft = [one.ttft for one in results]
     answers = sum(one.completion_tokens for one in results)
