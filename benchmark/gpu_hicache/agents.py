@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmark.command import Command
 from benchmark.gpu_hicache.agents_forecast import Costs, forecast
-from benchmark.gpu_hicache.local_store import L3, Store, add_store_option
+from benchmark.gpu_hicache.local_store import L3, Store, add_store_option, clear_store
 from benchmark.prompts import random_prompt
 from benchmark.report import Report
 from benchmark.servers import ask, load, started, talk
@@ -166,16 +166,14 @@ def wait_stored(server: EngineServer) -> None:
         time.sleep(0.05)
 
 
-def flush(servers: list[EngineServer]) -> None:
-    for server in servers:
-        server.flush(timeout=120)
-
-
 def measure(name: str, servers: list[EngineServer], size: Size, report: Report) -> None:
     """One load, and its forecast."""
     l3 = name == "with L3"
     costs = measure_costs(servers, size, report, l3=l3)
-    flush(servers)
+    for server in servers:
+        server.flush(timeout=120)
+    if l3:
+        clear_store(servers[0], report)
     expected = forecast(size.talk, costs, servers=len(servers), l1=size.l1,
                         page_size=size.page_size)  # fmt: skip
     vocabulary = np.arange(3, size.vocab_size, dtype=np.uint32)
