@@ -182,13 +182,13 @@ class Snapshots:
             last = slots.snapshot_slot
             slots.snapshot_slot, slots.mamba_track_slot = slots.mamba_track_slot, last
             slots.mamba_last_track_seqlen = slots.snapshot_in_flight
-            slots.snapshot_in_flight = None
             self.release(req)
 
     def release(self, req: Req) -> None:
-        """Free the slot that `req` has for its next snapshot. A write in flight is safe: it was
-        queued before every later use of the slot."""
-        slot, req.slots.snapshot_slot = req.slots.snapshot_slot, None
+        """Free the slot that `req` has for its next snapshot, which no step leaves any more. A
+        write in flight is safe: it was queued before every later use of the slot."""
+        slots = req.slots
+        slot, slots.snapshot_slot, slots.snapshot_in_flight = slots.snapshot_slot, None, None
         if slot is not None:
             self._pool.free(slot)
 
