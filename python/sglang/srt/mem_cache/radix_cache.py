@@ -214,13 +214,13 @@ class RadixCache(BasePrefixCache):
             self._on_insert(path)
             return
         slots, known, path = self._insert_committed(req, whole)
-        self._on_insert(path)
         if known > begin:
             # Pages that another request inserted meanwhile: these are doubles.
             self.tree.device.free(slots[begin:known])
             theirs = self.tree.values_of(path)[begin:known]
             self.req_to_token_pool.write((req.req_pool_idx, slice(begin, known)), theirs)
             slots = torch.cat([slots[:begin], theirs, slots[known:]])
+        self._on_insert(path)  # It may split nodes: `path` then lacks their upper parts.
         last = path[-1]
         self.inc_lock_ref(last)
         self.dec_lock_ref(req.last_node)

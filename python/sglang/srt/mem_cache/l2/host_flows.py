@@ -145,32 +145,39 @@ class HostBackup:
         return len(path)
 
     def write(self, node: TreeNode) -> bool:
-        """Queue the copy of the pages and states of `node` that are on the device alone: all or
-        none. False: L2 has no room."""
+        """Queue the copy of the pages and states of `node` that are on the device alone. If L2 has
+        room for some pages alone, a node without states is split: they are a new parent. False: L2
+        has no room for what is `node` now."""
         has_pages = not node.backuped
         if not has_pages:
             self._tree.host.pin(node)
-        copy = self.queue_copy(node)
-        if copy is None:
-            lacks_pages = has_pages and self._tree.host.pool.available_size() < len(node.key)
-            what = f"{len(node.key)} tokens stay"
-            if not has_pages:
-                what = f"the state behind {node.depth} tokens stays"
-                self._tree.host.unpin(node)
-            self._log.warning(
-                "l2-full" if lacks_pages else "l2-states-full",
-                "L2 is full of %s in use; %s without a copy",
-                "pages" if lacks_pages else "states",
-                what,
-            )
-            return False
-        if has_pages:
-            node.write_id = copy.operation_id
-        self._tree.lock(node)
-        for component in copy.host_states:
-            component.device.lock(node)
-        self.writing[copy.operation_id] = copy
-        return True
+        part, copy = node, self.queue_copy(node)
+        if copy is None and has_pages and not node.states:
+            room = self._tree.host.pool.available_size() // self._tree.page_size
+            if room:
+                part = self._tree.split(node, room * self._tree.page_size)
+                copy = self.queue_copy(part)
+        if copy is not None:
+            if has_pages:
+                part.write_id = copy.operation_id
+            self._tree.lock(part)
+            for component in copy.host_states:
+                component.device.lock(part)
+            self.writing[copy.operation_id] = copy
+            if part is node:
+                return True
+        lacks_pages = has_pages and self._tree.host.pool.available_size() < len(node.key)
+        what = f"{len(node.key)} tokens stay"
+        if not has_pages:
+            what = f"the state behind {node.depth} tokens stays"
+            self._tree.host.unpin(node)
+        self._log.warning(
+            "l2-full" if lacks_pages else "l2-states-full",
+            "L2 is full of %s; %s without a copy",
+            "pages in use or of the same prompt" if lacks_pages else "states in use",
+            what,
+        )
+        return False
 
     def _save_states(self, node: TreeNode) -> None:
         """Queue the copy of states whose pages are on the host already, if L2 has room for them."""
@@ -190,7 +197,7 @@ class HostBackup:
         }
         operation = self._controller.write(pages, list(states.values()))
         if operation is None and len(pages):
-            self._tree.host.make_room(len(pages), Evictor(None, node.key.extra_key))
+            self._make_room(node)
             operation = self._controller.write(pages, list(states.values()))
         if operation is None:
             return None
@@ -202,6 +209,17 @@ class HostBackup:
         }
         number, host = operation.operation_id, operation.host_indices
         return DeviceCopy(number, node, len(node.key), host, slots)
+
+    def _make_room(self, node: TreeNode) -> None:
+        """Make room for the pages of `node`. Pages before them stay: without these, L2 could not
+        use the copy."""
+        above = node.parent
+        assert above is not None, "the root has no pages"
+        while above.parent is not None and not above.backuped:
+            above = above.parent
+        self._tree.host.pin(above)
+        self._tree.host.make_room(len(node.key), Evictor(None, node.key.extra_key))
+        self._tree.host.release(above)
 
     def settle(self, num_ended: int) -> None:
         """Act on the end of the first `num_ended` copies, on which the ranks have agreed."""

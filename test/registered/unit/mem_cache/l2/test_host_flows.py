@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
-from rigs.caches.cache_rig import Reused
+from rigs.caches.cache_rig import CacheRig, HiCacheSettings, Reused, expected_kv
 from rigs.caches.host_damage import host_pages
+from rigs.caches.stepped_rig import SteppedRig
 from rigs.caches.storage_rigs import counts
 from rigs.caches.tier_rigs import other_prompts, three_tiers, two_tiers
 from sglang.srt.environ import envs
@@ -23,6 +25,15 @@ register_cpu_ci(est_time=4, suite="base-a-test-cpu")
 register_cuda_ci(est_time=10, suite="base-b-test-1-gpu-large")
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+def tokens_of(rig: CacheRig, prompt: range, tier: str) -> list[int]:
+    """Lengths of the nodes of `prompt`, 0 for those that `tier` ("host" or "store") lacks."""
+    stored = rig.hi.storage_backup.has_stored
+    return [
+        len(node.key) if (node.backuped if tier == "host" else stored(node)) else 0
+        for node in rig.hi.tree.walk(RadixKey(list(prompt)))
+    ]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -201,5 +212,74 @@ def test_pages_above_a_pinned_host_page_stay_if_l2_is_full() -> None:
     assert upper.value is not None and lower.parent is upper and lower.backuped
     rig.hi.host_pool.free(taken)
     rig.hi.tree.host.unpin(lower)
+    rig.settle()
+    rig.close()
+
+
+def test_a_copy_does_not_evict_the_pages_before_it() -> None:
+    """L2 of 10 pages and a prompt of 16 in four chunks: L2 keeps the first pages, and L3 has all
+    that L2 has. Another prompt's pages leave for it."""
+    rig = three_tiers(32, hicache_ratio=10 / 32)
+    rig.run(range(100, 108))
+    rig.settle()
+    for end in (16, 32, 48, 64):
+        rig.run(range(end))
+    rig.settle()
+    for tier in ("host", "store"):
+        assert tokens_of(rig, range(64), tier) == [16, 16, 8, 0, 0], tier
+    assert not any(node.backuped for node in rig.hi.tree.walk(RadixKey(list(range(100, 108)))))
+    copied = rig.hi.metrics.host_written._value.get()
+    rig.run(range(64))
+    rig.settle()
+    assert rig.hi.metrics.host_written._value.get() == copied, "a further use copies nothing"
+    rig.flush()
+    assert rig.run(range(65)) == Reused(storage=20), "reads have half of L2"
+    rig.settle()
+    assert tokens_of(rig, range(64), "host") == [20, 20, 0]
+    rig.close()
+
+
+def test_a_copy_under_way_keeps_the_pages_before_it() -> None:
+    """L2 of 6 pages has the first 3 of a prompt, the next 2 are on their way, and 2 more come."""
+    rig = SteppedRig(l1_pages=32, settings=HiCacheSettings(hicache_ratio=6 / 32))
+    rig.run(range(12))
+    rig.settle()
+    rig.run(range(20))
+    rig.tick()
+    assert rig.tree.is_busy() == {"writes": 1}
+    rig.run(range(28))
+    rig.settle()
+    assert tokens_of(rig, range(28), "host") == [12, 8, 4, 0]
+    rig.close()
+
+
+def test_pages_of_a_node_that_find_no_room_are_counted() -> None:
+    """L2 of 4 pages, a node of 6."""
+    rig = two_tiers(16, hicache_ratio=4 / 16, hicache_write_policy="write_through_selective")
+    rig.run(range(24))
+    assert rig.hi.host_backup.back_up(rig.hi.tree.walk(RadixKey(list(range(24))))) == 8
+    rig.settle()
+    assert tokens_of(rig, range(24), "host") == [16, 0]
+    rig.close()
+
+
+def test_a_request_keeps_its_slots_if_its_copy_splits_pages_that_others_computed() -> None:
+    """L2 has room for one of the first three pages, and a request has the same pages again."""
+    rig = two_tiers(16, hicache_ratio=4 / 16)
+    host = rig.hi.host_pool
+    taken = host.alloc(host.size)
+    assert taken is not None
+    first, again = list(range(12)), [*range(12), *range(50, 62)]
+    requests = [rig.start(ids)[0] for ids in (first, again)]
+    rig.tree.cache_unfinished_req(requests[0])
+    host.free(taken[:4])
+    rig.tree.cache_unfinished_req(requests[1])
+    assert tokens_of(rig, range(12), "host") == [0, 0], "the copy has begun"
+    row = rig.rows.req_to_token[requests[1].req_pool_idx, : len(again)].to(torch.int64)
+    rig.use_slots(row, len(again), expected_kv(again, None))
+    assert torch.equal(requests[1].prefix_indices, row)
+    for request in requests:
+        rig.finish(request)
+    host.free(taken[4:])
     rig.settle()
     rig.close()
