@@ -64,6 +64,7 @@ from sglang.srt.entrypoints.local_model import with_local_model
 from sglang.srt.layers.weight_format import FormatOf
 from sglang.srt.mem_cache.device.pool_registry import resolve_kv_dtype
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
+from sglang.srt.mem_cache.l3.storage_prefetch import PREFETCH_SHARE
 from sglang.srt.mem_cache.l3.storage_settings import StorageSettings
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging_utils import configure_logger
@@ -178,7 +179,7 @@ def make_plan(own: argparse.Namespace, args: ServerArgs) -> Plan:
         tiers=tiers,
         reads=reads,
         flags=_flags(args, host),
-        notes=_notes(own, args, machine, device, host, reads),
+        notes=_notes(own, args, machine, device, host, reads, config.context_len),
         trace=None if own.trace is None else _trace(own, tiers, args, reads, server_bytes),
     )
 
@@ -244,6 +245,7 @@ def _notes(
     device: Tier,
     host: Tier,
     reads: ReadOrCompute,
+    context_len: int,
 ) -> list[str]:
     """Consequences of the figures, a sentence each."""
     notes = []
@@ -253,6 +255,12 @@ def _notes(
         notes.append(
             "L2 is less than twice L1, which it duplicates under write_through: "
             "--hicache-write-policy write_back keeps each page in one of them"
+        )
+    longest, readable = min(context_len, int(device.tokens)), int(PREFETCH_SHARE * host.tokens)
+    if not is_buffer(args) and readable < longest:
+        notes.append(
+            f"prompts have up to {longest:,} tokens, and L3 brings {readable:,} of them, half of "
+            "L2: --hicache-host-memory-mode buffer_only reads all, in parts"
         )
     if int(host.rank_bytes // GB) == 0 and not is_buffer(args):
         notes.append("L2 is below 1 GB: give --hicache-ratio in place of --hicache-size")

@@ -433,6 +433,7 @@ class HiRadixCache(RadixCache):
         host = (
             f"L2: {self.host_pool.size} tokens{states}, {group.nbytes / 1e9:.2f} GB of host memory "
             f"for {pools} in layout {self.host_pool.layout}, I/O {self.cache_controller.io_backend}"
+            f"; reads from L3 hold at most {self.storage_prefetch.share} tokens"
         )
         return [host, self.store.describe()]
 

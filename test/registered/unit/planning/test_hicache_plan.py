@@ -76,6 +76,25 @@ def test_figures_equal_those_by_hand(qwen: str, capsys: pytest.CaptureFixture[st
     assert found["flags"] == ["--enable-hierarchical-cache", "--hicache-size 89"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "readable"),
+    [
+        (("--max-total-tokens", "30720", "--hicache-ratio", "1.5"), "23,040"),
+        (("--max-total-tokens", "30720", "--hicache-ratio", "2"), None),
+        (("--max-total-tokens", "81920", "--hicache-ratio", "1"), None),
+        (("--hicache-host-memory-mode", "buffer_only", "--hicache-storage-backend", "file"), None),
+    ],
+)
+def test_an_l2_that_cannot_take_the_longest_prompt_is_told(
+    qwen: str, flags: tuple[str, ...], readable: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model takes 40,960 tokens, L1 30,720 or 81,920."""
+    notes = " ".join(plan(capsys, "--model-path", qwen, "--host-memory", "101", *flags)["notes"])
+    assert ("in parts" in notes) == (readable is not None)
+    if readable is not None:
+        assert f"prompts have up to 30,720 tokens, and L3 brings {readable} of them" in notes
+
+
 def test_speculation_adds_a_layer(
     deepseek: str, qwen: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

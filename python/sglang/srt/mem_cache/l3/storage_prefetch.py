@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PREFETCH_SHARE: Final = 0.5
+PREFETCH_SHARE: Final = 0.5
 """Share of L2 that reads in flight may hold, so that L2 does not run short."""
 
 
@@ -105,6 +105,11 @@ class StoragePrefetch:
         self.cost_model = PrefetchCostModel(self.table, self.page_size)
         self._used: set[ChildKey] = set()
         """First pages of prompts that were put on the device or used again since the last tick."""
+
+    @property
+    def share(self) -> int:
+        """Tokens of L2 that reads in flight may hold."""
+        return int(PREFETCH_SHARE * self._host.pool.size)
 
     def owned_slots(self) -> Iterator[tuple[PoolTier, str, torch.Tensor]]:
         """Slots that reads own and no node has: the tier, the owner, and int64 slots."""
@@ -172,8 +177,14 @@ class StoragePrefetch:
             return room
         pages, states, limit = room
         start = len(above) + joined
-        if report is not None and len(pages) < len(rest):
-            report.cut(Tier.STORAGE, start + len(pages), limit)
+        if len(pages) < len(rest):
+            if report is not None:
+                report.cut(Tier.STORAGE, start + len(pages), limit)
+            if not self._tree.host_is_buffer:  # Else another read follows.
+                self._log.info(
+                    f"part-{limit.value}", "an L3 read brings at most %d of %d tokens: %s",
+                    len(pages), len(rest), limit.value,
+                )  # fmt: skip
         key = RadixKey(np.concatenate([above, new.ids]), new.extra_key)[: start + len(pages)]
         if prefix_keys is None or joined:
             prefix = key[:start] if attached.settings.pass_prefix_keys else key[:0]
@@ -212,11 +223,10 @@ class StoragePrefetch:
             return NoRead.TOO_SHORT
         if not self._store.available:
             return NoRead.UNAVAILABLE
-        share = int(_PREFETCH_SHARE * pool.size)
-        wanted = min(wanted, self.table.room(share) // page * page)
+        wanted = min(wanted, self.table.room(self.share) // page * page)
         if self._tree.host_is_buffer:
             # One part is loaded to L1 while the next is read.
-            wanted = min(wanted, max(share // 2, least) // page * page)
+            wanted = min(wanted, max(self.share // 2, least) // page * page)
         if wanted < least:
             return NoRead.QUEUE_FULL
         if self.is_hopeless(req_id, wanted):
@@ -255,7 +265,7 @@ class StoragePrefetch:
         for component in self._tree.components_from_storage:
             tier = component.host
             held = sum(tier in operation.states for operation in self.table.operations)
-            has_share = held + 1 <= max(1.0, _PREFETCH_SHARE * tier.pool.size)
+            has_share = held + 1 <= max(1.0, PREFETCH_SHARE * tier.pool.size)
             if has_share and (slot := tier.alloc(1)) is not None:
                 states[component] = slot
         return states

@@ -97,6 +97,21 @@ def test_a_request_waits_for_pages_that_are_about_to_be_committed(
     reader.settle()
 
 
+def test_a_read_has_half_of_l2_and_the_log_says_so(
+    make: Callable[..., CacheRig], caplog: pytest.LogCaptureFixture
+) -> None:
+    """L2 of 16 pages and a prompt of 15."""
+    rig = make(hicache_ratio=0.5)
+    ids = list(range(61))
+    stored(rig, ids)
+    with caplog.at_level("INFO"):
+        rig.arrive("long", ids)
+    assert "an L3 read brings at most 32 of 60 tokens: queue_full" in caplog.text
+    assert serve(rig, "long", ids) == Reused(storage=32)
+    rig.settle()
+    assert "reads from L3 hold at most 32 tokens" in rig.hi.tiers()[0]
+
+
 # -- one read of what is shared --------------------------------------------------------------------
 
 

@@ -340,13 +340,13 @@ def test_a_lack_of_room_in_l2_is_reported(rig: ReportRig, monkeypatch: pytest.Mo
     rig.ask("cold", IDS)
     rig.flush()
     with monkeypatch.context() as patch:
-        patch.setattr(storage_prefetch, "_PREFETCH_SHARE", 0.0)
+        patch.setattr(storage_prefetch, "PREFETCH_SHARE", 0.0)
         full = rig.ask("queue", IDS)
     assert cuts_of(full)[-1] == ("storage", 0, "queue_full")
     rig.flush()
     with monkeypatch.context() as patch:
         share = 3.5 * PAGE / rig.hi.host_pool.size
-        patch.setattr(storage_prefetch, "_PREFETCH_SHARE", share)
+        patch.setattr(storage_prefetch, "PREFETCH_SHARE", share)
         part = rig.ask("part", IDS)
     assert (part.host, cuts_of(part)[-1]) == (48, ("storage", 48, "queue_full"))
     rig.flush()
