@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -92,10 +92,12 @@ class FormatDetector(ABC):
         """Marker that may follow the calls: the first of them ended a reasoning that was not
         closed. It is not text."""
 
-    def parse_non_stream(self, text: str) -> tuple[str, list[ToolCallItem]]:
-        """The normal text and the calls of a whole output."""
+    def parse_non_stream(
+        self, text: str, *, is_cut: bool = False
+    ) -> tuple[str, list[ToolCallItem]]:
+        """The normal text and the calls of a whole output; `is_cut` as `finish`."""
         detector = self._for_whole_output()
-        first, last = detector.parse_stream_increment(text), detector.finish()
+        first, last = detector.parse_stream_increment(text), detector.finish(is_cut=is_cut)
         return first.normal_text + last.normal_text, merge_calls(first.calls + last.calls)
 
     def parse_stream_increment(self, new_text: str) -> StreamingParseResult:
@@ -106,8 +108,12 @@ class FormatDetector(ABC):
         return self._take_result()
 
     @abstractmethod
-    def finish(self) -> StreamingParseResult:
-        """End the output. Returns the text that was held back."""
+    def finish(self, *, is_cut: bool = False) -> StreamingParseResult:
+        """End the output. Returns the text that was held back.
+
+        `is_cut`: the output ended at a limit, and not where the model ended it. The part of a
+        marker at its end is then no text.
+        """
 
     def _for_whole_output(self) -> Self:
         detector = self._new()
@@ -145,8 +151,7 @@ class FormatDetector(ABC):
         begin, negative_length = min((f for f in found if f[0] >= 0), default=(-1, 0))
         end = begin
         if begin < 0:
-            held = max(held_back(self._buffer, marker) for marker in self.start_markers)
-            end = len(self._buffer) - held
+            end = len(without_begun(self._buffer, self.start_markers))
         before = self._buffer[:end]
         if self._after_call and not before.strip():
             # Blanks between two calls are not text; the text after them decides.
@@ -161,8 +166,13 @@ class FormatDetector(ABC):
         self._start_call(-negative_length)
         return True
 
-    def _finish_text(self) -> None:
-        """Emit what was held back, except blanks behind the last call."""
+    def _finish_text(self, *, is_cut: bool, markers: tuple[str, ...] = ()) -> None:
+        """Emit what was held back, except blanks behind the last call. `markers` may come here
+        besides those that begin a call."""
+        if is_cut:
+            if self._after_call and self.end_of_reasoning is not None:
+                markers += (self.end_of_reasoning,)
+            self._buffer = without_begun(self._buffer, self.start_markers + markers)
         if not (self._after_call and not self._buffer.strip()):
             self._emit_text(self._buffer)
         self._buffer = ""
@@ -179,8 +189,13 @@ class FormatDetector(ABC):
         return result
 
 
-def held_back(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
+def without_begun(text: str, markers: Iterable[str]) -> str:
+    """`text` without its longest suffix that is a proper prefix of one of `markers`. A stream holds
+    this suffix back until more text decides; where the output is cut, it is shown nowhere."""
+    return text[: len(text) - max(_begun(text, marker) for marker in markers)]
+
+
+def _begun(text: str, marker: str) -> int:
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length

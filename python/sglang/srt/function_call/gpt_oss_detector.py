@@ -172,6 +172,7 @@ class GptOssDetector(FormatDetector):
         """Place in the buffer up to which it has been read."""
         self._num_fed = 0
         self._has_ended = False
+        self._is_cut = False
         self.reasoning_end = 0
         """Characters of the output up to the end of its last reasoning."""
 
@@ -190,9 +191,9 @@ class GptOssDetector(FormatDetector):
         parts, self._parts = self._parts, []
         return parts
 
-    def last_parts(self) -> list[Part]:
-        """End the output. Returns the parts that were held back."""
-        self._has_ended = True
+    def last_parts(self, *, is_cut: bool = False) -> list[Part]:
+        """End the output. Returns the parts that were held back; `is_cut` as `finish`."""
+        self._has_ended, self._is_cut = True, is_cut
         parts = self.take_parts("")
         if self._state is _State.BODY and self._kind is PartKind.REASONING:
             self.reasoning_end = self._num_fed
@@ -202,8 +203,8 @@ class GptOssDetector(FormatDetector):
         self._add_to_result(self.take_parts(new_text))
         return self._take_result()
 
-    def finish(self) -> StreamingParseResult:
-        self._add_to_result(self.last_parts())
+    def finish(self, *, is_cut: bool = False) -> StreamingParseResult:
+        self._add_to_result(self.last_parts(is_cut=is_cut))
         return self._take_result()
 
     def _add_to_result(self, parts: list[Part]) -> None:
@@ -305,7 +306,8 @@ class GptOssDetector(FormatDetector):
     def _end_of_text(self) -> int:
         """The end of the buffer, without what may become a mark."""
         begin = max(self._at, len(self._buffer) - _LONGEST_MARK)
-        held = None if self._has_ended else _PART_OF_MARK.search(self._buffer, begin)
+        is_text = self._has_ended and not self._is_cut
+        held = None if is_text else _PART_OF_MARK.search(self._buffer, begin)
         return len(self._buffer) if held is None else held.start()
 
     def _end_message(self, mark: re.Match[str]) -> None:

@@ -60,17 +60,18 @@ class BaseFormatDetector(FormatDetector):
         self._scanner = JsonObjectScanner()
         self._sent = 0
 
-    def finish(self) -> StreamingParseResult:
+    def finish(self, *, is_cut: bool = False) -> StreamingParseResult:
         """End the output. Returns the text that was held back.
 
         The rest of a call that was already sent is not text, nor are blanks after the last call.
         """
-        if self._state is not _State.CALL:
-            self._finish_text()
-        elif self._sent_head:
-            self.num_cut += 1
-        else:
-            self._emit_text(self._opener + self._buffer)
+        if self._state is _State.CALL:
+            if self._sent_head:
+                self.num_cut += 1
+            else:
+                self._emit_text(self._opener + self._buffer)
+        elif not (is_cut and self._state is _State.AFTER_CALL):  # There it is a cut separator.
+            self._finish_text(is_cut=is_cut)
         self._buffer = ""
         self._state = _State.TEXT
         return self._take_result()

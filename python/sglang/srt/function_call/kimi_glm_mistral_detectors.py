@@ -38,6 +38,7 @@ class KimiK2Detector(TaggedFormatDetector):
 
     start_markers: ClassVar[tuple[str, ...]] = ("<|tool_calls_section_begin|>",)
     section_ends: ClassVar[tuple[str, ...]] = (_KIMI_SECTION_END,)
+    after_calls: ClassVar[tuple[str, ...]] = (_KIMI_SECTION_END, _KIMI_CALL)
     has_special_markers: ClassVar[bool] = True
 
     def _begin_call(self) -> None:
@@ -101,6 +102,7 @@ class MistralDetector(TaggedFormatDetector):
 
     start_markers: ClassVar[tuple[str, ...]] = (_MARKER,)
     section_ends: ClassVar[tuple[str, ...]] = ("]",)
+    after_calls: ClassVar[tuple[str, ...]] = ("]", _MARKER)
     has_special_markers: ClassVar[bool] = True
 
     def _begin_call(self) -> None:

@@ -90,6 +90,7 @@ class DeepSeekV3Detector(TaggedFormatDetector):
 
     start_markers: ClassVar[tuple[str, ...]] = (f"<{_BAR}tool▁calls▁begin{_BAR}>",)
     section_ends: ClassVar[tuple[str, ...]] = (_CALLS_END,)
+    after_calls: ClassVar[tuple[str, ...]] = (_CALLS_END, _CALL_BEGIN)
     call_frame: ClassVar[CallFrame | None] = CallFrame(
         _CALL_BEGIN, (f"function{_SEPARATOR}{{name}}\n", f"{_FENCE}json"), (_FENCE,), _CALL_END
     )

@@ -130,6 +130,8 @@ class TaggedFormatDetector(FormatDetector):
     """
 
     section_ends: ClassVar[tuple[str, ...]]
+    after_calls: ClassVar[tuple[str, ...]]
+    """Texts that may follow a call."""
 
     def __init__(
         self, tool_names: Collection[str] | None, schemas: Mapping[str, Mapping[str, Any]]
@@ -144,14 +146,14 @@ class TaggedFormatDetector(FormatDetector):
         self._has_ended = False
         """True if no text follows the buffer."""
 
-    def finish(self) -> StreamingParseResult:
+    def finish(self, *, is_cut: bool = False) -> StreamingParseResult:
         """End the output. Returns the text that was held back, and a call whose end was open."""
         self._has_ended = True
         while self._step():
             pass
         self._buffer, self._opener = self._opener + self._buffer, ""
         self._in_section = False
-        self._finish_text()
+        self._finish_text(is_cut=is_cut, markers=self.after_calls if self._after_call else ())
         return self._take_result()
 
     @abstractmethod
@@ -290,9 +292,6 @@ class ParameterFormatDetector(TaggedFormatDetector):
     parameter or the end of the call follows. Without an end tag the value ends where a parameter of
     the tool begins, or where the call ends and the section's end, a call or nothing follows.
     """
-
-    after_calls: ClassVar[tuple[str, ...]]
-    """Texts that may follow a call."""
 
     def _begin_call(self) -> None:
         self._name: str | None = None

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Final
 
 from sglang.srt.constrained.constraint import THINK_END, THINK_START, Reasoning
-from sglang.srt.function_call.format_detector import FormatDetector, held_back
+from sglang.srt.function_call.format_detector import FormatDetector, without_begun
 from sglang.srt.function_call.gpt_oss_detector import GPT_OSS, begun_message
 
 AUTO: Final = "auto"
@@ -99,6 +99,7 @@ class ReasoningParser:
         self._part = _Part.START
         self._num_chars = 0
         self._buffer = ""
+        self._is_cut = False
         self._at_calls = ""
         """Text that `_calls` holds, because it may become a call."""
         self._num_passed = 0
@@ -111,12 +112,12 @@ class ReasoningParser:
         self.ended_by_call = False
         """True if a call ended the reasoning. An end marker may still follow the call."""
 
-    def parse_non_stream(self, text: str) -> tuple[str, str]:
-        """The reasoning and the normal text of a whole output."""
+    def parse_non_stream(self, text: str, *, is_cut: bool = False) -> tuple[str, str]:
+        """The reasoning and the normal text of a whole output; `is_cut` as `finish`."""
         parser = ReasoningParser(
             self._name, begins_inside=self._begins_inside, find_calls=self._find_calls
         )
-        first, last = parser.parse_stream_increment(text), parser.finish()
+        first, last = parser.parse_stream_increment(text), parser.finish(is_cut=is_cut)
         self.reasoning_end, self.ended_by_call = parser.reasoning_end, parser.ended_by_call
         return (
             first.reasoning_text + last.reasoning_text,
@@ -130,8 +131,9 @@ class ReasoningParser:
         self._num_chars += len(new_text)
         return self._advance(ended=False)
 
-    def finish(self) -> ReasoningParseResult:
-        """End the stream. Returns the text that was held back."""
+    def finish(self, *, is_cut: bool = False) -> ReasoningParseResult:
+        """End the stream. Returns the text that was held back. `is_cut`: see `FormatDetector`."""
+        self._is_cut = is_cut
         return self._advance(ended=True)
 
     def _advance(self, *, ended: bool) -> ReasoningParseResult:
@@ -154,6 +156,8 @@ class ReasoningParser:
             self._buffer = stripped[len(THINK_START) :]
             self._part = _Part.REASONING
         elif ended or not THINK_START.startswith(stripped):
+            if self._is_cut:
+                self._buffer = without_begun(self._buffer, [THINK_START])
             self._part = _Part.REASONING if self._begins_inside else _Part.NORMAL
 
     def _read_reasoning(self, *, ended: bool) -> str:
@@ -162,7 +166,9 @@ class ReasoningParser:
         found = self._buffer.find(THINK_END)
         is_marked = found >= 0
         if not is_marked:
-            found = len(self._buffer) - (0 if ended else held_back(self._buffer, THINK_END))
+            is_text = ended and not self._is_cut
+            shown = self._buffer if is_text else without_begun(self._buffer, [THINK_END])
+            found = len(shown)
         text, self._buffer = self._buffer[:found], self._buffer[found:]
         text = self._before_call(text, ended=ended or is_marked)
         if is_marked and not self.ended_by_call:
@@ -181,7 +187,7 @@ class ReasoningParser:
         self._at_calls += text
         passed = len(calls.parse_stream_increment(text).normal_text)
         if ended and calls.first_head is None:
-            passed += len(calls.finish().normal_text)
+            passed += len(calls.finish(is_cut=self._is_cut).normal_text)
         if calls.first_head is not None:
             passed = calls.first_head - self._num_passed
             self.ended_by_call = True

@@ -143,6 +143,16 @@ def test_an_output_that_the_length_cuts(server: FrontServer, stream: bool) -> No
     assert got == told("", "two", end="length")
     got = chat(server, CALLING, stream=stream, max_tokens=3)
     assert got == told("", end="length")
+    begun = final("a <|mess", "")
+    limit = len(".final.a <|mess")
+    assert chat(server, begun + "y", stream=stream, max_tokens=limit) == told("a ", end="length")
+    assert chat(server, begun, stream=stream) == told("a <|mess")
+    with client_of(server) as client:
+        reply: Any = client.responses.create(
+            model="echo", input=begun + "y", stream=stream, max_output_tokens=limit
+        )
+        reply = [*reply][-1].response if stream else reply
+        assert reply.output_text == "a "
 
 
 @STREAMS

@@ -273,6 +273,11 @@ def finish_reason(state: RequestState) -> str | None:
     return None if state.finish_reason is None else state.finish_reason.type
 
 
+def is_cut(state: RequestState) -> bool:
+    """True if a limit or an abort ended the output, and not the model or a stop string."""
+    return finish_reason(state) not in (None, "stop")
+
+
 def matched_stop(state: RequestState) -> int | str | None:
     return None if state.finish_reason is None else state.finish_reason.matched
 

@@ -18,7 +18,7 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser, ReasoningParseRe
 
 class ChatOutput:
     """Splitter of one output. Call `message` for a whole output, or `feed` and `finish` for a
-    stream.
+    stream. `is_cut`: the output ended at a limit (see `FormatDetector.finish`).
 
     Without a parser, reasoning or calls are content. `parallel`: more calls than the first are
     passed on. Unless `stream_reasoning`, reasoning is held back until it is complete.
@@ -40,14 +40,14 @@ class ChatOutput:
         self.has_calls = False
         """True if a call was found."""
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, text: str, *, is_cut: bool = False) -> dict[str, Any]:
         """The assistant's message for a whole output."""
         reasoning, calls = "", list[ToolCallItem]()
         if self._reasoning is not None:
-            reasoning, text = self._reasoning.parse_non_stream(text)
+            reasoning, text = self._reasoning.parse_non_stream(text, is_cut=is_cut)
             self._note_end_of_reasoning(self._reasoning)
         if self._calls is not None:
-            text, calls = self._calls.parse_non_stream(text)
+            text, calls = self._calls.parse_non_stream(text, is_cut=is_cut)
         return self._message(reasoning, text, calls)
 
     def _message(self, reasoning: str, text: str, calls: Sequence[ToolCallItem]) -> dict[str, Any]:
@@ -64,9 +64,9 @@ class ChatOutput:
             message["tool_calls"] = [_call(call, first=True) for call in calls]
         return message
 
-    def whole(self, text: str) -> list[dict[str, Any]]:
+    def whole(self, text: str, *, is_cut: bool = False) -> list[dict[str, Any]]:
         """Deltas of a whole output, each block in one."""
-        message = self.message(text)
+        message = self.message(text, is_cut=is_cut)
         calls = [{"tool_calls": [call]} for call in message.get("tool_calls") or ()]
         reasoning, content = message["reasoning_content"], message["content"]
         return [{"reasoning_content": reasoning}, {"content": content}, *calls]
@@ -77,13 +77,13 @@ class ChatOutput:
             return [*self._content(text)] if text else []
         return [*self._split(self._reasoning.parse_stream_increment(text), ended=False)]
 
-    def finish(self) -> list[dict[str, Any]]:
+    def finish(self, *, is_cut: bool = False) -> list[dict[str, Any]]:
         """Deltas for the text held back. Call it once, last."""
         deltas: list[dict[str, Any]] = []
         if self._reasoning is not None:
-            deltas += self._split(self._reasoning.finish(), ended=True)
+            deltas += self._split(self._reasoning.finish(is_cut=is_cut), ended=True)
         if self._calls is not None:
-            deltas += self._with_calls(self._calls.finish())
+            deltas += self._with_calls(self._calls.finish(is_cut=is_cut))
         return deltas
 
     def _split(self, parts: ReasoningParseResult, *, ended: bool) -> Iterator[dict[str, Any]]:
@@ -140,28 +140,28 @@ class MessagesOutput(ChatOutput):
         self._messages = messages
         self._num_calls = 0
 
-    def message(self, text: str) -> dict[str, Any]:
-        parts = [*self._messages.take_parts(text), *self._messages.last_parts()]
+    def message(self, text: str, *, is_cut: bool = False) -> dict[str, Any]:
+        parts = [*self._messages.take_parts(text), *self._messages.last_parts(is_cut=is_cut)]
         texts = {
             kind: "".join(part.text for part in parts if part.kind is kind) for kind in PartKind
         }
         calls = [self._item(part) for part in parts if part.kind is PartKind.CALL]
         content = texts[PartKind.TEXT]
         if self._calls is not None:
-            content, calls = self._calls.parse_non_stream(content)
+            content, calls = self._calls.parse_non_stream(content, is_cut=is_cut)
         return self._message(texts[PartKind.REASONING], content, calls)
 
-    def whole(self, text: str) -> list[dict[str, Any]]:
-        return self.feed(text) + self.finish()
+    def whole(self, text: str, *, is_cut: bool = False) -> list[dict[str, Any]]:
+        return self.feed(text) + self.finish(is_cut=is_cut)
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         return [*self._of_parts(self._messages.take_parts(text))]
 
-    def finish(self) -> list[dict[str, Any]]:
+    def finish(self, *, is_cut: bool = False) -> list[dict[str, Any]]:
         return [
-            *self._of_parts(self._messages.last_parts()),
+            *self._of_parts(self._messages.last_parts(is_cut=is_cut)),
             *self._thought("", ended=True),
-            *super().finish(),
+            *super().finish(is_cut=is_cut),
         ]
 
     def _of_parts(self, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:

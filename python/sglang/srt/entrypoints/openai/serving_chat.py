@@ -17,6 +17,7 @@ from sglang.srt.entrypoints.openai.answers import (
     TokenFormatter,
     chat_logprobs,
     finish_reason,
+    is_cut,
     matched_stop,
     respond,
 )
@@ -234,7 +235,7 @@ class ChatAnswers(Answers):
         output = self._new_output()
         return {
             "index": index,
-            "message": output.message(state.text),
+            "message": output.message(state.text, is_cut=is_cut(state)),
             "logprobs": await self._logprobs(state, 0),
             **_end_of(state, output),
         }
@@ -259,7 +260,7 @@ class ChatAnswers(Answers):
                 yield self._chunk(state, choice(role, None), ended=False)
             deltas = output.feed(cursor.advance())
             if has_ended:
-                deltas += output.finish()
+                deltas += output.finish(is_cut=is_cut(state))
             logprobs = await self._logprobs(state, cursor.first_new_token)
             if not deltas and logprobs is not None and logprobs["content"]:
                 deltas = [{"content": ""}]
