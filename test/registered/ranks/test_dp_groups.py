@@ -212,11 +212,15 @@ def test_an_abort_ends_the_request_of_its_group_alone(server: ForkedServer) -> N
         assert stays.result().body["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-def test_a_flush_says_which_group_is_busy(server: ForkedServer) -> None:
+def test_a_flush_says_which_group_is_busy_and_empties_none(server: ForkedServer) -> None:
+    ask(server, 0, seed=2)
     with held(server, 1, "busy") as answer:
+        used = info(server)["internal_states"][0]["evictable_tokens"]
         reply = server.request("POST", "/flush_cache", admin=True)
         assert reply.status == 400
         assert "dp_rank 1: busy: waiting 1" in str(reply.body)
+        assert "other groups" not in str(reply.body)
+        assert info(server)["internal_states"][0]["evictable_tokens"] == used > 0
     assert answer.result().status == 200
     server.flush()
     assert [state["used_tokens"] for state in info(server)["internal_states"]] == [0, 0]

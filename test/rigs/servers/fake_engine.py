@@ -49,6 +49,7 @@ from sglang.srt.messages.io_struct import (
     ControlReqOutput,
     DeclineRoomReq,
     FinishReason,
+    FlushCacheReqInput,
     GetMetricsReq,
     Message,
     PauseGenerationReqInput,
@@ -202,10 +203,12 @@ class FakeScheduler:
                     data = {"role": "old", "busy": self.busy}
                 if self.is_silent:
                     return
+            is_busy = isinstance(message, FlushCacheReqInput) and bool(self.running)
+            success = self.control_success and not is_busy
             answer = ControlReqOutput(
                 req_id=message.req_id,
-                success=self.control_success,
-                message="done" if self.control_success else "busy: running 1; try again when idle",
+                success=success,
+                message="done" if success else "busy: running 1; try again when idle",
                 data=data,
             )
             control.send(encode(answer))

@@ -34,9 +34,8 @@ from sglang.srt.managers.tokenizer.dp_groups import DPGroups, sums_of
 from sglang.srt.managers.tokenizer.generate_request import EngineUnavailable, GenerateRequest
 from sglang.srt.managers.tokenizer.group_prefixes import GroupPrefixes
 from sglang.srt.managers.tokenizer.request_limits import RequestLimits
-from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT, internal_states
+from sglang.srt.managers.tokenizer.server_channel import internal_states
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
-from sglang.srt.messages.io_struct import FlushCacheReqInput
 from sglang.srt.observability.engine_metrics import ServerMetrics, model_label
 from sglang.srt.observability.trace_recorder import TraceRecorder
 from sglang.srt.server_args import ServerArgs
@@ -342,9 +341,7 @@ class Engine:
     def flush_cache(self, timeout: float = 0.0) -> bool:
         """Empty L1 and L2, after waiting at most `timeout` seconds for the engine to be idle;
         return whether it was done."""
-        message = FlushCacheReqInput(timeout=timeout)
-        asking = self._front.manager.control.ask(message, timeout + QUICK_TIMEOUT)
-        return self._submit(asking).success
+        return self._submit(self._front.manager.flush_cache(timeout)).success
 
     def get_server_info(self) -> dict[str, Any]:
         """Settings without secrets, and the engine's present state."""

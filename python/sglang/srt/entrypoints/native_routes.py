@@ -26,9 +26,8 @@ from sglang.srt.entrypoints.http.sse import (
 from sglang.srt.entrypoints.native_protocol import GenerateBody, to_requests
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
-from sglang.srt.managers.tokenizer.server_channel import QUICK_TIMEOUT
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
-from sglang.srt.messages.io_struct import FlushCacheReqInput, TopLogprobs
+from sglang.srt.messages.io_struct import TopLogprobs
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 FREE_ENTRIES: Final = 1024
@@ -258,8 +257,7 @@ async def flush_cache(request: Request) -> Response:
     """Empty L1 and L2, after waiting at most `timeout` seconds for the engine to be idle."""
     timeout = _flush_timeout(request)
     context: ServerContext = context_of(request)
-    message = FlushCacheReqInput(timeout=timeout)
-    answer = await context.manager.control.ask(message, timeout + QUICK_TIMEOUT)
+    answer = await context.manager.flush_cache(timeout)
     if not answer.success:
         raise ApiError(400, f"not flushed: {answer.message}")
     return json_response({"success": True, "message": answer.message or "flushed"})

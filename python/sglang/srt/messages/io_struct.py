@@ -105,6 +105,8 @@ class FlushCacheReqInput(ControlReq):
     """Empty L1 and L2 once the scheduler is idle; wait at most `timeout` seconds for that."""
 
     timeout: float = 0.0
+    only_asks: bool = False
+    """True: only answer whether the scheduler became idle in time."""
 
 
 class GetInternalStateReq(ControlReq):

@@ -70,6 +70,8 @@ class _Pending:
     req_id: str
     deadline: float
     """`tick.now` seconds."""
+    only_asks: bool = False
+    """See `FlushCacheReqInput`."""
 
 
 class ControlHandler:
@@ -183,12 +185,14 @@ class ControlHandler:
         if not self._flushes:
             return
         busy = self.busy()
-        if not busy:
+        if not busy and not all(flush.only_asks for flush in self._flushes):
             self.flush_now()
         still: list[_Pending] = []
         for flush in self._flushes:
             if not busy:
-                self._answer(flush.req_id, True, "L1 and L2 are empty")
+                self._answer(
+                    flush.req_id, True, "idle" if flush.only_asks else "L1 and L2 are empty"
+                )
             elif self._state.now >= flush.deadline:
                 self._answer(flush.req_id, False, busy_text(busy))
             else:
@@ -215,7 +219,7 @@ class ControlHandler:
 
     def _flush(self, message: FlushCacheReqInput) -> None:
         deadline = self._state.now + max(0.0, message.timeout)
-        self._flushes.append(_Pending(message.req_id, deadline))
+        self._flushes.append(_Pending(message.req_id, deadline, message.only_asks))
 
     def _internal_state(self, message: GetInternalStateReq) -> dict[str, Any]:
         state = self._state

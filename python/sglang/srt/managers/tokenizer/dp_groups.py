@@ -153,9 +153,10 @@ class DPGroups:
         )
 
 
-def joined(answers: Sequence[ControlReqOutput]) -> ControlReqOutput:
+def joined(answers: Sequence[ControlReqOutput], *, is_question: bool = False) -> ControlReqOutput:
     """One answer for those of all groups, in order. It is a success if all are. Its data are those
-    of the first group; with several groups, `dp_groups` has the data of each."""
+    of the first group; with several groups, `dp_groups` has the data of each. `is_question`: no
+    group has done anything."""
     first = answers[0]
     if len(answers) == 1:
         return first
@@ -165,7 +166,7 @@ def joined(answers: Sequence[ControlReqOutput]) -> ControlReqOutput:
         if not answer.success
     ]
     message = "; ".join(refusals) or first.message
-    if 0 < len(refusals) < len(answers):
+    if 0 < len(refusals) < len(answers) and not is_question:
         message += "; the other groups have done it"
     return ControlReqOutput(
         req_id=first.req_id,

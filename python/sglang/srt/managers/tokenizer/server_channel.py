@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import zmq
@@ -19,6 +20,7 @@ from sglang.srt.messages.io_struct import (
     ControlReqOutput,
     GetInternalStateReq,
     Message,
+    ShutdownReq,
     ToServer,
     encode,
     frame_of,
@@ -124,6 +126,8 @@ class ServerChannel:
         self._sinks: list[zmq.Socket[bytes]] = []
         self._outboxes: list[list[bytes]] = [[] for _ in range(num_groups)]
         """Encoded messages for the scheduler of each DP group, until `_flush`."""
+        self._held: list[list[bytes]] | None = None
+        """Like `_outboxes`: messages of requests that are sent later; None: none are held."""
         self._will_flush = False
 
     @property
@@ -168,11 +172,29 @@ class ServerChannel:
             raise EngineUnavailable("the engine has been shut down")
         # Encoded here, so that a message that cannot be encoded fails only its sender.
         encoded = encode(message)
-        if not self._will_flush:
+        held = None if isinstance(message, ControlReq | ShutdownReq) else self._held
+        boxes = self._outboxes if held is None else held
+        self._flush_soon()
+        for outbox in boxes if dp_rank is None else (boxes[dp_rank],):
+            outbox.append(encoded)
+
+    @contextmanager
+    def requests_held(self) -> Iterator[None]:
+        """Inside, only control requests leave; the other messages do when it ends, in order."""
+        assert self._held is None, "one at a time"
+        self._held = [[] for _ in self._outboxes]
+        try:
+            yield
+        finally:
+            for outbox, held in zip(self._outboxes, self._held, strict=True):
+                outbox += held
+            self._held = None
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if self._loop is not None and not self._will_flush:
             self._will_flush = True
             self._loop.call_soon(self._flush)
-        for outbox in self._outboxes if dp_rank is None else (self._outboxes[dp_rank],):
-            outbox.append(encoded)
 
     def call_soon_threadsafe(self, callback: Callable[[str], None], argument: str) -> None:
         """Call on the event loop, from any thread; nothing where the loop has ended."""

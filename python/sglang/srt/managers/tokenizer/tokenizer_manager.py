@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.tokenizer.dp_groups import DPGroups
+from sglang.srt.managers.tokenizer.dp_groups import DPGroups, joined
 from sglang.srt.managers.tokenizer.generate_request import (
     EngineUnavailable,
     GenerateRequest,
@@ -31,13 +31,18 @@ from sglang.srt.managers.tokenizer.request_limits import (
 )
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.request_trace import record_request
-from sglang.srt.managers.tokenizer.server_channel import ControlClient, ServerChannel
+from sglang.srt.managers.tokenizer.server_channel import (
+    QUICK_TIMEOUT,
+    ControlClient,
+    ServerChannel,
+)
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.messages.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
     ControlReqOutput,
     DeclineRoomReq,
+    FlushCacheReqInput,
     HeldPagesReport,
     PauseGenerationReqInput,
     RequestOutput,
@@ -86,6 +91,7 @@ class TokenizerManager:
         self._recorder = recorder
         self.encoder = PromptEncoder(tokenizer)
         self._states: dict[str, RequestState] = {}
+        self._flush_turn = asyncio.Lock()
         self._leaving: set[str] = set()
         """Ids of requests that have lost their client, until their last output comes. The ids are
         still in use."""
@@ -208,6 +214,32 @@ class TokenizerManager:
     async def abort_all(self) -> None:
         _abort_unsent(self._states.values())
         self._channel.send(AbortReq(abort_all=True))
+
+    async def flush_cache(self, timeout: float) -> ControlReqOutput:
+        """Empty L1 and L2 of all DP groups at a time when all are idle, after waiting at most
+        `timeout` seconds for that; else of none. Raises as `ControlClient.ask`."""
+        if self._groups.size == 1:
+            return await self.control.ask(
+                FlushCacheReqInput(timeout=timeout), timeout + QUICK_TIMEOUT
+            )
+        deadline = time.monotonic() + timeout
+        while True:
+            answer = await self._all_idle(max(0.0, deadline - time.monotonic()))
+            if not answer.success:
+                return answer
+            # One group may have got a request while another one still ran.
+            async with self._flush_turn:
+                with self._channel.requests_held():
+                    answer = await self._all_idle(0.0)
+                    if answer.success:
+                        return await self.control.ask(FlushCacheReqInput())
+            if time.monotonic() >= deadline:
+                return answer
+
+    async def _all_idle(self, timeout: float) -> ControlReqOutput:
+        message = FlushCacheReqInput(timeout=timeout, only_asks=True)
+        answers = await self.control.ask_each(message, timeout + QUICK_TIMEOUT)
+        return joined(answers, is_question=True)
 
     async def pause(self) -> ControlReqOutput:
         """Let the scheduler launch no further step. Raises as `ControlClient.ask`: then it may

@@ -40,6 +40,16 @@ def test_flush_waits_for_idleness_up_to_its_timeout(model: Path) -> None:
     assert rig.scheduler.state.pools.allocator.available_size() == 512
 
 
+def test_a_question_for_idleness_flushes_nothing(model: Path) -> None:
+    rig = SchedulerRig(model)
+    rig.step(rig.request("r", PROMPTS[0], greedy(30)))
+    rig.step(FlushCacheReqInput(req_id="now", only_asks=True))
+    assert not rig.answers[-1].success
+    rig.run(FlushCacheReqInput(req_id="patient", timeout=1000.0, only_asks=True))
+    assert rig.answers[-1].success
+    assert rig.tree.total_size() > 0
+
+
 def test_state_metrics_and_what_a_single_tier_cannot_do(model: Path) -> None:
     rig = SchedulerRig(model, admin_api_key="secret")
     ids = prompt(1, 40)

@@ -1,0 +1,125 @@
+"""A flush with several DP groups empties all at one time, or none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from unittest import mock
+
+from rigs.servers.fake_engine import FakeEngine, FakeScheduler, fake_engine
+from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
+from sglang.srt.managers.tokenizer.request_state import RequestState
+from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
+from sglang.srt.messages.io_struct import (
+    ControlReqOutput,
+    FlushCacheReqInput,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+
+
+def with_groups(work: Callable[[FakeEngine, TokenizerManager], Awaitable[None]]) -> None:
+    async def run() -> None:
+        with fake_engine(num_groups=2) as engine:
+            manager = engine.manager()
+            await manager.start()
+            try:
+                await work(engine, manager)
+            finally:
+                await manager.close()
+
+    asyncio.run(run())
+
+
+def request(dp_rank: int) -> GenerateRequest:
+    return GenerateRequest(
+        text="ab", sampling_params=SamplingParams(max_new_tokens=4), dp_rank=dp_rank
+    )
+
+
+def kinds(scheduler: FakeScheduler) -> list[str]:
+    """What a group got: requests, questions and flushes."""
+    found = []
+    for one in scheduler.received:
+        if isinstance(one, TokenizedGenerateReqInput):
+            found.append("request")
+        elif isinstance(one, FlushCacheReqInput):
+            found.append("question" if one.only_asks else "flush")
+    return found
+
+
+def test_no_group_is_emptied_while_one_is_busy() -> None:
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        busy = engine.schedulers[1]
+        busy.hold.set()
+        running = asyncio.create_task(manager.generate_whole(request(1)))
+        while not busy.running:
+            await asyncio.sleep(0.001)
+        answer = await manager.flush_cache(0.0)
+        assert not answer.success
+        assert answer.message == "dp_rank 1: busy: running 1; try again when idle"
+        busy.hold.clear()
+        await running
+        assert (await manager.flush_cache(0.0)).success
+        assert [kinds(one).count("flush") for one in engine.schedulers] == [1, 1]
+
+    with_groups(work)
+
+
+def test_a_request_that_comes_after_the_first_question_is_not_missed() -> None:
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        engine.schedulers[1].hold.set()
+        running: list[asyncio.Task[RequestState]] = []
+
+        async def ask() -> None:
+            if not running:
+                running.append(asyncio.create_task(manager.generate_whole(request(1))))
+                await asyncio.sleep(0)
+
+        with after_questions(manager, ask):
+            answer = await manager.flush_cache(0.0)
+        assert not answer.success
+        assert "dp_rank 1: busy" in answer.message
+        assert "flush" not in [*kinds(engine.schedulers[0]), *kinds(engine.schedulers[1])]
+        engine.schedulers[1].hold.clear()
+        await running[0]
+
+    with_groups(work)
+
+
+def test_a_request_that_comes_after_the_last_question_waits_for_the_flush() -> None:
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        running: list[asyncio.Task[RequestState]] = []
+        questions = 0
+
+        async def ask() -> None:
+            nonlocal questions
+            questions += 1
+            if questions == 2:
+                running.append(asyncio.create_task(manager.generate_whole(request(1))))
+                await asyncio.sleep(0)
+                assert manager.num_requests == 1
+
+        with after_questions(manager, ask):
+            assert (await manager.flush_cache(0.0)).success
+        assert (await running[0]).text == "abab"
+        assert kinds(engine.schedulers[1]) == ["question", "question", "flush", "request"]
+
+    with_groups(work)
+
+
+def after_questions(
+    manager: TokenizerManager, then: Callable[[], Awaitable[None]]
+) -> mock._patch[object]:
+    """`then` runs after each time that all groups were asked."""
+    asked = manager._all_idle
+
+    async def patched(timeout: float) -> ControlReqOutput:
+        answer = await asked(timeout)
+        await then()
+        return answer
+
+    return mock.patch.object(manager, "_all_idle", patched)
