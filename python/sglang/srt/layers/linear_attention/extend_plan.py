@@ -76,17 +76,17 @@ class ChunkPlan(NamedTuple):
             padded: Requests and chunks of the plan; those after the batch's have no tokens. None:
                 the batch's alone.
         """
-        count = len(num_new) if padded is None else padded[0]
-        new, track = (np.zeros(count, dtype=np.int64) for _ in range(2))
-        new[: len(num_new)] = num_new
-        track[: len(num_new)] = track_lens or 0
-        counts = -(-track // chunk) - (-(new - track) // chunk)
-        requests = np.repeat(np.arange(count), counts)
-        if padded is not None:
-            # After the last request's chunks it has no tokens left.
-            requests = np.pad(requests, (0, padded[1] - len(requests)), constant_values=count - 1)
-        bounds, firsts = (np.concatenate([[0], sizes.cumsum()]) for sizes in (new, counts))
-        ids = upload([bounds, track, requests, firsts], device)
+        count, most_chunks = padded or (len(num_new), 0)
+        padding = [0] * (count - len(num_new))
+        new, track = [*num_new, *padding], [*(track_lens or [0] * len(num_new)), *padding]
+        # Lists, because a call of numpy costs more than these few numbers.
+        counts = [-(-t // chunk) - (t - n) // chunk for n, t in zip(new, track, strict=True)]
+        requests = [request for request, own in enumerate(counts) for _ in range(own)]
+        # After the last request's chunks it has no tokens left.
+        requests += [count - 1] * (most_chunks - len(requests))
+        bounds, firsts = (list(itertools.accumulate(sizes, initial=0)) for sizes in (new, counts))
+        columns = (bounds, track, requests, firsts)
+        ids = upload([np.asarray(column, dtype=np.int64) for column in columns], device)
         return cls(ids[0], ids[1], DeltaChunks(chunk, ids[2], ids[3]))
 
     @property
@@ -338,7 +338,7 @@ def _window_rows(
 
 def upload(columns: list[_Ids], device: torch.device | str) -> list[torch.Tensor]:
     """Upload all columns in one copy, keeping their shapes."""
-    flat = np.concatenate([column.reshape(-1).astype(np.int64) for column in columns])
+    flat = np.concatenate([column.ravel() for column in columns], dtype=np.int64)
     staged = device_runtime(device).stage_to_device(torch.from_numpy(flat))
     parts = torch.split(staged, [column.size for column in columns])
     return [part.view(column.shape) for part, column in zip(parts, columns, strict=True)]
