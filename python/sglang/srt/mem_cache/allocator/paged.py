@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
@@ -22,8 +24,12 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         pages = self._take_pages(need_size // self.page_size)
         if pages is None:
             return None
-        offsets = torch.arange(self.page_size, dtype=torch.int64, device=self.device)
-        return (pages[:, None] * self.page_size + offsets).reshape(-1)
+        return self._offsets.add(pages[:, None], alpha=self.page_size).reshape(-1)
+
+    @functools.cached_property
+    def _offsets(self) -> torch.Tensor:
+        """int64 `[page_size]`: slots of a page, counted from its first."""
+        return torch.arange(self.page_size, dtype=torch.int64, device=self.device)
 
     def alloc_extend(
         self,
