@@ -252,11 +252,10 @@ class StaticBatch:
         pools = self._pools
         table = pools.req_to_token_pool
         begins = [req.progress.kv_committed_len for req in self._reqs]
-        rows = pools.int64([req.slots.row for req in self._reqs])
-        last = table.req_to_token[rows, (pools.int64(begins) - 1).clamp_(min=0)]
-        slots = pools.allocator.alloc_extend(
-            pools.int64(begins), begins, pools.int64(ends), ends, last.to(torch.int64), sum(counts)
-        )
+        own = [req.slots.row for req in self._reqs]
+        rows, held, wanted = pools.columns(own, begins, ends)
+        last = table.req_to_token[rows, (held - 1).clamp_(min=0)].to(torch.int64)
+        slots = pools.allocator.alloc_extend(held, begins, wanted, ends, last, sum(counts))
         assert slots is not None, "the pools have slots for all tokens"
         pieces = torch.split(slots, counts)
         for req, begin, end, piece in zip(self._reqs, begins, ends, pieces, strict=True):

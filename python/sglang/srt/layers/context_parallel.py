@@ -164,6 +164,7 @@ def split_context(batch: ForwardBatch, group: TensorGroup) -> ForwardBatch | Non
         out_cache_loc=batch.out_cache_loc.index_select(0, index),
         extend_prefix_lens_cpu=[prefix_lens[run.request] + run.begin for run in runs],
         extend_seq_lens_cpu=[run.length for run in runs],
+        last_rows_in=None,
         context_share=share,
     )
 

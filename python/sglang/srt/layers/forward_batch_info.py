@@ -305,7 +305,7 @@ class ForwardBatch:
     """Buffer for this rank's logits, fp32 `[bs, width]` (`VocabLogits.part`); None: a new tensor.
     For captured graphs."""
     last_rows_in: torch.Tensor | None = None
-    """Extend only: int64 `[bs]`, a buffer for `last_rows` to return. For captured graphs."""
+    """Extend only: int64 `[bs]`, what `last_rows` returns; None: it uploads them itself."""
     is_captured: bool = False
     """True while a graph is captured: the kernels are replayed for other steps, with lengths other
     than `seq_lens_cpu`."""
@@ -423,9 +423,8 @@ def compute_extend_positions(
     """
     if not prefix_lens_cpu:
         return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.cat(
-        [
-            torch.arange(prefix, prefix + num_new, dtype=torch.int64, device=device)
-            for prefix, num_new in zip(prefix_lens_cpu, extend_seq_lens_cpu, strict=True)
-        ]
-    )
+    positions = [
+        torch.arange(prefix, prefix + num_new, dtype=torch.int64, device=device)
+        for prefix, num_new in zip(prefix_lens_cpu, extend_seq_lens_cpu, strict=True)
+    ]
+    return positions[0] if len(positions) == 1 else torch.cat(positions)

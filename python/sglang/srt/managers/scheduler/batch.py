@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang.srt.hardware_backend.device_runtime import device_runtime, on_device
+from sglang.srt.hardware_backend.device_runtime import device_runtime
 from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
 
 
+_PADDING: Final = np.zeros(1, dtype=np.int64)
+
+
 @dataclass(slots=True, kw_only=True)
 class BatchPools:
     """Pools from which batches get their rows and slots."""
@@ -43,17 +46,19 @@ class BatchPools:
     token_to_kv_pool: KVCache
     device: torch.device
 
-    def int64(self, values: Sequence[int]) -> torch.Tensor:
-        """`values` as an int64 tensor on the device, in order with the current stream."""
-        return on_device(values, self.device, torch.int64)
-
     def columns(self, *columns: Sequence[int] | npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
-        """Each column as `int64` gives it, all in one upload: on a GPU each upload costs the CPU
-        0.05 ms. The tensors share memory and must not be written to."""
-        ids = np.concatenate([np.asarray(column, dtype=np.int64) for column in columns])
-        lengths = [len(column) for column in columns]
-        staged = device_runtime(self.device).stage_to_device(torch.from_numpy(ids))
-        return tuple(staged.split_with_sizes(lengths))
+        """Each column as an int64 tensor on the device, in order with the current stream, all in
+        one upload: on a GPU each upload costs the CPU 0.05 ms. The tensors share memory and must
+        not be written to.
+
+        Each begins at a multiple of 16 bytes, as a new tensor does: Triton would compile kernels
+        anew for other addresses.
+        """
+        ids = [np.asarray(column, dtype=np.int64) for column in columns]
+        parts = [part for one in ids for part in (one, _PADDING[: len(one) % 2])]
+        flat = torch.from_numpy(np.concatenate(parts))
+        staged = device_runtime(self.device).stage_to_device(flat)
+        return tuple(staged.split_with_sizes([len(part) for part in parts])[::2])
 
 
 @dataclass(slots=True)
@@ -172,14 +177,18 @@ def make_prefill_batch(
         inputs = []
     reads_tree = hicache_consumer_index != -1 or any(work.first_state for work in works)
     is_decode = max(extend_lens) == 1 and not inputs and not reads_tree
-    input_ids, rows_on_device, seq_lens_on_device, seeds, steps, positions = pools.columns(
+    state_slots = _state_slots(works, pools.req_to_token_pool, is_decode=is_decode)
+    input_ids, rows_on_device, seq_lens_on_device, seeds, steps, positions, *rest = pools.columns(
         new_ids,
         rows,
         seq_lens,
         [req.spec.seed for req in reqs],
         [len(req.progress.output_ids) for req in reqs],
         prefix_lens,
+        np.cumsum(extend_lens) - 1,
+        *state_slots,
     )
+    last_rows, *states = rest
     return ModelWorkerBatch(
         forward=ForwardBatch(
             forward_mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
@@ -196,11 +205,8 @@ def make_prefill_batch(
             out_cache_loc=out_slots[0] if len(works) == 1 else torch.cat(out_slots),
             req_to_token_pool=pools.req_to_token_pool,
             token_to_kv_pool=pools.token_to_kv_pool,
-            states=(
-                None
-                if pools.req_to_token_pool.mamba_pool is None
-                else _states_of(works, pools, rows_on_device, is_decode=is_decode)
-            ),
+            last_rows_in=last_rows,
+            states=_states_of(states, [work.track_len for work in works]) if states else None,
             extend_prefix_lens_cpu=prefix_lens,
             extend_seq_lens_cpu=extend_lens,
             return_logprob=return_logprob,
@@ -215,28 +221,38 @@ def make_prefill_batch(
     )
 
 
-def _states_of(
-    works: Sequence[PrefillWork], pools: BatchPools, rows: torch.Tensor, *, is_decode: bool
-) -> StateBatch | None:
-    """The recurrent states of a prefill, which may run as a decode step; `rows` is int64 `[bs]` on
-    the device."""
-    states = StateBatch.running(pools.req_to_token_pool, rows)
-    if states is None:
-        return None
+def _state_slots(
+    works: Sequence[PrefillWork], pool: ReqToTokenPool, *, is_decode: bool
+) -> list[list[int]]:
+    """Slots of recurrent states in a prefill, which may run as a decode step. In this order: of
+    each request the running state, the one that it reads and its snapshot; sources and targets of
+    copies after the step. All but the first are empty if no request has any. No lists: the model
+    keeps no states."""
+    running = [slot for work in works if (slot := pool.state_of(work.req.slots.row)) is not None]
+    if not running:
+        return []
+    read, copies, tracks = list[int](), list[tuple[int, int]](), [work.track_slot for work in works]
     if any(work.first_state for work in works):
-        first = pools.int64([work.first_state for work in works])
-        states.first_slots = first.where(first > 0, states.slots)
-        again = [place for place, work in enumerate(works) if work.is_again]
-        if again:
-            places = pools.int64(again)
-            states.copied = first[places], states.slots[places]
-    tracks = [work.track_slot for work in works]
-    if is_decode and any(tracks):
-        states.copied = _decoded(states, tracks, pools)
-    elif any(tracks):
-        states.track_slots = pools.int64(tracks)
-        states.track_lens_cpu = [work.track_len for work in works]
-    return states
+        of_works = list(zip(works, running, strict=True))
+        read = [work.first_state or own for work, own in of_works]
+        copies = [(work.first_state, own) for work, own in of_works if work.is_again]
+    if is_decode:
+        copies = [(own, slot) for own, slot in zip(running, tracks, strict=True) if slot]
+    if is_decode or not any(tracks):
+        tracks = []
+    return [running, read, tracks, [one for one, _ in copies], [other for _, other in copies]]
+
+
+def _states_of(uploaded: Sequence[torch.Tensor], track_lens: list[int]) -> StateBatch:
+    """The states of `_state_slots`, int64 each on the device."""
+    running, read, tracks, sources, targets = uploaded
+    return StateBatch(
+        slots=running,
+        first_slots=read if len(read) else None,
+        copied=(sources, targets) if len(sources) else None,
+        track_slots=tracks if len(tracks) else None,
+        track_lens_cpu=track_lens if len(tracks) else None,
+    )
 
 
 def _decoded(

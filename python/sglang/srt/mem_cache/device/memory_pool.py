@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
-from sglang.srt.hardware_backend.device_runtime import on_device
 from sglang.srt.mem_cache.device.base_device_pool import (
     LayerOrId,
     PagedDevicePool,
@@ -181,10 +180,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         new_rows = [req.req_pool_idx for req in new if req.req_pool_idx is not None]
         for row, state in zip(new_rows, states, strict=True):
             self._state_of[row] = state
-        both = on_device([*new_rows, *states], self.device, torch.int64)
-        on_rows, slots = torch.split(both, len(new))
-        self._states.index_copy_(0, on_rows, slots)
-        self.mamba_pool.zero(slots)
+            # A fill needs no upload, and nearly always there is one request.
+            self.mamba_pool.zero(self._states[row : row + 1].fill_(state))
         return rows
 
     def free(self, req: HasReqPoolIdx) -> None:

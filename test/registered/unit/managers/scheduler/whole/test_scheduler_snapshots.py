@@ -6,13 +6,17 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from rigs.models.model_oracle import GreedyOracle
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
+from sglang.srt.layers.forward_batch_info import ForwardBatch
 from sglang.srt.layers.linear_attention.extend_plan import CHUNK
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=22, suite="base-a-test-cpu")
@@ -58,6 +62,46 @@ def test_a_prompt_continues_from_the_last_snapshot_before_its_end(oracle: Greedy
     assert run(rig, oracle, "shorter", tokens[:40], 5) == 0
     assert run(rig, oracle, "shorter again", tokens[:40], 5) == 36
     rig.assert_clean()
+
+
+def test_all_numbers_of_a_prefill_come_in_one_upload(
+    oracle: GreedyOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each upload costs a GPU's host 15 us before the launch."""
+    rig = rig_of(oracle)
+    tokens = prompt(1, 43)
+    run(rig, oracle, "cold", tokens, 1)
+    uploads: list[int] = []
+    batches: list[tuple[list[int], ForwardBatch]] = []
+    stage, forward = CpuRuntime.stage_to_device, ModelRunner.forward
+
+    def counting(runtime: CpuRuntime, tensor: torch.Tensor) -> torch.Tensor:
+        uploads.append(tensor.numel())
+        return stage(runtime, tensor)
+
+    def noting(runner: ModelRunner, batch: ForwardBatch) -> Any:
+        batches.append((uploads.copy(), batch))
+        return forward(runner, batch)
+
+    monkeypatch.setattr(CpuRuntime, "stage_to_device", counting)
+    monkeypatch.setattr(ModelRunner, "forward", noting)
+    longer = [*tokens, *prompt(2, 9)]
+    rig.run(rig.request("known", longer, greedy(1)), rig.request("new", prompt(3, 5), greedy(1)))
+    ((seen, batch),) = batches
+    # 12 and 5 tokens and padding, 6 numbers and 3 slots of each request.
+    assert seen == [17 + 1 + 2 * 9]
+    assert batch.last_rows().tolist() == [11, 16]
+    states = batch.states
+    assert states is not None and states.track_slots is not None and states.copied is None
+    known, new = states.slots.tolist()
+    read, own = states.read_slots.tolist()
+    assert own == new != known != read
+    begin = batch.input_ids.data_ptr()
+    for tensor in (batch.last_rows(), states.slots, states.read_slots, states.track_slots):
+        assert (tensor.data_ptr() - begin) % 16 == 0
+    assert states.track_lens_cpu == [8, 4]
+    for rid, ids in (("known", longer), ("new", prompt(3, 5))):
+        oracle.assert_words(ids, rig.results[rid].output_ids, 1)
 
 
 def test_decoding_leaves_snapshots_for_the_next_turn(oracle: GreedyOracle) -> None:
