@@ -224,8 +224,9 @@ class PageRuns:
 
     def grids(
         self, pages: npt.NDArray[np.int64], layers: int, buffer_offset: int
-    ) -> tuple[list[BufferGrid], npt.NDArray[np.bool_]]:
-        """The grids of some layers of `pages`, and True for each page that is in none.
+    ) -> tuple[list[BufferGrid], npt.NDArray[np.bool_] | None]:
+        """The grids of some layers of `pages`, and True for each page that is in none; None: all
+        are in none.
 
         Args:
             pages: int64 `[n]`, n at most `max_pages`.
@@ -233,13 +234,13 @@ class PageRuns:
             buffer_offset: Bytes from the buffer's start to this part.
         """
         grids: list[BufferGrid] = []
-        is_left = np.ones(len(pages), dtype=np.bool_)
         rows, run_bytes = self._part.rows, layers * self._layer_bytes
         is_one_run = run_bytes == self._page_stride
-        if not self._is_whole or is_one_run or self._page_stride > MAX_STRIDE:
-            return grids, is_left
-        starts = np.flatnonzero(np.diff(pages, prepend=-2) != 1)
-        for start, stop in itertools.pairwise([*starts.tolist(), len(pages)]):
+        is_grid = self._is_whole and not is_one_run and self._page_stride <= MAX_STRIDE
+        if not is_grid or len(pages) < _GRID_PAGES:
+            return grids, None
+        is_left = np.ones(len(pages), dtype=np.bool_)
+        for start, stop in itertools.pairwise(_bounds(pages[1:] - pages[:-1] == 1).tolist()):
             if stop - start >= _GRID_PAGES:
                 is_left[start:stop] = False
                 grids.append(
@@ -286,17 +287,24 @@ class PageRuns:
             host = (host + layer * layer_stride).reshape(-1)
             in_layer = layer * self.buffer_rows.layer_stride
             places = (pages_before * piece + in_layer).reshape(-1)
-        adjoins = (np.diff(host) == piece) & (np.diff(places) == piece)
-        is_first = np.ones(len(host), dtype=np.bool_)
-        is_first[1:] = ~adjoins
-        starts = np.flatnonzero(is_first)
-        counts = np.diff(starts, append=len(host))
+        if not len(host):
+            return _NO_RUNS
+        bounds = _bounds((host[1:] - host[:-1] == piece) & (places[1:] - places[:-1] == piece))
+        starts, counts = bounds[:-1], bounds[1:] - bounds[:-1]
         return BufferRuns(
             host[starts].astype(np.uint64),
             (places[starts] + buffer_offset).astype(np.uint64),
             (counts * piece).astype(np.uint64),
             np.full(len(starts), layer_stride, dtype=np.uint64),
         )
+
+
+def _bounds(adjoins: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """The first places of the spans of n things, then n. `adjoins` `[n - 1]` is True for each thing
+    that belongs to the span of the one before."""
+    is_bound = np.ones(len(adjoins) + 2, dtype=np.bool_)
+    np.logical_not(adjoins, out=is_bound[1:-1])
+    return is_bound.nonzero()[0]
 
 
 def runs_from_pool(
@@ -359,31 +367,69 @@ def grids_from_pool(
     host_pages: npt.NDArray[np.int64],
     device_pages: npt.NDArray[np.int64],
 ) -> list[CopyGrids]:
-    """Like `runs_from_pool`, with one copy for all layers of a page. Returns grids for each part.
+    """Like `runs_from_pool`, with one copy for all layers of a page, or for a layer of neighbouring
+    pages that are more than the layers.
 
     Args:
         parts: Parts with grids (`have_grids`).
     """
     grids = []
+    num_layers = len(parts[0].device_addresses)
+    alone, long = _long_spans(host_pages, device_pages, num_layers)
     for part in parts:
         rows, stride = part.rows, part.device_layer_stride
         assert rows.has_page_runs(page_size), "a page of a layer is one run"
         assert part.has_device_runs, "a page of a layer is one run on the device"
         assert stride is not None, "layers are equally far apart on the device"
         piece = page_size * rows.row_bytes
+        page_stride = _page_stride(rows, page_size)
         sources = part.device_addresses[0] + device_pages * piece
-        destinations = part.host_address + host_pages * _page_stride(rows, page_size)
-        grids.append(
-            CopyGrids(
-                destinations.astype(np.uint64),
-                sources.astype(np.uint64),
-                piece,
-                len(part.device_addresses),
-                rows.layer_stride or piece,
-                stride or piece,
+        destinations = part.host_address + host_pages * page_stride
+        if len(alone):
+            grids.append(
+                CopyGrids(
+                    destinations[alone].astype(np.uint64),
+                    sources[alone].astype(np.uint64),
+                    piece,
+                    num_layers,
+                    rows.layer_stride or piece,
+                    stride or piece,
+                )
             )
-        )
+        layers = np.arange(num_layers)
+        for first, count in long:
+            grids.append(
+                CopyGrids(
+                    (destinations[first] + layers * rows.layer_stride).astype(np.uint64),
+                    (sources[first] + layers * stride).astype(np.uint64),
+                    piece,
+                    count,
+                    page_stride,
+                    piece,
+                )
+            )
     return grids
+
+
+def _long_spans(
+    host_pages: npt.NDArray[np.int64], device_pages: npt.NDArray[np.int64], num_layers: int
+) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]]]:
+    """Divide pages by the direction of their grids.
+
+    A span is long if its pages are neighbours on both sides, and are more than `num_layers`.
+    Returns the places of pages in no long span; then the first place and the length of each long
+    span.
+    """
+    count = len(host_pages)
+    if count <= num_layers:
+        return np.arange(count), []
+    steps = (host_pages[1:] - host_pages[:-1], device_pages[1:] - device_pages[:-1])
+    bounds = itertools.pairwise(_bounds((steps[0] == 1) & (steps[1] == 1)).tolist())
+    long = [(begin, end - begin) for begin, end in bounds if end - begin > num_layers]
+    is_alone = np.ones(count, dtype=np.bool_)
+    for begin, length in long:
+        is_alone[begin : begin + length] = False
+    return is_alone.nonzero()[0], long
 
 
 def join_runs(several: Sequence[BufferRuns]) -> BufferRuns:

@@ -122,9 +122,10 @@ def whole_pages(indices: torch.Tensor, page_size: int, page_num: int) -> npt.NDA
         )
     slots: npt.NDArray[np.int64] = indices.numpy().reshape(-1, page_size)
     pages = slots[:, 0] // page_size
-    if not np.array_equal(slots, pages[:, None] * page_size + np.arange(page_size)):
+    if (slots != pages[:, None] * page_size + np.arange(page_size)).any():
         raise ValueError(f"host_indices: slots are not whole pages aligned to {page_size}")
-    if slots.size and (slots[:, 0].min() < 0 or pages.max() >= page_num):
+    # Negative pages are large unsigned ones.
+    if (pages.view(np.uint64) >= page_num).any():
         raise ValueError(
             f"host_indices: slots {slots.min()} to {slots.max()} leave the pool of "
             f"{page_num * page_size} slots"

@@ -131,6 +131,21 @@ def test_a_grid_from_the_pool_is_a_page_of_all_layers(layout: str, v_head_dim: i
     assert device_bytes(other, page_slots(pages)) == device_bytes(device, page_slots(pages))
 
 
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct", "page_first_kv_split"])
+def test_neighbouring_pages_from_the_pool_are_a_grid_for_each_layer(layout: str) -> None:
+    device = make_device_pool()
+    host = make_host_pool(device, layout)
+    pages, into = [3, 4, 5, 6, 8, 9, 10, 11, 1], [9, 10, 11, 12, 2, 3, 4, 20, 8]
+    grids = grids_from_pool(parts_of(host, device), PAGE, np.array(into), np.array(pages))
+    # Four pages are more than three layers. The next three are not; after them the host goes on
+    # elsewhere.
+    assert [(len(grid.sources), grid.runs) for grid in grids] == [(5, LAYERS), (LAYERS, 4)] * 2
+    do_grids(grids)
+    other = make_device_pool(seed=1)
+    copy_to_device(host, other, page_slots(into), pages)
+    assert device_bytes(other, page_slots(pages)) == device_bytes(device, page_slots(pages))
+
+
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
 def test_a_grid_from_the_pool_is_a_state_of_all_layers(layout: str) -> None:
     device, other = make_mamba_pool(), make_mamba_pool(seed=1)
@@ -273,18 +288,18 @@ def test_neighbouring_pages_of_some_layers_are_one_grid(monkeypatch: pytest.Monk
     device = make_device_pool()
     pages = np.array([5, 6, 7, 8, 1, 2, 9, 3, 4, 5])
 
-    def grids(layout: str, layers: int) -> tuple[list[int], list[bool]]:
+    def grids(layout: str, layers: int) -> tuple[list[int], list[bool] | None]:
         part = parts_of(make_host_pool(device, layout), device)[0]
         found, is_left = PageRuns(part, PAGE, LAYERS, 10).grids(pages, layers, 0)
-        return [grid.runs for grid in found], is_left.tolist()
+        return [grid.runs for grid in found], None if is_left is None else is_left.tolist()
 
     left = [False] * 4 + [True] * 3 + [False] * 3
     assert grids("page_first_direct", 2) == ([4, 3], left)
-    assert grids("page_first_direct", LAYERS) == ([], [True] * 10), "whole pages are one run"
-    assert grids("layer_first", 2) == ([], [True] * 10), "each layer is one run"
+    assert grids("page_first_direct", LAYERS) == ([], None), "whole pages are one run"
+    assert grids("layer_first", 2) == ([], None), "each layer is one run"
     far = parts_of(make_host_pool(device, "page_first_direct"), device)[0].rows
     monkeypatch.setattr(copy_runs, "MAX_STRIDE", far.page_stride - 1)
-    assert grids("page_first_direct", 2) == ([], [True] * 10), "pages are too far apart"
+    assert grids("page_first_direct", 2) == ([], None), "pages are too far apart"
 
 
 def test_pages_that_are_in_grids_cost_no_list_of_runs() -> None:
