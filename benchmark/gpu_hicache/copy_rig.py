@@ -161,11 +161,12 @@ class PoolsTogether:
 
     def load(self, first: torch.Event | None = None) -> None:
         """As `Pools.load`."""
-        events = [torch.Event("cuda") for _ in range(self._group.num_layers)]
+        transfers = [replace(pools.transfer(), device_indices=pools.target) for pools in self._all]
+        steps = self._group.load_steps(transfers, self._io_backend)
+        events = [torch.Event("cuda") for _ in steps.issued]
         if first is not None:
             events[0] = first
-        transfers = [replace(pools.transfer(), device_indices=pools.target) for pools in self._all]
-        self._group.load(transfers, events, self._io_backend)
+        self._group.load(transfers, steps, events, self._io_backend)
 
     def check(self) -> None:
         for pools in self._all:

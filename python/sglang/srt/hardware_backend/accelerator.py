@@ -78,6 +78,18 @@ class AcceleratorRuntime(DeviceRuntime):
         if not tensor.is_cpu:
             tensor.record_stream(self.current_stream())
 
+    def stage_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One copy for all of them: each costs the calling thread 30 us."""
+        here = [tensor for tensor in tensors if tensor.is_cpu]
+        joined = torch.cat(here) if len(here) > 1 else here[0] if here else None
+        if joined is None:
+            return list(tensors)
+        staged = iter(torch.split(self.stage_to_device(joined), [len(tensor) for tensor in here]))
+        return [next(staged) if tensor.is_cpu else tensor for tensor in tensors]
+
+    def empty_on_host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, pin_memory=True)
+
     def copy_to_host(self, tensors: Sequence[torch.Tensor | None]) -> HostCopies:
         copies: list[torch.Tensor | None] = []
         copied: Event | None = None

@@ -193,6 +193,15 @@ class DeviceRuntime(ABC):
         A tensor on the device is returned as it is.
         """
 
+    def stage_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Like `stage_to_device`, for several tensors of one dimension and one dtype."""
+        return [self.stage_to_device(tensor) for tensor in tensors]
+
+    @abstractmethod
+    def empty_on_host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory `[size]` that kernels of the device may write. The caller keeps it until they
+        have ended."""
+
     @abstractmethod
     def copy_to_host(self, tensors: Sequence[torch.Tensor | None]) -> HostCopies:
         """Begin to copy tensors to the CPU. Tensors on the CPU are taken as they are."""

@@ -94,7 +94,7 @@ def test_both_kinds_go_to_the_host_and_come_back(
 def test_a_load_signals_the_layers_of_the_model() -> None:
     rig = MarksRig(settings=HiCacheSettings())
     counter = rig.hi.cache_controller.layer_done_counter
-    assert counter.num_layers == 5
+    assert rig.hi.cache_controller.mem_pool_host.num_layers == 5
     assert rig.pool.layer_transfer_counter is rig.marks.layer_transfer_counter is counter
     rig.close()
 

@@ -64,6 +64,9 @@ class CpuRuntime(DeviceRuntime):
         assert tensor.is_cpu, f"a tensor to stage is in host memory, not on {tensor.device}"
         return tensor
 
+    def empty_on_host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype)
+
     def copy_to_host(self, tensors: Sequence[torch.Tensor | None]) -> HostCopies:
         return HostCopies(list(tensors))
 

@@ -141,13 +141,22 @@ def _add_block(accumulators, added, keys, prime, block, num_blocks):
 
 
 @triton.jit
+def _swap_bytes(words):
+    """The most significant byte first."""
+    words = ((words & 0x00FF00FF00FF00FF) << 8) | ((words >> 8) & 0x00FF00FF00FF00FF)
+    words = ((words & 0x0000FFFF0000FFFF) << 16) | ((words >> 16) & 0x0000FFFF0000FFFF)
+    return (words << 32) | (words >> 32)
+
+
+@triton.jit
 def _store_digests(digests, message, is_there, accumulators, constants, num_bytes,
                    MESSAGES: tl.constexpr):  # fmt: skip
-    """Digests of messages of `num_bytes` `[messages]` from their accumulators, high word first."""
+    """Digests of messages of `num_bytes` `[messages]` from their accumulators, 16 bytes each, the
+    most significant first."""
     low_start = num_bytes * tl.load(constants + _PRIMES * _LANES)
     high_start = ~(num_bytes * tl.load(constants + _PRIMES * _LANES + 1))
-    low = _merge(accumulators, _words(constants, _LOW), low_start, MESSAGES)
-    high = _merge(accumulators, _words(constants, _HIGH), high_start, MESSAGES)
+    low = _swap_bytes(_merge(accumulators, _words(constants, _LOW), low_start, MESSAGES))
+    high = _swap_bytes(_merge(accumulators, _words(constants, _HIGH), high_start, MESSAGES))
     tl.store(digests + message * 2, high.to(tl.int64, bitcast=True), mask=is_there)
     tl.store(digests + message * 2 + 1, low.to(tl.int64, bitcast=True), mask=is_there)
 
@@ -155,8 +164,7 @@ def _store_digests(digests, message, is_there, accumulators, constants, num_byte
 @triton.jit
 def _join_blocks(table, constants, sums, digests, leaves, COLUMNS: tl.constexpr,
                  LEAVES: tl.constexpr):  # fmt: skip
-    """Digests of leaves from the contributions of their blocks: int64 `[leaves, 2]`, high word
-    first."""
+    """Digests of leaves from the contributions of their blocks: 16 bytes each."""
     leaf = tl.program_id(0) * LEAVES + tl.arange(0, LEAVES)
     is_there = leaf < leaves
     count = tl.load(table + leaf * COLUMNS + 2, mask=is_there, other=1).to(tl.int32)
@@ -173,12 +181,14 @@ def _join_blocks(table, constants, sums, digests, leaves, COLUMNS: tl.constexpr,
     _store_digests(digests, leaf, is_there, accumulators, constants, num_bytes, LEAVES)
 
 
-@triton.jit(do_not_specialize_on_alignment=["pieces", "places"])
-def _sum_piece_blocks(pieces, places, constants, sums, num_words, num_blocks,
+@triton.jit(
+    do_not_specialize=["begin", "page_size"], do_not_specialize_on_alignment=["pieces", "slots"]
+)
+def _sum_piece_blocks(pieces, slots, constants, sums, begin, page_size, num_words, num_blocks,
                       PIECE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     """Like `_sum_blocks`, for messages scattered in pieces: int64 `[messages, blocks, 8]`."""
     message = tl.program_id(0)
-    place = tl.load(places + message)
+    place = tl.load(slots + (begin + message).to(tl.int64) * page_size) // page_size
     first = tl.program_id(1) * BLOCKS
     block = first + tl.arange(0, BLOCKS)[:, None, None]
     in_block: tl.constexpr = _BLOCK_WORDS // PIECE
@@ -215,10 +225,10 @@ def _load_sums(own, block, num_blocks, is_there):
     return tl.load(own + block * _LANES, mask=is_held, other=0).to(tl.uint64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["messages"], do_not_specialize_on_alignment=["digests"])
+@triton.jit(do_not_specialize=["digests", "messages"])
 def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes,
                        MESSAGES: tl.constexpr):  # fmt: skip
-    """Like `_join_blocks`, for messages of equal length."""
+    """Like `_join_blocks`, for messages of equal length. `digests` is an address."""
     message = tl.program_id(0) * MESSAGES + tl.arange(0, MESSAGES)
     is_there = message < messages
     lane = tl.arange(0, _LANES)[None, :]
@@ -243,6 +253,7 @@ def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes
         accumulators = _add_block(accumulators, sum6, keys, prime, block + 6, num_blocks)
         accumulators = _add_block(accumulators, sum7, keys, prime, block + 7, num_blocks)
     length = tl.zeros((MESSAGES,), tl.int64) + num_bytes
+    digests = digests.to(tl.int64).to(tl.pointer_type(tl.int64))
     _store_digests(digests, message, is_there, accumulators, constants, length, MESSAGES)
 
 
@@ -318,7 +329,7 @@ def leaf_digests(cells: Sequence[torch.Tensor]) -> list[bytes]:
             part, constants, sums, found, len(part), COLUMNS=_COLUMNS, LEAVES=_LEAVES_AT_ONCE,
             num_warps=2,
         )  # fmt: skip
-    raw = digests.cpu().numpy().astype(">i8").tobytes()
+    raw = digests.cpu().numpy().tobytes()
     counts = [-(-source.numel() // LEAF_BYTES) * DIGEST_BYTES for source in sources]
     ends = np.cumsum(counts)
     return [raw[end - count : end] for end, count in zip(ends, counts, strict=True)]
@@ -339,36 +350,37 @@ def fits_pieces(num_bytes: int, piece_bytes: int) -> bool:
     return fits and num_bytes >= _SHORTEST_BYTES and num_bytes % piece_bytes == 0
 
 
-def piece_digests(pieces: torch.Tensor, places: torch.Tensor, piece_bytes: int) -> torch.Tensor:
-    """xxh3-128 of messages of equal length that are scattered in the same way.
+def piece_digests(
+    pieces: torch.Tensor, slots: torch.Tensor, page_size: int, piece_bytes: int, into: int
+) -> None:
+    """Queue xxh3-128 of messages of equal length that are scattered in the same way, on the current
+    stream.
 
     Args:
         pieces: int64 `[pieces, 2]` on the device: for each piece of a message, in order, its
             address at place 0, and the bytes from place to place. Both are multiples of 8.
-        places: int64 `[n]` on the device: where each message is.
+        slots: int64 `[n * page_size]` on the device: message i is at place
+            `slots[i * page_size] // page_size`.
         piece_bytes: Bytes of a piece; see `fits_pieces`.
-
-    Returns:
-        int64 `[n, 2]` on the device, high word first. Queued on the current stream.
+        into: Address of 16 bytes for each message, which the device can write: its digest, the
+            most significant byte first.
     """
     num_bytes = len(pieces) * piece_bytes
     assert fits_pieces(num_bytes, piece_bytes), f"{num_bytes} bytes in pieces of {piece_bytes}"
     num_blocks = -(-num_bytes // BLOCK_BYTES)
-    device, count = places.device, len(places)
-    digests = torch.empty(count, 2, dtype=torch.int64, device=device)
+    device, count = pieces.device, len(slots) // page_size
     at_once = max(1, _SUM_BYTES // (num_blocks * _LANES.value * _WORD))
     sums = torch.empty(
         min(count, at_once), num_blocks, _LANES.value, dtype=torch.int64, device=device
     )
     constants = _constants(device)
     for begin in range(0, count, at_once):
-        part, found = places[begin : begin + at_once], digests[begin : begin + at_once]
-        _sum_piece_blocks[(len(part), triton.cdiv(num_blocks, _BLOCKS_AT_ONCE))](
-            pieces, part, constants, sums, num_bytes // _WORD, num_blocks,
+        messages = min(at_once, count - begin)
+        _sum_piece_blocks[(messages, -(-num_blocks // _BLOCKS_AT_ONCE))](
+            pieces, slots, constants, sums, begin, page_size, num_bytes // _WORD, num_blocks,
             PIECE=piece_bytes // _WORD, BLOCKS=_BLOCKS_AT_ONCE,
         )  # fmt: skip
-        _join_piece_blocks[(triton.cdiv(len(part), _LEAVES_AT_ONCE),)](
-            constants, sums, found, len(part), num_blocks, num_bytes,
+        _join_piece_blocks[(-(-messages // _LEAVES_AT_ONCE),)](
+            constants, sums, into + begin * DIGEST_BYTES, messages, num_blocks, num_bytes,
             MESSAGES=_LEAVES_AT_ONCE, num_warps=2,
         )  # fmt: skip
-    return digests

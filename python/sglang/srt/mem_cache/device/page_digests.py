@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from sglang.srt.hardware_backend.device_runtime import HostCopies
+from sglang.srt.hardware_backend.device_runtime import HostCopies, device_runtime
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,18 @@ class EvenShare:
 
 
 class PageHasher(ABC):
-    """Hashes whole pages of one pool."""
+    """Hashes whole pages of one pool.
 
-    @abstractmethod
+    Attributes:
+        page_size: Items of a page.
+    """
+
+    page_size: int
+
+    def __init__(self, device: torch.device, page_size: int) -> None:
+        self._runtime = device_runtime(device)
+        self.page_size = page_size
+
     def digests(self, slots: torch.Tensor) -> HostCopies:
         """Begin to hash pages, in order with the current stream.
 
@@ -56,6 +65,21 @@ class PageHasher(ABC):
 
         Returns:
             One tensor, uint8 `[pages, 16]`: digests, the most significant byte first.
+        """
+        count = len(slots) // self.page_size
+        digests = self._runtime.empty_on_host(count * DIGEST_BYTES, torch.uint8)
+        self.hash_into(digests, self._runtime.stage_to_device(slots))
+        hashed = self._runtime.make_event()
+        hashed.record()
+        return HostCopies([digests.view(count, DIGEST_BYTES)], hashed)
+
+    @abstractmethod
+    def hash_into(self, digests: torch.Tensor, slots: torch.Tensor) -> None:
+        """Like `digests`; without an event.
+
+        Args:
+            digests: uint8 `[pages * 16]` from `DeviceRuntime.empty_on_host`.
+            slots: As of `digests`, on the device.
         """
 
 
@@ -66,15 +90,13 @@ class CpuPageHasher(PageHasher):
         """Args:
         by_token: True if the bytes of a part are token by token; False: layer by layer.
         """
-        self._page_size = page_size
+        super().__init__(parts[0][0].device, page_size)
         self._by_token = by_token
         self._parts = [[_pages_of(layer, page_size) for layer in layers] for layers in parts]
 
-    def digests(self, slots: torch.Tensor) -> HostCopies:
-        pages = (slots[:: self._page_size] // self._page_size).tolist()
-        raw = b"".join(map(self._digest, pages))
-        rows = np.frombuffer(raw, np.uint8).reshape(-1, DIGEST_BYTES)
-        return HostCopies([torch.from_numpy(rows.copy())])
+    def hash_into(self, digests: torch.Tensor, slots: torch.Tensor) -> None:
+        pages = (slots[:: self.page_size] // self.page_size).tolist()
+        digests.numpy()[:] = np.frombuffer(b"".join(map(self._digest, pages)), np.uint8)
 
     def _digest(self, page: int) -> bytes:
         digest = xxhash.xxh3_128()

@@ -14,14 +14,8 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.hardware_backend.cuda.xxh3 import PIECE_BYTES, fits_pieces, piece_digests
-from sglang.srt.hardware_backend.device_runtime import HostCopies, device_runtime
 from sglang.srt.hardware_backend.leaf_hash import BLOCK_BYTES
-from sglang.srt.mem_cache.device.page_digests import (
-    DIGEST_BYTES,
-    PageHasher,
-    Parts,
-    UnfitPages,
-)
+from sglang.srt.mem_cache.device.page_digests import PageHasher, Parts, UnfitPages
 
 
 class CudaPageHasher(PageHasher):
@@ -37,8 +31,8 @@ class CudaPageHasher(PageHasher):
     """
 
     def __init__(self, parts: Parts, page_size: int, *, by_token: bool) -> None:
+        super().__init__(parts[0][0].device, page_size)
         runs = [_runs_of(layers, page_size, by_token=by_token) for layers in parts]
-        self._page_size = page_size
         self._piece_bytes = math.gcd(BLOCK_BYTES, *(size for _, size, _ in runs))
         table = np.concatenate([_pieces(run, self._piece_bytes) for run in runs])
         if (
@@ -50,17 +44,10 @@ class CudaPageHasher(PageHasher):
                 f"pages in runs of {[size for _, size, _ in runs]} bytes are not multiples of "
                 f"{PIECE_BYTES} bytes; use a larger --page-size"
             )
-        self._device = parts[0][0].device
-        self._runtime = device_runtime(self._device)
-        self._pieces = torch.from_numpy(table).to(self._device)
+        self._pieces = torch.from_numpy(table).to(parts[0][0].device)
 
-    def digests(self, slots: torch.Tensor) -> HostCopies:
-        places = slots[:: self._page_size] // self._page_size
-        words = piece_digests(
-            self._pieces, self._runtime.stage_to_device(places), self._piece_bytes
-        )
-        raw = words.view(torch.uint8).view(len(words), 2, 8).flip(-1)
-        return self._runtime.copy_to_host([raw.reshape(len(words), DIGEST_BYTES)])
+    def hash_into(self, digests: torch.Tensor, slots: torch.Tensor) -> None:
+        piece_digests(self._pieces, slots, self.page_size, self._piece_bytes, digests.data_ptr())
 
 
 Runs: TypeAlias = tuple[npt.NDArray[np.int64], int, int]

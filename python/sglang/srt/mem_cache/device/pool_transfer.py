@@ -26,7 +26,7 @@ class PoolTransfer:
     host_indices: torch.Tensor | None = None
     """int64 `[len(keys) * page_size of the pool]` on CPU: host slots, whole pages."""
     device_indices: torch.Tensor | None = None
-    """int64, as long as `host_indices`, on the pool's device."""
+    """int64, as long as `host_indices`, on the pool's device or the CPU."""
     keys: list[str] | None = None
     """`{namespace}/{page_hash}`, one a page. Backends add pool and shard."""
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES

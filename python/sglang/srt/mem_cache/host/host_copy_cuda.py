@@ -11,6 +11,7 @@ Runs where copies are issued: on CUDA on the scheduler's thread, inside a `CopyS
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -34,6 +35,7 @@ from sglang.srt.mem_cache.host.copy_runs import (
     runs_from_pool,
 )
 from sglang.srt.mem_cache.host.host_layout import IoBackend, suits_copy_engines
+from sglang.srt.mem_cache.host.load_steps import layer_steps
 from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
 from sglang.srt.mem_cache.host.staged_copy import StagedBackup, StagedLoad, StagedLoadTuning
 
@@ -95,8 +97,11 @@ class _KernelCopy(PageLoad):
 
     def __init__(self, pool: CudaPageCopier, slots: _Slots) -> None:
         self._pool = pool
-        self._host_pages = pool.runtime.stage_to_device(torch.from_numpy(slots.host_pages))
-        self._device_slots = slots.device
+        self._slots = slots
+
+    @functools.cached_property
+    def _host_pages(self) -> torch.Tensor:
+        return self._pool.runtime.stage_to_device(torch.from_numpy(self._slots.host_pages))
 
     def issue(self, layer: int) -> None:
         self.copy(range(layer, layer + 1), to_host=False)
@@ -113,7 +118,7 @@ class _KernelCopy(PageLoad):
                 group[0].device_stride,
                 self._host_pages,
                 self._pool.pools.page_items,
-                self._device_slots,
+                self._slots.device,
                 layers,
                 to_host=to_host,
                 tuning=self._pool.backup_tuning if to_host else self._pool.load_tuning,
@@ -128,26 +133,23 @@ class _StagedLoad(PageLoad):
         pool: CudaPageCopier,
         stage: StagedLoad,
         slots: _Slots,
+        steps: Sequence[range],
         *,
         loads_one_layer: bool,
     ) -> None:
         self._stage = stage
         self._chunks = stage.start(slots.host_pages, slots.device)
         self._one_layer = None if loads_one_layer else _KernelCopy(pool, slots)
-        self._num_layers, self._step = pool.num_layers, stage.layers_at_once(self._chunks)
+        self._steps = {step.start: step for step in steps}
         self._issued_until = 0
 
     def issue(self, layer: int) -> None:
         if layer < self._issued_until:
             return
-        if self._step == self._num_layers:
-            layers, in_order = range(self._num_layers), True
-        else:
-            # A load goes from layer 0 on; one that starts elsewhere is of that layer alone. So is
-            # the last piece: when it is there, little is left to be computed.
-            in_order = layer == self._issued_until
-            step = self._step if in_order and layer else 1
-            layers = range(layer, max(layer + 1, min(layer + step, self._num_layers - 1)))
+        # A load goes from layer 0 on; one that starts elsewhere is of that layer alone, unless all
+        # come at once.
+        in_order = layer == self._issued_until or len(self._steps) == 1
+        layers = self._steps[self._issued_until] if in_order else range(layer, layer + 1)
         if self._one_layer is not None and len(layers) == 1:
             self._one_layer.copy(layers, to_host=False)
         else:
@@ -168,6 +170,7 @@ class CudaPageCopier(PageCopier):
         self.device = pools.device[0][0].device
         self.runtime = device_runtime(self.device)
         self.num_layers = len(self.parts[0].device_addresses)
+        self._single_layers = layer_steps(self.num_layers, 1)
         self.load_tuning = LOAD_TUNING
         self.backup_tuning = BACKUP_TUNING
         self.staged_load_tuning = StagedLoadTuning()
@@ -188,14 +191,18 @@ class CudaPageCopier(PageCopier):
         self._staged_load: StagedLoad | None = None
 
     def backup(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+        staged: torch.Tensor | None = None,
     ) -> None:
         """See `PageCopier.backup`. `io_backend` is `kernel` or `direct`."""
         _check_backend(io_backend)
         if device_indices.is_cpu and self.prefers_cpu_slots(io_backend):
             self._backup_runs(host_indices, device_indices)
             return
-        slots = self._slots(host_indices, device_indices)
+        slots = self._slots(host_indices, device_indices, staged)
         if not self.engine_use[io_backend].backup:
             _KernelCopy(self, slots).copy(range(self.num_layers), to_host=True)
             return
@@ -234,13 +241,33 @@ class CudaPageCopier(PageCopier):
             self._copy_engine().copy_grids(grids, stream)
 
     def begin_load(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+        staged: torch.Tensor | None = None,
     ) -> PageLoad:
         """See `PageCopier.begin_load`. `io_backend` is `kernel` or `direct`."""
-        _check_backend(io_backend)
-        slots = self._slots(host_indices, device_indices)
+        steps = self.load_steps(len(host_indices) // self.pools.page_size, io_backend)
+        slots = self._slots(host_indices, device_indices, staged)
         if not self.engine_use[io_backend].load:
             return _KernelCopy(self, slots)
+        return _StagedLoad(
+            self,
+            self._stage_of_loads(),
+            slots,
+            steps,
+            loads_one_layer=self.engine_use[io_backend].load_of_one_layer,
+        )
+
+    def load_steps(self, num_pages: int, io_backend: str) -> tuple[range, ...]:
+        """See `PageCopier.load_steps`. `io_backend` is `kernel` or `direct`."""
+        _check_backend(io_backend)
+        if not self.engine_use[io_backend].load:
+            return self._single_layers
+        return self._stage_of_loads().steps(num_pages)
+
+    def _stage_of_loads(self) -> StagedLoad:
         if self._staged_load is None:
             self._staged_load = StagedLoad(
                 self.groups,
@@ -249,18 +276,15 @@ class CudaPageCopier(PageCopier):
                 self._copy_engine(),
                 self.staged_load_tuning,
             )
-        return _StagedLoad(
-            self,
-            self._staged_load,
-            slots,
-            loads_one_layer=self.engine_use[io_backend].load_of_one_layer,
-        )
+        return self._staged_load
 
-    def _slots(self, host: torch.Tensor, device: torch.Tensor) -> _Slots:
+    def _slots(
+        self, host: torch.Tensor, device: torch.Tensor, staged: torch.Tensor | None
+    ) -> _Slots:
         pages, _ = self.pools.pages(host, device)
         # Made on another stream and maybe freed there while this one still reads it.
         self.runtime.keep_for_current_stream(device)
-        items = whole_items(device, self.pools.stride)
+        items = whole_items(device if staged is None else staged, self.pools.stride)
         return _Slots(pages, self.runtime.stage_to_device(items))
 
     def _copy_engine(self) -> CopyEngine:

@@ -79,19 +79,30 @@ class NpuPageCopier(PageCopier):
         self._pages_at_once = max(1, buffer_bytes // page_bytes)
 
     def backup(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+        staged: torch.Tensor | None = None,
     ) -> None:
-        for host, device in self._chunks(host_indices, device_indices, io_backend):
+        for host, device in self._chunks(host_indices, device_indices, io_backend, staged):
             for part in self._parts:
                 rows = [layer.index_select(0, device) for layer in part.layers]
                 buffer = torch.stack(rows, dim=1)
                 for row, page, count in _runs(host):
                     self._copy(part.host[page : page + count], buffer[row : row + count])
 
+    def load_steps(self, num_pages: int, io_backend: str) -> tuple[range, ...]:
+        return (range(len(self._parts[0].layers)),)
+
     def begin_load(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+        staged: torch.Tensor | None = None,
     ) -> PageLoad:
-        return _NpuLoad(self, list(self._chunks(host_indices, device_indices, io_backend)))
+        return _NpuLoad(self, list(self._chunks(host_indices, device_indices, io_backend, staged)))
 
     def load(self, host: npt.NDArray[np.int64], device: torch.Tensor) -> None:
         """Copy pages, all layers of them, into the pages `device` (int64, on the device)."""
@@ -109,7 +120,11 @@ class NpuPageCopier(PageCopier):
         to.copy_(source, non_blocking=self._runtime.pins_memory)
 
     def _chunks(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+        staged: torch.Tensor | None,
     ) -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]:
         """Checked pages on the host and on the device, as many at once as the buffer takes."""
         if io_backend != IoBackend.KERNEL_ASCEND:
@@ -117,7 +132,7 @@ class NpuPageCopier(PageCopier):
         host, _ = self._pools.pages(host_indices, device_indices)
         # Made on another stream and maybe freed there while this one still reads it.
         self._runtime.keep_for_current_stream(device_indices)
-        slots = self._runtime.stage_to_device(device_indices)
+        slots = self._runtime.stage_to_device(device_indices) if staged is None else staged
         device = slots[:: self._pools.page_size] // self._pools.page_size
         size = self._pages_at_once
         for start in range(0, len(host), size):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.constants import GB
-from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, HostCopies, device_runtime
+from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.page_digests import PageHasher, make_page_hasher
 from sglang.srt.mem_cache.host.host_layout import (
@@ -215,11 +215,19 @@ class HostKVCache(HostPageList):
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
+        staged: torch.Tensor | None = None,
     ) -> PageLoad:
         """Prepare a load of whole pages to the device pool; the caller issues its layers (0-based
-        in this pool). The indices must not change until the last layer is issued."""
+        in this pool). The indices must not change until the last layer is issued. `staged` as of
+        `PageCopier`."""
         copier = self._copier_of(device_pool)
-        return copier.begin_load(host_indices, device_indices, io_backend)
+        return copier.begin_load(host_indices, device_indices, io_backend, staged)
+
+    def load_steps(
+        self, device_pool: BaseDevicePool, num_slots: int, io_backend: str
+    ) -> tuple[range, ...]:
+        """The layers (0-based in this pool) that a load of so many slots issues together."""
+        return self._copier_of(device_pool).load_steps(num_slots // self.page_size, io_backend)
 
     def load_to_device_per_layer(
         self,
@@ -241,10 +249,11 @@ class HostKVCache(HostPageList):
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
+        staged: torch.Tensor | None = None,
     ) -> None:
         """Copy all layers of whole pages from the device pool. `device_indices` are on its device,
-        or on the CPU."""
-        self._copier_of(device_pool).backup(host_indices, device_indices, io_backend)
+        or on the CPU; `staged` as of `PageCopier`."""
+        self._copier_of(device_pool).backup(host_indices, device_indices, io_backend, staged)
 
     def prefers_cpu_slots(self, device_pool: BaseDevicePool, io_backend: str) -> bool:
         """True if backups are faster with their `device_indices` on the CPU."""
@@ -256,11 +265,9 @@ class HostKVCache(HostPageList):
             self._copier = (device_pool, make_page_copier(self._paired_with(device_pool)))
         return self._copier[1]
 
-    def page_digests(
-        self, device_pool: BaseDevicePool, device_indices: torch.Tensor
-    ) -> HostCopies | None:
-        """Begin to hash whole pages of the device pool, in order with the current stream: see
-        `PageHasher.digests`. None: pages of its device are not hashed."""
+    def hasher_of(self, device_pool: BaseDevicePool) -> PageHasher | None:
+        """The hasher of the pages of `device_pool`, made on first use; None: they are not
+        hashed."""
         if self._hasher is None or self._hasher[0] is not device_pool:
             parts = self._device_parts(device_pool)
             by_token = page_byte_order(self.layout) == PageByteOrder.TOKEN_MAJOR
@@ -268,8 +275,7 @@ class HostKVCache(HostPageList):
                 parts, self.page_items, by_token=by_token, pool=device_pool.spec.name
             )
             self._hasher = (device_pool, hasher)
-        hasher = self._hasher[1]
-        return None if hasher is None else hasher.digests(device_pool.items_of(device_indices))
+        return self._hasher[1]
 
     def _paired_with(self, device_pool: BaseDevicePool) -> PoolPair:
         """The pages of this pool and of `device_pool`, layer by layer."""

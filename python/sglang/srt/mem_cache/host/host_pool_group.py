@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from sglang.srt.environ import envs
-from sglang.srt.hardware_backend.device_runtime import Event
+from sglang.srt.hardware_backend.device_runtime import Event, device_runtime
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
-from sglang.srt.mem_cache.device.page_digests import EvenShare
+from sglang.srt.mem_cache.device.page_digests import DIGEST_BYTES, EvenShare
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer, SidecarPoolSpec
 from sglang.srt.mem_cache.device.state_spec import PoolHitPolicy, PoolName, StateSpec
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
 from sglang.srt.mem_cache.host.host_pool import HostKVCache
+from sglang.srt.mem_cache.host.load_steps import LoadSteps, join_steps
 from sglang.srt.mem_cache.host.page_checksums import PageDigests
 from sglang.srt.utils.parts import Parts
 
@@ -47,8 +49,15 @@ class PoolEntry:
         return self.device_pool.spec
 
 
-_Moved: TypeAlias = tuple[PoolEntry, torch.Tensor, torch.Tensor]
-"""A pool, and the host and device slots that a copy moves."""
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """What a copy moves of a pool."""
+
+    entry: PoolEntry
+    host: torch.Tensor
+    device: torch.Tensor
+    staged: torch.Tensor
+    """`device` on the device."""
 
 
 class HostPoolGroup:
@@ -78,6 +87,16 @@ class HostPoolGroup:
             entry.name: self._layers_of(entry) for entry in entries
         }
         """For each pool, its own layer numbers by the model's."""
+        self._runtime = device_runtime(self.primary_entry.device_pool.device)
+        first_layer = min(min(layers, default=0) for layers in self._layers.values())
+        # One entry for each set of pools and of their steps, which are few.
+        self._join_steps = functools.cache(
+            lambda steps: join_steps(
+                [(self._layers[name], pool_steps) for name, pool_steps in steps],
+                first_layer,
+                self.num_layers,
+            )
+        )
         self._checked_loads = EvenShare(envs.SGLANG_HICACHE_CHECKED_SHARE.get())
         """Loads that are compared with checksums: the same on all ranks, since none goes on before
         all have compared."""
@@ -128,22 +147,34 @@ class HostPoolGroup:
             ValueError: A transfer names no pool of the group, lacks slots, or has slots outside
                 its pool.
         """
-        moved = list(self._moved(transfers))
-        for entry, host, device in moved:
-            entry.host_pool.backup_from_device_all_layer(
-                entry.device_pool, host, device, io_backend
+        moved = self._stage(transfers)
+        for one in moved:
+            one.entry.host_pool.backup_from_device_all_layer(
+                one.entry.device_pool, one.host, one.device, io_backend, one.staged
             )
-        return _digests(moved)
+        return self._digests(moved)
+
+    def load_steps(self, transfers: Sequence[PoolTransfer], io_backend: str) -> LoadSteps:
+        """The steps in which `load` copies `transfers`. Raises as `load`; any thread."""
+        steps = []
+        for entry, host, _ in self._moved(transfers):
+            pool = entry.host_pool
+            steps.append((entry.name, pool.load_steps(entry.device_pool, len(host), io_backend)))
+        return self._join_steps(tuple(steps))
 
     def load(
-        self, transfers: Sequence[PoolTransfer], layers_done: Sequence[Event], io_backend: str
+        self,
+        transfers: Sequence[PoolTransfer],
+        steps: LoadSteps,
+        steps_done: Sequence[Event],
+        io_backend: str,
     ) -> list[PageDigests]:
-        """Copy every transfer's pages to the device, layer by layer; copy thread.
+        """Copy every transfer's pages to the device, step by step; copy thread.
 
         Args:
             transfers: Each must have both index tensors.
-            layers_done: One event for each model layer. An event is recorded when all pools that
-                have the layer have loaded it; at once if none of `transfers` has the layer.
+            steps: Their `load_steps`.
+            steps_done: One event for each step, which is recorded after it.
             io_backend: Resolved; see host_layout.py.
 
         Returns:
@@ -152,23 +183,18 @@ class HostPoolGroup:
         Raises:
             ValueError: See `backup`.
         """
-        parts = []
-        moved = list(self._moved(transfers))
-        for entry, host, device in moved:
-            load = entry.host_pool.begin_load(entry.device_pool, host, device, io_backend)
-            parts.append((load, self._layers[entry.name]))
-        loaded = set[int]().union(*[layers for _, layers in parts])
-        if len(loaded) < len(layers_done):
-            for layer, done in enumerate(layers_done):
-                if layer not in loaded:
-                    done.record()
-        for model_layer in sorted(loaded):
-            for load, layers in parts:
-                own_layer = layers.get(model_layer)
-                if own_layer is not None:
-                    load.issue(own_layer)
-            layers_done[model_layer].record()
-        return _digests(moved, is_checked=self._checked_loads.takes_next())
+        moved = self._stage(transfers)
+        loads = [
+            one.entry.host_pool.begin_load(
+                one.entry.device_pool, one.host, one.device, io_backend, one.staged
+            )
+            for one in moved
+        ]
+        for issued, done in zip(steps.issued, steps_done, strict=True):
+            for place, layer in issued:
+                loads[place].issue(layer)
+            done.record()
+        return self._digests(moved, is_checked=self._checked_loads.takes_next())
 
     def forget_checksums(self, transfers: Sequence[PoolTransfer]) -> None:
         """Note that the pages of `transfers` are going to have other contents. Pools without slots
@@ -181,7 +207,30 @@ class HostPoolGroup:
                 pages = whole_pages(transfer.host_indices, pool.page_size, pool.page_num)
                 pool.checksums.forget(pages)
 
-    def _moved(self, transfers: Sequence[PoolTransfer]) -> Iterator[_Moved]:
+    def _stage(self, transfers: Sequence[PoolTransfer]) -> list[_Moved]:
+        moved = list(self._moved(transfers))
+        staged = self._runtime.stage_all([device for _, _, device in moved])
+        return [_Moved(*one, on_device) for one, on_device in zip(moved, staged, strict=True)]
+
+    def _digests(self, moved: Sequence[_Moved], *, is_checked: bool = True) -> list[PageDigests]:
+        """Begin to hash the pages on the device, in order with the current stream, if `is_checked`.
+
+        The copy's own last event tells that they are hashed.
+        """
+        found = []
+        for one in moved:
+            pool, device_pool = one.entry.host_pool, one.entry.device_pool
+            pages = one.host[:: pool.page_size].numpy() // pool.page_size  # The copy checked them.
+            digests = None
+            if is_checked and (hasher := pool.hasher_of(device_pool)) is not None:
+                digests = self._runtime.empty_on_host(len(pages) * DIGEST_BYTES, torch.uint8)
+                hasher.hash_into(digests, device_pool.items_of(one.staged))
+            found.append(PageDigests(one.entry.name, pages, digests))
+        return found
+
+    def _moved(
+        self, transfers: Sequence[PoolTransfer]
+    ) -> Iterator[tuple[PoolEntry, torch.Tensor, torch.Tensor]]:
         """Entry, host slots and device slots of each transfer, unless it has none: a state may be
         copied without pages."""
         for transfer in transfers:
@@ -247,14 +296,3 @@ class HostPoolGroup:
         """Assert every pool's invariants, in parts."""
         for entry in self.entries.values():
             yield from entry.host_pool.integrity_parts()
-
-
-def _digests(moved: Sequence[_Moved], *, is_checked: bool = True) -> list[PageDigests]:
-    """Begin to hash the pages on the device, in order with the current stream, if `is_checked`."""
-    found = []
-    for entry, host, device in moved:
-        pool = entry.host_pool
-        pages = host[:: pool.page_size].numpy() // pool.page_size  # The copy has checked them.
-        copies = pool.page_digests(entry.device_pool, device) if is_checked else None
-        found.append(PageDigests(entry.name, pages, copies))
-    return found

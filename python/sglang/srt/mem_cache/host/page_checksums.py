@@ -15,8 +15,8 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from sglang.srt.hardware_backend.device_runtime import HostCopies
 from sglang.srt.mem_cache.device.page_digests import DIGEST_BYTES
 
 NO_CHECKSUM: Final = b"no page checksum"
@@ -62,16 +62,15 @@ class PageDigests:
     pool: str
     pages: npt.NDArray[np.int64]
     """int64 `[n]`: pages of the host pool."""
-    copies: HostCopies | None
-    """One tensor, uint8 `[n, 16]`; None: the pages are not hashed."""
+    digests: torch.Tensor | None
+    """uint8 `[n * 16]` on the CPU, written by the time the copy has ended; None: the pages are not
+    hashed."""
 
-    def wait(self) -> npt.NDArray[np.uint8] | None:
-        """The checksums, uint8 `[n, 16]`, once the copy has ended; None as `copies`."""
-        if self.copies is None:
+    def rows(self) -> npt.NDArray[np.uint8] | None:
+        """The checksums, uint8 `[n, 16]`, of a copy that has ended; None as `digests`."""
+        if self.digests is None:
             return None
-        (digests,) = self.copies.wait()
-        assert digests is not None
-        found: npt.NDArray[np.uint8] = digests.numpy()
+        found: npt.NDArray[np.uint8] = self.digests.numpy().reshape(-1, DIGEST_BYTES)
         return found
 
 

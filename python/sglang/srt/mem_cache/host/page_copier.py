@@ -24,6 +24,7 @@ import torch
 
 from sglang.srt.mem_cache.host.host_layout import IoBackend
 from sglang.srt.mem_cache.host.host_page_list import whole_pages
+from sglang.srt.mem_cache.host.load_steps import layer_steps
 
 PageView: TypeAlias = npt.NDArray[np.uint8]
 PagePair: TypeAlias = tuple[PageView, PageView]
@@ -104,19 +105,25 @@ class PageLoad(ABC):
 
     @abstractmethod
     def issue(self, layer: int) -> None:
-        """Copy one layer; those that follow may come with it. Layers may be left out."""
+        """Copy one layer; those of its step (`PageCopier.load_steps`) come with it. Layers may be
+        left out."""
 
 
 class PageCopier(ABC):
     """Copies whole pages between two pools.
 
     Slots on the host are int64 `[slots]` on the CPU; those on the device, equally many, on the
-    CPU or the device. `io_backend` is one of `IoBackend`.
+    CPU or the device. `staged` are slots on the device where `device_indices` are on the CPU and
+    the caller has staged them; `io_backend` is one of `IoBackend`.
     """
 
     @abstractmethod
     def backup(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+        staged: torch.Tensor | None = None,
     ) -> None:
         """Copy all layers of the pages of these slots to the host.
 
@@ -125,9 +132,17 @@ class PageCopier(ABC):
 
     @abstractmethod
     def begin_load(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+        staged: torch.Tensor | None = None,
     ) -> PageLoad:
         """Check and stage the slots of a load once for all of its layers. Raises as `backup`."""
+
+    @abstractmethod
+    def load_steps(self, num_pages: int, io_backend: str) -> tuple[range, ...]:
+        """The layers that a load of so many pages issues together. Any thread."""
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
         """True if backups are faster with their `device_indices` on the CPU."""
@@ -140,9 +155,14 @@ class CpuPageCopier(PageCopier):
     def __init__(self, pools: PoolPair) -> None:
         self._pools = pools
         self._layers = _layer_pairs(pools)
+        self._steps = layer_steps(len(self._layers), 1)
 
     def backup(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+        staged: torch.Tensor | None = None,
     ) -> None:
         to, source = self._indices(host_indices, device_indices, io_backend)
         for layer in self._layers:
@@ -150,9 +170,16 @@ class CpuPageCopier(PageCopier):
                 copy_pages(device, source, host, to)
 
     def begin_load(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+        staged: torch.Tensor | None = None,
     ) -> PageLoad:
         return _CpuLoad(self._layers, *self._indices(host_indices, device_indices, io_backend))
+
+    def load_steps(self, num_pages: int, io_backend: str) -> tuple[range, ...]:
+        return self._steps
 
     def _indices(
         self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str

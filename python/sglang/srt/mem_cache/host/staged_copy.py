@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.host.copy_runs import (
     is_token_major,
     join_runs,
 )
+from sglang.srt.mem_cache.host.load_steps import layer_steps
 
 _BUFFER_SHARE: Final = 1 / 1024
 """Share of the device's memory that one of four buffers takes. Pieces are long, since each costs
@@ -242,14 +243,16 @@ class StagedLoad:
         part = groups[0][0][0]
         most = min(tuning.whole_bytes, _buffer_bytes(device_runtime(device)))
         tuning = replace(tuning, whole_bytes=most)
-        self._layers = {
+        at_once = {
             fits: tuning.layers_at_once(part, page_size, fits=fits) for fits in (False, True)
         }
-        self._stage = _Stage(groups, page_size, max(self._layers.values()), device, engine)
+        num_layers = len(part.device_addresses)
+        self._steps = {fits: layer_steps(num_layers, most) for fits, most in at_once.items()}
+        self._stage = _Stage(groups, page_size, max(at_once.values()), device, engine)
 
-    def layers_at_once(self, chunks: Sequence[Chunk]) -> int:
-        """Most layers that `load` should copy at once."""
-        return self._layers[len(chunks) <= 1]
+    def steps(self, num_pages: int) -> tuple[range, ...]:
+        """The layers that `load` should copy at once, for so many pages."""
+        return self._steps[num_pages <= self._stage.chunk_pages]
 
     def start(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> list[Chunk]:
         """Order a load after what the current stream has queued; returns the chunks for `load`.
@@ -262,7 +265,7 @@ class StagedLoad:
         return self._stage.chunks(host_pages, device_slots)
 
     def load(self, chunks: Sequence[Chunk], layers: range) -> None:
-        """Copy at most `layers_at_once` consecutive layers to the device."""
+        """Copy a step's layers, or one layer, to the device."""
         stage = self._stage
         for chunk in chunks:
             with stage.side.use():

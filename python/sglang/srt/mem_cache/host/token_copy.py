@@ -85,7 +85,8 @@ def _copy_tokens(
         )
         device_row = device_slot * DEVICE_STRIDE
         mask = there[:, None] & (cols < ROW)[None, :]
-        host = tl.multiple_of(host_base.to(tl.pointer_type(ELEMENT)), ALIGNMENT)
+        host = host_base.to(tl.int64).to(tl.pointer_type(ELEMENT))
+        host = tl.multiple_of(host, ALIGNMENT)
         device = tl.multiple_of(device_base.to(tl.pointer_type(ELEMENT)), ALIGNMENT)
         host_at = host + (host_row[:, None] + cols[None, :])
         device_at = device + (device_row[:, None] + cols[None, :])

@@ -115,7 +115,7 @@ class HiCacheController:
 
     Args:
         token_to_kv_pool_allocator: Allocator of L1, which knows the device pool.
-        mem_pool_host: Pools of L2. Loads signal its `num_layers` layers.
+        mem_pool_host: Pools of L2.
         page_size: Tokens of a page.
         io_backend: Resolved I/O backend; see host_layout.py.
     """
@@ -134,7 +134,7 @@ class HiCacheController:
         self.io_backend = io_backend
         device = self.mem_pool_device.device
         self._runtime = device_runtime(device)
-        self.layer_done_counter = LayerDoneCounter(mem_pool_host.num_layers, device)
+        self.layer_done_counter = LayerDoneCounter(device)
         for entry in mem_pool_host.entries.values():
             entry.device_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._write_stream = self._runtime.make_copy_stream("hicache-write", is_urgent=False)
@@ -161,12 +161,13 @@ class HiCacheController:
             read.append(PoolTransfer(entry.name, page, on_device))
             written.append(PoolTransfer(entry.name, page, page if self._locates else on_device))
         group, io_backend = self.mem_pool_host, self.io_backend
-        layers = [self._runtime.make_event() for _ in range(group.num_layers)]
-        for transfers, stream, copy in (
-            (written, self._write_stream, lambda pools: group.backup(pools, io_backend)),
-            (read, self._load_stream, lambda pools: group.load(pools, layers, io_backend)),
+        steps = group.load_steps(read, io_backend)
+        done = [self._runtime.make_event() for _ in steps.issued]
+        for stream, copy in (
+            (self._write_stream, lambda: group.backup(written, io_backend)),
+            (self._load_stream, lambda: group.load(read, steps, done, io_backend)),
         ):
-            self._issue([CacheOperation(0, transfers)], stream, copy).finish_event.synchronize()
+            self._issue([], stream, copy).finish_event.synchronize()
 
     # ---- L1 to L2 --------------------------------------------------------------------------
 
@@ -236,10 +237,11 @@ class HiCacheController:
                 located = self._runtime.copy_to_host(slots)
                 self._locating.append(_Locating(operations, transfers, located))
             else:
+                joined = self._joined(operations)
                 ack = self._issue(
                     operations,
                     self._write_stream,
-                    lambda pools: self.mem_pool_host.backup(pools, self.io_backend),
+                    lambda: self.mem_pool_host.backup(joined, self.io_backend),
                 )
                 self.ack_write_queue.append(ack)
         while self._locating and (is_urgent or self._locating[0].device.is_done):
@@ -289,7 +291,7 @@ class HiCacheController:
         that they may have other owners by then.
         """
         for one in ack.digests:
-            checksums, digests = self.mem_pool_host.get_pool(one.pool).checksums, one.wait()
+            checksums, digests = self.mem_pool_host.get_pool(one.pool).checksums, one.rows()
             if digests is None:
                 checksums.forget(one.pages)
             else:
@@ -335,31 +337,36 @@ class HiCacheController:
         """Issue all queued loads as one; return its producer index, -1 if none was queued."""
         if not self.load_queue:
             return -1
-        index, layers = self.layer_done_counter.update_producer()
         operations, self.load_queue = self.load_queue, []
+        group, transfers = self.mem_pool_host, self._joined(operations)
+        steps = group.load_steps(transfers, self.io_backend)
+        index, done = self.layer_done_counter.update_producer(steps.step_of)
         ack = self._issue(
             operations,
             self._load_stream,
-            lambda pools: self.mem_pool_host.load(pools, layers, self.io_backend),
+            lambda: group.load(transfers, steps, done, self.io_backend),
         )
         self.ack_load_queue.append(ack)
         return index
+
+    def _joined(self, operations: Sequence[CacheOperation]) -> list[PoolTransfer]:
+        """The transfers of all pools, those without slots of their own included."""
+        transfers = join_transfers([operation.transfers for operation in operations])
+        auxiliary = self.mem_pool_host.auxiliary_pools
+        return _resolve_shared_pool_transfers(transfers, auxiliary) if auxiliary else transfers
 
     def _issue(
         self,
         operations: list[CacheOperation],
         stream: CopyStream,
-        copy: Callable[[list[PoolTransfer]], list[PageDigests]],
+        copy: Callable[[], list[PageDigests]],
     ) -> HiCacheAck:
         """Start one copy for all `operations`."""
         ids = [operation.operation_id for operation in operations]
         ack = HiCacheAck(self._runtime.make_event(), ids, time.monotonic(), self.num_loads)
-        transfers = join_transfers([operation.transfers for operation in operations])
-        if auxiliary := self.mem_pool_host.auxiliary_pools:
-            transfers = _resolve_shared_pool_transfers(transfers, auxiliary)
 
         def run() -> None:
-            ack.digests.extend(copy(transfers))
+            ack.digests.extend(copy())
             ack.finish_event.record()
 
         stream.submit(run)

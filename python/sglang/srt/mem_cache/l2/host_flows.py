@@ -429,7 +429,7 @@ class HostLoad:
         found = {}
         for one in ack.digests:
             checksums = self._controller.mem_pool_host.get_pool(one.pool).checksums
-            digests, known, damaged = one.wait(), 0, one.pages[:0]
+            digests, known, damaged = one.rows(), 0, one.pages[:0]
             if digests is not None:
                 known = int(checksums.have(one.pages).sum())
                 damaged = one.pages[checksums.differ(one.pages, digests)]

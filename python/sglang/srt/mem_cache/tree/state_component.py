@@ -171,12 +171,11 @@ class StateComponent:
 
         Args:
             host: Slots in L2, int64 on the CPU.
-            device: Slots in L1, int64 on the CPU.
+            device: Slots in L1, int64 on the CPU, where they stay: the copy stages them.
             keys: Hash of the last page before each slot; None: the last page of the operation.
         """
-        slot = None if device is None else self.on_device(device)
         spec = self.pool.spec
-        return PoolTransfer(spec.name, host, slot, keys, spec.hit_policy)
+        return PoolTransfer(spec.name, host, device, keys, spec.hit_policy)
 
     def on_device(self, slot: torch.Tensor) -> torch.Tensor:
         """`slot` as a tensor on the device, for kernels."""

@@ -64,13 +64,13 @@ class Pools:
 
 
 class Recorded:
-    """A layer's event: in which order, and what the pools had loaded by then."""
+    """A step's event: what the pools had loaded by then."""
 
-    def __init__(self, layer: int, order: list[tuple[int, int]], done: list[str]) -> None:
-        self._layer, self._order, self._done = layer, order, done
+    def __init__(self, order: list[int], done: list[str]) -> None:
+        self._order, self._done = order, done
 
     def record(self) -> None:
-        self._order.append((self._layer, len(self._done)))
+        self._order.append(len(self._done))
 
     def query(self) -> bool:
         raise NotImplementedError
@@ -95,9 +95,9 @@ def test_a_group_moves_the_pages_of_all_pools() -> None:
     before = device_bytes(pools.kv, pools.on_device)
     for buffer in (*pools.kv.k_buffer, *pools.kv.v_buffer, pools.marks.marks):
         buffer.zero_()
-    pools.group.load(
-        pools.transfers(), [device_runtime("cpu").make_event() for _ in range(5)], "direct"
-    )
+    steps = pools.group.load_steps(pools.transfers(), "direct")
+    done = [device_runtime("cpu").make_event() for _ in steps.issued]
+    pools.group.load(pools.transfers(), steps, done, "direct")
     assert device_bytes(pools.kv, pools.on_device) == before
     assert marks_of(pools.marks, pools.on_device) == [10, 11, 20, 21]
     do_all(pools.group.integrity_parts())
@@ -114,7 +114,7 @@ class WatchedLoad(PageLoad):
         self.copies.append(f"{self.name} {layer}")
 
 
-def test_a_layer_is_signalled_when_every_pool_that_has_it_has_loaded_it(
+def test_a_step_is_signalled_when_every_pool_that_has_its_layer_has_loaded_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pools = Pools()
@@ -129,15 +129,20 @@ def test_a_layer_is_signalled_when_every_pool_that_has_it_has_loaded_it(
             return WatchedLoad(begin(*args), name, copies)
 
         monkeypatch.setattr(entry.host_pool, "begin_load", watched)
-    order: list[tuple[int, int]] = []
-    events = [Recorded(layer, order, copies) for layer in range(5)]
-    pools.group.load(pools.transfers(), events, "direct")
+
+    def load(transfers: list[PoolTransfer]) -> tuple[tuple[int, ...], list[int]]:
+        copies.clear()
+        order: list[int] = []
+        steps = pools.group.load_steps(transfers, "direct")
+        done = [Recorded(order, copies) for _ in steps.issued]
+        pools.group.load(transfers, steps, done, "direct")
+        return steps.step_of, order
+
+    assert load(pools.transfers()) == ((0, 1, 2, 3, 3), [1, 2, 4, 5])
     assert copies == ["kv 0", "indexer 0", "kv 1", "indexer 1", "kv 2"]
-    assert order == [(4, 0), (0, 1), (1, 2), (2, 4), (3, 5)], "layer 4 has no state: at once"
-    order.clear()
-    copies.clear()
-    pools.group.load(pools.transfers()[:1], events, "direct")
-    assert order == [(1, 0), (4, 0), (0, 1), (2, 2), (3, 3)], "nothing of layer 1 is loaded"
+    assert load(pools.transfers()[:1]) == ((0, 0, 1, 2, 2), [1, 2, 3]), "nothing of layer 1"
+    # The first layer waits for an empty step, and so for the loads before.
+    assert load(pools.transfers()[1:]) == ((0, 1, 2, 2, 2), [0, 1, 2])
 
 
 def test_pages_with_other_contents_have_no_checksums_in_any_pool_of_their_slots() -> None:
@@ -182,7 +187,7 @@ def test_a_group_needs_one_anchor_known_names_and_equal_slots() -> None:
     with pytest.raises(ValueError, match="needs host_indices"):
         pools.group.backup([PoolTransfer(PoolName.KV)], "direct")
     with pytest.raises(ValueError, match=r"mamba.*indexer, kv"):
-        pools.group.load([PoolTransfer(PoolName.MAMBA)], [], "direct")
+        pools.group.load_steps([PoolTransfer(PoolName.MAMBA)], "direct")
     small = MarksPoolHost(pools.marks, 1.0, 0, PAGE, "page_first")
     with pytest.raises(ValueError, match=r"indexer shares.*kv.*16 pages of 4, not 32 of 4"):
         HostPoolGroup([replace(indexer, host_pool=small), kv])

@@ -52,9 +52,9 @@ def test_the_device_hashes_what_the_host_stores(kind: str, layout: str) -> None:
     slots = torch.cat([torch.arange(PAGE) + page * PAGE for page in (3, 1, 6)])
     to = torch.arange(3 * PAGE)
     host.backup_from_device_all_layer(device, to, slots, "direct")
-    copies = host.page_digests(device, slots)
-    assert copies is not None
-    (digests,) = copies.wait()
+    hasher = host.hasher_of(device)
+    assert hasher is not None
+    (digests,) = hasher.digests(slots).wait()
     flat = torch.empty(3, host.page_bytes, dtype=torch.uint8)
     host.gather_pages(to, flat)
     expected = [xxhash.xxh3_128_digest(page.numpy().tobytes()) for page in flat]
@@ -98,9 +98,9 @@ def test_every_flipped_bit_differs(layout: str, bit: int) -> None:
 def digests_of(
     host: HostKVCache, device: BaseDevicePool, slots: torch.Tensor
 ) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    copies = host.page_digests(device, slots)
-    assert copies is not None
-    (digests,) = copies.wait()
+    hasher = host.hasher_of(device)
+    assert hasher is not None
+    (digests,) = hasher.digests(slots).wait()
     assert digests is not None
     found: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = digests.numpy()
     return found

@@ -159,8 +159,8 @@ def test_a_load_of_a_cuda_pool_stages_its_slots_once_and_launches_a_layer_at_a_t
     for layer in (0, 1):
         first.issue(layer)
     second.issue(2)
-    # Four slots on the device and one page on the host, for each load.
-    assert staged == [4, 1, 4, 1]
+    # Four slots on the device for each load, then one page on the host with the first layer.
+    assert staged == [4, 4, 1, 1]
     assert launched == [
         (range(1), [2], [20, 21, 22, 23]),
         (range(1, 2), [2], [20, 21, 22, 23]),
@@ -176,13 +176,24 @@ class NoCopier(PageCopier):
         self.pools = pools
 
     def backup(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+        staged: torch.Tensor | None = None,
     ) -> None:
         raise AssertionError
 
     def begin_load(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+        staged: torch.Tensor | None = None,
     ) -> PageLoad:
+        raise AssertionError
+
+    def load_steps(self, num_pages: int, io_backend: str) -> tuple[range, ...]:
         raise AssertionError
 
 

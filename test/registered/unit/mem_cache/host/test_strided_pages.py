@@ -70,9 +70,9 @@ def test_a_page_has_the_bytes_of_its_items_and_their_checksum(layout: str) -> No
     layers = torch.stack([page_of(pool, layer, 4) for layer in range(LAYERS)])
     in_order = layers.transpose(0, 1) if layout == HostLayout.PAGE_FIRST else layers
     assert torch.equal(flat[0], in_order.contiguous().view(torch.uint8).flatten())
-    copies = host.page_digests(pool, slots_of(4))
-    assert copies is not None
-    (digests,) = copies.wait()
+    hasher = host.hasher_of(pool)
+    assert hasher is not None
+    (digests,) = hasher.digests(pool.items_of(slots_of(4))).wait()
     assert digests is not None
     assert digests.numpy().tobytes() == xxhash.xxh3_128_digest(flat.numpy().tobytes())
     other = HostKVCache.make(pool, page_num=2, layout=layout)

@@ -140,10 +140,10 @@ def test_loads_that_no_forward_waited_for_leave_no_events() -> None:
         made.add(event := Passed())
         return event
 
-    counter = LayerDoneCounter(2, RIG_DEVICE)
+    counter = LayerDoneCounter(RIG_DEVICE)
     counter._make_event = make  # type: ignore[assignment]
     for _ in range(50):
-        index, (first, second) = counter.update_producer()
+        index, (first, second) = counter.update_producer([0, 1])
     assert len(made) == 2, "those of the last load"
     counter.set_consumer(index - 1)
     counter.wait_until(0)

@@ -40,6 +40,12 @@ def matched(rig: StateRig, ids: range | list[int]) -> int:
     return len(rig.match(ids).device_indices)
 
 
+def test_a_transfer_leaves_its_slots_on_the_cpu() -> None:
+    """All slots of a copy are staged together."""
+    slot = torch.tensor([2])
+    assert StateRig(page_size=4).states.transfer(device=slot).device_indices is slot
+
+
 # -- matching ------------------------------------------------------------------------------------
 
 

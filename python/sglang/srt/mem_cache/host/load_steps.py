@@ -1,0 +1,57 @@
+"""Which layers of a load come together. Pure functions.
+
+A pool's layers come in steps: consecutive layers that are issued at once. The steps of all pools of
+a load are joined in the order in which a forward needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+def layer_steps(num_layers: int, at_once: int) -> tuple[range, ...]:
+    """The steps of a pool's layers, at most `at_once` each. The first layer comes alone, because a
+    forward waits for it; so does the last one: when it is there, little is left to be computed."""
+    if at_once >= num_layers:
+        return (range(num_layers),)
+    starts = sorted({0, *range(1, num_layers, at_once), num_layers - 1})
+    return tuple(map(range, starts, [*starts[1:], num_layers]))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSteps:
+    """The steps of a load of several pools."""
+
+    issued: tuple[tuple[tuple[int, int], ...], ...]
+    """For each step what it issues: the pool's place in the load, and its own layer that begins a
+    step of that pool."""
+    step_of: tuple[int, ...]
+    """For each model layer the step after which a forward may read it."""
+
+
+def join_steps(
+    pools: Sequence[tuple[Mapping[int, int], Sequence[range]]], first_layer: int, num_layers: int
+) -> LoadSteps:
+    """Join the steps of several pools.
+
+    Args:
+        pools: For each pool of a load its own layer by model layer, and its steps.
+        first_layer: The first model layer that any pool of the model has. If the load does not
+            bring it, its readers wait for an empty step, and so for earlier loads alone.
+        num_layers: Layers of the model.
+    """
+    starts = [{step.start for step in steps} for _, steps in pools]
+    is_loaded = any(first_layer in own for own, _ in pools)
+    issued: list[tuple[tuple[int, int], ...]] = [] if is_loaded else [()]
+    step_of = []
+    for layer in range(num_layers):
+        begun = tuple(
+            (place, own[layer])
+            for place, (own, _) in enumerate(pools)
+            if layer in own and own[layer] in starts[place]
+        )
+        if begun:
+            issued.append(begun)
+        step_of.append(max(0, len(issued) - 1))
+    return LoadSteps(tuple(issued), tuple(step_of))
