@@ -377,7 +377,8 @@ def test_a_path_with_a_slash_is_no_redirect(client: httpx.Client, path: str) -> 
 
 def test_wrong_methods_and_paths_name_the_right_ones(client: httpx.Client) -> None:
     assert "GET /flush_cache" in refused(client.get("/flush_cache"), 405)["message"]
-    assert "/nowhere" in refused(client.get("/nowhere"), 404)["message"]
+    message = refused(client.get("/nowhere"), 404)["message"]
+    assert message == "GET /nowhere: Not Found; GET /openapi.json lists the paths"
     for path, meant in (
         ("/generat", GENERATE),
         ("/v1/chat/completion", CHAT),

@@ -468,6 +468,9 @@ def test_tokenize_counts_a_conversation_as_a_chat_does(tmp_path: Path) -> None:
         ):
             refusal = client.post("/v1/tokenize", json=wrong)
             assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, field)
+        body = {"messages": hello, "tool_choice": "required"}
+        message = client.post("/v1/tokenize", json=body).json()["error"]["message"]
+        assert message.endswith("there are no tools: send tools, or leave it out")
 
 
 def test_a_launched_server_has_the_keys_and_its_processes_do_not(

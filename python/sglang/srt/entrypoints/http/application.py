@@ -26,6 +26,7 @@ access, because a page has to send the bearer token itself. Credentials that bro
 themselves, such as cookies, are not allowed with such requests: the server does not read them, but
 a proxy in front of it may."""
 _PREFLIGHT_SECONDS: Final = 600
+_ALL_PATHS: Final = "; GET /openapi.json lists the paths"
 
 
 class Route:
@@ -119,7 +120,7 @@ class Application:
             raise ApiError(501, f"{shown}: SGLang has it, this engine does not: {remedy}")
         if not routes:
             near = did_you_mean(request.path, (one.path for one in self.routes))
-            raise ApiError(404, f"{shown}: Not Found{near}")
+            raise ApiError(404, f"{shown}: Not Found{near or _ALL_PATHS}")
         allowed = ", ".join(sorted(routes))
         error = ApiError(405, f"{shown}: Method Not Allowed; this path takes {allowed}")
         return error_response(error, request.path, {"Allow": allowed})

@@ -107,7 +107,10 @@ def _check_choice(tools: Sequence[Tool], choice: str | ToolChoice | None) -> Non
             "tool_choice",
         )
     if not tools and choice not in (None, "none", "auto"):
-        raise bad_request("tool_choice asks for a call, but there are no tools", "tool_choice")
+        raise bad_request(
+            "tool_choice asks for a call, but there are no tools: send tools, or leave it out",
+            "tool_choice",
+        )
     if isinstance(choice, ToolChoice):
         if choice.type != "function":
             raise bad_request("tool_choice.type must be function", "tool_choice")
