@@ -78,8 +78,7 @@ def _end_of_match(
         return CutReason.DISABLED, None
     if ends.cut >= page_size:
         return CutReason.NO_STATE, None
-    # A recurrent state stands before the last token, which is always computed.
-    usable = (len(key) - bool(tree.tree.components)) // page_size * page_size
+    usable = tree.tree.longest_match(len(key)) // page_size * page_size
     if matched >= usable:
         if len(key) < num_tokens:
             return CutReason.LOGPROBS, None

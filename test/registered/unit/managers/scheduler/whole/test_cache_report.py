@@ -225,6 +225,16 @@ def test_a_missing_state_is_reported(hybrid: Path) -> None:
     assert cuts_of(rig.ask("whole", IDS[:96]))[-1][1:] == (80, "last_token")
 
 
+def test_a_missing_last_page_is_reported_where_states_are_windows(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """A whole prompt computes one token there, so that its last page is worth having."""
+    rig = ReportRig(tiny_model("ministral", eos_token_id=None), page_size=PAGE, num_states=12)
+    rig.ask("cold", IDS[:80])
+    assert cuts_of(rig.ask("longer", IDS[:96])) == [("device", 80, "no_page")]
+    assert cuts_of(rig.ask("whole", IDS[:96])) == [(None, 96, "last_token")]
+
+
 def test_no_slot_for_a_state_to_load(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = tiered(hybrid, num_states=12, chunked_prefill_size=64)
     try:
