@@ -90,14 +90,14 @@ def test_all_numbers_of_a_prefill_come_in_one_upload(
     ((seen, batch),) = batches
     # 12 and 5 tokens and padding, 6 numbers and 3 slots of each request.
     assert seen == [17 + 1 + 2 * 9]
-    assert batch.last_rows().tolist() == [11, 16]
+    assert batch.last_rows_in is not None and batch.last_rows_in.tolist() == [11, 16]
     states = batch.states
     assert states is not None and states.track_slots is not None and states.copied is None
     known, new = states.slots.tolist()
     read, own = states.read_slots.tolist()
     assert own == new != known != read
     begin = batch.input_ids.data_ptr()
-    for tensor in (batch.last_rows(), states.slots, states.read_slots, states.track_slots):
+    for tensor in (batch.last_rows_in, states.slots, states.read_slots, states.track_slots):
         assert (tensor.data_ptr() - begin) % 16 == 0
     assert states.track_lens_cpu == [8, 4]
     for rid, ids in (("known", longer), ("new", prompt(3, 5))):
