@@ -174,7 +174,9 @@ class ServerChannel:
         encoded = encode(message)
         held = None if isinstance(message, ControlReq | ShutdownReq) else self._held
         boxes = self._outboxes if held is None else held
-        self._flush_soon()
+        if not self._will_flush:
+            self._will_flush = True
+            self._loop.call_soon(self._flush)
         for outbox in boxes if dp_rank is None else (boxes[dp_rank],):
             outbox.append(encoded)
 
@@ -189,12 +191,7 @@ class ServerChannel:
             for outbox, held in zip(self._outboxes, self._held, strict=True):
                 outbox += held
             self._held = None
-            self._flush_soon()
-
-    def _flush_soon(self) -> None:
-        if self._loop is not None and not self._will_flush:
-            self._will_flush = True
-            self._loop.call_soon(self._flush)
+            self._flush()
 
     def call_soon_threadsafe(self, callback: Callable[[str], None], argument: str) -> None:
         """Call on the event loop, from any thread; nothing where the loop has ended."""
