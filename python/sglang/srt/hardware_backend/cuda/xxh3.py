@@ -234,16 +234,24 @@ def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes
     lane = tl.arange(0, _LANES)[None, :]
     own = sums + (message.to(tl.int64) * num_blocks)[:, None] * _LANES + lane
     accumulators, keys, prime = _first_accumulators(constants, MESSAGES)
-    # Eight loads are under way at once: each takes much longer than a step.
+    # The next eight loads are under way during eight steps: each takes much longer than a step.
+    sum0 = _load_sums(own, 0, num_blocks, is_there)
+    sum1 = _load_sums(own, 1, num_blocks, is_there)
+    sum2 = _load_sums(own, 2, num_blocks, is_there)
+    sum3 = _load_sums(own, 3, num_blocks, is_there)
+    sum4 = _load_sums(own, 4, num_blocks, is_there)
+    sum5 = _load_sums(own, 5, num_blocks, is_there)
+    sum6 = _load_sums(own, 6, num_blocks, is_there)
+    sum7 = _load_sums(own, 7, num_blocks, is_there)
     for block in tl.range(0, num_blocks, 8):
-        sum0 = _load_sums(own, block, num_blocks, is_there)
-        sum1 = _load_sums(own, block + 1, num_blocks, is_there)
-        sum2 = _load_sums(own, block + 2, num_blocks, is_there)
-        sum3 = _load_sums(own, block + 3, num_blocks, is_there)
-        sum4 = _load_sums(own, block + 4, num_blocks, is_there)
-        sum5 = _load_sums(own, block + 5, num_blocks, is_there)
-        sum6 = _load_sums(own, block + 6, num_blocks, is_there)
-        sum7 = _load_sums(own, block + 7, num_blocks, is_there)
+        next0 = _load_sums(own, block + 8, num_blocks, is_there)
+        next1 = _load_sums(own, block + 9, num_blocks, is_there)
+        next2 = _load_sums(own, block + 10, num_blocks, is_there)
+        next3 = _load_sums(own, block + 11, num_blocks, is_there)
+        next4 = _load_sums(own, block + 12, num_blocks, is_there)
+        next5 = _load_sums(own, block + 13, num_blocks, is_there)
+        next6 = _load_sums(own, block + 14, num_blocks, is_there)
+        next7 = _load_sums(own, block + 15, num_blocks, is_there)
         accumulators = _add_block(accumulators, sum0, keys, prime, block, num_blocks)
         accumulators = _add_block(accumulators, sum1, keys, prime, block + 1, num_blocks)
         accumulators = _add_block(accumulators, sum2, keys, prime, block + 2, num_blocks)
@@ -252,6 +260,8 @@ def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes
         accumulators = _add_block(accumulators, sum5, keys, prime, block + 5, num_blocks)
         accumulators = _add_block(accumulators, sum6, keys, prime, block + 6, num_blocks)
         accumulators = _add_block(accumulators, sum7, keys, prime, block + 7, num_blocks)
+        sum0, sum1, sum2, sum3 = next0, next1, next2, next3
+        sum4, sum5, sum6, sum7 = next4, next5, next6, next7
     length = tl.zeros((MESSAGES,), tl.int64) + num_bytes
     digests = digests.to(tl.int64).to(tl.pointer_type(tl.int64))
     _store_digests(digests, message, is_there, accumulators, constants, length, MESSAGES)
