@@ -39,9 +39,6 @@ _EACH_COLUMNS: Final = 32
 """Columns of a program that joins all streams of a token there."""
 _FEW: Final = 16
 """Up to this many tokens are one block of a join, the least that tensor cores multiply."""
-_FEW_SPLITS: Final = 64
-"""Up to this many tokens are split by few warps. Join and split took 15.2 us for 64 tokens on an
-H200, but 627 us for 4,096, where a kernel of twice the warps had taken 446."""
 _TOKENS: Final = 64
 _COLUMNS: Final = (64, 32)
 """Tokens of a block of a join, if they are more; columns of a block of few and of more tokens. So a
@@ -332,10 +329,8 @@ def join_into_one(
 
 def _sizes(streams: torch.Tensor, parts: torch.Tensor, split: StreamsSplit) -> dict[str, Any]:
     """Constants of the kernels behind `_join_kernel`."""
-    num_tokens, count, hidden = streams.shape
+    _, count, hidden = streams.shape
     block = triton.next_power_of_2(hidden)
-    # More warps keep more loads of a prefill in flight; for few tokens they only repeat Sinkhorn.
-    columns = 1024 if num_tokens <= _FEW_SPLITS else 512
     return {
         "STREAMS": count,
         "HIDDEN": hidden,
@@ -344,7 +339,7 @@ def _sizes(streams: torch.Tensor, parts: torch.Tensor, split: StreamsSplit) -> d
         "BLOCK_O": parts.shape[-1],
         "SPANS": triton.next_power_of_2(parts.shape[1]),
         "WIDE": split.is_wide,
-        "num_warps": min(8, max(1, block // columns)),
+        "num_warps": min(8, max(1, block // 1024)),
         **early_start(streams),
     }
 
