@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypedDict
+from typing import Final, TypedDict
 
 import torch
 import triton
@@ -97,6 +97,10 @@ def _scaled_gated_gemv_kernel(
     tl.store(out_ptr + features, gated.to(dtype), mask=features < N)
 
 
+_WHOLE_ROWS: Final = {2048: 4096, 4096: 1536}
+"""Most outputs of fp8 weights whose programs read whole rows at once, by inputs."""
+
+
 class GemvPlan(TypedDict):
     """Sizes of a program."""
 
@@ -120,7 +124,10 @@ def plan(weight: ScaledWeight) -> GemvPlan:
 
 def _plan_fp8(outputs: int, inputs: int, kind: WeightKind) -> GemvPlan:
     """`plan` for fp8 weights, by measurements of 12 shapes on an H200
-    (benchmark/results/2026-11-28-gpu-experts.md)."""
+    (benchmark/results/2026-11-28-gpu-experts.md), and of small ones
+    (benchmark/results/2026-11-30-gpu-deepseek-v4.md)."""
+    if outputs <= _WHOLE_ROWS.get(inputs, 0):
+        return {"BLOCK_N": 4, "BLOCK_K": inputs, "num_warps": inputs // 512}
     block_k = inputs_at_once(inputs, kind, 2048 if inputs > 2048 else 1024)
     is_broad = outputs > 16384
     warps = max(1, block_k // 256)
