@@ -103,7 +103,7 @@ class _Server:
         self._ready: list[tuple[float, int, _Job]] = []
         self._decoding: list[_Job] = []
         self._used = 0
-        """Tokens that running requests need at their end."""
+        """Tokens that running requests need at their end, without the shared ones."""
 
     @property
     def next_event(self) -> float:
@@ -136,7 +136,7 @@ class _Server:
             job.tokens += 1
         ended = [job for job in self._decoding if not job.left]
         for job in ended:
-            self._used -= job.tokens
+            self._used -= job.tokens - self._shared * self._page
             self._keep(job)
         self._decoding = [job for job in self._decoding if job.left]
         return ended
@@ -145,7 +145,7 @@ class _Server:
         _, found = self._found(job)
         out.prompt_tokens += job.tokens
         out.cached_tokens += found
-        self._used += job.tokens + job.left
+        self._used += job.tokens - self._shared * self._page + job.left
         self.now += self._costs.prefill(job.tokens - found, found)
         self._keep(job)
         out.ttft.append(self.now - job.arrived)
