@@ -81,9 +81,9 @@ class AcceleratorRuntime(DeviceRuntime):
     def stage_all(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One copy for all of them: each costs the calling thread 30 us."""
         here = [tensor for tensor in tensors if tensor.is_cpu]
-        joined = torch.cat(here) if len(here) > 1 else here[0] if here else None
-        if joined is None:
+        if not here:
             return list(tensors)
+        joined = torch.cat(here) if len(here) > 1 else here[0]
         staged = iter(torch.split(self.stage_to_device(joined), [len(tensor) for tensor in here]))
         return [next(staged) if tensor.is_cpu else tensor for tensor in tensors]
 

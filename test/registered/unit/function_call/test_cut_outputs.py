@@ -1,5 +1,5 @@
 """Outputs that a limit cuts: the part of a marker at their end is shown nowhere, in streams and
-whole. Where the model ended the output, or other text follows, it is text."""
+whole. It is text where the model ended the output, or where other text follows."""
 
 from __future__ import annotations
 

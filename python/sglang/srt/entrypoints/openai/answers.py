@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -36,9 +36,6 @@ from sglang.srt.utils.hf_tokenizer import is_byte_level, token_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-UNCUT: Final = (None, "stop")
-"""Finish reasons of outputs that no limit and no abort has cut."""
 
 
 class TokenFormatter:
@@ -274,6 +271,11 @@ def shown_reports(states: Sequence[RequestState]) -> dict[str, Any]:
 
 def finish_reason(state: RequestState) -> str | None:
     return None if state.finish_reason is None else state.finish_reason.type
+
+
+def is_cut(state: RequestState) -> bool:
+    """True if a limit or an abort ended the output, and not the model or a stop string."""
+    return finish_reason(state) not in (None, "stop")
 
 
 def matched_stop(state: RequestState) -> int | str | None:

@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, client_names
 from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import context_of
-from sglang.srt.entrypoints.openai.answers import UNCUT, finish_reason, respond, shown_reports
+from sglang.srt.entrypoints.openai.answers import is_cut, respond, shown_reports
 from sglang.srt.entrypoints.openai.protocol import ChatBody
 from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting, rendered
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
@@ -144,9 +144,7 @@ class BlockAnswers(ABC):
     async def whole(self, states: Sequence[RequestState]) -> dict[str, Any]:
         """The only answer of a request that does not stream."""
         [state] = states
-        deltas = self._splitting.new_output().whole(
-            state.text, is_cut=finish_reason(state) not in UNCUT
-        )
+        deltas = self._splitting.new_output().whole(state.text, is_cut=is_cut(state))
         return await self._answer(state, blocks_of(deltas))
 
     async def stream(self, states: Sequence[RequestState]) -> AsyncGenerator[dict[str, Any], None]:
@@ -163,7 +161,7 @@ class BlockAnswers(ABC):
                         yield event
                 deltas = output.feed(cursor.advance())
                 if has_ended:
-                    deltas += output.finish(is_cut=finish_reason(state) not in UNCUT)
+                    deltas += output.finish(is_cut=is_cut(state))
                 for change in blocks.advance(deltas):
                     for event in self._events_of(change, state):
                         yield event

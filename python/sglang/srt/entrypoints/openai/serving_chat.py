@@ -13,11 +13,11 @@ from sglang.srt.entrypoints.http.errors import bad_request
 from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import ServerContext, context_of
 from sglang.srt.entrypoints.openai.answers import (
-    UNCUT,
     Answers,
     TokenFormatter,
     chat_logprobs,
     finish_reason,
+    is_cut,
     matched_stop,
     respond,
 )
@@ -235,7 +235,7 @@ class ChatAnswers(Answers):
         output = self._new_output()
         return {
             "index": index,
-            "message": output.message(state.text, is_cut=finish_reason(state) not in UNCUT),
+            "message": output.message(state.text, is_cut=is_cut(state)),
             "logprobs": await self._logprobs(state, 0),
             **_end_of(state, output),
         }
@@ -260,7 +260,7 @@ class ChatAnswers(Answers):
                 yield self._chunk(state, choice(role, None), ended=False)
             deltas = output.feed(cursor.advance())
             if has_ended:
-                deltas += output.finish(is_cut=finish_reason(state) not in UNCUT)
+                deltas += output.finish(is_cut=is_cut(state))
             logprobs = await self._logprobs(state, cursor.first_new_token)
             if not deltas and logprobs is not None and logprobs["content"]:
                 deltas = [{"content": ""}]

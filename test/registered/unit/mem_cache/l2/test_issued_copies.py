@@ -1,4 +1,4 @@
-"""What a write and a load of a state and its pages cost the scheduler's thread on CUDA, by count.
+"""Counts of what writes and loads of states cost the scheduler's thread on CUDA.
 
 An operation of torch costs that thread some 5 us, a kernel 20, an upload or a download 30.
 """

@@ -264,7 +264,7 @@ class MooncakeClient:
             self._map_ahead(address, tensor.nbytes)
 
     def _map_ahead(self, address: int, size: int) -> None:
-        """Let a stand-alone client map memory now that it has just learnt of.
+        """Let a stand-alone client map memory that it has just learnt of.
 
         Else it maps each page when a transfer first meets it, and the first pass through L2 takes
         four to six times as long as later ones. Objects of single bytes are put and removed. A
