@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,8 +34,7 @@ from rigs.stores.host_pools import (
     storage_config,
 )
 from rigs.stores.mooncake_standalone import connect, some_pages
-from rigs.stores.store_processes import StandaloneClient
-from sglang.embedded_mooncake import MooncakeMaster
+from rigs.stores.store_processes import ObservedMaster, StandaloneClient
 from sglang.srt.mem_cache.hicache_storage import (
     CacheOutcome,
     PoolHitPolicy,
@@ -52,6 +52,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
     MLATokenToKVPoolHost,
     NSAIndexerPoolHost,
 )
+from sglang.srt.mem_cache.storage.mooncake_store import client as mooncake_client
 from sglang.srt.mem_cache.storage.mooncake_store import page_batches
 from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
 from sglang.srt.utils.network import get_free_port
@@ -63,17 +64,26 @@ LANDED = CacheOutcome.LANDED
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandaloneClient]:
-    folder = tmp_path_factory.mktemp("mooncake")
-    master = MooncakeMaster(folder)
-    process = StandaloneClient(master, folder, segment_bytes=128 << 20)
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObservedMaster]:
+    master = ObservedMaster(tmp_path_factory.mktemp("master"))
     try:
         master.start()
+        yield master
+    finally:
+        master.kill()
+
+
+@pytest.fixture(scope="module")
+def client(
+    master: ObservedMaster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StandaloneClient]:
+    folder = tmp_path_factory.mktemp("mooncake")
+    process = StandaloneClient(master, folder, segment_bytes=128 << 20)
+    try:
         process.start()
         yield process
     finally:
         process.kill()
-        master.kill()
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +269,7 @@ def minor_faults(pid: int) -> int:
 
 
 def test_the_first_read_into_shared_memory_finds_it_mapped(
-    client: StandaloneClient, shared: MooncakeStore
+    master: ObservedMaster, client: StandaloneClient, shared: MooncakeStore
 ) -> None:
     """Counts pages that the client maps while it fills memory that no transfer has met."""
     size, key = 32 << 20, "mapped"
@@ -275,6 +285,20 @@ def test_the_first_read_into_shared_memory_finds_it_mapped(
     assert got == [size] and torch.equal(first, second)
     assert minor_faults(client.pid) - before < size // mmap.PAGESIZE // 8
     raw.remove(key, True)
+    stored = master.keys()
+    assert not [one for one in stored if one.startswith("map-ahead")]
+
+
+def test_mapping_ahead_ends_when_its_time_is_over(
+    client: StandaloneClient, shared: MooncakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_client, "_MAP_AHEAD_S", -60.0)
+    monkeypatch.setattr(mooncake_client, "_BYTES_OF_TOUCH", 1)
+    memory = MooncakeHostTensorAllocator().allocate((32 << 20,), torch.uint8)
+    put = mock.Mock(wraps=shared._client.store)
+    with mock.patch.object(shared._client, "store", put):
+        shared.register_buffer(memory)
+    assert put.batch_put_from_multi_buffers.call_count == 1
 
 
 def test_an_absent_client_is_reported_at_once(client: StandaloneClient) -> None:

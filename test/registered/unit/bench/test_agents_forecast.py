@@ -55,6 +55,14 @@ def test_sessions_have_shared_tokens_once_in_l1() -> None:
     assert small.ttft == [100.0, 100.0 + 9 * 0.5 + 40.0]
 
 
+def test_requests_that_end_leave_their_room_to_two_others() -> None:
+    talk = Conversations(
+        clients=5, rounds=1, shared_len=60, first_len=40, request_len=1, output_len=10
+    )
+    found = forecast(talk, COSTS, servers=1, l1=160, page_size=10)
+    assert found.ttft == [100.0, 140.0, 184.5, 224.5, 269.0]
+
+
 def test_attention_costs_by_pairs() -> None:
     costs = Costs(linear=0.0, by_pair=1.0, step=0.0, by_context=0.0, read=None)
     found = forecast(TALK, costs, servers=1, l1=1000, page_size=10)

@@ -111,6 +111,38 @@ def test_a_request_that_comes_after_the_last_question_waits_for_the_flush() -> N
     with_groups(work)
 
 
+def test_a_flush_with_time_left_asks_again() -> None:
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        engine.schedulers[1].hold.set()
+        running: list[asyncio.Task[RequestState]] = []
+        questions = 0
+
+        async def ask() -> None:
+            nonlocal questions
+            questions += 1
+            if questions == 1:
+                running.append(asyncio.create_task(manager.generate_whole(request(1))))
+                await asyncio.sleep(0)
+            elif questions == 2:
+                engine.schedulers[1].hold.clear()
+                await running[0]
+
+        with after_questions(manager, ask):
+            assert (await manager.flush_cache(60.0)).success
+        assert questions == 4
+        assert [kinds(one).count("flush") for one in engine.schedulers] == [1, 1]
+
+    with_groups(work)
+
+
+def test_two_flushes_at_once_take_turns() -> None:
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        answers = await asyncio.gather(manager.flush_cache(0.0), manager.flush_cache(0.0))
+        assert all(answer.success for answer in answers)
+
+    with_groups(work)
+
+
 def after_questions(
     manager: TokenizerManager, then: Callable[[], Awaitable[None]]
 ) -> mock._patch[object]:
