@@ -13,6 +13,7 @@ from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.io_struct import (
     ControlReqOutput,
     FlushCacheReqInput,
+    ShutdownReq,
     TokenizedGenerateReqInput,
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -139,6 +140,15 @@ def test_two_flushes_at_once_take_turns() -> None:
     async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
         answers = await asyncio.gather(manager.flush_cache(0.0), manager.flush_cache(0.0))
         assert all(answer.success for answer in answers)
+
+    with_groups(work)
+
+
+def test_a_shutdown_is_not_held_back() -> None:
+    async def work(engine: FakeEngine, manager: TokenizerManager) -> None:
+        with manager._channel.requests_held():
+            manager._channel.send(ShutdownReq(timeout=0.0))
+            assert all(manager._channel._outboxes)
 
     with_groups(work)
 
