@@ -293,7 +293,7 @@ def test_a_group_that_has_ended_stays_for_the_others(model: Path) -> None:
         first.post(first.request("long", prompt(1, 30), greedy(LONG), stream=True))
         groups.wait(lambda: first.has_ended("long"))
         assert first.results["long"].output_ids == expected
+        # Within a step `is_stopped` may be true before the groups have agreed.
+        groups.wait(lambda: all(rig.agreement.all_have_stopped for rig in groups.rigs))
         groups.wait(lambda: all(rig.scheduler.is_stopped for rig in groups.rigs))
-        ends = [rig.agreement.all_have_stopped for rig in groups.rigs]
-        assert ends == [True, True]
         assert not any(second.agreement.steps[-1:]), "the last round had no work"
