@@ -276,7 +276,7 @@ def test_a_request_keeps_its_slots_if_its_copy_splits_pages_that_others_computed
     rig.tree.cache_unfinished_req(requests[1])
     assert tokens_of(rig, range(12), "host") == [0, 0], "the copy has begun"
     row = rig.rows.req_to_token[requests[1].req_pool_idx, : len(again)].to(torch.int64)
-    rig.use_slots(row, len(again), expected_kv(again, None))
+    rig.use_slots(row, len(again), expected_kv(again, None).to(row.device))
     assert torch.equal(requests[1].prefix_indices.cpu(), row.cpu())
     for request in requests:
         rig.finish(request)
