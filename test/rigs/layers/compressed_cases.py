@@ -247,13 +247,13 @@ class CompressedLayers:
             )  # fmt: skip
             backend.init_forward_metadata(batch)
             model = self.model
-            ratios = model._settings.ratios
-            row_store(batch).plan_rows(batch, positions, ratios, model.rows_rotary)
+            of_window, of_rows, *starts = model.rotations.forward(positions)
+            by_ratio = dict(zip(model.ratios, starts, strict=True))
+            row_store(batch).plan_rows(batch, positions, by_ratio)
             outs = []
             for layer, x in zip(layers, inputs, strict=True):
                 assert isinstance(layer, DeepseekV4Layer)
-                rotary = model.rows_rotary if layer.has_rows else model.rotary_emb
-                step = LayerStep(rotary.forward(positions), batch, only)
+                step = LayerStep(of_rows if layer.has_rows else of_window, batch, only)
                 outs.append(layer.attn.forward(x, step))
             found.append(torch.stack(outs).float().cpu())
         want, got = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from sglang.srt.configs.rope_config import RopeConfig
 from sglang.srt.layers.fused_kernels import fused_kernels
 from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.triton_ops.arguments import AngleKinds
 
 
 class Rotation(NamedTuple):
@@ -80,21 +82,18 @@ class RotaryEmbedding(torch.nn.Module):
         super().__init__()
         self.dtype = placement.dtype
         self.scale = rope.attention_factor
-        self._kernels = fused_kernels(placement.device)
+        self.kernels = fused_kernels(placement.device)
         self.register_buffer(
             "inv_freq", inverse_frequencies(rope, head_dim).to(placement.device), persistent=False
         )
+        self._kinds = RotaryKinds([(self, 1)])
 
-    def forward(self, positions: torch.Tensor, *, multiple: int = 1) -> Rotation:
-        """Angles of int64 `[num_tokens]` positions, rounded down to a multiple."""
-        if self._kernels is not None:
-            return Rotation(
-                *self._kernels.rotary_angles(
-                    positions, self.inv_freq, self.scale, self.dtype, multiple=multiple
-                )
-            )
-        if multiple > 1:
-            positions = positions // multiple * multiple
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """Angles of int64 `[num_tokens]` positions."""
+        return self._kinds.forward(positions)[0]
+
+    def angles(self, positions: torch.Tensor) -> Rotation:
+        """`forward` by torch."""
         angles = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self.scale != 1.0:
@@ -103,6 +102,34 @@ class RotaryEmbedding(torch.nn.Module):
             torch.cat((cos, cos), dim=-1).to(self.dtype).unsqueeze(1),
             torch.cat((-sin, sin), dim=-1).to(self.dtype).unsqueeze(1),
         )
+
+
+class RotaryKinds:
+    """Several kinds of angles of the same positions, in one launch."""
+
+    def __init__(self, kinds: Sequence[tuple[RotaryEmbedding, int]]) -> None:
+        """Args:
+        kinds: Embeddings of one rotary dimension; positions are rounded down to multiples of the
+            number beside each.
+        """
+        self._kinds = kinds
+        first, _ = kinds[0]
+        self._kernels, self._dtype, device = first.kernels, first.dtype, first.inv_freq.device
+        self._table = AngleKinds(
+            torch.stack([rotary.inv_freq for rotary, _ in kinds]),
+            torch.tensor([rotary.scale for rotary, _ in kinds], device=device),
+            torch.tensor([multiple for _, multiple in kinds], device=device),
+        )
+
+    def forward(self, positions: torch.Tensor) -> list[Rotation]:
+        """The angles of each kind, for int64 `[num_tokens]` positions."""
+        if self._kernels is None:
+            return [
+                rotary.angles(positions // multiple * multiple if multiple > 1 else positions)
+                for rotary, multiple in self._kinds
+            ]
+        found = self._kernels.rotary_angles(positions, self._table, self._dtype)
+        return [Rotation(*angles) for angles in zip(*found, strict=True)]
 
 
 def apply_rotary(

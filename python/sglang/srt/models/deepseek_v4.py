@@ -42,7 +42,7 @@ from sglang.srt.layers.moe.sparse_moe import (
 )
 from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.radix_attention import LayerStep
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding, RotaryKinds
 from sglang.srt.layers.triton_ops.arguments import ClampedGate
 from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec
 from sglang.srt.mem_cache.device.row_pool import RowSpec
@@ -260,26 +260,24 @@ class DeepseekV4Model(LlamaModel):
         self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement
     ) -> None:
         super().__init__(config, options, placement)
-        self._settings = settings = CompressedConfig.from_hf(config.hf_config)
-        hyper = hyper_options(config)
-        self._streams = hyper.streams
-        self.hyper_head = HyperHead(hyper, placement.at("hc_head"))
+        settings = CompressedConfig.from_hf(config.hf_config)
+        self.ratios = sorted(settings.ratios)
+        self.hyper_head = HyperHead(hyper_options(config), placement.at("hc_head"))
         self.rows_rotary = RotaryEmbedding(
             settings.rows_rope, settings.rotary_dim, placement=placement
         )
+        of_groups = [(self.rows_rotary, ratio) for ratio in self.ratios]
+        kinds = [(self.rotary_emb, 1), (self.rows_rotary, 1), *of_groups]
+        self.rotations = RotaryKinds(kinds)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        settings = self._settings
-        steps = [
-            LayerStep(rotary.forward(positions), forward_batch)
-            for rotary in (self.rotary_emb, self.rows_rotary)
-        ]
-        store = row_store(forward_batch)
-        store.plan_rows(forward_batch, positions, settings.ratios, self.rows_rotary)
-        embedded = self.embed_tokens.forward(input_ids)
-        streams = Streams(embedded.unsqueeze(1).repeat(1, self._streams, 1))
+        of_window, of_rows, *starts = self.rotations.forward(positions)
+        steps = [LayerStep(rotation, forward_batch) for rotation in (of_window, of_rows)]
+        by_ratio = dict(zip(self.ratios, starts, strict=True))
+        row_store(forward_batch).plan_rows(forward_batch, positions, by_ratio)
+        streams = Streams(self.embed_tokens.forward(input_ids))
         last = len(self.layers) - 1
         for place, layer in enumerate(self.decoder_layers):
             assert isinstance(layer, DeepseekV4Layer)

@@ -149,7 +149,6 @@ class Glm5NextModel(LlamaModel):
         self, config: ModelConfig, options: DecoderOptions, placement: TensorPlacement
     ) -> None:
         super().__init__(config, options, placement)
-        self._streams = hyper_options(config).streams
         self._ratio = PooledIndexerConfig.from_hf(config.hf_config).ratio
 
     def forward(
@@ -158,8 +157,7 @@ class Glm5NextModel(LlamaModel):
         if fused_kernels(input_ids.device) is None:
             plan_groups(forward_batch, [self._ratio])
         step = LayerStep(self.rotary_emb.forward(positions), forward_batch)
-        embedded = self.embed_tokens.forward(input_ids)
-        streams = Streams(embedded.unsqueeze(1).repeat(1, self._streams, 1))
+        streams = Streams(self.embed_tokens.forward(input_ids))
         last = self.decoder_layers[-1]
         for layer in self.decoder_layers:
             assert isinstance(layer, StreamsLayer)

@@ -22,7 +22,11 @@ from sglang.srt.layers.activation import activate_by  # noqa: E402
 from sglang.srt.layers.cuda_kernels import KERNELS  # noqa: E402
 from sglang.srt.layers.placement import Share  # noqa: E402
 from sglang.srt.layers.triton_ops import fused_qkv, gating, gemv, norm, vocab  # noqa: E402
-from sglang.srt.layers.triton_ops.arguments import ClampedGate, ExpertActivation  # noqa: E402
+from sglang.srt.layers.triton_ops.arguments import (  # noqa: E402
+    AngleKinds,
+    ClampedGate,
+    ExpertActivation,
+)
 from sglang.srt.layers.triton_ops.rotation import rotate  # noqa: E402
 
 
@@ -109,20 +113,23 @@ def test_gated_gemv_equals_two_kernels(
 
 
 @pytest.mark.parametrize("half", [24, 32])
-@pytest.mark.parametrize(("scale", "multiple"), [(1.0, 1), (1.25, 4)])
-def test_angles_are_those_of_torch(half: int, scale: float, multiple: int) -> None:
+def test_angles_of_each_kind_are_those_of_torch(half: int) -> None:
     """Far positions as well, whose angles are thousands of turns."""
     positions = torch.tensor([0, 1, 77, 32_767, 1_000_000] * 4, device=DEVICE)
-    freqs = (10_000.0 ** -(torch.arange(half) / half)).to(DEVICE)
-    angles = (positions // multiple * multiple).float()[:, None] * freqs
+    freqs = torch.tensor([[10_000.0], [500.0]]) ** -(torch.arange(half) / half)
+    scales, multiples = torch.tensor([1.0, 1.25]), torch.tensor([1, 4])
+    kinds = AngleKinds(freqs.to(DEVICE), scales.to(DEVICE), multiples.to(DEVICE))
+    rounded = positions.cpu() // multiples[:, None] * multiples[:, None]
+    angles = rounded.float()[:, :, None] * freqs[:, None]
     for dtype in (torch.float32, HALF):
-        cos, sin = fused_qkv.rotary_angles(positions, freqs, scale, dtype, multiple=multiple)
-        wanted = angles.cos() * scale, angles.sin() * scale
+        cos, sin = fused_qkv.rotary_angles(positions, kinds, dtype)
+        wanted = angles.cos() * scales[:, None, None], angles.sin() * scales[:, None, None]
         signed = torch.cat((-wanted[1], wanted[1]), dim=-1)
-        for got, want in ((cos, torch.cat((wanted[0], wanted[0]), dim=-1)), (sin, signed)):
-            assert got.dtype == dtype and got.shape == (20, 1, 2 * half)
+        for found, want in ((cos, torch.cat((wanted[0], wanted[0]), dim=-1)), (sin, signed)):
+            assert found.dtype == dtype and found.shape == (2, 20, 1, 2 * half)
             bound = 1e-3 if dtype is HALF else 1e-6
-            assert relative_error(got.squeeze(1), want.to(dtype)) < bound
+            for got, one in zip(found.squeeze(2), want.to(dtype).to(DEVICE), strict=True):
+                assert relative_error(got, one) < bound
 
 
 def test_gemv_leaves_odd_shapes_to_others() -> None:

@@ -10,7 +10,7 @@ It reads a copy of a request's rows in each layer, and of its indexer keys if th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from sglang.srt.layers.forward_batch_info import (
     IndexQuery,
 )
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
+from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
 
@@ -92,15 +92,14 @@ class StoresRows(ABC):
         self,
         forward_batch: ForwardBatch,
         positions: torch.Tensor,
-        ratios: Iterable[int],
-        rotary: RotaryEmbedding,
+        starts: Mapping[int, Rotation],
     ) -> None:
         """Plan the rows of a step, once for all layers.
 
         Args:
             positions: int64 `[num_tokens]`.
-            ratios: Tokens of a group, of all layers.
-            rotary: Gives the angles of rows.
+            starts: For each number of tokens of a group, the angles of the first position of each
+                token's group.
         """
 
     @abstractmethod
@@ -152,11 +151,12 @@ class CompressedTorchBackend(WindowTorchBackend, StoresRows):
         self,
         forward_batch: ForwardBatch,
         positions: torch.Tensor,
-        ratios: Iterable[int],
-        rotary: RotaryEmbedding,
+        starts: Mapping[int, Rotation],
     ) -> None:
-        for plan in plan_groups(forward_batch, ratios).values():
-            plan.rotation = rotary.forward(plan.positions)
+        for ratio, plan in plan_groups(forward_batch, starts).items():
+            cos, sin = starts[ratio]
+            last = plan.current[:, -1]
+            plan.rotation = Rotation(cos[last], sin[last])
 
     def store_rows(self, kinds: Sequence[LayerRows], batch: ForwardBatch) -> None:
         assert batch.pools is not None, "the runner sets it before the model runs"

@@ -7,7 +7,7 @@ sees fewer rows than it may choose gets them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from sglang.srt.layers.forward_batch_info import (
     Segment,
 )
 from sglang.srt.layers.linear_attention.extend_plan import ShortPlan
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding, Rotation
+from sglang.srt.layers.rotary_embedding import Rotation
 from sglang.srt.layers.triton_ops.attention.indexer_scores import index_scores
 from sglang.srt.layers.triton_ops.attention.indexer_topk import choose_slots
 from sglang.srt.layers.triton_ops.attention.window_decode import RingStep
@@ -92,7 +92,7 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
         self._prefill: _Prefill | None = None
         self._captured: dict[tuple[int, int], _Prefill] = {}
         """Captured prefills, by numbers of tokens and requests."""
-        self._starts: dict[int, Rotation] = {}
+        self._starts: Mapping[int, Rotation] = {}
         """Angles of the first position of each token's group, by ratio."""
         self._lens = torch.empty(0)
         """int64 `[num_tokens]`: tokens that each token sees."""
@@ -148,12 +148,11 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
         self,
         forward_batch: ForwardBatch,
         positions: torch.Tensor,
-        ratios: Iterable[int],
-        rotary: RotaryEmbedding,
+        starts: Mapping[int, Rotation],
     ) -> None:
         is_decode = forward_batch.forward_mode.is_decode()
         self._lens = forward_batch.seq_lens if is_decode else positions + 1
-        self._starts = {ratio: rotary.forward(positions, multiple=ratio) for ratio in ratios}
+        self._starts = starts
 
     def store_rows(self, kinds: Sequence[LayerRows], batch: ForwardBatch) -> None:
         states = states_of(batch)

@@ -41,8 +41,6 @@ class GroupPlan:
     step's tokens, followed by the `open_` tokens and the `last_` tokens."""
 
     ratio: int
-    positions: torch.Tensor
-    """`[groups]`: position of the first token of each finished group."""
     current: torch.Tensor
     """`[groups, ratio]`: sources of its tokens. The last is one of the step's tokens."""
     previous: torch.Tensor
@@ -68,7 +66,7 @@ class GroupPlan:
     tracked_sources: torch.Tensor
     """Likewise of the last group before a snapshot."""
     rotation: Rotation | None = None
-    """Angles of `positions`, which a backend sets."""
+    """Angles of the first token of each finished group, which a backend sets."""
 
     @classmethod
     def of(cls, spans: list[Span], ratio: int, device: torch.device | str) -> GroupPlan:
@@ -130,7 +128,7 @@ class GroupPlan:
         for name in ("current", "previous", "ended_sources", "tracked_sources"):
             columns[name] = columns[name].reshape(-1, ratio)
         ids = dict(zip(names, upload(list(columns.values()), device), strict=True))
-        is_first = (ids["positions"] == 0)[:, None, None]
+        is_first = (ids.pop("positions") == 0)[:, None, None]
         return cls(ratio=ratio, is_first=is_first, rotation=None, **ids)
 
 

@@ -44,7 +44,8 @@ class Streams(NamedTuple):
     when the next one is entered, in the same launch."""
 
     values: torch.Tensor
-    """`[num_tokens, streams, hidden_size]`."""
+    """`[num_tokens, streams, hidden_size]`; before the first block `[num_tokens, hidden_size]`:
+    the streams of a token are equal."""
     weights: torch.Tensor | None = None
     """fp32 `[num_tokens, streams + streams^2]`: weight of the output in each stream, then of each
     stream (rows) in each new one. None: there is no block before."""
@@ -75,7 +76,7 @@ class Streams(NamedTuple):
         return StreamsJoin(self.out, self.rest, self.weights)
 
     def joined(self) -> torch.Tensor:
-        """`[num_tokens, streams, hidden_size]`, with the block's output."""
+        """`values` with the block's output."""
         join = self.to_join()
         if join is None:
             return self.values
@@ -148,6 +149,8 @@ class HyperConnection(_StreamWeights):
         """
         if self._kernels is None:
             values = streams.joined()
+            if values.dim() == 2:
+                values = values.unsqueeze(1).repeat(1, self.options.streams, 1)
             x, weights = self._split(values)
             x = self.norm.forward(x)
             return x, torch.zeros_like(x), Streams(values, weights)

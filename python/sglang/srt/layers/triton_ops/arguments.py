@@ -28,6 +28,17 @@ _SCAN_DIMS: Final = frozenset({16, 32, 64, 128, 256})
 """Values of `head_dim` and `state_size` that `scan_in_chunks` takes: its tiles divide them."""
 
 
+class AngleKinds(NamedTuple):
+    """Kinds of rotary angles of the same positions."""
+
+    frequencies: torch.Tensor
+    """fp32 `[kinds, rotary_dim / 2]`: radians per position."""
+    scales: torch.Tensor
+    """fp32 `[kinds]`: factor of cosines and sines."""
+    multiples: torch.Tensor
+    """int64 `[kinds]`: positions are rounded down to multiples of it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaLayout:
     """Columns of a delta-net layer's projections, which lie side by side.

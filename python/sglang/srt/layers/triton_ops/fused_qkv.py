@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.arguments import AngleKinds
 from sglang.srt.layers.triton_ops.early_start import (
     SEVERAL_ROWS,
     await_kernels_before,
@@ -261,28 +262,31 @@ def prepare_gated_qkv_(
 def _angles_kernel(
     positions_ptr: tl.tensor,
     freq_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    multiple_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
-    scale: tl.tensor,
     tokens: tl.tensor,
-    MULTIPLE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(tokens / BLOCK_T,)`."""
+    """Grid `(tokens / BLOCK_T, kinds)`."""
+    kind = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     pair = tl.arange(0, BLOCK_H)
-    freq = tl.load(freq_ptr + pair, mask=pair < HALF, other=0.0)
+    freq = tl.load(freq_ptr + kind * HALF + pair, mask=pair < HALF, other=0.0)
+    scale = tl.load(scale_ptr + kind)
+    multiple = tl.load(multiple_ptr + kind)
     await_kernels_before(EARLY)
     position = tl.load(positions_ptr + token, mask=token < tokens, other=0)
-    position = (position // MULTIPLE * MULTIPLE).to(tl.float32)
+    position = (position // multiple * multiple).to(tl.float32)
     angle = position[:, None] * freq[None, :]
     dtype = cos_ptr.dtype.element_ty
     cos = (tl.cos(angle) * scale).to(dtype)
     sin = tl.sin(angle) * scale
-    at = token[:, None] * (2 * HALF) + pair[None, :]
+    at = (kind * tokens + token)[:, None] * (2 * HALF) + pair[None, :]
     inside = (token < tokens)[:, None] & (pair < HALF)[None, :]
     tl.store(cos_ptr + at, cos, mask=inside)
     tl.store(cos_ptr + at + HALF, cos, mask=inside)
@@ -291,37 +295,27 @@ def _angles_kernel(
 
 
 def rotary_angles(
-    positions: torch.Tensor,
-    inv_freq: torch.Tensor,
-    scale: float,
-    dtype: torch.dtype,
-    *,
-    multiple: int = 1,
+    positions: torch.Tensor, kinds: AngleKinds, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and signed sines for `Rotation`.
 
     Args:
         positions: int64 `[num_tokens]`.
-        inv_freq: fp32 `[rotary_dim / 2]`.
-        scale: Factor of both.
         dtype: Dtype of the results.
-        multiple: Positions are rounded down to a multiple of it.
 
     Returns:
-        Two `[num_tokens, 1, rotary_dim]`.
+        Two `[kinds, num_tokens, 1, rotary_dim]`.
     """
-    num_tokens, half = len(positions), len(inv_freq)
-    assert positions.is_contiguous() and inv_freq.is_contiguous()
-    cos = torch.empty((num_tokens, 1, 2 * half), dtype=dtype, device=positions.device)
+    num_tokens, (count, half) = len(positions), kinds.frequencies.shape
+    assert positions.is_contiguous() and kinds.frequencies.is_contiguous()
+    cos = torch.empty((count, num_tokens, 1, 2 * half), dtype=dtype, device=positions.device)
     sin = torch.empty_like(cos)
-    _angles_kernel[(triton.cdiv(num_tokens, _BLOCK_TOKENS),)](
+    _angles_kernel[(triton.cdiv(num_tokens, _BLOCK_TOKENS), count)](
         positions,
-        inv_freq,
+        *kinds,
         cos,
         sin,
-        scale,
         num_tokens,
-        MULTIPLE=multiple,
         HALF=half,
         BLOCK_H=triton.next_power_of_2(half),
         BLOCK_T=_BLOCK_TOKENS,

@@ -21,8 +21,9 @@ if triton.knobs.runtime.interpret:
 
 JOIN: Final = {
     "STREAMS": 4, "HIDDEN": 4096, "OUTPUTS": 24, "BLOCK_O": 32, "JOIN": True,
-    "REST": True, "SPLIT": True,
+    "REST": True, "SAME": False, "SPLIT": True,
 }  # fmt: skip
+FIRST: Final = {**JOIN, "JOIN": False, "REST": False, "SAME": True}
 SPLIT: Final = {
     "STREAMS": 4, "HIDDEN": 4096, "ITERATIONS": 20, "BLOCK_S": 4, "BLOCK_H": 4096, "BLOCK_O": 32,
     "SPANS": 128, "WIDE": False, "EARLY": 2,
@@ -51,6 +52,8 @@ _CHOICE = expert_choice._choose_kernel
 KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int, int]]] = {
     "join of few": (_JOIN, {**JOIN, "BLOCK_T": 16, "BLOCK_C": 64, "EARLY": 1}, 4, 2, 40),
     "join of many": (_JOIN, {**JOIN, "BLOCK_T": 64, "BLOCK_C": 32, "EARLY": 0}, 4, 2, 56),
+    "streams of few": (_JOIN, {**FIRST, "BLOCK_T": 16, "BLOCK_C": 64, "EARLY": 1}, 4, 2, 40),
+    "streams of one": (_EACH, {**FIRST, "BLOCK_S": 4, "BLOCK_C": 32, "EARLY": 1}, 4, 3, 8),
     "join of one": (_EACH, {**JOIN, "BLOCK_S": 4, "BLOCK_C": 32, "EARLY": 1}, 4, 3, 8),
     "split": (_SPLIT, SPLIT, 4, 3, 8),
     "split of many": (_SPLIT, {**SPLIT, "EARLY": 0}, 8, 3, 8),

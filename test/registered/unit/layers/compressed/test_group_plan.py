@@ -38,7 +38,7 @@ class Kept:
             [] if is_first else [before[one] for one in group]
             for group, is_first in zip(plan.previous.tolist(), firsts, strict=True)
         ]
-        assert plan.positions.tolist() == [group[0][1] for group in current]
+        assert firsts == [group[0][1] == 0 for group in current]
         assert all(group[-1] in tokens for group in current)
         for request, group in zip(plan.ended.tolist(), plan.ended_sources.tolist(), strict=True):
             self.last |= {(request, n): sources[one] for n, one in enumerate(group)}

@@ -118,10 +118,12 @@ def test_streams_between_blocks_are_those_of_torch(num_tokens: int, dtype: torch
 def test_sizes_that_no_block_divides(
     num_tokens: int, hidden: int, count: int, iterations: int, norm: type[RMSNorm]
 ) -> None:
-    """The block before gives one or two parts of its output, or there is none."""
+    """The block before gives one or two parts of its output, or there is none. Then the streams of
+    a token may be equal."""
     layer = connection(torch.float32, hidden, count, iterations, norm)
     given = streams_of(num_tokens, count, hidden, torch.float32)
-    for streams in (given, given._replace(rest=None), Streams(given.values)):
+    before_all = Streams(given.values), Streams(given.values[:, 0].contiguous())
+    for streams in (given, given._replace(rest=None), *before_all):
         bounded(both(layer, streams), torch.float32)
     bounded(heads(num_tokens, hidden, count, torch.float32), torch.float32)
 

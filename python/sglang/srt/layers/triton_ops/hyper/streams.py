@@ -64,13 +64,15 @@ def _join_kernel(
     BLOCK_O: tl.constexpr,
     JOIN: tl.constexpr,
     REST: tl.constexpr,
+    SAME: tl.constexpr,
     SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Grid `(tokens / BLOCK_T, spans)`: one program joins some tokens' columns of a span, and
     multiplies them. Products are in the order of `totals_of`.
 
-    JOIN: there is an output to add; REST: it has two parts. SPLIT: there is a block behind.
+    JOIN: there is an output to add; REST: it has two parts. SAME: a token has one stream, which is
+    stored as all of them. SPLIT: there is a block behind.
     """
     PER_STREAM: tl.constexpr = (HIDDEN + BLOCK_C - 1) // BLOCK_C
     BLOCKS: tl.constexpr = PER_STREAM * STREAMS
@@ -100,7 +102,8 @@ def _join_kernel(
         stream = block // PER_STREAM
         cols = block % PER_STREAM * BLOCK_C + within
         is_there = is_token[:, None] & (cols < HIDDEN)[None, :]
-        old = streams_ptr + row[:, None] * (STREAMS * HIDDEN) + cols[None, :]
+        old = streams_ptr + row[:, None] * ((1 if SAME else STREAMS) * HIDDEN) + cols[None, :]
+        to = joined_ptr + (row * STREAMS + stream)[:, None] * HIDDEN + cols[None, :]
         if JOIN:
             added = tl.load(out_ptr + row[:, None] * HIDDEN + cols[None, :], is_there, other=0.0)
             added = added.to(tl.float32)
@@ -117,7 +120,9 @@ def _join_kernel(
                 x = tl.load(old + source * HIDDEN, mask=is_there, other=0.0)
                 new += x.to(tl.float32) * factor[:, None]
             rounded = new.to(dtype)
-            to = joined_ptr + (row * STREAMS + stream)[:, None] * HIDDEN + cols[None, :]
+            tl.store(to, rounded, mask=is_there)
+        elif SAME:
+            rounded = tl.load(old, mask=is_there, other=0.0)
             tl.store(to, rounded, mask=is_there)
         else:
             rounded = tl.load(old + stream * HIDDEN, mask=is_there, other=0.0)
@@ -155,6 +160,7 @@ def _join_each_kernel(
     BLOCK_O: tl.constexpr,
     JOIN: tl.constexpr,
     REST: tl.constexpr,
+    SAME: tl.constexpr,
     SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -188,6 +194,10 @@ def _join_each_kernel(
             x = tl.load(streams_ptr + of_token + source * HIDDEN + cols, mask=inside, other=0.0)
             new += x.to(tl.float32)[None, :] * factor[:, None]
         rounded = new.to(joined_ptr.dtype.element_ty)
+        tl.store(joined_ptr + of_token + at, rounded, mask=is_there)
+    elif SAME:
+        only = tl.load(streams_ptr + row * HIDDEN + cols, mask=inside, other=0.0)
+        rounded = tl.where(is_there, only[None, :], 0.0)
         tl.store(joined_ptr + of_token + at, rounded, mask=is_there)
     else:
         rounded = tl.load(streams_ptr + of_token + at, mask=is_there, other=0.0)
@@ -286,10 +296,12 @@ def join_and_split(
     """Join the output of the block before, and make the input of the block behind.
 
     Args:
-        streams: Contiguous `[num_tokens, streams, hidden_size]`.
+        streams: Contiguous `[num_tokens, streams, hidden_size]`; or `[num_tokens, hidden_size]` if
+            all streams of a token are equal, without `join`.
         join: None: there is no block before, and the streams stay.
     """
-    num_tokens, count, hidden = streams.shape
+    num_tokens, hidden = len(streams), streams.shape[-1]
+    count = split.fn.shape[1] // hidden
     assert split.fn.shape == (2 * count + count * count, count * hidden)
     joined, parts, spans = _join(streams, join, split.fn)
     x, zeros = (streams.new_empty((num_tokens, hidden)) for _ in range(2))
@@ -299,7 +311,7 @@ def join_and_split(
     _split_kernel[(num_tokens, 2)](
         joined, parts, split.base, split.scale, split.norm, x, zeros, weights, spans, split.eps,
         split.norm_eps, split.input_eps, ITERATIONS=split.iterations,
-        **_sizes(streams, parts, split),
+        **_sizes(joined, parts, split),
     )  # fmt: skip
     return EnteredBlock(joined, x, zeros, weights)
 
@@ -310,7 +322,8 @@ def join_into_one(
     """Join the output of the last block, and add the streams up.
 
     Args:
-        streams: As in `join_and_split`, for `join` too.
+        streams: Contiguous `[num_tokens, streams, hidden_size]`.
+        join: As in `join_and_split`.
         head: A weight for each stream, and the norm of the sum.
 
     Returns:
@@ -357,14 +370,18 @@ def _join(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The joined streams; fp32 `[num_tokens, spans, width]`, the products of each span of columns
     with `fn`; and the number of spans."""
-    num_tokens, count, hidden = streams.shape
-    outputs = 0 if fn is None else len(fn)
+    num_tokens, hidden = len(streams), streams.shape[-1]
+    outputs, is_same = 0 if fn is None else len(fn), streams.dim() == 2
     assert streams.is_contiguous() and (fn is None or fn.is_contiguous())
     joined, parts = streams, streams
-    if join is not None:
+    if is_same:
+        assert join is None and fn is not None
+        joined = streams.new_empty((num_tokens, fn.shape[1] // hidden, hidden))
+    elif join is not None:
         assert join.out.is_contiguous() and join.weights.is_contiguous()
         assert join.rest is None or join.rest.is_contiguous()
         joined = torch.empty_like(streams)
+    count = joined.shape[1]
     width = max(16, triton.next_power_of_2(outputs + 1))
     is_each = num_tokens <= EACH
     if is_each:
@@ -388,7 +405,7 @@ def _join(
     constants = {
         "STREAMS": count, "HIDDEN": hidden, "OUTPUTS": outputs, "BLOCK_O": width,
         "JOIN": join is not None, "REST": join is not None and join.rest is not None,
-        "SPLIT": fn is not None, "num_warps": 4, **early_start(streams),
+        "SAME": is_same, "SPLIT": fn is not None, "num_warps": 4, **early_start(streams),
     }  # fmt: skip
     if is_each:
         _join_each_kernel[(num_tokens, spans)](
