@@ -6,14 +6,18 @@ slowly.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
 
 from sglang.srt.hardware_backend.device_runtime import detect_device
+
+_OPTIONS: Final = {"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"}
+"""Named arguments of a launch that are no kernel's."""
 
 
 def triton_device() -> str:
@@ -26,7 +30,24 @@ def triton_device() -> str:
 
     if not knobs.runtime.interpret:
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+    _refuse_unknown_names()
     return "cpu"
+
+
+@functools.cache
+def _refuse_unknown_names() -> None:
+    """Let this process's interpreted launches fail where a compiled one does: the interpreter drops
+    named arguments that a kernel does not have."""
+    from triton.runtime import interpreter
+
+    run = interpreter.InterpretedFunction.run
+
+    def checked(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        unknown = named.keys() - set(self.arg_names) - _OPTIONS
+        assert not unknown, f"{self.fn.__name__} has no {unknown}"
+        return run(self, *args, grid=grid, warmup=warmup, **named)
+
+    interpreter.InterpretedFunction.run = checked
 
 
 def round_as_a_gpu(patch: pytest.MonkeyPatch) -> None:

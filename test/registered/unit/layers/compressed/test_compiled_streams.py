@@ -20,7 +20,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
 JOIN: Final = {
-    "STREAMS": 4, "HIDDEN": 4096, "OUTPUTS": 24, "BLOCK_O": 32, "JOIN": True,
+    "STREAMS": 4, "HIDDEN": 4096, "OUTPUTS": 24, "BLOCK_O": 32, "BLOCK_S": 4, "JOIN": True,
     "REST": True, "SAME": False, "SPLIT": True,
 }  # fmt: skip
 FIRST: Final = {**JOIN, "JOIN": False, "REST": False, "SAME": True}
@@ -50,14 +50,14 @@ _EACH = streams._join_each_kernel
 _POOL, _ROWS = pooled_keys._pool_kernel, latent_rows._latent_kernel
 _CHOICE = expert_choice._choose_kernel
 KERNELS: Final[dict[str, tuple[Any, dict[str, Any], int, int, int]]] = {
-    "join of few": (_JOIN, {**JOIN, "BLOCK_T": 16, "BLOCK_C": 64, "EARLY": 1}, 4, 2, 40),
+    "join of few": (_JOIN, {**JOIN, "BLOCK_T": 16, "BLOCK_C": 64, "EARLY": 1}, 4, 2, 47),
     "join of many": (_JOIN, {**JOIN, "BLOCK_T": 64, "BLOCK_C": 32, "EARLY": 0}, 4, 2, 56),
-    "streams of few": (_JOIN, {**FIRST, "BLOCK_T": 16, "BLOCK_C": 64, "EARLY": 1}, 4, 2, 40),
-    "streams of one": (_EACH, {**FIRST, "BLOCK_S": 4, "BLOCK_C": 32, "EARLY": 1}, 4, 3, 8),
-    "join of one": (_EACH, {**JOIN, "BLOCK_S": 4, "BLOCK_C": 32, "EARLY": 1}, 4, 3, 8),
+    "streams of few": (_JOIN, {**FIRST, "BLOCK_T": 16, "BLOCK_C": 64, "EARLY": 1}, 4, 2, 47),
+    "streams of one": (_EACH, {**FIRST, "BLOCK_C": 32, "EARLY": 1}, 4, 3, 8),
+    "join of one": (_EACH, {**JOIN, "BLOCK_C": 32, "EARLY": 1}, 4, 3, 8),
     "split": (_SPLIT, SPLIT, 4, 3, 8),
     "split of many": (_SPLIT, {**SPLIT, "EARLY": 0}, 8, 3, 8),
-    "join of a head": (_JOIN, OF_HEAD, 4, 2, 40),
+    "join of a head": (_JOIN, OF_HEAD, 4, 2, 47),
     "head": (_HEAD, HEAD, 4, 3, 8),
     "keys of one token": (_POOL, {**POOL, "BOUNDS": False, "EARLY": 1}, 4, 3, 8),
     "keys of tokens": (_POOL, {**POOL, "BOUNDS": True, "EARLY": 0}, 4, 3, 8),

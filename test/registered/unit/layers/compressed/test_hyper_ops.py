@@ -29,7 +29,7 @@ register_cuda_ci(est_time=30, suite="base-b-test-1-gpu-large")
 if DEVICE == "cpu":
     quicken_interpreter()
 
-EDGES = [1, 2, 15, 16, 17, 127, 128, 129, 255, 256]
+EDGES = [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257]
 
 
 @pytest.fixture(autouse=True)
@@ -138,9 +138,10 @@ def test_columns_may_be_divided_over_any_number_of_programs(
 
 
 def test_no_span_is_empty() -> None:
-    for blocks in range(1, 300):
-        for tokens in (1, 17, 4000, 70000):
-            at_once, spans = kernels.plan_spans(tokens, blocks)
+    for hidden in range(1, 9000, 37):
+        for tokens in (1, 17, 256, 257, 4000, 70000):
+            (at_once, columns, _), spans = kernels.plan_join(tokens, hidden)
+            blocks = -(-hidden // columns)
             assert (spans - 1) * -(-blocks // spans) < blocks
             assert spans == 1 or spans * -(-tokens // at_once) <= kernels.PROGRAMS
 

@@ -2,14 +2,15 @@
 has the formulas.
 
 1. `_join_kernel` adds the output of the block before to the streams, mixes them, and multiplies the
-   new streams with the projection of the block behind. The columns of a token are divided over
-   programs if there are few tokens. `_join_each_kernel` does the same for a token or two, without
-   tensor cores.
+   new streams with the projection of the block behind. A program reads the same columns of all
+   streams once; if there are few tokens, programs divide the columns. `_join_each_kernel` does the
+   same for a token or two, without tensor cores.
 2. `_split_kernel` adds up the products, and makes the weights and the normalised input of the block
    behind. Sinkhorn's steps, which only the next join needs, have programs of their own.
    Behind the last block, `_head_kernel` makes the input of the output head.
 
-Streams are read twice and written once. Sums are in fp32; products of fp32 have three TF32 parts.
+Streams are read twice and written once. Sums are in fp32; products have three parts in bf16 or
+TF32, as exact as fp32.
 """
 
 from __future__ import annotations
@@ -31,18 +32,34 @@ from sglang.srt.layers.triton_ops.early_start import (
 )
 from sglang.srt.layers.triton_ops.hyper.split import make_input, make_weights, output_at
 
-PROGRAMS: Final = 512
+PROGRAMS: Final = 1024
 """Programs of a join that fill the device."""
 EACH: Final = 2
 """Up to this many tokens are joined apart."""
 _EACH_COLUMNS: Final = 32
 """Columns of a program that joins all streams of a token there."""
-_FEW: Final = 16
-"""Up to this many tokens are one block of a join, the least that tensor cores multiply."""
-_TOKENS: Final = 64
-_COLUMNS: Final = (64, 32)
-"""Tokens of a block of a join, if they are more; columns of a block of few and of more tokens. So a
-program takes 128 registers a thread and at most 41 KB, by Triton 3.6 for Hopper."""
+FEW: Final = (256, (16, 64, 4))
+"""Up to so many tokens have a join of these tokens, columns of each stream, and warps."""
+MANY: Final = (64, 32, 4)
+"""The same of more tokens."""
+
+
+@triton.jit
+def _multiplied(x: tl.tensor, fn: tl.tensor, products: tl.tensor) -> tl.tensor:
+    """Add the products of streams `[tokens, columns]` and fp32 weights `[columns, outputs]`. Three
+    numbers in bf16 are as exact as one in fp32."""
+    if x.dtype == tl.bfloat16:
+        # Else Triton computes the streams again for each product, in the layout of its operand.
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
+        high = fn.to(tl.bfloat16)
+        rest = fn - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        products = tl.dot(x, low, products)
+        products = tl.dot(x, middle, products)
+        return tl.dot(x, high, products)
+    else:
+        return tl.dot(x.to(tl.float32), fn, products, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize=["tokens", "spans"])
@@ -68,78 +85,71 @@ def _join_kernel(
     SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid `(tokens / BLOCK_T, spans)`: one program joins some tokens' columns of a span, and
-    multiplies them. Products are in the order of `totals_of`.
+    """Grid `(tokens / BLOCK_T, spans)`: one program joins all streams of some tokens in a span of
+    columns, and multiplies them. Products are in the order of `totals_of`.
 
     JOIN: there is an output to add; REST: it has two parts. SAME: a token has one stream, which is
     stored as all of them. SPLIT: there is a block behind.
     """
-    PER_STREAM: tl.constexpr = (HIDDEN + BLOCK_C - 1) // BLOCK_C
-    BLOCKS: tl.constexpr = PER_STREAM * STREAMS
+    BLOCKS: tl.constexpr = (HIDDEN + BLOCK_C - 1) // BLOCK_C
     WEIGHTS: tl.constexpr = STREAMS + STREAMS * STREAMS
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    is_token = token < tokens
-    row = token.to(tl.int64)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK_T
+    # Offsets from the program's first token have 32 bits, which take fewer registers.
+    token = tl.arange(0, BLOCK_T)
+    is_token = token < tokens - begin
+    streams_ptr += begin * ((1 if SAME else STREAMS) * HIDDEN)
+    joined_ptr += begin * (STREAMS * HIDDEN)
+    out_ptr += begin * HIDDEN
+    rest_ptr += begin * HIDDEN
+    within = tl.arange(0, BLOCK_C)
     outputs = tl.arange(0, BLOCK_O)
+    fn_at = output_at(outputs, STREAMS)[None, :] * (STREAMS * HIDDEN) + within[:, None]
     each = (BLOCKS + spans - 1) // spans
     first = tl.program_id(1) * each
-    last = tl.minimum(first + each, BLOCKS)
-    within = tl.arange(0, BLOCK_C)
-    dtype = joined_ptr.dtype.element_ty
-    fn_rows = output_at(outputs, STREAMS)[None, :] * (STREAMS * HIDDEN)
-    fn = tl.zeros([BLOCK_C, BLOCK_O], tl.float32)
-    if SPLIT:
-        # A weight, which is read before the wait; the next block's is read in its turn.
-        cols = first % PER_STREAM * BLOCK_C + within
-        inside = (cols < HIDDEN)[:, None] & (outputs <= OUTPUTS)[None, :]
-        at = first // PER_STREAM * HIDDEN + cols[:, None]
-        fn = tl.load(fn_ptr + fn_rows + at, mask=inside, other=0.0)
     await_kernels_before(EARLY)
+    own = weights_ptr + begin * WEIGHTS + token * WEIGHTS
+    factors = ()
+    if JOIN:
+        for place in tl.static_range(WEIGHTS):
+            factors += (tl.load(own + place, mask=is_token, other=0.0),)
     products = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
     squares = tl.zeros([BLOCK_T], tl.float32)
-    own = weights_ptr + row * WEIGHTS
-    for block in range(first, last):
-        stream = block // PER_STREAM
-        cols = block % PER_STREAM * BLOCK_C + within
+    for block in range(first, tl.minimum(first + each, BLOCKS)):
+        cols = block * BLOCK_C + within
         is_there = is_token[:, None] & (cols < HIDDEN)[None, :]
-        old = streams_ptr + row[:, None] * ((1 if SAME else STREAMS) * HIDDEN) + cols[None, :]
-        to = joined_ptr + (row * STREAMS + stream)[:, None] * HIDDEN + cols[None, :]
+        of_out = token[:, None] * HIDDEN + cols[None, :]
+        at = token[:, None] * (STREAMS * HIDDEN) + cols[None, :]
+        is_weight = (cols < HIDDEN)[:, None] & (outputs <= OUTPUTS)[None, :]
+        olds = ()
         if JOIN:
-            added = tl.load(out_ptr + row[:, None] * HIDDEN + cols[None, :], is_there, other=0.0)
-            added = added.to(tl.float32)
+            added = tl.load(out_ptr + of_out, mask=is_there, other=0.0).to(tl.float32)
             if REST:
-                rest = tl.load(
-                    rest_ptr + row[:, None] * HIDDEN + cols[None, :], is_there, other=0.0
-                )
-                added += rest.to(tl.float32)
-            factor = tl.load(own + stream, mask=is_token, other=0.0)
-            new = added * factor[:, None]
+                added += tl.load(rest_ptr + of_out, mask=is_there, other=0.0).to(tl.float32)
             for source in tl.static_range(STREAMS):
-                of_stream = own + STREAMS + source * STREAMS + stream
-                factor = tl.load(of_stream, mask=is_token, other=0.0)
-                x = tl.load(old + source * HIDDEN, mask=is_there, other=0.0)
-                new += x.to(tl.float32) * factor[:, None]
-            rounded = new.to(dtype)
-            tl.store(to, rounded, mask=is_there)
+                olds += (tl.load(streams_ptr + source * HIDDEN + at, mask=is_there, other=0.0),)
         elif SAME:
-            rounded = tl.load(old, mask=is_there, other=0.0)
-            tl.store(to, rounded, mask=is_there)
-        else:
-            rounded = tl.load(old + stream * HIDDEN, mask=is_there, other=0.0)
-        if SPLIT:
-            wide = rounded.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            products = tl.dot(wide, fn, products, input_precision="tf32x3")
-            following = tl.minimum(block + 1, BLOCKS - 1)
-            cols = following % PER_STREAM * BLOCK_C + within
-            # After the last block nothing is read.
-            left = tl.where(block + 1 < last, OUTPUTS, -1)
-            inside = (cols < HIDDEN)[:, None] & (outputs <= left)[None, :]
-            at = following // PER_STREAM * HIDDEN + cols[:, None]
-            fn = tl.load(fn_ptr + fn_rows + at, mask=inside, other=0.0)
+            rounded = tl.load(streams_ptr + of_out, mask=is_there, other=0.0)
+        for stream in tl.static_range(STREAMS):
+            if JOIN:
+                new = added * factors[stream][:, None]
+                for source in tl.static_range(STREAMS):
+                    factor = factors[STREAMS + source * STREAMS + stream]
+                    new += olds[source].to(tl.float32) * factor[:, None]
+                rounded = new.to(joined_ptr.dtype.element_ty)
+            elif not SAME:
+                rounded = tl.load(streams_ptr + stream * HIDDEN + at, mask=is_there, other=0.0)
+            if JOIN or SAME:
+                tl.store(joined_ptr + stream * HIDDEN + at, rounded, mask=is_there)
+            if SPLIT:
+                wide = rounded.to(tl.float32)
+                squares += tl.sum(wide * wide, axis=1)
+                weights = fn_ptr + stream * HIDDEN + block * BLOCK_C + fn_at
+                fn = tl.load(weights, mask=is_weight, other=0.0)
+                products = _multiplied(rounded, fn, products)
     if SPLIT:
         products = tl.where(outputs[None, :] == STREAMS, squares[:, None], products)
-        to = parts_ptr + (row * spans + tl.program_id(1))[:, None] * BLOCK_O + outputs[None, :]
+        row = (begin + token) * spans + tl.program_id(1)
+        to = parts_ptr + row[:, None] * BLOCK_O + outputs[None, :]
         tl.store(to, products, mask=is_token[:, None])
 
 
@@ -357,12 +367,16 @@ def _sizes(streams: torch.Tensor, parts: torch.Tensor, split: StreamsSplit) -> d
     }
 
 
-def plan_spans(num_tokens: int, blocks: int) -> tuple[int, int]:
-    """Tokens of a block of `_join_kernel`, and the number of spans of a token's `blocks` of
+def plan_join(num_tokens: int, hidden: int) -> tuple[tuple[int, int, int], int]:
+    """Tokens and columns of a block of `_join_kernel`, its warps; and the spans of a token's
     columns. No span is empty."""
-    at_once = _FEW if num_tokens <= _FEW else _TOKENS
-    wanted = max(1, PROGRAMS // triton.cdiv(num_tokens, at_once))
-    return at_once, triton.cdiv(blocks, triton.cdiv(blocks, min(blocks, wanted)))
+    most, launch = FEW
+    tokens, columns, warps = launch if num_tokens <= most else MANY
+    columns = min(columns, max(16, triton.next_power_of_2(hidden)))
+    blocks = triton.cdiv(hidden, columns)
+    wanted = max(1, PROGRAMS // triton.cdiv(num_tokens, tokens))
+    spans = triton.cdiv(blocks, triton.cdiv(blocks, min(blocks, wanted)))
+    return (tokens, columns, warps), spans
 
 
 def _join(
@@ -384,12 +398,9 @@ def _join(
     count = joined.shape[1]
     width = max(16, triton.next_power_of_2(outputs + 1))
     is_each = num_tokens <= EACH
+    (block_t, block_c, warps), spans = plan_join(num_tokens, hidden)
     if is_each:
-        spans = triton.cdiv(hidden, _EACH_COLUMNS)
-    else:
-        columns = _COLUMNS[num_tokens > _FEW]
-        block_c = min(columns, max(16, triton.next_power_of_2(hidden)))
-        block_t, spans = plan_spans(num_tokens, count * triton.cdiv(hidden, block_c))
+        block_c, warps, spans = _EACH_COLUMNS, 4, triton.cdiv(hidden, _EACH_COLUMNS)
     if fn is not None:
         shape = num_tokens, spans, width
         parts = torch.empty(shape, dtype=torch.float32, device=streams.device)
@@ -404,15 +415,16 @@ def _join(
     )
     constants = {
         "STREAMS": count, "HIDDEN": hidden, "OUTPUTS": outputs, "BLOCK_O": width,
-        "JOIN": join is not None, "REST": join is not None and join.rest is not None,
-        "SAME": is_same, "SPLIT": fn is not None, "num_warps": 4, **early_start(streams),
+        "BLOCK_C": block_c, "JOIN": join is not None,
+        "REST": join is not None and join.rest is not None, "SAME": is_same,
+        "SPLIT": fn is not None, "num_warps": warps, **early_start(streams),
     }  # fmt: skip
     if is_each:
         _join_each_kernel[(num_tokens, spans)](
-            *tensors, BLOCK_S=triton.next_power_of_2(count), BLOCK_C=_EACH_COLUMNS, **constants
+            *tensors, BLOCK_S=triton.next_power_of_2(count), **constants
         )
         return joined, parts, spans
     _join_kernel[(triton.cdiv(num_tokens, block_t), spans)](
-        *tensors, num_tokens, spans, BLOCK_T=block_t, BLOCK_C=block_c, num_stages=2, **constants
+        *tensors, num_tokens, spans, BLOCK_T=block_t, num_stages=2, **constants
     )
     return joined, parts, spans
