@@ -111,7 +111,7 @@ def _join_kernel(
     factors = ()
     if JOIN:
         for place in tl.static_range(WEIGHTS):
-            factors += (tl.load(own + place, mask=is_token, other=0.0),)
+            factors += (tl.load(own + place, mask=is_token, other=0.0),)  # type: ignore[assignment]
     products = tl.zeros([BLOCK_T, BLOCK_O], tl.float32)
     squares = tl.zeros([BLOCK_T], tl.float32)
     for block in range(first, tl.minimum(first + each, BLOCKS)):
@@ -126,14 +126,14 @@ def _join_kernel(
             if REST:
                 added += tl.load(rest_ptr + of_out, mask=is_there, other=0.0).to(tl.float32)
             for source in tl.static_range(STREAMS):
-                olds += (tl.load(streams_ptr + source * HIDDEN + at, mask=is_there, other=0.0),)
+                olds += (tl.load(streams_ptr + source * HIDDEN + at, mask=is_there, other=0.0),)  # type: ignore[assignment]
         elif SAME:
             rounded = tl.load(streams_ptr + of_out, mask=is_there, other=0.0)
         for stream in tl.static_range(STREAMS):
             if JOIN:
                 new = added * factors[stream][:, None]
                 for source in tl.static_range(STREAMS):
-                    factor = factors[STREAMS + source * STREAMS + stream]
+                    factor = factors[STREAMS + source * STREAMS + stream]  # type: ignore[var-annotated]
                     new += olds[source].to(tl.float32) * factor[:, None]
                 rounded = new.to(joined_ptr.dtype.element_ty)
             elif not SAME:
