@@ -8,18 +8,19 @@ concurrently.
 Importing this module needs triton.
 """
 
-# ruff: noqa: ANN001, ANN202  (the language below the decorator is not Python)
+# ruff: noqa: ANN202  (the language below the decorator is not Python)
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Final
 
 import torch
-import triton
 import triton.language as tl
 
 from sglang.srt.constants import KIB, MIB
+from sglang.srt.hardware_backend.cuda.bound_kernel import BoundKernel, unspecialized
 
 _WORD: Final = 4
 _BLOCK_WORDS: Final = 1024
@@ -29,12 +30,15 @@ _HALF_BYTES: Final = 4 * MIB
 _ALIGNMENT: Final = 16
 
 
-@triton.jit(do_not_specialize=["source", "target", "words"])
-def _copy_words(source, target, words, BLOCK: tl.constexpr):
+@unspecialized
+def _copy_words(source: tl.int64, target: tl.int64, words: tl.int32, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < words
     values = tl.load(source.to(tl.pointer_type(tl.int32)) + at, mask=inside)
     tl.store(target.to(tl.pointer_type(tl.int32)) + at, values, mask=inside)
+
+
+_copy: Final = BoundKernel(_copy_words, BLOCK=_BLOCK_WORDS)
 
 
 class _PinnedRing:
@@ -45,23 +49,22 @@ class _PinnedRing:
 
     def __init__(self) -> None:
         self._memory = torch.empty(2 * _HALF_BYTES, dtype=torch.uint8, pin_memory=True)
-        # torch does not let callers inside and outside of inference mode write to one tensor.
-        self._bytes = self._memory.numpy()
         self._half = 0
         self._used = 0
         self._streams: set[torch.cuda.Stream] = set()
         self._read: list[list[torch.cuda.Event]] = [[], []]
 
     def put(self, data: torch.Tensor, reader: torch.cuda.Stream) -> int:
-        """Copy in `data`, uint8 `[n]` on the CPU, and return its address for one read by
+        """Copy in `data`, contiguous on the CPU, and return its address for one read by
         `reader`."""
-        if self._used + len(data) > _HALF_BYTES:
+        size = data.nbytes
+        if self._used + size > _HALF_BYTES:
             self._switch_half()
-        begin = self._half * _HALF_BYTES + self._used
-        self._bytes[begin : begin + len(data)] = data.numpy()
-        self._used += -(-len(data) // _ALIGNMENT) * _ALIGNMENT
+        address = self._memory.data_ptr() + self._half * _HALF_BYTES + self._used
+        ctypes.memmove(address, data.data_ptr(), size)
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         self._streams.add(reader)
-        return self._memory.data_ptr() + begin
+        return address
 
     def _switch_half(self) -> None:
         self._read[self._half] = [stream.record_event() for stream in self._streams]
@@ -88,7 +91,7 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     global _ring
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     stream = torch.cuda.current_stream(target.device)  # This device has an index: looked up faster.
-    data = tensor.contiguous().view(-1).view(torch.uint8)
+    data = tensor.contiguous()
     with _lock:
         _ring = _ring or _PinnedRing()
         # Under the lock, so that no other thread reuses this half before the kernel is queued.
@@ -109,5 +112,4 @@ def download(tensor: torch.Tensor) -> torch.Tensor:
 
 def _launch(source: int, target: int, size: int) -> None:
     words = size // _WORD
-    grid = (triton.cdiv(words, _BLOCK_WORDS),)
-    _copy_words[grid](source, target, words, BLOCK=_BLOCK_WORDS)
+    _copy((-(-words // _BLOCK_WORDS), 1, 1), source, target, words)

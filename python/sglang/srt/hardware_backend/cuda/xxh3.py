@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.constants import MIB
+from sglang.srt.hardware_backend.cuda.bound_kernel import BoundKernel, unspecialized
 from sglang.srt.hardware_backend.leaf_hash import BLOCK_BYTES, DIGEST_BYTES, LEAF_BYTES
 
 _WORD: Final = 8
@@ -181,12 +182,22 @@ def _join_blocks(table, constants, sums, digests, leaves, COLUMNS: tl.constexpr,
     _store_digests(digests, leaf, is_there, accumulators, constants, num_bytes, LEAVES)
 
 
-@triton.jit(
-    do_not_specialize=["begin", "page_size"], do_not_specialize_on_alignment=["pieces", "slots"]
-)
-def _sum_piece_blocks(pieces, slots, constants, sums, begin, page_size, num_words, num_blocks,
-                      PIECE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
+@triton.jit
+def _words_at(address):
+    """A pointer to words that begin at a multiple of 16."""
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
+
+
+@unspecialized
+def _sum_piece_blocks(
+    pieces: tl.int64, slots: tl.int64, constants: tl.int64, sums: tl.int64, begin: tl.int32,
+    page_size: tl.int32, num_words: tl.int32, num_blocks: tl.int32, PIECE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Like `_sum_blocks`, for messages scattered in pieces: int64 `[messages, blocks, 8]`."""
+    pieces = pieces.to(tl.int64).to(tl.pointer_type(tl.int64))
+    slots = slots.to(tl.int64).to(tl.pointer_type(tl.int64))
+    constants, sums = _words_at(constants), _words_at(sums)
     message = tl.program_id(0)
     place = tl.load(slots + (begin + message).to(tl.int64) * page_size) // page_size
     first = tl.program_id(1) * BLOCKS
@@ -225,10 +236,13 @@ def _load_sums(own, block, num_blocks, is_there):
     return tl.load(own + block * _LANES, mask=is_held, other=0).to(tl.uint64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["digests", "messages"])
-def _join_piece_blocks(constants, sums, digests, messages, num_blocks, num_bytes,
-                       MESSAGES: tl.constexpr):  # fmt: skip
-    """Like `_join_blocks`, for messages of equal length. `digests` is an address."""
+@unspecialized
+def _join_piece_blocks(
+    constants: tl.int64, sums: tl.int64, digests: tl.int64, messages: tl.int32,
+    num_blocks: tl.int32, num_bytes: tl.int64, MESSAGES: tl.constexpr,
+):  # fmt: skip
+    """Like `_join_blocks`, for messages of equal length. All but numbers are addresses."""
+    constants, sums = _words_at(constants), _words_at(sums)
     message = tl.program_id(0) * MESSAGES + tl.arange(0, MESSAGES)
     is_there = message < messages
     lane = tl.arange(0, _LANES)[None, :]
@@ -383,14 +397,22 @@ def piece_digests(
     sums = torch.empty(
         min(count, at_once), num_blocks, _LANES.value, dtype=torch.int64, device=device
     )
-    constants = _constants(device)
+    constants, sums_at = _constants(device).data_ptr(), sums.data_ptr()
+    add_up, join = _piece_kernels(piece_bytes // _WORD)
     for begin in range(0, count, at_once):
         messages = min(at_once, count - begin)
-        _sum_piece_blocks[(messages, -(-num_blocks // _BLOCKS_AT_ONCE))](
-            pieces, slots, constants, sums, begin, page_size, num_bytes // _WORD, num_blocks,
-            PIECE=piece_bytes // _WORD, BLOCKS=_BLOCKS_AT_ONCE,
+        add_up(
+            (messages, -(-num_blocks // _BLOCKS_AT_ONCE), 1), pieces.data_ptr(), slots.data_ptr(),
+            constants, sums_at, begin, page_size, num_bytes // _WORD, num_blocks,
         )  # fmt: skip
-        _join_piece_blocks[(-(-messages // _LEAVES_AT_ONCE),)](
-            constants, sums, into + begin * DIGEST_BYTES, messages, num_blocks, num_bytes,
-            MESSAGES=_LEAVES_AT_ONCE, num_warps=2,
+        join(
+            (-(-messages // _LEAVES_AT_ONCE), 1, 1), constants, sums_at,
+            into + begin * DIGEST_BYTES, messages, num_blocks, num_bytes,
         )  # fmt: skip
+
+
+@functools.cache
+def _piece_kernels(piece_words: int) -> tuple[BoundKernel, BoundKernel]:
+    """The kernels of `piece_digests`."""
+    add_up = BoundKernel(_sum_piece_blocks, PIECE=piece_words, BLOCKS=_BLOCKS_AT_ONCE)
+    return add_up, BoundKernel(_join_piece_blocks, MESSAGES=_LEAVES_AT_ONCE, num_warps=2)
