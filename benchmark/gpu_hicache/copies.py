@@ -24,7 +24,7 @@ from benchmark.timing import seconds_of
 from sglang.srt.hardware_backend.device_runtime import CopyStream, device_runtime
 from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier, EngineUse
 from sglang.srt.mem_cache.host.host_memory import allocate_pinned
-from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
+from sglang.srt.mem_cache.host.staged_copy import LoadTuning
 
 PAIRS: Final = (
     ("layer_first", "kernel"),
@@ -224,7 +224,7 @@ def tuning(
         copier = pools.host._copier_of(pools.device)
         assert isinstance(copier, CudaPageCopier)
         copier.engine_use["kernel"] = EngineUse(load=load_by_engine, backup=backup_by_engine)
-        copier.staged_load_tuning = StagedLoadTuning(run_kib << 10)
+        copier.tuning_of_loads = LoadTuning(run_bytes=run_kib << 10)
         timeline.load.submit(pools.load)
         torch.accelerator.synchronize()
         pools.check()

@@ -20,16 +20,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rigs.call_counts import uncounted
-from sglang.srt.constants import MIB
+from sglang.srt.constants import KIB, MIB
 from sglang.srt.hardware_backend import device_runtime as runtimes
 from sglang.srt.hardware_backend.cuda.runtime import CudaRuntime
 from sglang.srt.mem_cache.device import page_digests
 from sglang.srt.mem_cache.host import host_copy_cuda, page_copier, staged_copy
 from sglang.srt.mem_cache.host.copy_runs import CopyGrids, CopyRuns
-from sglang.srt.mem_cache.host.staged_copy import StagedLoadTuning
+from sglang.srt.mem_cache.host.staged_copy import LoadTuning
 
 SHRINK = 32
 """Lengths that decide how pages are copied are this many times shorter than on a GPU."""
+_STEP_BYTES = 10**6
+_STATE_BYTES = 64 * KIB
+"""Lengths of loads of states, which are shorter still."""
 
 
 class OnDevice(torch.Tensor):
@@ -171,8 +174,9 @@ class _Engine:
 
 def use_counted_cuda(patch: pytest.MonkeyPatch) -> IssuedWork:
     """Let pools that are made from now on be copied and hashed as on CUDA, and count the work."""
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
+    from triton import knobs
+
+    from sglang.srt.hardware_backend.cuda.bound_kernel import BoundKernel
 
     work = IssuedWork()
     runtime = _Runtime(work)
@@ -183,24 +187,21 @@ def use_counted_cuda(patch: pytest.MonkeyPatch) -> IssuedWork:
     patch.setattr(host_copy_cuda, "CopyEngine", lambda: _Engine(work))
     for name in ("_LONG_RUN_BYTES", "_GRID_RUN_BYTES"):
         patch.setattr(host_copy_cuda, name, getattr(host_copy_cuda, name) // SHRINK)
-    tuning = StagedLoadTuning()
-    shrunk = StagedLoadTuning(
-        tuning.run_bytes // SHRINK, tuning.state_bytes // SHRINK, tuning.whole_bytes // SHRINK
+    tuning = LoadTuning()
+    shrunk = LoadTuning(
+        step_bytes=_STEP_BYTES,
+        run_bytes=tuning.run_bytes // SHRINK,
+        state_bytes=_STATE_BYTES,
     )
-    patch.setattr(host_copy_cuda, "StagedLoadTuning", lambda: shrunk)
+    patch.setattr(host_copy_cuda, "LoadTuning", lambda: shrunk)
     patch.setattr(staged_copy, "_MIN_BUFFER_BYTES", 4 * MIB)
-    run = InterpretedFunction.run
+    launch = BoundKernel.__call__
 
     @uncounted
-    def interpreted(kernel: Any, *args: Any, **kwargs: Any) -> None:
+    def launched(kernel: BoundKernel, grid: tuple[int, int, int], *arguments: int) -> None:
         with work.one("kernel"):
-            run(kernel, *map(_on_cpu, args), **kwargs)
+            if knobs.runtime.interpret:
+                launch(kernel, grid, *arguments)
 
-    @uncounted
-    def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        with work.one("kernel"):
-            pass
-
-    patch.setattr(InterpretedFunction, "run", interpreted)
-    patch.setattr(JITFunction, "run", launched)
+    patch.setattr(BoundKernel, "__call__", launched)
     return work

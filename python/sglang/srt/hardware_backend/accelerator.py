@@ -6,8 +6,9 @@ its calls without a device.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ class AcceleratorRuntime(DeviceRuntime):
         kind of device, which takes longer than all the rest, and a load asks a hundred times."""
         return self._api.current_stream(self._index)
 
+    @abstractmethod
+    def handle_of(self, stream: Any) -> int:
+        """The driver's handle of the library's stream object."""
+
     def set_device(self, index: int) -> None:
         self._api.set_device(index)
 
@@ -66,6 +71,9 @@ class AcceleratorRuntime(DeviceRuntime):
 
     def make_side_stream(self, *, is_urgent: bool = True) -> SideStream:
         return self._make_stream(is_urgent=is_urgent)
+
+    def here(self) -> SideStream:
+        return _DeviceStream(self, self._api, self.current_stream())
 
     def _make_stream(self, *, is_urgent: bool) -> _DeviceStream:
         priority = _URGENT if is_urgent else 0
@@ -125,7 +133,10 @@ class _StreamEvent:
         self._recorded = False
 
     def record(self) -> None:
-        self._event.record(self._runtime.current_stream())
+        self.record_on(self._runtime.current_stream())
+
+    def record_on(self, stream: Any) -> None:
+        self._event.record(stream)
         self._recorded = True
 
     def query(self) -> bool:
@@ -135,7 +146,10 @@ class _StreamEvent:
         self._event.synchronize()
 
     def wait(self) -> None:
-        self._runtime.current_stream().wait_event(self._event)
+        self.wait_on(self._runtime.current_stream())
+
+    def wait_on(self, stream: Any) -> None:
+        stream.wait_event(self._event)
 
 
 class _DeviceStream(CopyStream, SideStream):
@@ -146,21 +160,40 @@ class _DeviceStream(CopyStream, SideStream):
         self._api = api
         self._stream = stream
 
+    @property
+    def handle(self) -> int:
+        return self._runtime.handle_of(self._stream)
+
     def submit(self, work: Callable[[], None], *, follows_caller: bool = True) -> None:
+        before = self._runtime.current_stream()
         if follows_caller:
-            self.follow()
-        with self.use():
+            self._stream.wait_stream(before)
+        with self._instead_of(before):
             work()
 
     def close(self) -> None:
         self._stream.synchronize()
 
-    def follow(self) -> None:
-        self._stream.wait_stream(self._runtime.current_stream())
+    def follow(self, other: SideStream | None = None) -> None:
+        if other is None:
+            self._stream.wait_stream(self._runtime.current_stream())
+            return
+        assert isinstance(other, _DeviceStream), "streams of one device"
+        self._stream.wait_stream(other._stream)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _StreamEvent), "an event of this device"
+        event.wait_on(self._stream)
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, _StreamEvent), "an event of this device"
+        event.record_on(self._stream)
+
+    def use(self) -> AbstractContextManager[None]:
+        return self._instead_of(self._runtime.current_stream())
 
     @contextmanager
-    def use(self) -> Iterator[None]:
-        before = self._runtime.current_stream()
+    def _instead_of(self, before: Any) -> Iterator[None]:
         self._api.set_stream(self._stream)
         try:
             yield

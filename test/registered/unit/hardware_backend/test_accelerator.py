@@ -66,7 +66,6 @@ def test_a_copy_stream_follows_its_caller_unless_told_otherwise(
         "Stream(N, priority=-1)",
         "current_stream(N)",
         "Stream(N, priority=-1).wait_stream(current_stream(N))",
-        "current_stream(N)",
         "set_stream(Stream(N, priority=-1))",
         "work",
         "set_stream(current_stream(N))",
@@ -120,6 +119,27 @@ def test_a_side_stream_forks_and_joins(runtime: AcceleratorRuntime, log: list[st
         "set_stream(current_stream(N))",
         "current_stream(N)",
         "current_stream(N).wait_stream(Stream(N, priority=-1))",
+    ]
+
+
+def test_a_stream_that_is_looked_up_once_takes_events_and_follows_others(
+    runtime: AcceleratorRuntime, log: list[str]
+) -> None:
+    side, event = runtime.make_side_stream(), runtime.make_event()
+    written(log)
+    here = runtime.here()
+    side.follow(here)
+    side.wait(event)
+    side.record(event)
+    here.follow(side)
+    assert event.query()
+    assert written(log) == [
+        "current_stream(N)",
+        "Stream(N, priority=-1).wait_stream(current_stream(N))",
+        "Stream(N, priority=-1).wait_event(Event())",
+        "Event().record(Stream(N, priority=-1))",
+        "current_stream(N).wait_stream(Stream(N, priority=-1))",
+        "Event().query()",
     ]
 
 
@@ -269,7 +289,7 @@ def test_an_npu_is_made_current_before_anything_else(
 ) -> None:
     npu.prepare()
     assert npu.device_name() == "Ascend910"
-    assert npu.current_stream_handle() == 77
+    assert npu.here().handle == 77
     assert log == ["set_device(1)", "get_device_name(1)", "current_stream(1)"]
 
 
@@ -288,7 +308,7 @@ def test_an_npu_without_an_index_is_the_current_one(
     assert log == ["current_device()", "set_device(3)"]
     log.clear()
     assert runtime.memory() == (3, 10)
-    assert runtime.current_stream_handle() == 77
+    assert runtime.here().handle == 77
     runtime.make_copy_stream("copies")
     there = FakeTensor(log)
     there.is_cpu = True

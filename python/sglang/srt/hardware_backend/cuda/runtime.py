@@ -62,9 +62,9 @@ class CudaRuntime(AcceleratorRuntime):
         with self._api.device(self._target), self._hash_stream.use():
             return xxh3.leaf_digests(matrices)
 
-    def current_stream_handle(self) -> int:
-        """The `cudaStream_t` of the current stream; 0 is the default stream."""
-        return int(self.current_stream().cuda_stream)
+    def handle_of(self, stream: Any) -> int:
+        """The `cudaStream_t`."""
+        return int(stream.cuda_stream)
 
     @property
     def pins_memory(self) -> bool:

@@ -35,9 +35,9 @@ class NpuRuntime(AcceleratorRuntime):
         # torch's cache owns the page-locked copy, and reuses it only after the transfer.
         return tensor.pin_memory().to(self._name, non_blocking=True)
 
-    def current_stream_handle(self) -> int:
-        """The `aclrtStream` of the current stream."""
-        return int(self.current_stream().npu_stream)
+    def handle_of(self, stream: Any) -> int:
+        """The `aclrtStream`."""
+        return int(stream.npu_stream)
 
 
 def load_torch_npu(user: str = f"--device {NPU.name}") -> Any:

@@ -7,10 +7,11 @@ stands for several tokens; `page_size` counts them. Pure data.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -20,9 +21,6 @@ import torch
 MAX_STRIDE: Final = 2**31 - 1
 """Bytes between the runs of a grid: `CU_DEVICE_ATTRIBUTE_MAX_PITCH` of every device so far."""
 _ALIGNMENT = 16
-_GRID_PAGES: Final = 32
-"""Neighbouring pages that load faster as one grid. A grid of 128 takes the CPU 12 us and 128 runs
-75 us; from 32 runs on a grid is as fast on the link, and one of 8 is slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +71,13 @@ class PartRows:
     def device_layer_stride(self) -> int | None:
         """Bytes from a layer to the next on the device, 0 where there is one layer; None: they are
         not equally far apart."""
-        strides = {b - a for a, b in itertools.pairwise(self.device_addresses)}
-        return strides.pop() if len(strides) == 1 else None if strides else 0
+        return _equal_stride(self.device_addresses)
+
+
+@functools.cache
+def _equal_stride(addresses: tuple[int, ...]) -> int | None:
+    strides = {b - a for a, b in itertools.pairwise(addresses)}
+    return strides.pop() if len(strides) == 1 else None if strides else 0
 
 
 def part_rows(host_layers: Sequence[torch.Tensor], device: Sequence[torch.Tensor]) -> PartRows:
@@ -119,187 +122,7 @@ class CopyRuns:
         return len(self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class BufferRuns:
-    """Runs of host memory that a buffer holds; uint64 arrays of equal length.
-
-    Made once for some pages and good for any of their layers, so that issuing them costs little.
-    """
-
-    host: npt.NDArray[np.uint64]
-    """Addresses of the runs if the first layer is the pool's first one."""
-    places: npt.NDArray[np.uint64]
-    """Bytes from the buffer's start."""
-    sizes: npt.NDArray[np.uint64]
-    layer_strides: npt.NDArray[np.uint64]
-
-    def to_buffer(self, buffer: int, first_layer: int) -> CopyRuns:
-        """Copies into the buffer at this address, of layers from `first_layer` on."""
-        there = self.host + self.layer_strides * np.uint64(first_layer)
-        return CopyRuns(self.places + np.uint64(buffer), there, self.sizes)
-
-    def to_host(self, buffer: int) -> CopyRuns:
-        """Copies out of the buffer at this address, of layers from the pool's first one on."""
-        return CopyRuns(self.host, self.places + np.uint64(buffer), self.sizes)
-
-
-_NO_RUNS: Final = BufferRuns(*[np.empty(0, dtype=np.uint64)] * 4)
-
-
-@dataclass(frozen=True, slots=True)
-class BufferGrid:
-    """Neighbouring pages of host memory that a buffer holds: a run of each, equally far apart.
-
-    Made once for some pages and good for any of their layers, like `BufferRuns`.
-    """
-
-    host: int
-    """Address of the first run if its first layer is the pool's first one."""
-    place: int
-    """Bytes from the buffer's start."""
-    run_bytes: int
-    runs: int
-    host_stride: int
-    place_stride: int
-    layer_stride: int
-
-    def to_buffer(self, buffer: int, first_layer: int) -> CopyGrids:
-        """The copy into the buffer at this address, of layers from `first_layer` on."""
-        there = self.host + self.layer_stride * first_layer
-        return CopyGrids(
-            np.array([self.place + buffer], dtype=np.uint64),
-            np.array([there], dtype=np.uint64),
-            self.run_bytes,
-            self.runs,
-            self.place_stride,
-            self.host_stride,
-        )
-
-
-class PageRuns:
-    """Whole pages of one part in host memory, and in a buffer that has the same order of bytes.
-
-    The buffer holds at most `max_layers` layers of at most `max_pages` pages. Three orders are
-    known: layer-major pages (`page_first_direct`), layers that are not parts of a page
-    (`layer_first`), and token-major pages (`page_first`), which come with all of their layers.
-
-    Args:
-        part: The part on both sides.
-        page_size: Rows of a page in one layer.
-        max_layers: Consecutive layers that a buffer holds.
-        max_pages: Pages that a buffer holds.
-
-    Raises:
-        ValueError: Host memory has another order, or token-major pages are to be divided.
-    """
-
-    def __init__(self, part: PartRows, page_size: int, max_layers: int, max_pages: int) -> None:
-        rows = part.rows
-        self._part = part
-        self._layer_bytes = page_size * rows.row_bytes
-        self._page_stride = _page_stride(rows, page_size)
-        self.page_bytes = self._layer_bytes * max_layers
-        """Bytes of a page in the buffer."""
-        self._is_whole = pages_are_runs(part, page_size)
-        if self._is_whole and not is_token_major(part, page_size):
-            token, layer = rows.row_bytes, self._layer_bytes
-            page_tokens, page = page_size, self.page_bytes
-        elif self._is_whole and max_layers == len(part.device_addresses):
-            token, layer = rows.row_bytes * max_layers, rows.row_bytes
-            page_tokens, page = 1, token
-        elif not self._is_whole and rows.has_page_runs(page_size):
-            token, layer = rows.row_bytes, max_pages * self._layer_bytes
-            page_tokens, page = 1, token
-        else:
-            raise ValueError("host memory has an order of rows that copy engines do not move")
-        self.buffer_rows: HostRows = replace(
-            rows,
-            page_tokens=page_tokens,
-            page_stride=page,
-            token_stride=token,
-            layer_stride=layer,
-            alignment=math.gcd(rows.alignment, rows.row_bytes),
-        )
-        """Strides of the rows in the buffer; pages have the order of the list."""
-
-    def grids(
-        self, pages: npt.NDArray[np.int64], layers: int, buffer_offset: int
-    ) -> tuple[list[BufferGrid], npt.NDArray[np.bool_] | None]:
-        """The grids of some layers of `pages`, and True for each page that is in none; None: all
-        are in none.
-
-        Args:
-            pages: int64 `[n]`, n at most `max_pages`.
-            layers: At most `max_layers`.
-            buffer_offset: Bytes from the buffer's start to this part.
-        """
-        grids: list[BufferGrid] = []
-        rows, run_bytes = self._part.rows, layers * self._layer_bytes
-        is_one_run = run_bytes == self._page_stride
-        is_grid = self._is_whole and not is_one_run and self._page_stride <= MAX_STRIDE
-        if not is_grid or len(pages) < _GRID_PAGES:
-            return grids, None
-        is_left = np.ones(len(pages), dtype=np.bool_)
-        for start, stop in itertools.pairwise(_bounds(pages[1:] - pages[:-1] == 1).tolist()):
-            if stop - start >= _GRID_PAGES:
-                is_left[start:stop] = False
-                grids.append(
-                    BufferGrid(
-                        self._part.host_address + int(pages[start]) * self._page_stride,
-                        buffer_offset + start * self.page_bytes,
-                        run_bytes,
-                        stop - start,
-                        self._page_stride,
-                        self.page_bytes,
-                        rows.layer_stride,
-                    )
-                )
-        return grids, is_left
-
-    def runs(
-        self,
-        pages: npt.NDArray[np.int64],
-        layers: int,
-        buffer_offset: int,
-        is_wanted: npt.NDArray[np.bool_] | None = None,
-    ) -> BufferRuns:
-        """The runs of some layers of `pages`; what adjoins on both sides is one.
-
-        Args:
-            pages: int64 `[n]`, n at most `max_pages`.
-            layers: At most `max_layers`.
-            buffer_offset: Bytes from the buffer's start to this part.
-            is_wanted: True for each page whose runs are wanted; None: all.
-        """
-        if is_wanted is not None and not is_wanted.any():
-            return _NO_RUNS
-        pages_before = np.arange(len(pages), dtype=np.int64)
-        if is_wanted is not None:
-            pages, pages_before = pages[is_wanted], pages_before[is_wanted]
-        host = self._part.host_address + pages * self._page_stride
-        layer_stride = self._part.rows.layer_stride
-        if self._is_whole:
-            piece = layers * self._layer_bytes
-            places = pages_before * self.page_bytes
-        else:
-            piece = self._layer_bytes
-            layer = np.arange(layers, dtype=np.int64)[:, None]
-            host = (host + layer * layer_stride).reshape(-1)
-            in_layer = layer * self.buffer_rows.layer_stride
-            places = (pages_before * piece + in_layer).reshape(-1)
-        if not len(host):
-            return _NO_RUNS
-        bounds = _bounds((host[1:] - host[:-1] == piece) & (places[1:] - places[:-1] == piece))
-        starts, counts = bounds[:-1], bounds[1:] - bounds[:-1]
-        return BufferRuns(
-            host[starts].astype(np.uint64),
-            (places[starts] + buffer_offset).astype(np.uint64),
-            (counts * piece).astype(np.uint64),
-            np.full(len(starts), layer_stride, dtype=np.uint64),
-        )
-
-
-def _bounds(adjoins: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+def span_bounds(adjoins: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """The first places of the spans of n things, then n. `adjoins` `[n - 1]` is True for each thing
     that belongs to the span of the one before."""
     is_bound = np.ones(len(adjoins) + 2, dtype=np.bool_)
@@ -329,7 +152,7 @@ def runs_from_pool(
         layers = np.array(part.device_addresses, dtype=np.int64)[:, None]
         sources.append((layers + device_pages * piece).reshape(-1))
         layer = np.arange(len(layers), dtype=np.int64)[:, None] * rows.layer_stride
-        page = part.host_address + host_pages * _page_stride(rows, page_size)
+        page = part.host_address + host_pages * stride_of_page(rows, page_size)
         destinations.append((layer + page).reshape(-1))
         sizes.append(np.full(len(sources[-1]), piece, dtype=np.uint64))
     return CopyRuns(
@@ -382,7 +205,7 @@ def grids_from_pool(
         assert part.has_device_runs, "a page of a layer is one run on the device"
         assert stride is not None, "layers are equally far apart on the device"
         piece = page_size * rows.row_bytes
-        page_stride = _page_stride(rows, page_size)
+        page_stride = stride_of_page(rows, page_size)
         sources = part.device_addresses[0] + device_pages * piece
         destinations = part.host_address + host_pages * page_stride
         if len(alone):
@@ -424,7 +247,7 @@ def _long_spans(
     if count <= num_layers:
         return np.arange(count), []
     steps = (host_pages[1:] - host_pages[:-1], device_pages[1:] - device_pages[:-1])
-    bounds = itertools.pairwise(_bounds((steps[0] == 1) & (steps[1] == 1)).tolist())
+    bounds = itertools.pairwise(span_bounds((steps[0] == 1) & (steps[1] == 1)).tolist())
     long = [(begin, end - begin) for begin, end in bounds if end - begin > num_layers]
     is_alone = np.ones(count, dtype=np.bool_)
     for begin, length in long:
@@ -432,20 +255,10 @@ def _long_spans(
     return is_alone.nonzero()[0], long
 
 
-def join_runs(several: Sequence[BufferRuns]) -> BufferRuns:
-    """Join several lists of runs."""
-    return BufferRuns(
-        np.concatenate([one.host for one in several]),
-        np.concatenate([one.places for one in several]),
-        np.concatenate([one.sizes for one in several]),
-        np.concatenate([one.layer_strides for one in several]),
-    )
-
-
 def pages_are_runs(part: PartRows, page_size: int) -> bool:
     """True if a page of all layers is one run of host memory."""
     page_bytes = len(part.device_addresses) * page_size * part.rows.row_bytes
-    return _page_stride(part.rows, page_size) == page_bytes
+    return stride_of_page(part.rows, page_size) == page_bytes
 
 
 def is_token_major(part: PartRows, page_size: int) -> bool:
@@ -458,5 +271,6 @@ def is_token_major(part: PartRows, page_size: int) -> bool:
     )
 
 
-def _page_stride(rows: HostRows, page_size: int) -> int:
+def stride_of_page(rows: HostRows, page_size: int) -> int:
+    """Bytes from a page to the next in host memory."""
     return rows.page_stride if rows.page_tokens > 1 else rows.token_stride * page_size

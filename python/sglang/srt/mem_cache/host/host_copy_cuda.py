@@ -2,7 +2,7 @@
 
 There are three ways: copy engines through a device buffer (staged_copy.py); copy engines straight
 from the pool, for backups of long pages whose device slots the CPU knows; and a Triton kernel that
-reads or writes host memory itself, with a launch for each layer of a load, and one launch for a
+reads or writes host memory itself, with a launch for each step of a load, and one launch for a
 backup. `EngineUse.of` and `prefers_cpu_slots` choose. All ways issue in order with the current
 stream and return without waiting for the device. None loops over pages.
 
@@ -35,9 +35,9 @@ from sglang.srt.mem_cache.host.copy_runs import (
     runs_from_pool,
 )
 from sglang.srt.mem_cache.host.host_layout import IoBackend, suits_copy_engines
-from sglang.srt.mem_cache.host.load_steps import layer_steps
+from sglang.srt.mem_cache.host.load_steps import StepsInOrder, equal_steps
 from sglang.srt.mem_cache.host.page_copier import PageCopier, PageLoad, PoolPair
-from sglang.srt.mem_cache.host.staged_copy import StagedBackup, StagedLoad, StagedLoadTuning
+from sglang.srt.mem_cache.host.staged_copy import LoadTuning, StagedBackup, StagedLoad, StagedPages
 
 # The fewest multiprocessors that come within 1% of the speed of more.
 LOAD_TUNING: Final = TokenCopyTuning(programs=8, tile_bytes=65536, num_warps=16)
@@ -65,7 +65,7 @@ class EngineUse:
         0.73 to 0.78 of the link's speed, the kernel at 0.93; engines read runs of 128 KB at 0.93 to
         0.96, the kernel at 0.89. The kernel loads token-major pages (`page_first`): engines would
         load all layers at once, so the first layer would wait for the last. The first layer of a
-        load comes alone. If its pages are short runs, the kernel loads it while the engines begin
+        long load comes alone. If its pages are short runs, the kernel loads it while the engines begin
         with the next layers. That raised 32,768 tokens of indexer keys (16 KB) from 0.78 to 0.91 of
         the link's speed, and latent rows (72 KB) from 0.96 to 0.97.
         """
@@ -91,71 +91,69 @@ class _Slots:
     device: torch.Tensor
     """int64 `[n * page_items]` on the device: items, in order with the current stream."""
 
+    def pages_on_device(self) -> torch.Tensor:
+        """`host_pages` on the device."""
+        return device_runtime(self.device.device).stage_to_device(torch.from_numpy(self.host_pages))
 
-class _KernelCopy(PageLoad):
-    """Pages that a kernel moves, in either direction."""
 
-    def __init__(self, pool: CudaPageCopier, slots: _Slots) -> None:
-        self._pool = pool
-        self._slots = slots
+class _KernelCopies:
+    """Kernels that move pages of a pool between the device and host memory, in one direction."""
 
-    @functools.cached_property
-    def _host_pages(self) -> torch.Tensor:
-        return self._pool.runtime.stage_to_device(torch.from_numpy(self._slots.host_pages))
+    def __init__(self, pool: CudaPageCopier, *, to_host: bool) -> None:
+        from sglang.srt.mem_cache.host.token_copy import TokenCopy
 
-    def issue(self, layer: int) -> None:
-        self.copy(range(layer, layer + 1), to_host=False)
-
-    def copy(self, layers: range, *, to_host: bool) -> None:
-        """Queue the copies of `layers` in the current stream."""
-        from sglang.srt.mem_cache.host.token_copy import copy_tokens
-
-        for group, table in self._pool.groups:
-            copy_tokens(
-                tuple(part.host_address for part in group),
-                group[0].rows,
+        tuning = pool.backup_tuning if to_host else pool.load_tuning
+        self._copies: list[tuple[TokenCopy, tuple[int, ...]]] = []
+        for group, table in pool.groups:
+            first = group[0]
+            copy = TokenCopy(
+                first.rows,
                 table,
-                group[0].device_stride,
-                self._host_pages,
-                self._pool.pools.page_items,
-                self._slots.device,
-                layers,
+                first.device_stride,
+                pool.pools.page_items,
                 to_host=to_host,
-                tuning=self._pool.backup_tuning if to_host else self._pool.load_tuning,
+                tuning=tuning,
             )
+            copy.compile()
+            self._copies.append((copy, tuple(part.host_address for part in group)))
+
+    def copy(self, host_pages: torch.Tensor, slots: torch.Tensor, layers: range) -> None:
+        """Queue the copies of `layers` in the current stream; both tensors are on the device."""
+        for copy, addresses in self._copies:
+            copy.copy(addresses, host_pages, slots, layers)
 
 
-class _StagedLoad(PageLoad):
-    """Pages that copy engines load, some layers at a time."""
+class _Load(PageLoad):
+    """Pages that copy engines load, or kernels, some layers at a time."""
 
     def __init__(
         self,
-        pool: CudaPageCopier,
-        stage: StagedLoad,
         slots: _Slots,
         steps: Sequence[range],
-        *,
-        loads_one_layer: bool,
+        kernels: _KernelCopies | None,
+        staged: StagedPages | None,
     ) -> None:
-        self._stage = stage
-        self._chunks = stage.start(slots.host_pages, slots.device)
-        self._one_layer = None if loads_one_layer else _KernelCopy(pool, slots)
-        self._steps = {step.start: step for step in steps}
-        self._issued_until = 0
+        """Args:
+        kernels: They load layers that come alone, or all if nothing is `staged`.
+        """
+        self._slots = slots
+        self._steps = StepsInOrder(steps)
+        self._kernels = kernels
+        self._staged = staged
+
+    @functools.cached_property
+    def _host_pages(self) -> torch.Tensor:
+        return self._slots.pages_on_device()
 
     def issue(self, layer: int) -> None:
-        if layer < self._issued_until:
+        layers = self._steps.of(layer)
+        if layers is None:
             return
-        # A load goes from layer 0 on; one that starts elsewhere is of that layer alone, unless all
-        # come at once.
-        in_order = layer == self._issued_until or len(self._steps) == 1
-        layers = self._steps[self._issued_until] if in_order else range(layer, layer + 1)
-        if self._one_layer is not None and len(layers) == 1:
-            self._one_layer.copy(layers, to_host=False)
+        if self._staged is not None and (self._kernels is None or len(layers) > 1):
+            self._staged.load(layers)
         else:
-            self._stage.load(self._chunks, layers)
-        if in_order:
-            self._issued_until = layers.stop
+            assert self._kernels is not None, "something loads the pages"
+            self._kernels.copy(self._host_pages, self._slots.device, layers)
 
 
 class CudaPageCopier(PageCopier):
@@ -170,10 +168,9 @@ class CudaPageCopier(PageCopier):
         self.device = pools.device[0][0].device
         self.runtime = device_runtime(self.device)
         self.num_layers = len(self.parts[0].device_addresses)
-        self._single_layers = layer_steps(self.num_layers, 1)
         self.load_tuning = LOAD_TUNING
         self.backup_tuning = BACKUP_TUNING
-        self.staged_load_tuning = StagedLoadTuning()
+        self.tuning_of_loads = LoadTuning()
         self.engine_use = {io: EngineUse.of(self.parts, page_items, io) for io in _BACKENDS}
         first = self.parts[0]
         same = all(
@@ -186,9 +183,7 @@ class CudaPageCopier(PageCopier):
         layer_bytes = sum(part.rows.row_bytes for part in self.parts) * page_items
         self._mean_run_bytes = layer_bytes / len(self.parts)
         self._has_grids = all(have_grids(part) for part in self.parts)
-        self._engine: CopyEngine | None = None
-        self._staged: StagedBackup | None = None
-        self._staged_load: StagedLoad | None = None
+        self._page_bytes = layer_bytes * self.num_layers
 
     def backup(
         self,
@@ -203,14 +198,11 @@ class CudaPageCopier(PageCopier):
             self._backup_runs(host_indices, device_indices)
             return
         slots = self._slots(host_indices, device_indices, staged)
-        if not self.engine_use[io_backend].backup:
-            _KernelCopy(self, slots).copy(range(self.num_layers), to_host=True)
+        if self.engine_use[io_backend].backup:
+            self._staged_backup.backup(slots.host_pages, slots.device)
             return
-        if self._staged is None:
-            self._staged = StagedBackup(
-                self.groups, self.pools.page_items, self.device, self._copy_engine()
-            )
-        self._staged.backup(slots.host_pages, slots.device)
+        pages = slots.pages_on_device()
+        self._backup_kernels.copy(pages, slots.device, range(self.num_layers))
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
         """True if a backup needs no kernels when its device slots are on the CPU.
@@ -233,12 +225,12 @@ class CudaPageCopier(PageCopier):
         host_pages, device_pages = self.pools.pages(host, device)
         assert device_pages is not None, "the slots are on the CPU"
         pages = self.pools.page_items, host_pages, device_pages
-        stream = self.runtime.current_stream_handle()
+        stream = self.runtime.here().handle
         if not self._has_grids:
-            self._copy_engine().copy(runs_from_pool(self.parts, *pages), stream)
+            self.engine.copy(runs_from_pool(self.parts, *pages), stream)
             return
         for grids in grids_from_pool(self.parts, *pages):
-            self._copy_engine().copy_grids(grids, stream)
+            self.engine.copy_grids(grids, stream)
 
     def begin_load(
         self,
@@ -246,37 +238,52 @@ class CudaPageCopier(PageCopier):
         device_indices: torch.Tensor,
         io_backend: str,
         staged: torch.Tensor | None = None,
+        steps: Sequence[range] | None = None,
     ) -> PageLoad:
         """See `PageCopier.begin_load`. `io_backend` is `kernel` or `direct`."""
-        steps = self.load_steps(len(host_indices) // self.pools.page_size, io_backend)
+        if steps is None:
+            num_pages = len(host_indices) // self.pools.page_size
+            steps = self.load_steps(num_pages, io_backend, num_pages * self._page_bytes)
         slots = self._slots(host_indices, device_indices, staged)
-        if not self.engine_use[io_backend].load:
-            return _KernelCopy(self, slots)
-        return _StagedLoad(
-            self,
-            self._stage_of_loads(),
-            slots,
-            steps,
-            loads_one_layer=self.engine_use[io_backend].load_of_one_layer,
-        )
+        use = self.engine_use[io_backend]
+        if not use.load:
+            return _Load(slots, steps, self._load_kernels, None)
+        kernels = None if use.load_of_one_layer else self._load_kernels
+        under_way = self._staged_load.start(slots.host_pages, slots.device, steps)
+        return _Load(slots, steps, kernels, under_way)
 
-    def load_steps(self, num_pages: int, io_backend: str) -> tuple[range, ...]:
+    def load_steps(self, num_pages: int, io_backend: str, load_bytes: int) -> tuple[range, ...]:
         """See `PageCopier.load_steps`. `io_backend` is `kernel` or `direct`."""
         _check_backend(io_backend)
-        if not self.engine_use[io_backend].load:
-            return self._single_layers
-        return self._stage_of_loads().steps(num_pages)
+        if self.engine_use[io_backend].load:
+            return self._staged_load.steps(num_pages, load_bytes)
+        count = self.tuning_of_loads.steps_of_short(load_bytes)
+        return equal_steps(self.num_layers, self.num_layers if count is None else count)
 
-    def _stage_of_loads(self) -> StagedLoad:
-        if self._staged_load is None:
-            self._staged_load = StagedLoad(
-                self.groups,
-                self.pools.page_items,
-                self.device,
-                self._copy_engine(),
-                self.staged_load_tuning,
-            )
-        return self._staged_load
+    # Made on first use, when the controller warms up.
+
+    @functools.cached_property
+    def engine(self) -> CopyEngine:
+        """Copy engines of the device."""
+        return CopyEngine()
+
+    @functools.cached_property
+    def _load_kernels(self) -> _KernelCopies:
+        return _KernelCopies(self, to_host=False)
+
+    @functools.cached_property
+    def _backup_kernels(self) -> _KernelCopies:
+        return _KernelCopies(self, to_host=True)
+
+    @functools.cached_property
+    def _staged_backup(self) -> StagedBackup:
+        return StagedBackup(self.groups, self.pools.page_items, self.device, self.engine)
+
+    @functools.cached_property
+    def _staged_load(self) -> StagedLoad:
+        return StagedLoad(
+            self.groups, self.pools.page_items, self.device, self.engine, self.tuning_of_loads
+        )
 
     def _slots(
         self, host: torch.Tensor, device: torch.Tensor, staged: torch.Tensor | None
@@ -286,11 +293,6 @@ class CudaPageCopier(PageCopier):
         self.runtime.keep_for_current_stream(device)
         items = whole_items(device if staged is None else staged, self.pools.stride)
         return _Slots(pages, self.runtime.stage_to_device(items))
-
-    def _copy_engine(self) -> CopyEngine:
-        if self._engine is None:
-            self._engine = CopyEngine()
-        return self._engine
 
     def _device_table(self, group: Sequence[PartRows]) -> torch.Tensor:
         addresses = [part.device_addresses for part in group]

@@ -92,7 +92,7 @@ class NpuPageCopier(PageCopier):
                 for row, page, count in _runs(host):
                     self._copy(part.host[page : page + count], buffer[row : row + count])
 
-    def load_steps(self, num_pages: int, io_backend: str) -> tuple[range, ...]:
+    def load_steps(self, num_pages: int, io_backend: str, load_bytes: int) -> tuple[range, ...]:
         return (range(len(self._parts[0].layers)),)
 
     def begin_load(
@@ -101,6 +101,7 @@ class NpuPageCopier(PageCopier):
         device_indices: torch.Tensor,
         io_backend: str,
         staged: torch.Tensor | None = None,
+        steps: Sequence[range] | None = None,
     ) -> PageLoad:
         return _NpuLoad(self, list(self._chunks(host_indices, device_indices, io_backend, staged)))
 

@@ -216,18 +216,21 @@ class HostKVCache(HostPageList):
         device_indices: torch.Tensor,
         io_backend: str,
         staged: torch.Tensor | None = None,
+        steps: Sequence[range] | None = None,
     ) -> PageLoad:
         """Prepare a load of whole pages to the device pool; the caller issues its layers (0-based
-        in this pool). The indices must not change until the last layer is issued. `staged` as of
-        `PageCopier`."""
+        in this pool). The indices must not change until the last layer is issued. `staged` and
+        `steps` as of `PageCopier`."""
         copier = self._copier_of(device_pool)
-        return copier.begin_load(host_indices, device_indices, io_backend, staged)
+        return copier.begin_load(host_indices, device_indices, io_backend, staged, steps)
 
     def load_steps(
-        self, device_pool: BaseDevicePool, num_slots: int, io_backend: str
+        self, device_pool: BaseDevicePool, num_slots: int, io_backend: str, load_bytes: int
     ) -> tuple[range, ...]:
-        """The layers (0-based in this pool) that a load of so many slots issues together."""
-        return self._copier_of(device_pool).load_steps(num_slots // self.page_size, io_backend)
+        """The layers (0-based in this pool) that a load of so many slots issues together.
+        `load_bytes` as of `PageCopier`."""
+        num_pages = num_slots // self.page_size
+        return self._copier_of(device_pool).load_steps(num_pages, io_backend, load_bytes)
 
     def load_to_device_per_layer(
         self,

@@ -156,11 +156,17 @@ class HostPoolGroup:
 
     def load_steps(self, transfers: Sequence[PoolTransfer], io_backend: str) -> LoadSteps:
         """The steps in which `load` copies `transfers`. Raises as `load`; any thread."""
-        steps = []
-        for entry, host, _ in self._moved(transfers):
-            pool = entry.host_pool
-            steps.append((entry.name, pool.load_steps(entry.device_pool, len(host), io_backend)))
-        return self._join_steps(tuple(steps))
+        moved = [(entry, len(host)) for entry, host, _ in self._moved(transfers)]
+        load_bytes = sum(
+            slots // entry.host_pool.page_size * entry.host_pool.page_bytes
+            for entry, slots in moved
+        )
+        steps = (
+            entry.host_pool.load_steps(entry.device_pool, slots, io_backend, load_bytes)
+            for entry, slots in moved
+        )
+        names = (entry.name for entry, _ in moved)
+        return self._join_steps(tuple(zip(names, steps, strict=True)))
 
     def load(
         self,
@@ -186,9 +192,9 @@ class HostPoolGroup:
         moved = self._stage(transfers)
         loads = [
             one.entry.host_pool.begin_load(
-                one.entry.device_pool, one.host, one.device, io_backend, one.staged
+                one.entry.device_pool, one.host, one.device, io_backend, one.staged, own
             )
-            for one in moved
+            for one, own in zip(moved, steps.of_pools, strict=True)
         ]
         for issued, done in zip(steps.issued, steps_done, strict=True):
             for place, layer in issued:

@@ -19,6 +19,35 @@ def layer_steps(num_layers: int, at_once: int) -> tuple[range, ...]:
     return tuple(map(range, starts, [*starts[1:], num_layers]))
 
 
+def equal_steps(num_layers: int, count: int) -> tuple[range, ...]:
+    """At most `count` steps of a pool's layers, as long as each other."""
+    at_once = -(-num_layers // count)
+    starts = range(0, num_layers, at_once)
+    return tuple(range(start, min(start + at_once, num_layers)) for start in starts)
+
+
+class StepsInOrder:
+    """The steps of one pool's load while their layers are issued."""
+
+    def __init__(self, steps: Sequence[range]) -> None:
+        self._steps = {step.start: step for step in steps}
+        self._issued_until = 0
+
+    def of(self, layer: int) -> range | None:
+        """The layers to copy when `layer` is issued; None: it was copied with an earlier one.
+
+        A load goes from layer 0 on; one that starts elsewhere is of that layer alone, unless all
+        come at once.
+        """
+        if layer < self._issued_until:
+            return None
+        if layer != self._issued_until and len(self._steps) > 1:
+            return range(layer, layer + 1)
+        step = self._steps[self._issued_until]
+        self._issued_until = step.stop
+        return step
+
+
 @dataclass(frozen=True, slots=True)
 class LoadSteps:
     """The steps of a load of several pools."""
@@ -28,6 +57,8 @@ class LoadSteps:
     step of that pool."""
     step_of: tuple[int, ...]
     """For each model layer the step after which a forward may read it."""
+    of_pools: tuple[Sequence[range], ...]
+    """For each pool its own steps."""
 
 
 def join_steps(
@@ -54,4 +85,4 @@ def join_steps(
         if begun:
             issued.append(begun)
         step_of.append(max(0, len(issued) - 1))
-    return LoadSteps(tuple(issued), tuple(step_of))
+    return LoadSteps(tuple(issued), tuple(step_of), tuple(steps for _, steps in pools))

@@ -137,12 +137,21 @@ class PageCopier(ABC):
         device_indices: torch.Tensor,
         io_backend: str,
         staged: torch.Tensor | None = None,
+        steps: Sequence[range] | None = None,
     ) -> PageLoad:
-        """Check and stage the slots of a load once for all of its layers. Raises as `backup`."""
+        """Check and stage the slots of a load once for all of its layers. Raises as `backup`.
+
+        Args:
+            steps: Their `load_steps`; None: those of a load of these pages alone.
+        """
 
     @abstractmethod
-    def load_steps(self, num_pages: int, io_backend: str) -> tuple[range, ...]:
-        """The layers that a load of so many pages issues together. Any thread."""
+    def load_steps(self, num_pages: int, io_backend: str, load_bytes: int) -> tuple[range, ...]:
+        """The layers that a load of so many pages issues together. Any thread.
+
+        Args:
+            load_bytes: Bytes that the load brings to all pools.
+        """
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:
         """True if backups are faster with their `device_indices` on the CPU."""
@@ -175,10 +184,11 @@ class CpuPageCopier(PageCopier):
         device_indices: torch.Tensor,
         io_backend: str,
         staged: torch.Tensor | None = None,
+        steps: Sequence[range] | None = None,
     ) -> PageLoad:
         return _CpuLoad(self._layers, *self._indices(host_indices, device_indices, io_backend))
 
-    def load_steps(self, num_pages: int, io_backend: str) -> tuple[range, ...]:
+    def load_steps(self, num_pages: int, io_backend: str, load_bytes: int) -> tuple[range, ...]:
         return self._steps
 
     def _indices(

@@ -12,7 +12,7 @@ Everything here is called inside a copy stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -20,18 +20,16 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.constants import KIB, MIB
-from sglang.srt.hardware_backend.device_runtime import DeviceRuntime, Event, device_runtime
-from sglang.srt.mem_cache.host.copy_engine import CopyEngine
-from sglang.srt.mem_cache.host.copy_runs import (
-    BufferGrid,
-    BufferRuns,
-    PageRuns,
-    PartRows,
-    TokenCopyTuning,
-    is_token_major,
-    join_runs,
+from sglang.srt.hardware_backend.device_runtime import (
+    DeviceRuntime,
+    Event,
+    SideStream,
+    device_runtime,
 )
-from sglang.srt.mem_cache.host.load_steps import layer_steps
+from sglang.srt.mem_cache.host.buffer_runs import BufferGrid, BufferRuns, PageRuns
+from sglang.srt.mem_cache.host.copy_engine import CopyEngine
+from sglang.srt.mem_cache.host.copy_runs import PartRows, TokenCopyTuning, is_token_major
+from sglang.srt.mem_cache.host.load_steps import equal_steps, layer_steps
 
 _BUFFER_SHARE: Final = 1 / 1024
 """Share of the device's memory that one of four buffers takes. Pieces are long, since each costs
@@ -39,7 +37,6 @@ the CPU 0.1 ms and the kernels beside it a pause."""
 _MIN_BUFFER_BYTES: Final = 32 * MIB
 _MAX_BUFFER_BYTES: Final = 128 * MIB
 _BUFFERS: Final = 2
-_ALIGNMENT: Final = 512
 _TUNING: Final = TokenCopyTuning(programs=264, tile_bytes=16384, num_warps=8)
 """The kernel takes the whole device for a short time. A kernel that held some multiprocessors for
 longer would delay a matrix product all that time, since each of its blocks needs a whole one."""
@@ -49,27 +46,32 @@ PartGroups = Sequence[tuple[Sequence[PartRows], torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class StagedLoadTuning:
-    """Lengths of the runs of a load. Longer runs hold more layers; the first layer comes later."""
+class LoadTuning:
+    """The layers of a load that come together. Fewer steps take the thread that issues them less
+    time; the first layer comes later."""
 
+    step_bytes: int = 80 * 10**6
+    """Bytes of a step of a short load, over all pools: 1.6 ms on a link of 50 GB/s. Launching the
+    forward takes the CPU longer than that."""
+    short_steps: int = 2
+    """A load of more such steps is long. Its steps have as few layers as make long runs, because a
+    forward waits for the first one."""
     run_bytes: int = 512 * KIB
+    """For pages of tokens: shortest run of a long load."""
     state_bytes: int = 16 * MIB
-    """For pages of one slot, as recurrent states are. A layer of one is on the link for 0.04 ms,
-    and a piece takes the CPU 0.6 ms, for which the forward waits."""
-    whole_bytes: int = 64 * MIB
-    """Longest page of one slot whose layers come at once, if a load fits a buffer. Meanwhile the
-    CPU prepares the forward, which takes it longer."""
+    """For pages of one slot, as recurrent states are: shortest run of a long load. A layer of one
+    is on the link for 0.04 ms, and a piece takes the CPU 0.1 ms."""
 
-    def layers_at_once(self, part: PartRows, page_size: int, *, fits: bool) -> int:
-        """The fewest layers that make runs long enough, in equal steps. Only the first layer comes
-        alone, because a forward waits for it.
+    def steps_of_short(self, load_bytes: int) -> int | None:
+        """In how many steps each pool of a load comes; None: the load is long."""
+        steps = max(1, -(-load_bytes // self.step_bytes))
+        return steps if steps <= self.short_steps else None
 
-        Args:
-            fits: True if the load fits a buffer.
-        """
+    def layers_at_once(self, part: PartRows, page_size: int) -> int:
+        """For a long load: the fewest layers that make runs long enough, in equal steps. Only the
+        first layer comes alone, because a forward waits for it."""
         num_layers = len(part.device_addresses)
-        is_short = page_size == 1 and part.rows.row_bytes * num_layers <= self.whole_bytes
-        if is_token_major(part, page_size) or (fits and is_short):
+        if is_token_major(part, page_size):
             return num_layers
         least = self.state_bytes if page_size == 1 else self.run_bytes
         wanted = -(-least // (part.rows.row_bytes * page_size))
@@ -86,19 +88,21 @@ class Chunk:
     slots: torch.Tensor
     """int64 `[n * page_size]` on the device."""
     runs: BufferRuns | None = None
+    """None: all pages are in grids."""
     grids: list[BufferGrid] = field(default_factory=list)
     """Grids of a load; `runs` has the other pages."""
     num_layers: int = 0
     """Layers that `runs` and `grids` are made for."""
 
 
-class _Stage:
-    """Two buffers that are filled and emptied in turn, and the stream of the copy engine.
+class _Plan:
+    """How a buffer is divided, for at most `layers` layers at once, and the copies that it takes.
 
     Args:
-        groups: The parts of a page, in one group or two.
+        groups: The parts of a page, in one group or several.
         page_size: Rows of a page in one layer.
-        layers: Layers of each page that a buffer holds.
+        buffer_bytes: Bytes of the buffer, unless one page is longer.
+        to_buffer: True for the kernel's direction of a backup.
     """
 
     def __init__(
@@ -106,100 +110,92 @@ class _Stage:
         groups: PartGroups,
         page_size: int,
         layers: int,
-        device: torch.device,
+        buffer_bytes: int,
         engine: CopyEngine,
+        *,
+        to_buffer: bool,
     ) -> None:
-        self.groups = groups
-        self.page_size = page_size
-        self._runtime = device_runtime(device)
-        self.side = self._runtime.make_side_stream()
-        self._engine = engine
+        from sglang.srt.mem_cache.host.token_copy import TokenCopy
+
         parts = [part for group, _ in groups for part in group]
-        token_bytes = sum(part.rows.row_bytes for part in parts) * layers
-        self.chunk_pages = max(1, _buffer_bytes(self._runtime) // (token_bytes * page_size))
-        self._parts = [PageRuns(part, page_size, layers, self.chunk_pages) for part in parts]
-        self._offsets = [0]
-        for part in self._parts:
-            end = self._offsets[-1] + part.page_bytes * self.chunk_pages
-            self._offsets.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-        self._pages_in_buffer = torch.arange(self.chunk_pages, device=device)
-        self._buffers = [
-            torch.empty(self._offsets[-1], dtype=torch.uint8, device=device)
-            for _ in range(_BUFFERS)
-        ]
-        self._turn = 0
-        self._emptied: list[Event | None] = [None] * _BUFFERS
-
-    def next_buffer(self) -> tuple[int, Event]:
-        """Address of the next buffer, and the event to record when it is empty again.
-
-        The current stream waits until it is.
-        """
-        self._turn = (self._turn + 1) % _BUFFERS
-        before = self._emptied[self._turn]
-        if before is not None:
-            before.wait()
-        emptied = self._emptied[self._turn] = self._runtime.make_event()
-        return self._buffers[self._turn].data_ptr(), emptied
+        self.chunk_pages = max(1, buffer_bytes // _page_bytes(groups, page_size, layers))
+        self._runs = PageRuns(parts, page_size, layers, self.chunk_pages)
+        self.num_bytes = self._runs.num_bytes
+        self._page_size = page_size
+        self._engine = engine
+        self._pages_in_buffer = torch.arange(self.chunk_pages, device=groups[0][1].device)
+        self._kernels: list[tuple[TokenCopy, list[int], int]] = []
+        """For each group its kernel, the places of its parts, and bytes from layer to layer."""
+        done = 0
+        for group, table in groups:
+            rows = self._runs.buffer_rows[done]
+            kernel = TokenCopy(
+                rows, table, group[0].device_stride, page_size, to_host=to_buffer, tuning=_TUNING
+            )
+            kernel.compile()
+            places = self._runs.offsets[done : done + len(group)]
+            self._kernels.append((kernel, places, rows.layer_stride))
+            done += len(group)
 
     def chunks(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> list[Chunk]:
         """The pages in pieces that fit a buffer."""
         step = self.chunk_pages
+        if len(host_pages) <= step:
+            return [Chunk(host_pages, device_slots)] if len(host_pages) else []
         return [
             Chunk(
                 host_pages[start : start + step],
-                device_slots[start * self.page_size : (start + step) * self.page_size],
+                device_slots[start * self._page_size : (start + step) * self._page_size],
             )
             for start in range(0, len(host_pages), step)
         ]
 
-    def run_engine(self, buffer: int, chunk: Chunk, layers: range, *, to_host: bool) -> None:
-        """Move `layers` of host pages from or to the buffer, in the current stream."""
-        stream = self._runtime.current_stream_handle()
-        if chunk.runs is None or chunk.num_layers != len(layers):
-            chunk.runs, chunk.grids = self._runs_of(chunk.pages, len(layers), has_grids=not to_host)
+    def fill(self, buffer: int, chunk: Chunk, layers: range, stream: int) -> None:
+        """Move `layers` of host pages to the buffer by copy engines, in a stream (a handle)."""
+        if chunk.num_layers != len(layers):
+            chunk.grids, is_left = self._runs.grids(chunk.pages, len(layers))
+            chunk.runs = self._runs.runs(chunk.pages, len(layers), is_left)
             chunk.num_layers = len(layers)
-        if to_host:
-            self._engine.copy(chunk.runs.to_host(buffer), stream)
-            return
         for grid in chunk.grids:
             self._engine.copy_grids(grid.to_buffer(buffer, layers.start), stream)
-        self._engine.copy(chunk.runs.to_buffer(buffer, layers.start), stream)
+        if chunk.runs is not None:
+            self._engine.copy(chunk.runs.to_buffer(buffer, layers.start), stream)
 
-    def _runs_of(
-        self, pages: npt.NDArray[np.int64], num_layers: int, *, has_grids: bool
-    ) -> tuple[BufferRuns, list[BufferGrid]]:
-        runs, grids = [], []
-        for part, offset in zip(self._parts, self._offsets, strict=False):
-            is_left = None
-            if has_grids:
-                more, is_left = part.grids(pages, num_layers, offset)
-                grids += more
-            runs.append(part.runs(pages, num_layers, offset, is_left))
-        return join_runs(runs), grids
+    def empty_to_host(self, buffer: int, chunk: Chunk, layers: range, stream: int) -> None:
+        """Move `layers`, from the pool's first one on, from the buffer to host pages by copy
+        engines, in a stream (a handle)."""
+        runs = self._runs.runs(chunk.pages, len(layers))
+        assert runs is not None, "a chunk has pages"
+        self._engine.copy(runs.to_host(buffer), stream)
 
-    def run_kernel(self, buffer: int, chunk: Chunk, layers: range, *, to_buffer: bool) -> None:
-        """Move `layers` between the buffer and the device pool."""
-        from sglang.srt.mem_cache.host.token_copy import copy_tokens
-
-        done = 0
-        for group, table in self.groups:
-            rows = self._parts[done].buffer_rows
+    def run_kernels(self, buffer: int, chunk: Chunk, layers: range) -> None:
+        """Move `layers` between the buffer and the device pool, in the current stream."""
+        for kernel, places, layer_stride in self._kernels:
             # The kernel counts layers from the pool's first one.
-            base = buffer - layers.start * rows.layer_stride
-            copy_tokens(
-                tuple(base + offset for offset in self._offsets[done : done + len(group)]),
-                rows,
-                table,
-                group[0].device_stride,
-                self._pages_in_buffer[: len(chunk.pages)],
-                self.page_size,
-                chunk.slots,
-                layers,
-                to_host=to_buffer,
-                tuning=_TUNING,
+            base = buffer - layers.start * layer_stride
+            kernel.copy(
+                [base + place for place in places], self._pages_in_buffer, chunk.slots, layers
             )
-            done += len(group)
+
+
+class _Buffers:
+    """Two buffers that are filled and emptied in turn."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        runtime = device_runtime(device)
+        self._buffers = [
+            torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)
+        ]
+        self._emptied = [runtime.make_event() for _ in range(_BUFFERS)]
+        self._turn = 0
+
+    def next(self, filler: SideStream) -> tuple[int, Event]:
+        """Address of the next buffer, and the event to record when it is empty again. `filler`
+        waits until it is."""
+        self._turn = (self._turn + 1) % _BUFFERS
+        emptied = self._emptied[self._turn]
+        filler.wait(emptied)
+        return self._buffers[self._turn].data_ptr(), emptied
 
 
 class StagedBackup:
@@ -208,8 +204,18 @@ class StagedBackup:
     def __init__(
         self, groups: PartGroups, page_size: int, device: torch.device, engine: CopyEngine
     ) -> None:
-        self._layers = range(len(groups[0][0][0].device_addresses))
-        self._stage = _Stage(groups, page_size, len(self._layers), device, engine)
+        self._runtime = device_runtime(device)
+        self._layers = range(_num_layers(groups))
+        self._plan = _Plan(
+            groups,
+            page_size,
+            len(self._layers),
+            _buffer_bytes(self._runtime),
+            engine,
+            to_buffer=True,
+        )
+        self._buffers = _Buffers(self._plan.num_bytes, device)
+        self._side = self._runtime.make_side_stream()
 
     def backup(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> None:
         """Copy all layers of pages to the host.
@@ -218,19 +224,23 @@ class StagedBackup:
             host_pages: int64 `[n]`.
             device_slots: int64 `[n * page_size]` on the device.
         """
-        stage = self._stage
-        for chunk in stage.chunks(host_pages, device_slots):
-            buffer, emptied = stage.next_buffer()
-            stage.run_kernel(buffer, chunk, self._layers, to_buffer=True)
-            stage.side.follow()
-            with stage.side.use():
-                stage.run_engine(buffer, chunk, self._layers, to_host=True)
-                emptied.record()
-        stage.side.join()
+        here = self._runtime.here()
+        chunks = self._plan.chunks(host_pages, device_slots)
+        # Two streams let the kernel fill a buffer while the engine empties the other one.
+        side = self._side if len(chunks) > 1 else here
+        for chunk in chunks:
+            buffer, emptied = self._buffers.next(here)
+            self._plan.run_kernels(buffer, chunk, self._layers)
+            if side is not here:
+                side.follow(here)
+            self._plan.empty_to_host(buffer, chunk, self._layers, side.handle)
+            side.record(emptied)
+        if side is not here:
+            here.follow(side)
 
 
 class StagedLoad:
-    """Loads a few layers of pages at a time: enough for long runs."""
+    """Loads some layers of pages at a time."""
 
     def __init__(
         self,
@@ -238,42 +248,101 @@ class StagedLoad:
         page_size: int,
         device: torch.device,
         engine: CopyEngine,
-        tuning: StagedLoadTuning,
+        tuning: LoadTuning,
     ) -> None:
-        part = groups[0][0][0]
-        most = min(tuning.whole_bytes, _buffer_bytes(device_runtime(device)))
-        tuning = replace(tuning, whole_bytes=most)
-        at_once = {
-            fits: tuning.layers_at_once(part, page_size, fits=fits) for fits in (False, True)
-        }
-        num_layers = len(part.device_addresses)
-        self._steps = {fits: layer_steps(num_layers, most) for fits, most in at_once.items()}
-        self._stage = _Stage(groups, page_size, max(at_once.values()), device, engine)
+        self._runtime = device_runtime(device)
+        self._tuning = tuning
+        self._num_layers = _num_layers(groups)
+        self._at_once = tuning.layers_at_once(groups[0][0][0], page_size)
+        buffer_bytes = _buffer_bytes(self._runtime)
 
-    def steps(self, num_pages: int) -> tuple[range, ...]:
-        """The layers that `load` should copy at once, for so many pages."""
-        return self._steps[num_pages <= self._stage.chunk_pages]
+        def plan(layers: int) -> _Plan:
+            return _Plan(groups, page_size, layers, buffer_bytes, engine, to_buffer=False)
 
-    def start(self, host_pages: npt.NDArray[np.int64], device_slots: torch.Tensor) -> list[Chunk]:
-        """Order a load after what the current stream has queued; returns the chunks for `load`.
+        self._page_bytes = _page_bytes(groups, page_size, self._num_layers)
+        self._is_state = page_size == 1
+        has_whole = self._page_bytes <= buffer_bytes
+        self._long = plan(self._at_once)
+        """For pages that fit no buffer together."""
+        self._whole = self._long
+        """For pages of all layers that fit a buffer, if one does."""
+        if has_whole and self._at_once < self._num_layers:
+            self._whole = plan(self._num_layers)
+        self._most_whole = self._whole.chunk_pages if has_whole else 0
+        self._buffers = _Buffers(max(self._long.num_bytes, self._whole.num_bytes), device)
+        self._side = self._runtime.make_side_stream()
+        self._long_steps = layer_steps(self._num_layers, self._at_once)
+
+    def steps(self, num_pages: int, load_bytes: int) -> tuple[range, ...]:
+        """The layers that `start` should copy at once.
+
+        Args:
+            num_pages: Pages of this pool.
+            load_bytes: Bytes that the load brings to all pools.
+        """
+        count = self._tuning.steps_of_short(load_bytes)
+        if count is None and self._is_state:
+            # Beside a long load of tokens, steps of a state gain little.
+            own = self._tuning.steps_of_short(num_pages * self._page_bytes)
+            count = own if own == 1 else None
+        fits = num_pages <= self._most_whole
+        if count is None or not fits or self._at_once == self._num_layers:
+            return self._long_steps
+        return equal_steps(self._num_layers, count)
+
+    def start(
+        self,
+        host_pages: npt.NDArray[np.int64],
+        device_slots: torch.Tensor,
+        steps: Sequence[range],
+    ) -> StagedPages:
+        """Order a load after what the current stream has queued.
 
         Args:
             host_pages: int64 `[n]`.
             device_slots: int64 `[n * page_size]` on the device.
+            steps: See `steps`.
         """
-        self._stage.side.follow()
-        return self._stage.chunks(host_pages, device_slots)
+        plan = self._whole if len(host_pages) <= self._most_whole else self._long
+        chunks, here = plan.chunks(host_pages, device_slots), self._runtime.here()
+        # Two streams let the engine fill a buffer while the kernel empties the other one.
+        is_short = len(chunks) * len(steps) <= self._tuning.short_steps
+        side = here if is_short else self._side
+        if side is not here:
+            side.follow(here)
+        return StagedPages(plan, self._buffers, chunks, here, side)
 
-    def load(self, chunks: Sequence[Chunk], layers: range) -> None:
+
+@dataclass(frozen=True, slots=True)
+class StagedPages:
+    """Pages on their way to the device."""
+
+    _plan: _Plan
+    _buffers: _Buffers
+    _chunks: list[Chunk]
+    _here: SideStream
+    """The stream that was current when the load was started, and is so again for each step."""
+    _side: SideStream
+    """The stream of the copy engine; the same one for a short load."""
+
+    def load(self, layers: range) -> None:
         """Copy a step's layers, or one layer, to the device."""
-        stage = self._stage
-        for chunk in chunks:
-            with stage.side.use():
-                buffer, emptied = stage.next_buffer()
-                stage.run_engine(buffer, chunk, layers, to_host=False)
-            stage.side.join()
-            stage.run_kernel(buffer, chunk, layers, to_buffer=False)
-            emptied.record()
+        here, side = self._here, self._side
+        for chunk in self._chunks:
+            buffer, emptied = self._buffers.next(side)
+            self._plan.fill(buffer, chunk, layers, side.handle)
+            if side is not here:
+                here.follow(side)
+            self._plan.run_kernels(buffer, chunk, layers)
+            here.record(emptied)
+
+
+def _num_layers(groups: PartGroups) -> int:
+    return len(groups[0][0][0].device_addresses)
+
+
+def _page_bytes(groups: PartGroups, page_size: int, layers: int) -> int:
+    return sum(part.rows.row_bytes for group, _ in groups for part in group) * layers * page_size
 
 
 def _buffer_bytes(runtime: DeviceRuntime) -> int:

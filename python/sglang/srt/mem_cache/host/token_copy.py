@@ -8,36 +8,35 @@ page: nothing depends on runs.
 Importing this module needs triton.
 """
 
-# ruff: noqa: ANN001, ANN202  (the language below the decorator is not Python)
+# ruff: noqa: ANN202  (the language below the decorator is not Python)
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.hardware_backend.cuda.bound_kernel import BoundKernel, unspecialized
 from sglang.srt.mem_cache.host.copy_runs import HostRows, TokenCopyTuning
 
 _ELEMENT_TYPES: Final = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 # One binary for each pair of pools and direction: made at start, never while a request waits.
-@triton.jit(
-    do_not_specialize=["host_first", "host_second", "num_tokens", "first_layer", "num_layers"],
-    do_not_specialize_on_alignment=["device_table", "host_pages", "device_slots"],
-)
+@unspecialized
 def _copy_tokens(
-    host_first,
-    host_second,
-    device_table,
-    host_pages,
-    device_slots,
-    num_tokens,
-    first_layer,
-    num_layers,
+    host_first: tl.int64,
+    host_second: tl.int64,
+    device_table: tl.int64,
+    host_pages: tl.int64,
+    device_slots: tl.int64,
+    num_tokens: tl.int32,
+    first_layer: tl.int32,
+    num_layers: tl.int32,
     TO_HOST: tl.constexpr,
     PARTS: tl.constexpr,
     TABLE_STRIDE: tl.constexpr,
@@ -53,6 +52,9 @@ def _copy_tokens(
     TOKENS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    table = device_table.to(tl.int64).to(tl.pointer_type(tl.int64))
+    pages = host_pages.to(tl.int64).to(tl.pointer_type(tl.int64))
+    slots = device_slots.to(tl.int64).to(tl.pointer_type(tl.int64))
     token_tiles = tl.cdiv(num_tokens, TOKENS)
     col_tiles: tl.constexpr = (ROW + COLS - 1) // COLS
     per_token_tile = num_layers * PARTS * col_tiles
@@ -71,13 +73,13 @@ def _copy_tokens(
         host_base = host_first
         if PARTS == 2 and part == 1:
             host_base = host_second
-        device_base = tl.load(device_table + part * TABLE_STRIDE + layer)
+        device_base = tl.load(table + part * TABLE_STRIDE + layer)
 
         tokens = token_tile * TOKENS + tl.arange(0, TOKENS)
         there = tokens < num_tokens
-        host_page = tl.load(host_pages + tokens // PAGE_SIZE, mask=there, other=0)
+        host_page = tl.load(pages + tokens // PAGE_SIZE, mask=there, other=0)
         host_slot = host_page * PAGE_SIZE + tokens % PAGE_SIZE
-        device_slot = tl.load(device_slots + tokens, mask=there, other=0)
+        device_slot = tl.load(slots + tokens, mask=there, other=0)
         host_row = (
             (host_slot // PAGE_TOKENS) * PAGE_STRIDE
             + (host_slot % PAGE_TOKENS) * TOKEN_STRIDE
@@ -96,65 +98,102 @@ def _copy_tokens(
             tl.store(device_at, tl.load(host_at, mask=mask), mask=mask)
 
 
-def copy_tokens(
-    host_addresses: tuple[int, ...],
-    rows: HostRows,
-    device_table: torch.Tensor,
-    device_stride: int,
-    host_pages: torch.Tensor,
-    page_size: int,
-    device_slots: torch.Tensor,
-    layers: range,
-    *,
-    to_host: bool,
-    tuning: TokenCopyTuning,
-) -> None:
-    """Copy tokens of `layers`; asynchronous, on the current stream.
+class TokenCopy:
+    """Copies the rows of parts of a page that are alike, in one direction. Holds what stays the
+    same from copy to copy.
 
     Args:
-        host_addresses: Address of each part (one or two) in memory that the device can reach.
-        rows: Strides between the rows of each part.
-        device_table: int64 `[parts, layers of the pool]` on the device: addresses of rows.
+        rows: Strides between the rows of each part, in memory that the device can reach.
+        device_table: int64 `[parts, layers of the pool]` on the device: addresses of rows. One part
+            or two.
         device_stride: Bytes between rows there.
-        host_pages: int64 `[pages]` on the device.
         page_size: Tokens of a page.
-        device_slots: int64 `[pages * page_size]` on the device: page after page, token after token.
-        layers: Consecutive layers.
+        to_host: Away from the device's pool.
         tuning: How much of the device to take.
     """
-    count = len(device_slots)
-    element = _element_bytes(rows, device_stride)
-    row = rows.row_bytes // element
-    cols = min(triton.next_power_of_2(row), tuning.tile_bytes // element)
-    tokens = max(1, tuning.tile_bytes // element // cols)
-    tiles = -(-count // tokens) * -(-row // cols) * len(layers) * len(host_addresses)
-    if not tiles:
-        return
-    _copy_tokens[(min(tiles, tuning.programs),)](
-        host_addresses[0],
-        host_addresses[-1],
-        device_table,
-        host_pages,
-        device_slots,
-        count,
-        layers.start,
-        len(layers),
-        TO_HOST=to_host,
-        PARTS=len(host_addresses),
-        TABLE_STRIDE=device_table.shape[1],
-        DEVICE_STRIDE=device_stride // element,
-        PAGE_SIZE=page_size,
-        PAGE_TOKENS=rows.page_tokens,
-        PAGE_STRIDE=rows.page_stride // element,
-        TOKEN_STRIDE=rows.token_stride // element,
-        LAYER_STRIDE=rows.layer_stride // element,
-        ROW=row,
-        ALIGNMENT=rows.alignment,
-        ELEMENT=_ELEMENT_TYPES[element],
-        TOKENS=tokens,
-        COLS=cols,
-        num_warps=tuning.num_warps,
-    )
+
+    def __init__(
+        self,
+        rows: HostRows,
+        device_table: torch.Tensor,
+        device_stride: int,
+        page_size: int,
+        *,
+        to_host: bool,
+        tuning: TokenCopyTuning,
+    ) -> None:
+        element = _element_bytes(rows, device_stride)
+        row = rows.row_bytes // element
+        cols = min(triton.next_power_of_2(row), tuning.tile_bytes // element)
+        self._tokens = max(1, tuning.tile_bytes // element // cols)
+        parts, layers = device_table.shape
+        self._tiles = -(-row // cols) * parts
+        self._programs = tuning.programs
+        self._table = device_table
+        self._kernel = BoundKernel(
+            _copy_tokens,
+            TO_HOST=to_host,
+            PARTS=parts,
+            TABLE_STRIDE=layers,
+            DEVICE_STRIDE=device_stride // element,
+            PAGE_SIZE=page_size,
+            PAGE_TOKENS=rows.page_tokens,
+            PAGE_STRIDE=rows.page_stride // element,
+            TOKEN_STRIDE=rows.token_stride // element,
+            LAYER_STRIDE=rows.layer_stride // element,
+            ROW=row,
+            ALIGNMENT=rows.alignment,
+            ELEMENT=_ELEMENT_TYPES[element],
+            TOKENS=self._tokens,
+            COLS=cols,
+            num_warps=tuning.num_warps,
+        )
+
+    def compile(self) -> None:
+        """Make the kernel's binary, by a launch that copies nothing."""
+        self._launch(1, (0,), 0, 0, 0, range(0))
+
+    def copy(
+        self,
+        host_addresses: Sequence[int],
+        host_pages: torch.Tensor,
+        device_slots: torch.Tensor,
+        layers: range,
+    ) -> None:
+        """Copy tokens of consecutive `layers`; asynchronous, on the current stream.
+
+        Args:
+            host_addresses: Address of each part.
+            host_pages: int64 `[pages]` on the device, or more.
+            device_slots: int64 `[pages * page_size]` on the device: page after page, token after
+                token. Contiguous, like `host_pages`.
+        """
+        count = len(device_slots)
+        tiles = -(-count // self._tokens) * self._tiles * len(layers)
+        if tiles:
+            pages, slots = host_pages.data_ptr(), device_slots.data_ptr()
+            self._launch(min(tiles, self._programs), host_addresses, pages, slots, count, layers)
+
+    def _launch(
+        self,
+        programs: int,
+        host_addresses: Sequence[int],
+        pages: int,
+        slots: int,
+        count: int,
+        layers: range,
+    ) -> None:
+        self._kernel(
+            (programs, 1, 1),
+            host_addresses[0],
+            host_addresses[-1],
+            self._table.data_ptr(),
+            pages,
+            slots,
+            count,
+            layers.start,
+            len(layers),
+        )
 
 
 def _element_bytes(rows: HostRows, device_stride: int) -> int:

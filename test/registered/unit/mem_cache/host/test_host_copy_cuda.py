@@ -241,7 +241,7 @@ def test_a_driver_that_takes_no_lists_is_called_for_each_run(layout: str) -> Non
     host = MHATokenToKVPoolHost(source, 2.0, 0, 64, layout)
     copier = host._copier_of(source)
     assert isinstance(copier, CudaPageCopier)
-    copier._copy_engine()._batch = None
+    copier.engine._batch = None
     stream = RUNTIME.make_copy_stream("test")
     pages, into = [3, 4, 1, 40, 41, 42], [7, 9, 8, 20, 30, 31]
     slots = host.alloc(len(pages) * 64)
@@ -249,7 +249,7 @@ def test_a_driver_that_takes_no_lists_is_called_for_each_run(layout: str) -> Non
     backup(stream, host, source, slots, pages, "direct").synchronize()
     copier = host._copier_of(target)
     assert isinstance(copier, CudaPageCopier)
-    copier._copy_engine()._batch = None
+    copier.engine._batch = None
     load(stream, host, target, slots, into, "direct")[-1].synchronize()
     assert torch.equal(bits(target, into), bits(source, pages))
     stream.close()

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.mem_cache.host.load_steps import join_steps, layer_steps
+from sglang.srt.mem_cache.host.load_steps import (
+    StepsInOrder,
+    equal_steps,
+    join_steps,
+    layer_steps,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -46,3 +51,32 @@ def test_a_first_layer_that_is_not_loaded_waits_for_an_empty_step() -> None:
     assert steps.step_of == (0, 1, 1, 2, 2, 3, 3)
     assert join_steps([KV], 1, 7).issued == steps.issued[1:], "no pool has layer 0"
     assert join_steps([], 0, 2).issued == ((),)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "count", "steps"),
+    [
+        (6, 1, [range(6)]),
+        (6, 2, [range(3), range(3, 6)]),
+        (7, 2, [range(4), range(4, 7)]),
+        (1, 2, [range(1)]),
+        (3, 3, [range(1), range(1, 2), range(2, 3)]),
+    ],
+)
+def test_equal_steps_are_as_long_as_each_other(
+    num_layers: int, count: int, steps: list[range]
+) -> None:
+    assert list(equal_steps(num_layers, count)) == steps
+
+
+def test_the_layers_of_a_step_are_copied_with_its_first_one() -> None:
+    steps = StepsInOrder((range(1), range(1, 3), range(3, 4)))
+    assert [steps.of(layer) for layer in range(4)] == [range(1), range(1, 3), None, range(3, 4)]
+    assert steps.of(3) is None, "it is there"
+
+
+def test_a_load_that_starts_elsewhere_is_of_one_layer_or_of_all() -> None:
+    steps = StepsInOrder((range(1), range(1, 3)))
+    assert steps.of(2) == range(2, 3)
+    assert [steps.of(layer) for layer in range(3)] == [range(1), range(1, 3), None]
+    assert StepsInOrder((range(3),)).of(2) == range(3)

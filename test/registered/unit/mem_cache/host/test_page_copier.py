@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.host.page_copier import (
     make_page_copier,
 )
 from sglang.srt.mem_cache.host.pool_kinds import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.host.staged_copy import LoadTuning
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_kv_host_stack
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -131,40 +132,49 @@ def test_wrong_slots_are_refused_when_a_load_begins(
             host.begin_load(device, slots, there, io_backend)
 
 
-def test_a_load_of_a_cuda_pool_stages_its_slots_once_and_launches_a_layer_at_a_time(
-    device: MHATokenToKVPool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("step_bytes", "ranges"), [(1, [range(1), range(1, 2), range(2, 3)]), (1 << 20, [range(3)])]
+)
+def test_a_load_of_a_cuda_pool_stages_its_slots_once_and_launches_a_step_at_a_time(
+    device: MHATokenToKVPool,
+    monkeypatch: pytest.MonkeyPatch,
+    step_bytes: int,
+    ranges: list[range],
 ) -> None:
     """Without a device: the pools are in host memory, and the kernel is one that takes notes."""
     pytest.importorskip("triton")
-    from sglang.srt.mem_cache.host import token_copy
     from sglang.srt.mem_cache.host.host_copy_cuda import CudaPageCopier
+    from sglang.srt.mem_cache.host.token_copy import TokenCopy
 
     launched: list[tuple[range, list[int], list[int]]] = []
     staged: list[int] = []
 
-    def launch(*args: Any, **_: Any) -> None:
-        launched.append((args[7], args[4].tolist(), args[6].tolist()))
+    def launch(
+        _: TokenCopy, to: object, pages: torch.Tensor, slots: torch.Tensor, layers: range
+    ) -> None:
+        launched.append((layers, pages.tolist(), slots.tolist()))
 
     def stage(_: CpuRuntime, tensor: torch.Tensor) -> torch.Tensor:
         staged.append(len(tensor))
         return tensor
 
-    monkeypatch.setattr(token_copy, "copy_tokens", launch)
+    monkeypatch.setattr(TokenCopy, "copy", launch)
+    monkeypatch.setattr(TokenCopy, "compile", lambda _: None)
     monkeypatch.setattr(CpuRuntime, "stage_to_device", stage)
     host = MHATokenToKVPoolHost(device, 1.0, 0, PAGE, "page_first")
     copier = CudaPageCopier(host._paired_with(device))
+    copier.tuning_of_loads = LoadTuning(step_bytes=step_bytes)
     slots, there = page_slots([2], PAGE), page_slots([5], PAGE)
     first = copier.begin_load(slots, there, "kernel")
     second = copier.begin_load(slots, there + PAGE, "kernel")
-    for layer in (0, 1):
+    for layer in range(3):
         first.issue(layer)
-    second.issue(2)
-    # Four slots on the device for each load, then one page on the host with the first layer.
+    second.issue(0)
+    # Four slots on the device for each load, then one page on the host with the first step.
     assert staged == [4, 4, 1, 1]
     assert launched == [
-        (range(1), [2], [20, 21, 22, 23]),
-        (range(1, 2), [2], [20, 21, 22, 23]),
-        (range(2, 3), [2], [24, 25, 26, 27]),
+        *((layers, [2], [20, 21, 22, 23]) for layers in ranges),
+        (ranges[0], [2], [24, 25, 26, 27]),
     ]
     assert not copier.prefers_cpu_slots("kernel")
     with pytest.raises(ValueError, match="CUDA pools copy with kernel or direct"):
@@ -190,10 +200,11 @@ class NoCopier(PageCopier):
         device_indices: torch.Tensor,
         io_backend: str,
         staged: torch.Tensor | None = None,
+        steps: Sequence[range] | None = None,
     ) -> PageLoad:
         raise AssertionError
 
-    def load_steps(self, num_pages: int, io_backend: str) -> tuple[range, ...]:
+    def load_steps(self, num_pages: int, io_backend: str, load_bytes: int) -> tuple[range, ...]:
         raise AssertionError
 
 
