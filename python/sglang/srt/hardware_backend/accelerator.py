@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class AcceleratorRuntime(DeviceRuntime):
 
     def __init__(self, device: torch.device | int | None, api: Any) -> None:
         self._device = device
+        self._fixed_index = device.index if isinstance(device, torch.device) else device
         self._api = api
 
     def prepare(self) -> None:
@@ -47,9 +48,8 @@ class AcceleratorRuntime(DeviceRuntime):
 
     @property
     def _index(self) -> int:
-        device = self._device
-        index = device.index if isinstance(device, torch.device) else device
-        return int(self._api.current_device() if index is None else index)
+        index = self._fixed_index
+        return int(self._api.current_device()) if index is None else index
 
     def current_stream(self) -> Any:
         """The library's stream object. Named by number: without one torch looks for an available
@@ -168,8 +168,11 @@ class _DeviceStream(CopyStream, SideStream):
         before = self._runtime.current_stream()
         if follows_caller:
             self._stream.wait_stream(before)
-        with self._instead_of(before):
+        self._api.set_stream(self._stream)
+        try:
             work()
+        finally:
+            self._api.set_stream(before)
 
     def close(self) -> None:
         self._stream.synchronize()
@@ -189,11 +192,9 @@ class _DeviceStream(CopyStream, SideStream):
         assert isinstance(event, _StreamEvent), "an event of this device"
         event.record_on(self._stream)
 
-    def use(self) -> AbstractContextManager[None]:
-        return self._instead_of(self._runtime.current_stream())
-
     @contextmanager
-    def _instead_of(self, before: Any) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
+        before = self._runtime.current_stream()
         self._api.set_stream(self._stream)
         try:
             yield

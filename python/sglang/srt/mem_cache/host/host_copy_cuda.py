@@ -65,9 +65,9 @@ class EngineUse:
         0.73 to 0.78 of the link's speed, the kernel at 0.93; engines read runs of 128 KB at 0.93 to
         0.96, the kernel at 0.89. The kernel loads token-major pages (`page_first`): engines would
         load all layers at once, so the first layer would wait for the last. The first layer of a
-        long load comes alone. If its pages are short runs, the kernel loads it while the engines begin
-        with the next layers. That raised 32,768 tokens of indexer keys (16 KB) from 0.78 to 0.91 of
-        the link's speed, and latent rows (72 KB) from 0.96 to 0.97.
+        long load comes alone. If its pages are short runs, the kernel loads it while the engines
+        begin with the next layers. That raised 32,768 tokens of indexer keys (16 KB) from 0.78 to
+        0.91 of the link's speed, and latent rows (72 KB) from 0.96 to 0.97.
         """
         layer_bytes = min(part.rows.row_bytes for part in parts) * page_items
         first = parts[0]

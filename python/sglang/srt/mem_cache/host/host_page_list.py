@@ -5,6 +5,7 @@ Called from the scheduler's thread only, so it has no lock. Costs are per page a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +21,6 @@ class HostPageList:
     def __init__(self, page_num: int, page_size: int) -> None:
         self.page_num = page_num
         self.page_size = page_size
-        self._offsets = np.arange(page_size, dtype=np.int64)
         self._stack: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._owned: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
         self._num_free = 0
@@ -53,7 +53,9 @@ class HostPageList:
         pages = self._stack[first : self._num_free][::-1]
         self._num_free = first
         self._owned[pages] = True
-        return torch.from_numpy((pages[:, None] * self.page_size + self._offsets).reshape(-1))
+        return torch.from_numpy(
+            (pages[:, None] * self.page_size + _offsets(self.page_size)).reshape(-1)
+        )
 
     def free(self, indices: torch.Tensor) -> int:
         """Take whole pages back; returns how many tokens.
@@ -116,14 +118,18 @@ def whole_pages(indices: torch.Tensor, page_size: int, page_num: int) -> npt.NDA
             f"host_indices: need a 1-d int64 CPU tensor, got {indices.dtype} "
             f"{tuple(indices.shape)} on {indices.device}"
         )
-    if len(indices) % page_size:
-        raise ValueError(
-            f"host_indices: {len(indices)} slots are no multiple of page_size={page_size}"
-        )
-    slots: npt.NDArray[np.int64] = indices.numpy().reshape(-1, page_size)
-    pages = slots[:, 0] // page_size
-    if (slots != pages[:, None] * page_size + np.arange(page_size)).any():
-        raise ValueError(f"host_indices: slots are not whole pages aligned to {page_size}")
+    slots: npt.NDArray[np.int64] = indices.numpy()
+    if page_size == 1:
+        pages = slots.copy()
+    else:
+        if slots.size % page_size:
+            raise ValueError(
+                f"host_indices: {slots.size} slots are no multiple of page_size={page_size}"
+            )
+        by_page = slots.reshape(-1, page_size)
+        pages = by_page[:, 0] // page_size
+        if (by_page != pages[:, None] * page_size + _offsets(page_size)).any():
+            raise ValueError(f"host_indices: slots are not whole pages aligned to {page_size}")
     # Negative pages are large unsigned ones.
     if (pages.view(np.uint64) >= page_num).any():
         raise ValueError(
@@ -131,3 +137,8 @@ def whole_pages(indices: torch.Tensor, page_size: int, page_num: int) -> npt.NDA
             f"{page_num * page_size} slots"
         )
     return pages
+
+
+@functools.cache
+def _offsets(page_size: int) -> npt.NDArray[np.int64]:
+    return np.arange(page_size, dtype=np.int64)

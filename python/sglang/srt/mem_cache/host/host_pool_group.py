@@ -156,7 +156,7 @@ class HostPoolGroup:
 
     def load_steps(self, transfers: Sequence[PoolTransfer], io_backend: str) -> LoadSteps:
         """The steps in which `load` copies `transfers`. Raises as `load`; any thread."""
-        moved = [(entry, len(host)) for entry, host, _ in self._moved(transfers)]
+        moved = [(entry, host.shape[0]) for entry, host, _ in self._moved(transfers)]
         load_bytes = sum(
             slots // entry.host_pool.page_size * entry.host_pool.page_bytes
             for entry, slots in moved
@@ -247,7 +247,7 @@ class HostPoolGroup:
                 raise ValueError(
                     f"pool transfer {transfer.name}: a copy needs host_indices and device_indices"
                 )
-            if len(host) or len(transfer.device_indices):
+            if host.shape[0] or transfer.device_indices.shape[0]:
                 yield entry, host, transfer.device_indices
 
     def prefers_cpu_slots(self, io_backend: str) -> bool:

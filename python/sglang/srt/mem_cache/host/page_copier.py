@@ -90,10 +90,9 @@ class PoolPair:
         Raises ValueError if slots that the CPU can see are not whole pages of their pool, or if
         the two sides differ in number.
         """
-        if len(host_indices) != len(device_indices):
-            raise ValueError(
-                f"{len(host_indices)} host_indices for {len(device_indices)} device_indices"
-            )
+        here, there = host_indices.shape[0], device_indices.shape[0]
+        if here != there:
+            raise ValueError(f"{here} host_indices for {there} device_indices")
         host = whole_pages(host_indices, self.page_size, self.host_pages)
         if not device_indices.is_cpu:
             return host, None

@@ -227,7 +227,7 @@ class StagedBackup:
         here = self._runtime.here()
         chunks = self._plan.chunks(host_pages, device_slots)
         # Two streams let the kernel fill a buffer while the engine empties the other one.
-        side = self._side if len(chunks) > 1 else here
+        side = here if len(chunks) == 1 and here.handle else self._side
         for chunk in chunks:
             buffer, emptied = self._buffers.next(here)
             self._plan.run_kernels(buffer, chunk, self._layers)
@@ -307,7 +307,7 @@ class StagedLoad:
         chunks, here = plan.chunks(host_pages, device_slots), self._runtime.here()
         # Two streams let the engine fill a buffer while the kernel empties the other one.
         is_short = len(chunks) * len(steps) <= self._tuning.short_steps
-        side = here if is_short else self._side
+        side = here if is_short and here.handle else self._side
         if side is not here:
             side.follow(here)
         return StagedPages(plan, self._buffers, chunks, here, side)
@@ -323,7 +323,8 @@ class StagedPages:
     _here: SideStream
     """The stream that was current when the load was started, and is so again for each step."""
     _side: SideStream
-    """The stream of the copy engine; the same one for a short load."""
+    """The stream of the copy engine; the same one for a short load. Batches of copies need one
+    other than the default one."""
 
     def load(self, layers: range) -> None:
         """Copy a step's layers, or one layer, to the device."""

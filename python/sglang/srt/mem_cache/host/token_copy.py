@@ -168,7 +168,7 @@ class TokenCopy:
             device_slots: int64 `[pages * page_size]` on the device: page after page, token after
                 token. Contiguous, like `host_pages`.
         """
-        count = len(device_slots)
+        count = device_slots.shape[0]
         tiles = -(-count // self._tokens) * self._tiles * len(layers)
         if tiles:
             pages, slots = host_pages.data_ptr(), device_slots.data_ptr()

@@ -74,7 +74,7 @@ def move_part(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("make", KINDS)
 @pytest.mark.parametrize("pages", [[3, 1, 15, 8], [5, 6, 7], [9], [2, 3, 9, 10]])
-@pytest.mark.parametrize("layers_at_once", [1, 2, 3])
+@pytest.mark.parametrize(("layers_at_once", "held"), [(1, 1), (2, 2), (3, 3), (1, 3), (2, 3)])
 @pytest.mark.parametrize("grid_pages", [2, 32])
 def test_runs_move_what_the_layout_says(
     monkeypatch: pytest.MonkeyPatch,
@@ -82,11 +82,12 @@ def test_runs_move_what_the_layout_says(
     make: Callable[..., PagedDevicePool],
     pages: list[int],
     layers_at_once: int,
+    held: int,
     grid_pages: int,
 ) -> None:
     monkeypatch.setattr(buffer_runs, "_GRID_PAGES", grid_pages)
     if layout == "page_first":
-        layers_at_once = LAYERS
+        layers_at_once = held = LAYERS
     device = make()
     host = host_of(device, layout)
     into = [4, 9, 2, 6][: len(pages)]
@@ -107,7 +108,7 @@ def test_runs_move_what_the_layout_says(
     third = make(seed=2)
     untouched = device_bytes(third, page_slots([0, 3]))
     parts = parts_of(host, third)
-    runs = PageRuns(parts, PAGE, layers_at_once, 7)
+    runs = PageRuns(parts, PAGE, held, 7)
     for first in range(0, LAYERS, layers_at_once):
         layers = range(first, min(first + layers_at_once, LAYERS))
         buffer.fill_(0)

@@ -123,7 +123,7 @@ def test_several_tensors_are_staged_by_one_upload(work: IssuedWork) -> None:
                 "torch": 8, "kernel": 5, "upload": 1, "download": 1, "pin": 2, "engine": 3,
                 "record": 3, "wait": 1, "stream": 2,
             },
-            540,
+            430,
         ),
         (
             "Qwen3-Next",
@@ -131,7 +131,7 @@ def test_several_tensors_are_staged_by_one_upload(work: IssuedWork) -> None:
                 "torch": 8, "kernel": 4, "upload": 1, "download": 1, "pin": 2, "engine": 26,
                 "record": 2, "wait": 0, "stream": 2,
             },
-            520,
+            400,
         ),
     ],
 )  # fmt: skip
@@ -161,7 +161,7 @@ def test_a_write_of_pages_and_a_state(
                 "torch": 3, "kernel": 3, "upload": 1, "pin": 0, "engine": 2, "record": 5,
                 "wait": 3, "stream": 2,
             },
-            550,
+            405,
         ),
         (
             "Qwen3-Next",
@@ -169,7 +169,7 @@ def test_a_write_of_pages_and_a_state(
                 "torch": 3, "kernel": 6, "upload": 1, "pin": 0, "engine": 6, "record": 9,
                 "wait": 5, "stream": 2,
             },
-            760,
+            585,
         ),
     ],
 )  # fmt: skip
