@@ -121,6 +121,10 @@ class CopyRuns:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def back(self) -> CopyRuns:
+        """The same runs in the other direction."""
+        return CopyRuns(self.sources, self.destinations, self.sizes)
+
 
 def span_bounds(adjoins: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """The first places of the spans of n things, then n. `adjoins` `[n - 1]` is True for each thing
@@ -135,6 +139,7 @@ def runs_from_pool(
     page_size: int,
     host_pages: npt.NDArray[np.int64],
     device_pages: npt.NDArray[np.int64],
+    layers: range,
 ) -> CopyRuns:
     """Copies of whole pages from the device pool to the host: one for each part, layer and page.
 
@@ -142,6 +147,7 @@ def runs_from_pool(
         parts: Parts with a page of a layer in one run on both sides.
         page_size: Rows of a page in one layer.
         host_pages: int64 `[n]`; `device_pages` likewise.
+        layers: Consecutive layers.
     """
     sources, destinations, sizes = [], [], []
     for part in parts:
@@ -149,9 +155,10 @@ def runs_from_pool(
         assert rows.has_page_runs(page_size), "a page of a layer is one run"
         assert part.has_device_runs, "a page of a layer is one run on the device"
         piece = page_size * rows.row_bytes
-        layers = np.array(part.device_addresses, dtype=np.int64)[:, None]
-        sources.append((layers + device_pages * piece).reshape(-1))
-        layer = np.arange(len(layers), dtype=np.int64)[:, None] * rows.layer_stride
+        first, stop = layers.start, layers.stop
+        there = np.array(part.device_addresses[first:stop], dtype=np.int64)[:, None]
+        sources.append((there + device_pages * piece).reshape(-1))
+        layer = np.arange(first, stop, dtype=np.int64)[:, None] * rows.layer_stride
         page = part.host_address + host_pages * stride_of_page(rows, page_size)
         destinations.append((layer + page).reshape(-1))
         sizes.append(np.full(len(sources[-1]), piece, dtype=np.uint64))
@@ -177,6 +184,17 @@ class CopyGrids:
     """Bytes from one run to the next."""
     source_stride: int
 
+    def back(self) -> CopyGrids:
+        """The same runs in the other direction."""
+        return CopyGrids(
+            self.sources,
+            self.destinations,
+            self.run_bytes,
+            self.runs,
+            self.source_stride,
+            self.destination_stride,
+        )
+
 
 def have_grids(part: PartRows) -> bool:
     """True if a page of all layers is a grid that copy engines move, on both sides."""
@@ -189,15 +207,16 @@ def grids_from_pool(
     page_size: int,
     host_pages: npt.NDArray[np.int64],
     device_pages: npt.NDArray[np.int64],
+    layers: range,
 ) -> list[CopyGrids]:
-    """Like `runs_from_pool`, with one copy for all layers of a page, or for a layer of neighbouring
-    pages that are more than the layers.
+    """Like `runs_from_pool`, with one copy for all `layers` of a page, or for a layer of
+    neighbouring pages that are more than the layers.
 
     Args:
         parts: Parts with grids (`have_grids`).
     """
     grids = []
-    num_layers = len(parts[0].device_addresses)
+    num_layers = len(layers)
     alone, long = _long_spans(host_pages, device_pages, num_layers)
     for part in parts:
         rows, stride = part.rows, part.device_layer_stride
@@ -206,8 +225,9 @@ def grids_from_pool(
         assert stride is not None, "layers are equally far apart on the device"
         piece = page_size * rows.row_bytes
         page_stride = stride_of_page(rows, page_size)
-        sources = part.device_addresses[0] + device_pages * piece
-        destinations = part.host_address + host_pages * page_stride
+        sources = part.device_addresses[layers.start] + device_pages * piece
+        host = part.host_address + layers.start * rows.layer_stride
+        destinations = host + host_pages * page_stride
         if len(alone):
             grids.append(
                 CopyGrids(
@@ -219,12 +239,12 @@ def grids_from_pool(
                     stride or piece,
                 )
             )
-        layers = np.arange(num_layers)
+        numbers = np.arange(num_layers)
         for first, count in long:
             grids.append(
                 CopyGrids(
-                    (destinations[first] + layers * rows.layer_stride).astype(np.uint64),
-                    (sources[first] + layers * stride).astype(np.uint64),
+                    (destinations[first] + numbers * rows.layer_stride).astype(np.uint64),
+                    (sources[first] + numbers * stride).astype(np.uint64),
                     piece,
                     count,
                     page_stride,

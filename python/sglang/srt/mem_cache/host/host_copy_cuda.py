@@ -1,7 +1,7 @@
 """Copies of whole pages between a device pool on CUDA and page-locked host memory.
 
 There are three ways: copy engines through a device buffer (staged_copy.py); copy engines straight
-from the pool, for backups of long pages whose device slots the CPU knows; and a Triton kernel that
+from or to the pool, for long pages whose device slots the CPU knows; and a Triton kernel that
 reads or writes host memory itself, with a launch for each step of a load, and one launch for a
 backup. `EngineUse.of` and `prefers_cpu_slots` choose. All ways issue in order with the current
 stream and return without waiting for the device. None loops over pages.
@@ -45,6 +45,10 @@ BACKUP_TUNING: Final = TokenCopyTuning(programs=4, tile_bytes=16384, num_warps=8
 _LONG_RUN_BYTES: Final = 128 * KIB
 _GRID_RUN_BYTES: Final = 64 * KIB
 """Grids with runs of this length reach 0.97 of the speed of long runs; runs of 16 KB reach 0.85."""
+_STRAIGHT_GRIDS: Final = 8
+_STRAIGHT_RUNS: Final = 128
+"""Most copies of a load straight into the pool. They take the CPU less than 0.1 ms, and spare it
+the upload of slots and a kernel for each part."""
 _BACKENDS: Final = (IoBackend.KERNEL.value, IoBackend.DIRECT.value)
 
 
@@ -156,6 +160,27 @@ class _Load(PageLoad):
             self._kernels.copy(self._host_pages, self._slots.device, layers)
 
 
+class _StraightLoad(PageLoad):
+    """Pages that copy engines put into the pool itself."""
+
+    def __init__(
+        self,
+        pool: CudaPageCopier,
+        host_pages: npt.NDArray[np.int64],
+        device_pages: npt.NDArray[np.int64],
+        steps: Sequence[range],
+    ) -> None:
+        self._pool = pool
+        self._pages = host_pages, device_pages
+        self._steps = StepsInOrder(steps)
+        self._stream = pool.runtime.here().handle
+
+    def issue(self, layer: int) -> None:
+        layers = self._steps.of(layer)
+        if layers is not None:
+            self._pool.copy_straight(*self._pages, layers, self._stream, to_host=False)
+
+
 class CudaPageCopier(PageCopier):
     """Copies between one pair of pools; holds what stays the same from copy to copy."""
 
@@ -195,7 +220,10 @@ class CudaPageCopier(PageCopier):
         """See `PageCopier.backup`. `io_backend` is `kernel` or `direct`."""
         _check_backend(io_backend)
         if device_indices.is_cpu and self.prefers_cpu_slots(io_backend):
-            self._backup_runs(host_indices, device_indices)
+            host_pages, device_pages = self.pools.pages(host_indices, device_indices)
+            assert device_pages is not None, "the slots are on the CPU"
+            layers, stream = range(self.num_layers), self.runtime.here().handle
+            self.copy_straight(host_pages, device_pages, layers, stream, to_host=True)
             return
         slots = self._slots(host_indices, device_indices, staged)
         if self.engine_use[io_backend].backup:
@@ -221,16 +249,23 @@ class CudaPageCopier(PageCopier):
             and self._mean_run_bytes >= (_GRID_RUN_BYTES if self._has_grids else _LONG_RUN_BYTES)
         )
 
-    def _backup_runs(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        host_pages, device_pages = self.pools.pages(host, device)
-        assert device_pages is not None, "the slots are on the CPU"
-        pages = self.pools.page_items, host_pages, device_pages
-        stream = self.runtime.here().handle
+    def copy_straight(
+        self,
+        host_pages: npt.NDArray[np.int64],
+        device_pages: npt.NDArray[np.int64],
+        layers: range,
+        stream: int,
+        *,
+        to_host: bool,
+    ) -> None:
+        """Let copy engines move `layers` of pages between the two pools, in a stream (a handle)."""
+        pages = self.pools.page_items, host_pages, device_pages, layers
         if not self._has_grids:
-            self.engine.copy(runs_from_pool(self.parts, *pages), stream)
+            runs = runs_from_pool(self.parts, *pages)
+            self.engine.copy(runs if to_host else runs.back(), stream)
             return
         for grids in grids_from_pool(self.parts, *pages):
-            self.engine.copy_grids(grids, stream)
+            self.engine.copy_grids(grids if to_host else grids.back(), stream)
 
     def begin_load(
         self,
@@ -244,6 +279,10 @@ class CudaPageCopier(PageCopier):
         if steps is None:
             num_pages = len(host_indices) // self.pools.page_size
             steps = self.load_steps(num_pages, io_backend, num_pages * self._page_bytes)
+        if device_indices.is_cpu and self.loads_straight(len(device_indices), io_backend):
+            host_pages, device_pages = self.pools.pages(host_indices, device_indices)
+            assert device_pages is not None, "the slots are on the CPU"
+            return _StraightLoad(self, host_pages, device_pages, steps)
         slots = self._slots(host_indices, device_indices, staged)
         use = self.engine_use[io_backend]
         if not use.load:
@@ -251,6 +290,16 @@ class CudaPageCopier(PageCopier):
         kernels = None if use.load_of_one_layer else self._load_kernels
         under_way = self._staged_load.start(slots.host_pages, slots.device, steps)
         return _Load(slots, steps, kernels, under_way)
+
+    def loads_straight(self, num_slots: int, io_backend: str) -> bool:
+        """True for few long pages, such as a recurrent state: copy engines put them into the pool
+        itself. Many pages come sooner in one batch of copies, and a kernel spreads them."""
+        num_copies = num_slots // self.pools.page_size * len(self.parts)
+        if self._has_grids:
+            is_few = num_copies <= _STRAIGHT_GRIDS
+        else:
+            is_few = num_copies * self.num_layers <= _STRAIGHT_RUNS
+        return is_few and self.engine_use[io_backend].load and self.prefers_cpu_slots(io_backend)
 
     def load_steps(self, num_pages: int, io_backend: str, load_bytes: int) -> tuple[range, ...]:
         """See `PageCopier.load_steps`. `io_backend` is `kernel` or `direct`."""

@@ -258,6 +258,14 @@ class HostKVCache(HostPageList):
         or on the CPU; `staged` as of `PageCopier`."""
         self._copier_of(device_pool).backup(host_indices, device_indices, io_backend, staged)
 
+    def loads_straight(
+        self, device_pool: BaseDevicePool, device_indices: torch.Tensor, io_backend: str
+    ) -> bool:
+        """True if a load needs no slots on the device."""
+        num_slots = device_indices.shape[0]
+        copier = self._copier_of(device_pool)
+        return device_indices.is_cpu and copier.loads_straight(num_slots, io_backend)
+
     def prefers_cpu_slots(self, device_pool: BaseDevicePool, io_backend: str) -> bool:
         """True if backups are faster with their `device_indices` on the CPU."""
         return self._copier_of(device_pool).prefers_cpu_slots(io_backend)

@@ -49,15 +49,15 @@ class PoolEntry:
         return self.device_pool.spec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Moved:
     """What a copy moves of a pool."""
 
     entry: PoolEntry
     host: torch.Tensor
     device: torch.Tensor
-    staged: torch.Tensor
-    """`device` on the device."""
+    staged: torch.Tensor | None
+    """`device` on the device; None: nothing needs it there."""
 
 
 class HostPoolGroup:
@@ -189,7 +189,8 @@ class HostPoolGroup:
         Raises:
             ValueError: See `backup`.
         """
-        moved = self._stage(transfers)
+        is_checked = self._checked_loads.takes_next()
+        moved = self._stage(transfers, None if is_checked else io_backend)
         loads = [
             one.entry.host_pool.begin_load(
                 one.entry.device_pool, one.host, one.device, io_backend, one.staged, own
@@ -200,7 +201,7 @@ class HostPoolGroup:
             for place, layer in issued:
                 loads[place].issue(layer)
             done.record()
-        return self._digests(moved, is_checked=self._checked_loads.takes_next())
+        return self._digests(moved, is_checked=is_checked)
 
     def forget_checksums(self, transfers: Sequence[PoolTransfer]) -> None:
         """Note that the pages of `transfers` are going to have other contents. Pools without slots
@@ -213,10 +214,25 @@ class HostPoolGroup:
                 pages = whole_pages(transfer.host_indices, pool.page_size, pool.page_num)
                 pool.checksums.forget(pages)
 
-    def _stage(self, transfers: Sequence[PoolTransfer]) -> list[_Moved]:
-        moved = list(self._moved(transfers))
-        staged = self._runtime.stage_all([device for _, _, device in moved])
-        return [_Moved(*one, on_device) for one, on_device in zip(moved, staged, strict=True)]
+    def _stage(
+        self, transfers: Sequence[PoolTransfer], loaded_by: str | None = None
+    ) -> list[_Moved]:
+        """Stage the device slots of all transfers at once.
+
+        Args:
+            loaded_by: I/O backend of a load that is not hashed: some pools need no slots there.
+        """
+        moved = [_Moved(*one, None) for one in self._moved(transfers)]
+        needed = [
+            one
+            for one in moved
+            if loaded_by is None
+            or not one.entry.host_pool.loads_straight(one.entry.device_pool, one.device, loaded_by)
+        ]
+        staged = self._runtime.stage_all([one.device for one in needed])
+        for one, on_device in zip(needed, staged, strict=True):
+            one.staged = on_device
+        return moved
 
     def _digests(self, moved: Sequence[_Moved], *, is_checked: bool = True) -> list[PageDigests]:
         """Begin to hash the pages on the device, in order with the current stream, if `is_checked`.
@@ -230,6 +246,7 @@ class HostPoolGroup:
             digests = None
             if is_checked and (hasher := pool.hasher_of(device_pool)) is not None:
                 digests = self._runtime.empty_on_host(len(pages) * DIGEST_BYTES, torch.uint8)
+                assert one.staged is not None, "the slots of hashed pages are staged"
                 hasher.hash_into(digests, device_pool.items_of(one.staged))
             found.append(PageDigests(one.entry.name, pages, digests))
         return found

@@ -6,6 +6,7 @@ a load are joined in the order in which a forward needs them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ def layer_steps(num_layers: int, at_once: int) -> tuple[range, ...]:
     return tuple(map(range, starts, [*starts[1:], num_layers]))
 
 
+@functools.cache
 def equal_steps(num_layers: int, count: int) -> tuple[range, ...]:
     """At most `count` steps of a pool's layers, as long as each other."""
     at_once = -(-num_layers // count)

@@ -152,6 +152,10 @@ class PageCopier(ABC):
             load_bytes: Bytes that the load brings to all pools.
         """
 
+    def loads_straight(self, num_slots: int, io_backend: str) -> bool:
+        """True if a load of so many slots needs them on the CPU alone, where they are."""
+        return False
+
     def prefers_cpu_slots(self, io_backend: str) -> bool:
         """True if backups are faster with their `device_indices` on the CPU."""
         return False

@@ -60,7 +60,7 @@ class LoadTuning:
     """For pages of tokens: shortest run of a long load."""
     state_bytes: int = 16 * MIB
     """For pages of one slot, as recurrent states are: shortest run of a long load. A layer of one
-    is on the link for 0.04 ms, and a piece takes the CPU 0.1 ms."""
+    is on the link for 0.04 ms, less than a piece takes the CPU."""
 
     def steps_of_short(self, load_bytes: int) -> int | None:
         """In how many steps each pool of a load comes; None: the load is long."""

@@ -90,7 +90,7 @@ def test_runs_of_copy_engines_are_those_of_items(layout: str) -> None:
     assert parts[0].rows.row_bytes == 1024 and parts[0].rows.alignment == 16
     if not parts[0].rows.has_page_runs(pair.page_items):
         pytest.skip("tokens of a page do not adjoin: kernels copy them")
-    runs = runs_from_pool(parts, pair.page_items, np.array([3, 0]), np.array([5, 2]))
+    runs = runs_from_pool(parts, pair.page_items, np.array([3, 0]), np.array([5, 2]), range(LAYERS))
     for target, source, size in zip(*_columns(runs), strict=True):
         ctypes.memmove(target, source, size)
     for page, own in ((3, 5), (0, 2)):

@@ -158,18 +158,18 @@ def test_a_write_of_pages_and_a_state(
         (
             "Nemotron-3-Nano",
             {
-                "torch": 3, "kernel": 3, "upload": 1, "pin": 0, "engine": 2, "record": 5,
-                "wait": 3, "stream": 2,
+                "torch": 2, "kernel": 1, "upload": 0, "pin": 0, "engine": 3, "record": 4,
+                "wait": 2, "stream": 2,
             },
-            405,
+            340,
         ),
         (
             "Qwen3-Next",
             {
-                "torch": 3, "kernel": 6, "upload": 1, "pin": 0, "engine": 6, "record": 9,
-                "wait": 5, "stream": 2,
+                "torch": 2, "kernel": 2, "upload": 0, "pin": 0, "engine": 8, "record": 7,
+                "wait": 3, "stream": 2,
             },
-            585,
+            475,
         ),
     ],
 )  # fmt: skip
@@ -189,6 +189,18 @@ def test_a_load_of_pages_and_a_state(
     with CallCounts() as counted:
         tiers.controller.start_loading()
     assert counted.total <= calls
+
+
+def test_the_slots_of_a_state_are_staged_for_a_load_that_is_hashed(work: IssuedWork) -> None:
+    tiers = Tiers("Nemotron-3-Nano")
+    host = tiers.queue_write(PAGES)
+    tiers.controller.start_writing()
+    for share, uploads, kernels in ((0.0, 0, 1), (1.0, 1, 5)):
+        tiers.group._checked_loads = EvenShare(share)
+        tiers.queue_load(host)
+        work.counts.clear()
+        tiers.controller.start_loading()
+        assert (work.counts["upload"], work.counts["kernel"]) == (uploads, kernels)
 
 
 def test_a_state_alone_is_not_written_before_the_step_that_fills_it(work: IssuedWork) -> None:
