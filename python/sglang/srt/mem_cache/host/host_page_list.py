@@ -120,7 +120,7 @@ def whole_pages(indices: torch.Tensor, page_size: int, page_num: int) -> npt.NDA
         )
     slots: npt.NDArray[np.int64] = indices.numpy()
     if page_size == 1:
-        pages = slots.copy()
+        pages = slots.copy()  # The caller may change its slots.
     else:
         if slots.size % page_size:
             raise ValueError(

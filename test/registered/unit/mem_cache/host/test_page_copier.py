@@ -70,6 +70,16 @@ def test_a_load_looks_at_its_slots_once(
         assert device.v_buffer[layer][page_slots([7, 8], PAGE), 0, 0].tolist() == (-got).tolist()
 
 
+def test_page_numbers_are_the_callers_own() -> None:
+    slots = torch.tensor([3, 1])
+    pages = whole_pages(slots, 1, 4)
+    slots.fill_(0)
+    assert pages.tolist() == [3, 1]
+    for outside in (4, -1):
+        with pytest.raises(ValueError, match="leave the pool of 4 slots"):
+            whole_pages(torch.tensor([outside]), 1, 4)
+
+
 def test_two_loads_with_the_same_slots_are_two_loads(
     device: MHATokenToKVPool, host: MHATokenToKVPoolHost
 ) -> None:
