@@ -305,12 +305,23 @@ def test_l3_is_detached_and_attached_in_all_groups(server: ForkedServer) -> None
         reply = server.request("PUT", path, attach, admin=True)
         assert reply.status == 400
         assert "dp_rank 1: busy" in str(reply.body)
-        assert "the other groups have done it" in str(reply.body)
+        assert "other groups" not in str(reply.body)
+        assert backends(server) == [None] * EVENTS
     assert answer.result().status == 200
     server.flush()
-    assert server.request("PUT", path, attach, admin=True).status == 200
-    found = server.request("GET", path, admin=True).body
-    assert [one["hicache_storage_backend"] for one in found["dp_groups"]] == ["file"] * 2
+    reply = server.request("PUT", path, attach, admin=True)
+    assert reply.body["message"] == "attached file"
+    assert backends(server) == ["file"] * EVENTS
+    with held(server, 1, "busy") as answer:
+        assert server.request("DELETE", path, admin=True).status == 400
+        assert backends(server) == ["file"] * EVENTS
+    assert answer.result().status == 200
+
+
+def backends(server: ForkedServer) -> list[str | None]:
+    """L3 of each group."""
+    found = server.request("GET", "/hicache/storage-backend", admin=True).body
+    return [one["hicache_storage_backend"] for one in found["dp_groups"]]
 
 
 def test_kv_events_of_each_group_have_a_port(server: ForkedServer) -> None:

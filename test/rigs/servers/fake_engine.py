@@ -128,10 +128,12 @@ class FakeScheduler:
     refuse_with: FinishReason | None = None
     """If set, every new request ends with it, and so do aborted ones."""
     control_success: bool = True
+    refused: dict[type, str] = field(default_factory=dict)
+    """Kinds of control requests that are refused, and why."""
     busy: str | None = None
     """Refusal of a change of the role; None: the role changes."""
-    is_silent: bool = False
-    """True: a change of the role is made, and not answered."""
+    silent_about: type | None = None
+    """Kind of control requests that get no answer."""
     eos_ids: frozenset[int] = frozenset({EOS_ID})
     received: list[Message] = field(default_factory=list)
     frame_sizes: list[int] = field(default_factory=list)
@@ -201,14 +203,15 @@ class FakeScheduler:
                 data = {"role": message.new_role, "routes": []}
                 if self.busy is not None:
                     data = {"role": "old", "busy": self.busy}
-                if self.is_silent:
-                    return
+            if type(message) is self.silent_about:
+                return
             is_busy = isinstance(message, FlushCacheReqInput) and bool(self.running)
-            success = self.control_success and not is_busy
+            refusal = self.refused.get(type(message))
+            success = self.control_success and not is_busy and refusal is None
             answer = ControlReqOutput(
                 req_id=message.req_id,
                 success=success,
-                message="done" if success else "busy: running 1; try again when idle",
+                message="done" if success else refusal or "busy: running 1; try again when idle",
                 data=data,
             )
             control.send(encode(answer))

@@ -26,7 +26,7 @@ from sglang.srt.managers.tokenizer.generate_request import (
     GenerateRequest,
     RequestFailed,
 )
-from sglang.srt.managers.tokenizer.server_channel import STORAGE_TIMEOUT, internal_states
+from sglang.srt.managers.tokenizer.server_channel import internal_states
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.mem_cache.tree.radix_key import token_array
 from sglang.srt.messages.io_struct import (
@@ -323,7 +323,7 @@ def _administered(request: Request) -> ServerContext:
 
 
 async def _change(context: ServerContext, message: ControlReq) -> Response:
-    answer = await context.manager.control.ask(message, STORAGE_TIMEOUT)
+    answer = await context.manager.change_storage(message)
     body: dict[str, Any] = {**checked(answer).data, "success": True, "message": answer.message}
     return json_response(body)
 

@@ -162,6 +162,14 @@ class AttachHiCacheStorageReqInput(ControlReq):
     hicache_storage_backend_extra_config_json: str | None = None
     hicache_storage_prefetch_policy: str | None = None
     hicache_write_policy: str | None = None
+    only_prepares: bool = False
+    """True: connect, and change nothing before a `SettleHiCacheStorageReqInput`."""
+
+
+class SettleHiCacheStorageReqInput(ControlReq):
+    """Take up what an `AttachHiCacheStorageReqInput` has prepared, or (not `keeps`) undo it."""
+
+    keeps: bool
 
 
 class DetachHiCacheStorageReqInput(ControlReq):
@@ -381,6 +389,7 @@ ToScheduler: TypeAlias = (
     | StartProfileReqInput
     | StopProfileReqInput
     | AttachHiCacheStorageReqInput
+    | SettleHiCacheStorageReqInput
     | DetachHiCacheStorageReqInput
     | ClearHiCacheReqInput
     | GetHiCacheStorageReqInput

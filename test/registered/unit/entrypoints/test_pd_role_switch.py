@@ -201,7 +201,7 @@ def test_requests_are_refused_until_the_role_is_known(
     after = "decode" if before == "prefill" else "prefill"
     control = server.context.manager.control
     ask = control.ask_each
-    server.scheduler.is_silent = True
+    server.scheduler.silent_about = PDRoleSwitchReqInput
     with monkeypatch.context() as short:
         short.setattr(control, "ask_each", lambda message: ask(message, 0.2))
         answer = switch(server, after)
@@ -209,7 +209,7 @@ def test_requests_are_refused_until_the_role_is_known(
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 5}
     lost = httpx.post(f"{server.url}/generate", json={"text": "ab", **room}, timeout=20)
     assert lost.status_code == 503 and "repeat POST /pd_role_switch" in message_of(lost)
-    server.scheduler.is_silent = False
+    server.scheduler.silent_about = None
     for role in (after, before):
         assert switch(server, role).status_code == 200
         assert role_of(server) == (role, role) and listens(server) == (role == "prefill")

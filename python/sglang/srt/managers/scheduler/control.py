@@ -15,9 +15,10 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, LONGEST_STORAGE_CHANGE
 from sglang.srt.distributed.device_communicators.transfer_engines import describe_transfer_engine
 from sglang.srt.managers.scheduler.profiler import StepProfiler
 from sglang.srt.managers.scheduler.requests.req import Req
+from sglang.srt.managers.scheduler.state import busy_text
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.cache_view import cache_view, verdicts
-from sglang.srt.mem_cache.l3.hicache_administration import StorageAdministration
+from sglang.srt.mem_cache.l3.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.tree.session_hints import Session
 from sglang.srt.messages.cache_report import CacheReport
 from sglang.srt.messages.io_struct import (
@@ -40,6 +41,7 @@ from sglang.srt.messages.io_struct import (
     PauseGenerationReqInput,
     RequestOutput,
     SessionReqInput,
+    SettleHiCacheStorageReqInput,
     ShutdownReq,
     StartProfileReqInput,
     StopProfileReqInput,
@@ -117,6 +119,7 @@ class ControlHandler:
             StartProfileReqInput: self._profiler.start,
             StopProfileReqInput: self._profiler.stop,
             AttachHiCacheStorageReqInput: self._attach,
+            SettleHiCacheStorageReqInput: self._settle,
             DetachHiCacheStorageReqInput: lambda one: self._begin_change(one.req_id, detach),
             ClearHiCacheReqInput: lambda one: self._begin_change(one.req_id, clear),
             GetHiCacheStorageReqInput: self._get_storage,
@@ -240,7 +243,7 @@ class ControlHandler:
             "is_paused": self.is_paused,
             "counters": dataclasses.asdict(state.counters),
             "tiers": tree.tiers(),
-            "hicache": {"enabled": self._administration is not None, **tree.storage_state()},
+            "hicache": {"enabled": state.hicache is not None, **tree.storage_state()},
             "transfer_engine": describe_transfer_engine(),
         }
 
@@ -309,26 +312,32 @@ class ControlHandler:
                 message.hicache_storage_backend_extra_config_json,
                 message.hicache_storage_prefetch_policy,
                 message.hicache_write_policy,
+                only_prepares=message.only_prepares,
             ),
         )
 
+    def _settle(self, message: SettleHiCacheStorageReqInput) -> None:
+        self._answer_change(message.req_id, self._administration().settle(keeps=message.keeps))
+
+    def _answer_change(self, req_id: str, result: ChangeResult) -> None:
+        logger.info("administration of L3: %s", result.message)
+        data = self._state.tree.storage_state() if result.done else None
+        self._answer(req_id, result.done, result.message, data)
+
     def _get_storage(self, message: GetHiCacheStorageReqInput) -> dict[str, Any]:
-        if self._administration is None:
-            raise ValueError(_NO_HIERARCHY)
+        self._administration()
         return self._state.tree.storage_state()
 
-    @property
-    def _administration(self) -> StorageAdministration | None:
-        """Changes of L3 at run time; None: the cache has no tiers below L1."""
-        hicache = self._state.hicache
-        return None if hicache is None else hicache.administration
+    def _administration(self) -> StorageAdministration:
+        """Changes of L3 at run time. Raises ValueError: the cache has no tiers below L1."""
+        if self._state.hicache is None:
+            raise ValueError(_NO_HIERARCHY)
+        return self._state.hicache.administration
 
     def _begin_change(self, req_id: str, begin: Callable[[StorageAdministration], None]) -> None:
         """Begin a change of L3 on an idle hierarchical cache. A ValueError has the reason why it
         cannot begin."""
-        administration = self._administration
-        if administration is None:
-            raise ValueError(_NO_HIERARCHY)
+        administration = self._administration()
         if busy := self.busy():
             raise ValueError(busy_text(busy))
         begin(administration)
@@ -336,8 +345,7 @@ class ControlHandler:
 
     def _end_change(self, change: _Pending) -> None:
         """Answer the change of L3 under way if it has ended, or has taken too long."""
-        administration = self._administration
-        assert administration is not None, "it has begun the change"
+        administration = self._administration()
         if self.is_draining:
             administration.give_up("the server is shutting down")
         elif self._state.now >= change.deadline:
@@ -345,9 +353,7 @@ class ControlHandler:
         if (result := administration.take_result()) is None:
             return
         self._change = None
-        logger.info("administration of L3: %s", result.message)
-        data = self._state.tree.storage_state() if result.done else None
-        self._answer(change.req_id, result.done, result.message, data)
+        self._answer_change(change.req_id, result)
 
     def _answer(
         self, req_id: str, success: bool, message: str = "", data: dict[str, Any] | None = None
@@ -355,12 +361,6 @@ class ControlHandler:
         self._outputs.answer(
             ControlReqOutput(req_id=req_id, success=success, message=message, data=data or {})
         )
-
-
-def busy_text(busy: dict[str, int]) -> str:
-    """The refusal of a change that only an idle scheduler makes."""
-    counts = ", ".join(f"{kind} {count}" for kind, count in busy.items())
-    return f"busy: {counts}; try again when idle"
 
 
 class InputHandler:

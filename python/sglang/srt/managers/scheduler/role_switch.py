@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
-from sglang.srt.managers.scheduler.control import ControlHandler, busy_text
+from sglang.srt.managers.scheduler.control import ControlHandler
+from sglang.srt.managers.scheduler.state import busy_text
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.prefill import PrefillScheduler

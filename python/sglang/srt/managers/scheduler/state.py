@@ -289,3 +289,9 @@ class SchedulerState:
             histories=[req.slots.history for req in reqs for _ in range(width)],
             grammars=grammars,
         )
+
+
+def busy_text(busy: dict[str, int]) -> str:
+    """The refusal of a change that only an idle scheduler makes."""
+    counts = ", ".join(f"{kind} {count}" for kind, count in busy.items())
+    return f"busy: {counts}; try again when idle"

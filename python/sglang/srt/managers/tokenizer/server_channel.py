@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import zmq
 
@@ -34,6 +34,9 @@ QUICK_TIMEOUT: Final = 10.0
 """Seconds for control requests that the scheduler answers between two forwards."""
 STORAGE_TIMEOUT: Final = LONGEST_STORAGE_CHANGE_S + 20.0
 """Seconds for changes of L3: connecting and registering memory takes a while."""
+
+
+_Answer: TypeAlias = Coroutine[Any, Any, ControlReqOutput]
 
 
 class ControlClient:
@@ -67,28 +70,39 @@ class ControlClient:
         self, message: ControlReq, timeout: float = QUICK_TIMEOUT
     ) -> list[ControlReqOutput]:
         """The answers of all DP groups, in order; raises as `ask`."""
-        asking = (self.ask_one(message, dp_rank, timeout) for dp_rank in range(self._num_groups))
-        return list(await asyncio.gather(*asking))
+        return list(await asyncio.gather(*self.send_each(message, timeout)))
 
-    async def ask_one(
-        self, message: ControlReq, dp_rank: int, timeout: float = QUICK_TIMEOUT
-    ) -> ControlReqOutput:
-        """Send `message` to one DP group, with a fresh id, and wait for the answer; raises as
-        `ask`."""
+    def send_each(self, message: ControlReq, timeout: float) -> list[_Answer]:
+        """Send `message` to every DP group now. Returns what waits for their answers; waiting for
+        one, and this, raise as `ask`."""
+        return [self.ask_one(message, dp_rank, timeout) for dp_rank in range(self._num_groups)]
+
+    def ask_one(self, message: ControlReq, dp_rank: int, timeout: float = QUICK_TIMEOUT) -> _Answer:
+        """Send `message` to one DP group now, with a fresh id. Returns what waits for the answer;
+        both raise as `ask`."""
         message.req_id = req_id = uuid.uuid4().hex
+        name = type(message).__name__
+        which = "" if self._num_groups == 1 else f" of dp_rank {dp_rank}"
         future: asyncio.Future[ControlReqOutput] = asyncio.get_running_loop().create_future()
         self._waiting[req_id] = future
         try:
             self._send(message, dp_rank)
-            return await asyncio.wait_for(future, timeout)
-        except TimeoutError:
-            which = "" if self._num_groups == 1 else f" of dp_rank {dp_rank}"
-            raise EngineUnavailable(
-                f"the scheduler{which} did not answer {type(message).__name__} within "
-                f"{timeout:g} s: it is busy or stuck, see its log; try again"
-            ) from None
-        finally:
+        except BaseException:
             del self._waiting[req_id]
+            raise
+
+        async def wait() -> ControlReqOutput:
+            try:
+                return await asyncio.wait_for(future, timeout)
+            except TimeoutError:
+                raise EngineUnavailable(
+                    f"the scheduler{which} did not answer {name} within {timeout:g} s: it is busy "
+                    "or stuck, see its log; try again"
+                ) from None
+            finally:
+                del self._waiting[req_id]
+
+        return wait()
 
 
 async def internal_states(control: ControlClient) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.arg_groups.disaggregation import DisaggregationMode
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
@@ -33,19 +33,23 @@ from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.request_trace import record_request
 from sglang.srt.managers.tokenizer.server_channel import (
     QUICK_TIMEOUT,
+    STORAGE_TIMEOUT,
     ControlClient,
     ServerChannel,
 )
 from sglang.srt.mem_cache.tree.radix_key import TokenArray, token_array
 from sglang.srt.messages.io_struct import (
     AbortReq,
+    AttachHiCacheStorageReqInput,
     ContinueGenerationReqInput,
+    ControlReq,
     ControlReqOutput,
     DeclineRoomReq,
     FlushCacheReqInput,
     HeldPagesReport,
     PauseGenerationReqInput,
     RequestOutput,
+    SettleHiCacheStorageReqInput,
     ShutdownReq,
     ToServer,
 )
@@ -61,6 +65,8 @@ if TYPE_CHECKING:
     from sglang.srt.observability.tracing import Tracer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class TokenizerManager:
@@ -91,7 +97,8 @@ class TokenizerManager:
         self._recorder = recorder
         self.encoder = PromptEncoder(tokenizer)
         self._states: dict[str, RequestState] = {}
-        self._flush_turn = asyncio.Lock()
+        self._turn = asyncio.Lock()
+        """Flushes and changes of L3 with several DP groups take turns."""
         self._leaving: set[str] = set()
         """Ids of requests that have lost their client, until their last output comes. The ids are
         still in use."""
@@ -222,17 +229,48 @@ class TokenizerManager:
             return await self.control.ask(
                 FlushCacheReqInput(timeout=timeout), timeout + QUICK_TIMEOUT
             )
+        return await self._while_idle(timeout, lambda: self.control.ask(FlushCacheReqInput()))
+
+    async def change_storage(self, message: ControlReq) -> ControlReqOutput:
+        """Let `message` change L3 in all DP groups or in none. Raises as `ControlClient.ask`."""
+        if self._groups.size == 1:
+            return await self.control.ask(message, STORAGE_TIMEOUT)
+        if attaches := isinstance(message, AttachHiCacheStorageReqInput):
+            message.only_prepares = True
+
+        async def send() -> list[Coroutine[Any, Any, ControlReqOutput]]:
+            return self.control.send_each(message, STORAGE_TIMEOUT)
+
+        begun = await self._while_idle(0.0, send)
+        if isinstance(begun, ControlReqOutput):
+            return begun
+        is_prepared = False
+        try:
+            answer = joined(await asyncio.gather(*begun), is_question=attaches)
+            is_prepared = answer.success
+        finally:
+            if attaches and not is_prepared and self._channel.is_open:
+                self._channel.send(SettleHiCacheStorageReqInput(keeps=False))
+        if not (attaches and is_prepared):
+            return answer
+        return await self.control.ask(SettleHiCacheStorageReqInput(keeps=True))
+
+    async def _while_idle(
+        self, timeout: float, act: Callable[[], Awaitable[T]]
+    ) -> T | ControlReqOutput:
+        """Call `act` when all DP groups are idle, and hold new requests back meanwhile. Returns its
+        result; or the refusal of a group that is not idle within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             answer = await self._all_idle(max(0.0, deadline - time.monotonic()))
             if not answer.success:
                 return answer
             # One group may have got a request while another one still ran.
-            async with self._flush_turn:
+            async with self._turn:
                 with self._channel.requests_held():
                     answer = await self._all_idle(0.0)
                     if answer.success:
-                        return await self.control.ask(FlushCacheReqInput())
+                        return await act()
             if time.monotonic() >= deadline:
                 return answer
 

@@ -48,6 +48,8 @@ class _Change:
     call: BackgroundCall[Any]
     accept: Callable[[Any], str]
     on_failure: Callable[[], None]
+    only_prepares: bool
+    """True: `accept` waits for `settle`."""
 
 
 class StorageAdministration:
@@ -83,8 +85,11 @@ class StorageAdministration:
         extra_config: str | None,
         prefetch_policy: str | None,
         write_policy: str | None,
+        *,
+        only_prepares: bool = False,
     ) -> None:
-        """Attach L3, or change the policies of the one that is attached.
+        """Attach L3, or change the policies of the one that is attached. `only_prepares`: nothing
+        changes before `settle`.
 
         Raises:
             ValueError: A change or another operation is under way, or the write policy does not
@@ -106,7 +111,8 @@ class StorageAdministration:
             return self._store.take_up(change)
 
         work = self._unless_too_many_hang(prepare)
-        self._begin("attaching", work, take_up, discard=PreparedChange.discard)
+        discard = PreparedChange.discard
+        self._begin("attaching", work, take_up, discard=discard, only_prepares=only_prepares)
 
     def begin_detaching(self) -> None:
         """Detach L3 at once, and close its client; its objects and the policies stay.
@@ -156,6 +162,7 @@ class StorageAdministration:
         *,
         discard: Callable[[T], object] | None = None,
         on_failure: Callable[[], None] = lambda: None,
+        only_prepares: bool = False,
     ) -> None:
         """Start a change.
 
@@ -171,7 +178,8 @@ class StorageAdministration:
         """
         assert self._change is None, "changes are made one at a time"
         call = BackgroundCall("hicache-administration", work, expected=_EXPECTED, discard=discard)
-        self._change, self._result = _Change(f"{what} of L3", call, accept, on_failure), None
+        change = _Change(f"{what} of L3", call, accept, on_failure, only_prepares)
+        self._change, self._result = change, None
         self._store.is_changing = True
 
     def _unless_too_many_hang(self, work: Callable[[], T]) -> Callable[[], T]:
@@ -211,6 +219,9 @@ class StorageAdministration:
     def act_on(self, agreed: Progress) -> None:
         if self._change is None or agreed.administration is Status.UNDER_WAY:
             return
+        if self._change.only_prepares and agreed.administration is Status.LANDED:
+            self._result = ChangeResult(True, f"the {self._change.what} is prepared")
+            return
         change = self._end(self._change)
         if agreed.administration is Status.LANDED:
             self._result = ChangeResult(True, change.accept(change.call.result))
@@ -225,6 +236,14 @@ class StorageAdministration:
         """End `change`, the one under way."""
         self._change, self._store.is_changing = None, False
         return change
+
+    def settle(self, *, keeps: bool) -> ChangeResult:
+        """Do what was prepared, or (not `keeps`) undo it or what is being prepared."""
+        if keeps and self._change is not None:
+            change = self._end(self._change)
+            return ChangeResult(True, change.accept(change.call.result))
+        self.give_up("it was not possible in all DP groups")
+        return self._result or ChangeResult(False, "no change of L3 is prepared")
 
     def _why_failed(self, what: str, error: BaseException | None) -> str:
         """Reasons of all ranks on which a change failed. A collective, at the tick of the

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import pytest
 
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt
@@ -24,6 +25,7 @@ from sglang.srt.messages.io_struct import (
     DetachHiCacheStorageReqInput,
     FlushCacheReqInput,
     GetHiCacheStorageReqInput,
+    SettleHiCacheStorageReqInput,
     ShutdownReq,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -167,6 +169,48 @@ def test_a_backend_is_taken_up_in_the_middle_of_requests(rig: SchedulerRig, mode
     assert last.cached_tokens_details.storage == 96
 
 
+PREPARE = msgspec.structs.replace(ATTACH, only_prepares=True)
+KEEP = SettleHiCacheStorageReqInput(req_id="settle", keeps=True)
+UNDO = SettleHiCacheStorageReqInput(req_id="settle", keeps=False)
+
+
+def test_a_prepared_attachment_waits_for_the_other_groups(rig: SchedulerRig) -> None:
+    Slow.gate.set()
+    rig.step(PREPARE)
+    assert answer(rig, "attach").message == "the attaching of L3 is prepared"
+    assert attached(rig) is None
+    rig.step(rig.request("runs", prompt(1, 40)))
+    step_until(rig, partial(ended, rig, "runs"))
+    rig.step(DETACH)
+    assert "administration 1" in answer(rig, "detach").message
+    rig.step(KEEP)
+    settled = answer(rig, "settle")
+    assert settled.message == "attached dynamic"
+    assert settled.data["hicache_storage_prefetch_policy"] == "wait_complete"
+    assert rig.scheduler.is_idle()
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_an_attachment_is_undone_for_another_group(rig: SchedulerRig, is_connected: bool) -> None:
+    before = rig.tree.storage_state()
+    rig.step(PREPARE)
+    if is_connected:
+        Slow.gate.set()
+        assert answer(rig, "attach").success
+    rig.step(UNDO)
+    assert "not possible in all DP groups" in answer(rig, "settle").message
+    if not is_connected:
+        assert "not possible in all DP groups" in answer(rig, "attach").message
+    assert rig.scheduler.is_idle()
+    Slow.gate.set()
+    step_until(rig, lambda: Slow.closed)
+    assert rig.tree.storage_state() == before
+    rig.step(KEEP)
+    assert not answer(rig, "settle").success
+    rig.step(ATTACH)
+    assert answer(rig, "attach").success
+
+
 def test_a_clear_that_hangs_stops_no_request_and_is_answered(rig: SchedulerRig) -> None:
     Slow.gate.set()
     rig.step(ATTACH)
@@ -198,6 +242,6 @@ def test_a_shutdown_does_not_wait_for_a_backend(rig: SchedulerRig) -> None:
 def test_without_the_lower_tiers_there_is_nothing_to_administer(model: Path) -> None:
     rig = SchedulerRig(model)
     assert not isinstance(rig.tree, HiRadixCache)
-    rig.step(ATTACH, CLEAR, DETACH, GET)
-    assert [one.success for one in rig.answers] == [False] * 4
+    rig.step(ATTACH, UNDO, CLEAR, DETACH, GET)
+    assert [one.success for one in rig.answers] == [False] * 5
     assert all("--enable-hierarchical-cache" in one.message for one in rig.answers)

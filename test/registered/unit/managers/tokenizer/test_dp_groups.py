@@ -356,3 +356,16 @@ def test_every_group_is_asked_and_the_silent_one_is_named() -> None:
         assert not client._waiting
 
     asyncio.run(run())
+
+
+def test_a_question_that_cannot_leave_waits_for_no_answer() -> None:
+    def send(message: object, dp_rank: int) -> None:
+        raise EngineUnavailable("the engine has been shut down")
+
+    async def run() -> None:
+        client = ControlClient(send, 2)
+        with pytest.raises(EngineUnavailable, match="shut down"):
+            await client.ask(FlushCacheReqInput())
+        assert not client._waiting
+
+    asyncio.run(run())
