@@ -34,11 +34,15 @@ def role_of(
     silent_s = silence_s()
 
     def make(state: SchedulerState, holder: PrefillScheduler) -> Role:
+        role: Role
         if mode == DisaggregationMode.PREFILL:
             sender_class = get_kv_class(transfer_backend, KVClassType.SENDER)
-            return PrefillRole(state, kv_manager, sender_class, wait_s, ranks)
-        receiver_class = get_kv_class(transfer_backend, KVClassType.RECEIVER)
-        return DecodeRole(state, holder, kv_manager, receiver_class, wait_s, silent_s, ranks)
+            role = PrefillRole(state, kv_manager, sender_class, wait_s, ranks)
+        else:
+            receiver_class = get_kv_class(transfer_backend, KVClassType.RECEIVER)
+            role = DecodeRole(state, holder, kv_manager, receiver_class, wait_s, silent_s, ranks)
+        role.most_silence_s = silent_s
+        return role
 
     return make
 

@@ -13,7 +13,6 @@ import msgspec
 from sglang.srt.arg_groups.remote_weights import START_SEED
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX, LONGEST_STORAGE_CHANGE_S
 from sglang.srt.distributed.device_communicators.transfer_engines import describe_transfer_engine
-from sglang.srt.managers.scheduler.profiler import StepProfiler
 from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.managers.scheduler.state import busy_text
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
@@ -54,6 +53,7 @@ from sglang.srt.observability.flow_history import FlowHistory
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.draft_policy import DraftPolicy
     from sglang.srt.managers.scheduler.grammar import GrammarManager
+    from sglang.srt.managers.scheduler.profiler import StepProfiler
     from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcessor
     from sglang.srt.managers.scheduler.role import Role
     from sglang.srt.managers.scheduler.state import SchedulerState
@@ -91,9 +91,8 @@ class ControlHandler:
         outputs: OutputCollector,
         public_args: dict[str, Any],
         drafts: DraftPolicy,
+        profiler: StepProfiler,
         weight_seed: WeightSeed | None = None,
-        rank: int = 0,
-        announce_silence: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._state = state
         self._outputs = outputs
@@ -104,7 +103,7 @@ class ControlHandler:
         self._change: _Pending | None = None
         self._drain_deadline: float | None = None
         self.is_paused = False
-        self._profiler = StepProfiler(state, rank, announce_silence)
+        self._profiler = profiler
         self._history = FlowHistory(self._sample)
         detach, clear = StorageAdministration.begin_detaching, StorageAdministration.begin_clearing
         self._handlers: dict[type, Callable[[Any], dict[str, Any] | None]] = {

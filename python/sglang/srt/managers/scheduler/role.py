@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -34,6 +35,9 @@ _NO_UPDATE: Final = TransferUpdate()
 class Role:
     """Hooks of a server that prefills and decodes; one that does a part of it overrides them.
     Scheduler's thread."""
+
+    most_silence_s: float = math.inf
+    """Seconds without an answer after which other servers count this one as gone; inf: none do."""
 
     def on_arrival(self, req: Req) -> FinishReason | None:
         """A request was accepted; sets where its parts are done. Returns the reason to refuse it

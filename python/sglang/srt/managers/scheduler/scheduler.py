@@ -35,6 +35,7 @@ from sglang.srt.managers.scheduler.launched_step import (
 )
 from sglang.srt.managers.scheduler.policy import BatchPolicy
 from sglang.srt.managers.scheduler.prefill import PrefillScheduler
+from sglang.srt.managers.scheduler.profiler import StepProfiler
 from sglang.srt.managers.scheduler.requests.stop import StopChecker
 from sglang.srt.managers.scheduler.results import OutputCollector, ResultProcessor
 from sglang.srt.managers.scheduler.role import Role
@@ -145,9 +146,13 @@ class Scheduler:
             outputs,
             server_args.to_public_dict(),
             self._draft_policy,
+            StepProfiler(
+                state,
+                resources.group.first_rank + resources.group.rank,
+                resources.announce_silence,
+                lambda: self._role.most_silence_s,
+            ),
             resources.weight_seed,
-            resources.group.first_rank + resources.group.rank,
-            resources.announce_silence,
         )
         self._role = Role()
         self._prefill = PrefillScheduler(state, lambda req: self._role.may_compute(req))

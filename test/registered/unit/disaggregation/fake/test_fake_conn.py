@@ -78,3 +78,12 @@ def test_a_decode_server_says_no_more_than_is_wanted(model: Path, wanted: int) -
     rig.run(rig.request("a", prompt(1, 20), greedy(wanted), **fields))
     assert len(rig.results["a"].output_ids) == wanted
     rig.close()
+
+
+@pytest.mark.parametrize("mode", [DisaggregationMode.PREFILL, DisaggregationMode.DECODE])
+def test_profiles_are_bounded_by_the_silence_that_peers_bear(
+    model: Path, mode: DisaggregationMode
+) -> None:
+    rig = make_rig(model, mode)
+    assert rig.scheduler._control._profiler._most_silence_s() == 10
+    rig.close()

@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.profiler import profile
@@ -204,6 +205,106 @@ def test_the_other_ranks_know_of_the_silence_at_the_end_of_a_profile(
     rig.step(StopProfileReqInput(req_id="stop"))
     ending.close()
     assert said == [120.0, "stop", 0.0]
+
+
+class SlowProfile:
+    """A profile. Its end takes `seconds` for each step since its start, by a clock of its own."""
+
+    seconds = 0.0
+    now = 0.0
+    longest = 0.0
+    may_start = True
+
+    def __init__(self, rig: SchedulerRig) -> None:
+        self._rig = rig
+        self._steps = 0
+
+    def start(self) -> None:
+        if not SlowProfile.may_start:
+            raise RuntimeError("out of memory")
+        self._first = num_steps(self._rig)
+
+    def stop(self) -> None:
+        self._steps = num_steps(self._rig) - self._first
+        took = SlowProfile.seconds * self._steps
+        SlowProfile.now += took
+        SlowProfile.longest = max(SlowProfile.longest, took)
+
+    def export_chrome_trace(self, path: str) -> None:
+        Path(path).write_text(f"{self._steps} steps")
+
+
+@pytest.fixture
+def slow(model: Path, monkeypatch: pytest.MonkeyPatch) -> SchedulerRig:
+    """Its profiles take half a second for each step."""
+    rig = SchedulerRig(model)
+    fresh = {"seconds": 0.5, "now": 0.0, "longest": 0.0, "may_start": True}
+    for name, value in fresh.items():
+        monkeypatch.setattr(SlowProfile, name, value)
+    monkeypatch.setattr(profiler, "profile", lambda **_: SlowProfile(rig))
+    monkeypatch.setattr(profiler, "time", SimpleNamespace(monotonic=lambda: SlowProfile.now))
+    return rig
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_the_end_of_a_profile_is_no_silence_that_others_take_for_death(
+    slow: SchedulerRig, caplog: pytest.LogCaptureFixture, is_bounded: bool
+) -> None:
+    control = slow.scheduler._control
+    said = list[float]()
+    control._profiler._announce_silence = said.append
+    if is_bounded:
+        slow.scheduler._role.most_silence_s = 10.0
+    slow.run(start(30), slow.request("r", PROMPTS[0], greedy(40)))
+    control._profiler.close()
+    profiled = SlowProfile.longest / SlowProfile.seconds
+    if is_bounded:
+        assert profiled == 5
+        assert said == [120.0, 0.0, 120.0, 0.0]
+        assert "the profile has 5 of 30 steps: its end takes 0.500 s for a step" in caplog.text
+    else:
+        assert profiled == 30
+        assert said == [120.0, 0.0]
+    assert slow.answers[0].success and Path(slow.answers[0].data["file"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seconds", "steps", "profiled"),
+    [(1, 0.5, 1, 1), (4, 0.5, 10, 4), (4, 60.0, 10, 1), (4, 0.5, 1, 1), (4, 0.5, 3, 2)],
+    ids=["one", "all", "slow", "only the first step", "stopped"],
+)
+def test_a_short_profile_has_its_steps(
+    slow: SchedulerRig,
+    caplog: pytest.LogCaptureFixture,
+    wanted: int,
+    seconds: float,
+    steps: int,
+    profiled: int,
+) -> None:
+    control, SlowProfile.seconds = slow.scheduler._control, seconds
+    slow.scheduler._role.most_silence_s = 10.0
+    slow.run(start(wanted), slow.request("r", PROMPTS[0], greedy(steps)))
+    slow.step()
+    assert control._profiler.is_running == (steps < wanted), "more steps may come"
+    control._profiler.close()
+    assert Path(slow.answers[0].data["file"]).read_text() == f"{profiled} steps"
+    assert SlowProfile.longest == profiled * seconds
+    assert ("has 1 of 4 steps" in caplog.text) == (seconds == 60.0)
+
+
+def test_a_profile_that_cannot_begin_again_costs_no_request(
+    slow: SchedulerRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    control = slow.scheduler._control
+    slow.scheduler._role.most_silence_s = 10.0
+    slow.step(start(5), slow.request("r", PROMPTS[0], greedy(3)))
+    SlowProfile.may_start = False
+    slow.run()
+    assert "torch cannot profile: out of memory" in caplog.text
+    assert not control._profiler.is_running and len(slow.results["r"].output_ids) == 3
+    SlowProfile.may_start = True
+    slow.step(start(5), StopProfileReqInput(req_id="stop"))
+    assert [answer.success for answer in slow.answers] == [True] * 3
 
 
 def test_a_profile_ends_when_it_is_told_or_after_its_time(model: Path) -> None:
