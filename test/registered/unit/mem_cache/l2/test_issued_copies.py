@@ -114,6 +114,15 @@ def test_several_tensors_are_staged_by_one_upload(work: IssuedWork) -> None:
     assert work.counts["upload"] == 1
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_tensors_on_the_device_are_staged_by_no_upload(work: IssuedWork, count: int) -> None:
+    there = [on_device(torch.tensor([n])) for n in range(count)]
+    staged = device_runtime("cpu").stage_all(there)
+    assert len(staged) == count
+    assert all(one is other for one, other in zip(staged, there, strict=True))
+    assert work.counts["upload"] == 0
+
+
 @pytest.mark.parametrize(
     ("model", "expected", "calls"),
     [
