@@ -102,7 +102,8 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise describe_mismatch(str(error), kind) from None
     except msgspec.DecodeError as error:
-        raise bad_request(f"the body is not valid JSON: {error}") from None
+        problem = f"not valid JSON: {error}" if body.strip() else "empty: send a JSON object"
+        raise bad_request(f"the body is {problem}") from None
     except UnicodeDecodeError as error:
         raise bad_request(f"the body is not valid UTF-8: {error.reason}") from None
     except RecursionError:
@@ -112,16 +113,28 @@ def decode_body(body: bytes, kind: type[T]) -> T:
 async def read_json(request: Request, kind: type[T], *, may_be_empty: bool = False) -> T:
     """The body as a `kind`; an empty one is `{}` if it may be. If it may name a session and does
     not, the header's counts: routers pass that on, and some drop the field. Raises ApiError, as
-    `decode_body`."""
+    `decode_body`; 415: the body is compressed."""
     body = await read_body(request)
     if may_be_empty and not body:
         body = b"{}"
     if len(body) >= _LARGE_BYTES:
         context_of(request).memory.trim_soon()
-    decoded = decode_body(body, kind)
+    try:
+        decoded = decode_body(body, kind)
+    except ApiError as error:
+        raise _coded(request) or error from None
     if getattr(decoded, _SESSION_FIELD, "") is None:
         setattr(decoded, _SESSION_FIELD, _session_of(request))
     return decoded
+
+
+def _coded(request: Request) -> ApiError | None:
+    """The error for a body that cannot be read because it is compressed; None: it is not."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding == "identity":
+        return None
+    text = f"Content-Encoding {coding[:MAX_NAME_CHARS]!r} is not supported: send the body as it is"
+    return ApiError(415, text, param="Content-Encoding")
 
 
 def _session_of(request: Request) -> str | None:

@@ -48,7 +48,13 @@ FOREIGN_ENDPOINTS: Final[Mapping[str, str]] = {
             "/dump_expert_distribution_record",
             "experts stay where they are; leave it out",
         ),
-        ("/configure_logging /set_trace_level", "start the server with the flags for it"),
+        (
+            "/configure_logging /set_trace_level /set_internal_state",
+            "start the server with the flags for it",
+        ),
+        ("/weight_version /get_weight_version", "GET /model_info has it"),
+        ("/generate_from_file", "send the text to /generate"),
+        ("/weights_checker /freeze_gc /slow_down", "leave it out"),
         (
             "/health_scheduler",
             "probe /health, or /health_generate, which needs every scheduler's answer",
@@ -56,6 +62,7 @@ FOREIGN_ENDPOINTS: Final[Mapping[str, str]] = {
         ("/clear_hicache_storage_backend", "use POST /hicache/storage-backend/clear"),
         ("/api/chat /api/generate /api/tags /api/show", "use OpenAI's API, below /v1"),
         ("/invocations", "use /v1/chat/completions"),
+        ("/vertex_generate", "use /generate"),
         ("/ping", "probe /health"),
     )
     for path in paths.split()

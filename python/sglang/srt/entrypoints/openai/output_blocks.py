@@ -13,7 +13,7 @@ from sglang.srt.entrypoints.http.errors import ApiError, as_api_error, client_na
 from sglang.srt.entrypoints.http.request import Request, Response
 from sglang.srt.entrypoints.http.server_context import context_of
 from sglang.srt.entrypoints.openai.answers import is_cut, respond, shown_reports
-from sglang.srt.entrypoints.openai.protocol import ChatBody
+from sglang.srt.entrypoints.openai.protocol import NO_FORMAT, ChatBody, naming_format
 from sglang.srt.entrypoints.openai.serving_chat import OutputSplitting, rendered
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import OutputCursor, RequestState
@@ -219,7 +219,7 @@ async def respond_in_blocks(
         check: Refuses a request for its prompt, by an error.
     """
     context = context_of(request)
-    with client_names(*names):
+    with client_names(*names), NO_FORMAT if chat.response_format is None else naming_format():
         samples, tools = await rendered(chat, context)
         if check is not None:
             await check(samples[0])

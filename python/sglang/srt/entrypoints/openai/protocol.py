@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 import msgspec
@@ -23,7 +24,7 @@ from sglang.srt.entrypoints.http.body import (
     refuse_fields,
     refuse_own_ids,
 )
-from sglang.srt.entrypoints.http.errors import bad_request
+from sglang.srt.entrypoints.http.errors import bad_request, client_names
 from sglang.srt.sampling.sampling_params import MAX_SEED, NO_DEFAULTS, SamplingParams
 
 _TEMPLATE: Final = "send it in chat_template_kwargs, under the name that the chat template has"
@@ -330,6 +331,22 @@ def sampling_params(
         values["sampling_seed"] = seed & MAX_SEED
     given = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(**{**defaults, **given})
+
+
+_FORMAT_NAMES: Final = (
+    (r"^json_schema\b", "response_format.json_schema.schema"),
+    (r"^structural_tag\b", "response_format"),
+)
+
+
+NO_FORMAT: Final = nullcontext()
+"""The context in place of `naming_format` for a body without `response_format`."""
+
+
+def naming_format() -> AbstractContextManager[None]:
+    """Context in which the engine runs requests for a body with `response_format`: its errors about
+    the constraint name that field."""
+    return client_names(*_FORMAT_NAMES)
 
 
 def _constraint_of_format(body: CommonBody, wanted: ResponseFormat) -> Constraint | None:

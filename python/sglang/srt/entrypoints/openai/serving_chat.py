@@ -23,7 +23,13 @@ from sglang.srt.entrypoints.openai.answers import (
 )
 from sglang.srt.entrypoints.openai.chat_output import ChatOutput, MessagesOutput
 from sglang.srt.entrypoints.openai.chat_prompt import ToolUse, chat_prompt, tool_use
-from sglang.srt.entrypoints.openai.protocol import ChatBody, check_common, sampling_params
+from sglang.srt.entrypoints.openai.protocol import (
+    NO_FORMAT,
+    ChatBody,
+    check_common,
+    naming_format,
+    sampling_params,
+)
 from sglang.srt.function_call.function_call_parser import (
     TOOL_CALL_PARSERS,
     make_call_parser,
@@ -59,9 +65,10 @@ async def chat_completions(request: Request) -> Response:
         samples, tools = await rendered(body, context)
     else:
         samples, tools = to_requests(body, context)
-    return await respond(
-        request, context.manager, samples, lambda: ChatAnswers(body, context, samples[0], tools)
-    )
+    with NO_FORMAT if body.response_format is None else naming_format():
+        return await respond(
+            request, context.manager, samples, lambda: ChatAnswers(body, context, samples[0], tools)
+        )
 
 
 async def rendered(

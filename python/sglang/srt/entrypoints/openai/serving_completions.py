@@ -17,7 +17,13 @@ from sglang.srt.entrypoints.openai.answers import (
     matched_stop,
     respond,
 )
-from sglang.srt.entrypoints.openai.protocol import CompletionBody, check_common, sampling_params
+from sglang.srt.entrypoints.openai.protocol import (
+    NO_FORMAT,
+    CompletionBody,
+    check_common,
+    naming_format,
+    sampling_params,
+)
 from sglang.srt.managers.tokenizer.generate_request import (
     GenerateRequest,
     expand_samples,
@@ -38,9 +44,10 @@ async def completions(request: Request) -> Response:
     context = context_of(request)
     body = await read_json(request, CompletionBody)
     requests = to_requests(body, context.sampling_defaults.values)
-    return await respond(
-        request, context.manager, requests, lambda: CompletionAnswers(body, context, requests)
-    )
+    with NO_FORMAT if body.response_format is None else naming_format():
+        return await respond(
+            request, context.manager, requests, lambda: CompletionAnswers(body, context, requests)
+        )
 
 
 def to_requests(

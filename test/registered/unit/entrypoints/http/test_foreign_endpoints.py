@@ -16,6 +16,11 @@ register_cpu_ci(est_time=1, suite="base-a-test-cpu")
     [
         ("POST", "/update_weights_from_disk", "start a server with the other checkpoint"),
         ("POST", "/parse_function_call", "/v1/chat/completions, with --tool-call-parser"),
+        ("GET", "/weight_version", "GET /model_info has it"),
+        ("POST", "/set_internal_state", "start the server with the flags"),
+        ("POST", "/freeze_gc", "leave it out"),
+        ("POST", "/generate_from_file", "send the text to /generate"),
+        ("POST", "/vertex_generate", "use /generate"),
         ("GET", "/health_scheduler", "probe /health, or /health_generate"),
         ("POST", "/v1/score", "use a server of a model that"),
         ("GET", "/v1/responses/resp_1", "send the whole conversation"),
