@@ -128,8 +128,15 @@ def _short(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
+def _amount(value: float, unit: str) -> str:
+    text = _short(value)
+    if unit != "bytes":
+        return text
+    return f"{text} B" if text[-1].isdigit() else f"{text}B"
+
+
 def _bar(parts: Mapping[str, int], width: int, unit: str = "") -> Text:
-    """A bar of `width` characters, and its legend, whose amounts end with `unit`."""
+    """A bar of `width` characters, and its legend, whose amounts are of `unit`."""
     total = sum(parts.values())
     bar, done = Text(), 0
     for name, value in parts.items():
@@ -141,20 +148,20 @@ def _bar(parts: Mapping[str, int], width: int, unit: str = "") -> Text:
     for name, value in parts.items():
         share = f"{value / total:.0%}" if total else "0%"
         bar.append("■ ", _STYLES[name])
-        bar.append(f"{_WORDS[name]} {_short(value)}{unit} ({share})   ")
+        bar.append(f"{_WORDS[name]} {_amount(value, unit)} ({share})   ")
     return bar
 
 
 def _tier(tier: Mapping[str, Any], width: int) -> Text:
     unit = tier["unit"]
-    size = f"{_short(tier['total'])}{'B' if unit == 'bytes' else ' ' + unit}"
-    if tier["total"] is None:
-        size = "size unknown"
+    size = "size unknown"
+    if tier["total"] is not None:
+        size = _amount(tier["total"], unit) + ("" if unit == "bytes" else f" {unit}")
     head = Text.assemble(f"\n{tier['name']} ", (f"{tier['where']}, {size}", "dim"))
     if tier["in_flight"]:
         head.append(f", {_short(tier['in_flight'])} tokens in flight", "dim")
     if tier["parts"]:
-        head.append("\n").append_text(_bar(tier["parts"], width, "B" if unit == "bytes" else ""))
+        head.append("\n").append_text(_bar(tier["parts"], width, unit))
     return head
 
 

@@ -91,6 +91,8 @@ def test_it_follows_the_server_and_says_so_when_it_is_gone(
         assert text.strip(), part
         assert "undefined" not in text, part
         assert "NaN" not in text, part
+    amounts = "[0, 9999, 278500].map(one => amount(one, 'bytes')).join()"
+    assert browser.evaluate(amounts).replace("\u00a0", " ") == "0 B,9,999 B,278.5 kB"
     browser.call("Network.emulateNetworkConditions",
                  offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)  # fmt: skip
     browser.wait_for("document.getElementById('state').textContent.startsWith('no answer')")

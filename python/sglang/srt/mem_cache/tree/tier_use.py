@@ -61,8 +61,9 @@ def busiest_prefixes(tree: PrefixTree, storage_epoch: int, count: int) -> list[d
     """The `count` prefixes that the most requests used, without tokens: a hash, lengths and tiers.
 
     A request that uses a node uses its ancestors too, so that a best-first search finds them
-    without a walk over the tree. A prefix is left out if a longer one was used as often. The search
-    stops at 20,000 nodes; among more siblings it looks at the newest.
+    without a walk over the tree. A prefix is left out if a longer one was used as often. New nodes
+    come before old ones with as many uses. The search stops at 20,000 nodes; among more siblings it
+    looks at the newest.
 
     Args:
         storage_epoch: The present epoch of L3; pages of earlier ones may be gone.
@@ -77,7 +78,7 @@ def busiest_prefixes(tree: PrefixTree, storage_epoch: int, count: int) -> list[d
         for child in itertools.islice(reversed(at.children.values()), budget):
             scanned += 1
             best = max(best, child.hit_count)
-            heapq.heappush(heap, (-child.hit_count, child.id, depth + len(child.key), child))
+            heapq.heappush(heap, (-child.hit_count, -child.id, depth + len(child.key), child))
         if at is not tree.root and best < at.hit_count:
             found.append(_describe(at, depth, storage_epoch))
         if not heap:

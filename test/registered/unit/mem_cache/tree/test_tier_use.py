@@ -53,6 +53,14 @@ def test_the_busiest_prefixes_come_first_and_nested_ones_once() -> None:
     assert busiest_prefixes(CacheRig(page_size=PAGE).tree.tree, 0, 10) == []
 
 
+def test_new_prefixes_come_before_old_ones_of_as_many_uses() -> None:
+    rig = CacheRig(l1_pages=8, page_size=PAGE)
+    for length in (1, 2, 3):
+        rig.run(prompt(length, length))
+    found = busiest_prefixes(rig.tree.tree, 0, 2)
+    assert [one["tokens"] for one in found] == [3 * PAGE, 2 * PAGE]
+
+
 def test_equal_decisions_of_a_second_are_one_entry() -> None:
     now = 100.0
     log = DecisionLog(lambda: now)
