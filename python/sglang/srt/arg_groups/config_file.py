@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -35,7 +36,8 @@ def words_of_config(path: str, fields: Mapping[str, dataclasses.Field[Any]]) -> 
     try:
         with open(path, encoding="utf-8") as file:
             mode = os.fstat(file.fileno()).st_mode
-            content = yaml.safe_load(file)
+            text = file.read()
+        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise ValueError(f"{where}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -45,13 +47,16 @@ def words_of_config(path: str, fields: Mapping[str, dataclasses.Field[Any]]) -> 
         raise ValueError(f"{where}{at}: is not YAML: give a line NAME: VALUE a flag") from None
     if content is None:
         return []
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
         raise ValueError(f"{where}: is not a mapping: give a line NAME: VALUE a flag")
+    # The mapping has only the last of two equal names.
+    names = Counter(_flag(key.value) for key, _ in node.value)
+    for flag, times in names.items():
+        if times > 1:
+            raise ValueError(f"{where}: {flag} is there {times} times: keep one")
     words: dict[str, str] = {}
     for key, value in content.items():
-        flag = "--" + str(key).lstrip("-").replace("_", "-")
-        if flag in words:
-            raise ValueError(f"{where}: {flag} is there twice: keep one")
+        flag = _flag(key)
         if flag == CONFIG_FLAG:
             raise ValueError(f"{where}: a file cannot name another file: remove {flag}")
         word = _word(where, flag, value, fields.get(flag))
@@ -61,6 +66,10 @@ def words_of_config(path: str, fields: Mapping[str, dataclasses.Field[Any]]) -> 
     if secrets and stat.S_IMODE(mode) & 0o077:
         logger.warning("%s: others may read %s: chmod 600", where, ", ".join(secrets))
     return list(words.values())
+
+
+def _flag(name: object) -> str:
+    return "--" + str(name).lstrip("-").replace("_", "-")
 
 
 def _word(where: str, flag: str, value: Any, field: dataclasses.Field[Any] | None) -> str | None:

@@ -82,7 +82,8 @@ def test_an_empty_file_changes_nothing(file: Path) -> None:
         ("served-model-name: yes", "--served-model-name: True needs quotes"),
         ("- page-size", "is not a mapping"),
         ("a: [", "line 2: is not YAML"),
-        ("page-size: 4\npage_size: 5", "--page-size is there twice"),
+        ("page-size: 4\npage_size: 5", "--page-size is there 2 times: keep one"),
+        ("page-size: 4\npage-size: 5\n--page-size:", "--page-size is there 3 times: keep one"),
         ("config: other.yaml", "a file cannot name another file"),
     ],
 )
