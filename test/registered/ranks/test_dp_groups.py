@@ -124,7 +124,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fo
     store = tmp_path_factory.mktemp("two")
     port = free_ports(EVENTS)
     events = json.dumps({"endpoint": f"tcp://127.0.0.1:{port}", "topic": "kv"})
-    with server_of(model, store, EVENTS, EVENTS, "--kv-events-config", events) as one:
+    more = ("--kv-events-config", events, "--hicache-allow-dynamic-attach")
+    with server_of(model, store, EVENTS, EVENTS, *more) as one:
         yield one
         assert one.stop() == 0
 
@@ -316,6 +317,35 @@ def test_l3_is_detached_and_attached_in_all_groups(server: ForkedServer) -> None
         assert server.request("DELETE", path, admin=True).status == 400
         assert backends(server) == ["file"] * EVENTS
     assert answer.result().status == 200
+
+
+def test_l3_that_one_group_cannot_reach_is_attached_in_none(
+    server: ForkedServer, tmp_path: Path
+) -> None:
+    server.flush()
+    path = "/hicache/storage-backend"
+    before = backends(server)
+    assert server.request("DELETE", path, admin=True).status == 200
+    extra = {
+        "backend_name": "one", "module_path": "rigs.stores.one_group", "class_name": "ForOneGroup",
+        "folder": str(tmp_path / "store"),
+    }  # fmt: skip
+    attach = {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config_json": json.dumps(extra),
+        "hicache_write_policy": "write_back",
+    }
+    reply = server.request("PUT", path, attach, admin=True)
+    assert reply.status == 400
+    assert "FileExistsError" in str(reply.body)
+    assert backends(server) == [None] * EVENTS
+    found = server.request("GET", path, admin=True).body
+    assert [one["hicache_write_policy"] for one in found["dp_groups"]] == ["write_through"] * EVENTS
+    assert ask(server, 1, seed=3)[0], "requests run"
+    server.flush()
+    again = {"hicache_storage_backend": before[0]}
+    assert server.request("PUT", path, again, admin=True).status == 200
+    assert backends(server) == before
 
 
 def backends(server: ForkedServer) -> list[str | None]:
