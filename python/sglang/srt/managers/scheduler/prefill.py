@@ -56,6 +56,11 @@ class _Prefix:
     no_load: str | None = None
     """Reason why less than L2 had is loaded."""
 
+    @property
+    def length(self) -> int:
+        """Tokens of the prefix."""
+        return self.from_device + self.from_host
+
 
 class PrefillScheduler:
     """Admits requests. `PrefillAdder` decides about numbers; this carries it out."""
@@ -69,9 +74,8 @@ class PrefillScheduler:
         self._blocked_by: tuple[int, int, bool] | None = None
         self._blocked_ticks = 0
         self._unawaited_load = -1
-        self._uncounted: list[tuple[Req, int]] = []
-        """Requests that are scheduled for the first time and that the metrics do not know of yet,
-        with `_Prefix.cut`."""
+        self._scheduled: list[tuple[Req, _Prefix, float]] = []
+        """Scheduled requests that are not reported yet: `_report`'s arguments."""
         self._padding_slot = torch.zeros(1, dtype=torch.int64, device=state.pools.device)
         self._shares_prompts = not state.tree.disable
 
@@ -129,11 +133,11 @@ class PrefillScheduler:
         if state.hicache is not None:
             self.issue_loads(state.hicache)
         if plan.is_admitted:
-            progress.kv_committed_len = len(prefix.slots)
+            progress.kv_committed_len = prefix.length
             rest = progress.uncommitted_tokens
             if self._alloc(req, rest, prefix.slots) is not None:
                 self._commit(req, prefix)
-                self._count_scheduled()
+                self._catch_up()
                 progress.num_in_flight = rest
                 queues.hold(req)
                 return plan.outcome, prefix.from_host + ceil_to_page(rest, limits.page_size)
@@ -146,7 +150,7 @@ class PrefillScheduler:
         """The device has the step in its queue. The tree may have its keys and values now, and
         copies of them may be queued: every reader is queued behind the step."""
         tree = self._state.tree
-        self._count_scheduled()
+        self._catch_up()
         for work in works:
             req = work.req
             if work.first_state:
@@ -255,7 +259,7 @@ class PrefillScheduler:
             if state.hicache is not None and len(state.queues.waiting) == 1:
                 # No other load can join: its bytes set out before the rest is done.
                 self.issue_loads(state.hicache)
-            plan = self._begin(req, len(prefix.slots), plan)
+            plan = self._begin(req, prefix.length, plan)
             first_state = 0
             if state.snapshots is not None:
                 first_state = tree.pin_state(prefix.node)
@@ -291,7 +295,7 @@ class PrefillScheduler:
         again = bool(num_cached) and drafts and state.pools.req_to_token_pool.mamba_pool is None
         progress.kv_committed_len = min(num_cached - again, progress.num_tokens - 1)
         tokens = min(plan.extend_tokens + again, progress.uncommitted_tokens)
-        return dataclasses.replace(plan, extend_tokens=tokens)
+        return AddPlan(plan.outcome, tokens)
 
     def _reuse(
         self, req: Req, adder: PrefillAdder, *, needs_state: bool = True
@@ -301,19 +305,19 @@ class PrefillScheduler:
         match = state.tree.match_prefix(
             MatchPrefixParams(req.match_key(), req=req.slots, needs_state=needs_state)
         )
+        on_device, host = match.device_indices.numel(), match.host_hit_length
         prefix = _Prefix(
             slots=match.device_indices,
             node=match.last_device_node,
-            from_device=len(match.device_indices),
+            from_device=on_device,
             from_host=0,
-            found=(len(match.device_indices), match.host_hit_length),
+            found=(on_device, host),
             cut=match.mamba_cut_length,
             branching=match.mamba_branching_seqlen,
         )
         state.tree.inc_lock_ref(prefix.node)
         new_tokens = state.estimate.reserve(req.rest_new_tokens)
-        host = match.host_hit_length
-        rest = req.progress.num_tokens - prefix.from_device - host
+        rest = req.progress.num_tokens - on_device - host
         free = state.free_tokens()
         plan = adder.plan(rest, host, new_tokens, free)
         if not (host or match.mamba_host_hit_length) or not plan.is_admitted:
@@ -339,11 +343,12 @@ class PrefillScheduler:
             # The node is deeper by what was loaded, or higher up if a state to load has no room.
             state.tree.inc_lock_ref(node)
             state.tree.dec_lock_ref(prefix.node)
-            prefix.node = node
-            prefix.slots = torch.cat([prefix.slots, loaded])[: node.depth]
-            prefix.from_device = min(prefix.from_device, node.depth)
-            prefix.from_host = node.depth - prefix.from_device
-        rest = req.progress.num_tokens - len(prefix.slots)
+            depth = node.depth
+            slots = torch.cat([prefix.slots, loaded]) if on_device else loaded
+            prefix.node, prefix.slots = node, slots[:depth]
+            prefix.from_device = min(on_device, depth)
+            prefix.from_host = depth - prefix.from_device
+        rest = req.progress.num_tokens - prefix.length
         return prefix, adder.plan(rest, 0, new_tokens, state.free_tokens())
 
     def _alloc(
@@ -358,7 +363,7 @@ class PrefillScheduler:
         state, pools = self._state, self._state.pools
         committed = req.progress.kv_committed_len
         end = committed + extend_tokens
-        begin = committed if prefix is None else len(prefix)
+        begin = committed if prefix is None else prefix.numel()
         page_size = state.limits.page_size
         assert begin % page_size == 0, "what is cached or was computed before is whole pages"
         if req.slots.req_pool_idx is None:
@@ -384,10 +389,23 @@ class PrefillScheduler:
 
     def _commit(self, req: Req, prefix: _Prefix) -> None:
         """The request is scheduled: it takes over the lock of `prefix`."""
-        tree, slots = self._state.tree, req.slots
+        slots = req.slots
         slots.prefix_indices = prefix.slots
         slots.last_node = prefix.node
-        slots.cache_protected_len = len(prefix.slots)
+        slots.cache_protected_len = prefix.length
+        self._scheduled.append((req, prefix, time.monotonic()))
+
+    def _catch_up(self) -> None:
+        """Do what can wait for the launch, so that the device does not wait for it."""
+        self._state.pools.allocator.sort_free()
+        for req, prefix, began in self._scheduled:
+            self._report(req, prefix, began)
+        self._scheduled.clear()
+
+    def _report(self, req: Req, prefix: _Prefix, began: float) -> None:
+        """Tell the tree, the client and the metrics that `req` was scheduled at `began`, in seconds
+        of `time.monotonic()`. Its own pages are not in the tree yet."""
+        tree = self._state.tree
         tree.note_scheduled(req.rid)
         from_storage, backend = 0, None
         if (hicache := self._state.hicache) is not None:
@@ -403,7 +421,7 @@ class PrefillScheduler:
         report = req.report
         report.was_scheduled = True
         report.queue_time = max(0.0, self._state.now - req.spec.created_time)
-        report.stages.queue, report.stage_began = report.queue_time, time.monotonic()
+        report.stages.queue, report.stage_began = report.queue_time, began
         report.cached_tokens_details = CachedTokensDetails(
             device=device,
             host=host,
@@ -414,27 +432,20 @@ class PrefillScheduler:
             ends = PrefixEnds(
                 device=prefix.found[0],
                 host=prefix.found[1],
-                used=prefix.from_device + prefix.from_host,
+                used=prefix.length,
                 cut=prefix.cut,
                 no_load=prefix.no_load,
             )
             complete_report(report.cache, ends, tree, req.match_key(), req.progress.num_tokens)
-        if not req.is_probe:
-            self._uncounted.append((req, prefix.cut))
-
-    def _count_scheduled(self) -> None:
-        """Count the requests that were scheduled for the first time. This runs after the launch, so
-        that the device does not wait for it."""
-        for req, cut in self._uncounted:
-            report, num_prompt = req.report, len(req.spec.input_ids)
-            details = report.cached_tokens_details
-            self._state.recent.on_scheduled(req)
-            self._state.metrics.on_scheduled(num_prompt, details, report.queue_time)
-            if report.stages.l3_wait is not None:
-                self._state.metrics.observe_stage("l3_wait", report.stages.l3_wait)
-            found = details.device, details.host, details.storage
-            self._state.tree.count_lookup(Lookup(req.match_key(), num_prompt, *found, cut))
-        self._uncounted.clear()
+        if req.is_probe:
+            return
+        self._state.recent.on_scheduled(req)
+        num_prompt = len(req.spec.input_ids)
+        details = report.cached_tokens_details
+        self._state.metrics.on_scheduled(num_prompt, details, report.queue_time)
+        if report.stages.l3_wait is not None:
+            self._state.metrics.observe_stage("l3_wait", report.stages.l3_wait)
+        tree.count_lookup(Lookup(req.match_key(), num_prompt, device, host, storage, prefix.cut))
 
     def _give_up(self, req: Req) -> None:
         """Abort `req`: nothing runs or is in flight, and yet slots are short. Some are lost."""

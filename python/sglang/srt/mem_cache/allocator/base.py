@@ -1,8 +1,9 @@
 """The free list of a device pool, in pages.
 
-A page is handed out whole and comes back whole. Free pages are kept in ascending order, so that a
-request's slots are contiguous where they can be and attention may read them through a view.
-All indices are int64 on the pool's device. Called from the scheduler thread only.
+A page is handed out whole and comes back whole. It is listed by its first slot. The list is sorted
+while nobody waits (`sort_free`), so that a request's slots are contiguous where they can be and
+attention may read them through a view. All indices are int64 on the pool's device. Called from the
+scheduler thread only.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class BaseTokenToKVPoolAllocator(ABC):
             size: Token slots to hand out; whole pages.
             page_size: Tokens per page.
             kvcache: The pool that has the slots. Tests of the free list alone pass None.
-            need_sort: If true, returned pages are sorted before they are handed out again.
+            need_sort: If true, `sort_free` sorts the pages.
 
         Raises:
             ValueError: `size` is not a positive number of whole pages.
@@ -69,14 +70,16 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     def clear(self) -> None:
         """Free every page."""
-        self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64, device=self.device)
+        pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64, device=self.device)
+        self._free = pages * self.page_size
         self._released: list[torch.Tensor] = []
-        """First slots of the pages that came back."""
+        """Pages that came back and are not in `_free` yet."""
+        self._is_sorted = True
         self._num_free = self.num_pages
         self._is_free: torch.Tensor | None = None
         """By page; None: a device's list is checked when it is sorted. A check of each page that
         comes back would be four launches, and an eviction has many."""
-        if self.free_pages.is_cpu:
+        if self._free.is_cpu:
             self._is_free = torch.ones(self.num_pages + 1, dtype=torch.bool)
             self._is_free[0] = False
         self._grouped = None
@@ -102,21 +105,29 @@ class BaseTokenToKVPoolAllocator(ABC):
         if grouped:
             self.free(torch.cat(grouped))
 
+    def _merge(self) -> None:
+        """Put returned pages behind the others of the free list."""
+        if self._released:
+            self._free = torch.cat([self._free, *self._released])
+            self._released, self._is_sorted = [], False
+
+    def sort_free(self) -> None:
+        """Sort the free list, if pages were put behind the others: six launches on a device, so
+        call it when no step waits to be launched."""
+        if self.need_sort and not self._is_sorted:
+            self._free, self._is_sorted = self._free.sort().values, True
+            if self._is_free is None:  # This check does not wait for the device.
+                torch._assert_async((self._free[1:] > self._free[:-1]).all())
+
     def merge_and_sort_free(self) -> None:
         """Merge returned pages into the free list, in ascending order."""
-        if self._released:
-            merged = torch.cat([self.free_pages, torch.cat(self._released) // self.page_size])
-            if self.need_sort:
-                merged = merged.sort().values
-                if self._is_free is None:  # This check does not wait for the device.
-                    torch._assert_async((merged[1:] > merged[:-1]).all())
-            self.free_pages = merged
-            self._released = []
+        self._merge()
+        self.sort_free()
 
     def free_page_ids(self) -> Sequence[torch.Tensor]:
         """int64: numbers of the free pages (slot // page_size), in any number of tensors. For the
         self check."""
-        return [self.free_pages, *(first // self.page_size for first in self._released)]
+        return [first // self.page_size for first in (self._free, *self._released)]
 
     @abstractmethod
     def alloc(self, need_size: int) -> torch.Tensor | None:
@@ -182,20 +193,17 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._give_pages(slots[:: self.page_size])
 
     def _take_pages(self, count: int) -> torch.Tensor | None:
-        """Take the first `count` free pages; None if fewer are free."""
+        """Take the first `count` free pages; None if fewer are free. A view of their first slots,
+        which keeps the whole list alive: the caller keeps none."""
         if count > self._num_free:
             return None
-        if count == 0:
-            return self.free_pages[:0]
-        if count > self.free_pages.numel():
-            self.merge_and_sort_free()
+        if count > self._free.numel():
+            self._merge()
         self._num_free -= count
-        # A copy: a view would keep the whole list alive for as long as one page is held.
-        pages = self.free_pages[:count].clone()
-        self.free_pages = self.free_pages[count:]
+        first, self._free = self._free[:count], self._free[count:]
         if self._is_free is not None:
-            self._is_free[pages] = False
-        return pages
+            self._is_free[first // self.page_size] = False
+        return first
 
     def _give_pages(self, first_slots: torch.Tensor) -> None:
         """Take back distinct pages, by their first slots, which nobody changes any more."""

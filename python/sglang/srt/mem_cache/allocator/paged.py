@@ -24,7 +24,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         pages = self._take_pages(need_size // self.page_size)
         if pages is None:
             return None
-        return self._offsets.add(pages[:, None], alpha=self.page_size).reshape(-1)
+        return (pages[:, None] + self._offsets).reshape(-1)
 
     @functools.cached_property
     def _offsets(self) -> torch.Tensor:
@@ -62,7 +62,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         offset = np.where(is_old, nth + 1, position % page)
         plan = np.stack((is_old, owner, place, offset))
         old, owners, places, offsets = on_device(plan, self.device).unbind()
-        begins = pages.index_select(0, places) * page
+        begins = pages.index_select(0, places)
         return torch.where(old > 0, last_loc.index_select(0, owners), begins) + offsets
 
     def alloc_decode(
@@ -77,5 +77,5 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             pages = self._take_pages(len(openers))
             if pages is None:
                 return None
-            slots.index_copy_(0, on_device(openers, self.device), pages * self.page_size)
+            slots.index_copy_(0, on_device(openers, self.device), pages)
         return slots

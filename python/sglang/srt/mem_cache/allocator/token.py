@@ -26,6 +26,10 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """See `BaseTokenToKVPoolAllocator`."""
         super().__init__(size, 1, dtype, device, kvcache, need_sort)
 
+    def _take_pages(self, count: int) -> torch.Tensor | None:
+        slots = super()._take_pages(count)
+        return None if slots is None else slots.clone()
+
     def alloc(self, need_size: int) -> torch.Tensor | None:
         return self._take_pages(need_size)
 

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rigs.torch_launches import TorchLaunches
 from sglang.srt.mem_cache.allocator import (
     BaseTokenToKVPoolAllocator,
     PagedTokenToKVPoolAllocator,
@@ -71,7 +72,7 @@ def test_decode_opens_a_page_only_at_its_first_token() -> None:
 def test_warming_up_leaves_every_page_free_and_in_order(page_size: int) -> None:
     allocator = make(page_size, 3)
     allocator.warm_up()
-    assert allocator.free_pages.tolist() == [1, 2, 3]
+    assert [ids.tolist() for ids in allocator.free_page_ids()] == [[1, 2, 3]]
     assert allocator.available_size() == 3 * page_size
     allocator.alloc(page_size)
     with pytest.raises(AssertionError, match="in use"):
@@ -85,15 +86,34 @@ def test_page_zero_is_never_handed_out() -> None:
         assert slots.min() == page_size
 
 
-def test_returned_pages_come_out_in_order() -> None:
+def test_returned_pages_come_out_in_order_once_they_are_sorted() -> None:
     allocator = make(2, 4)
     slots = allocator.alloc(8)
     assert slots is not None
     allocator.free(slots[6:])
     allocator.free(slots[:4])
+    first = allocator.alloc(2)  # Nothing else is free: it does not wait for the list to be sorted.
+    assert first is not None
+    assert first.tolist() == [8, 9]
+    allocator.free(first)
+    allocator.merge_and_sort_free()
     again = allocator.alloc(6)
     assert again is not None
     assert again.tolist() == [2, 3, 4, 5, 8, 9]
+
+
+def test_room_is_taken_from_returned_pages_in_two_launches() -> None:
+    allocator = make(4, 8)
+    allocator._is_free = None  # As on a device.
+    slots = allocator.alloc(32)
+    assert slots is not None
+    allocator.free_in_order(slots[16:])
+    allocator.free_in_order(slots[:16])
+    with TorchLaunches() as launches:
+        taken = allocator.alloc(24)
+    assert launches.names == ["cat", "add"]
+    assert taken is not None
+    assert taken.tolist() == [*range(20, 36), *range(4, 12)]
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
