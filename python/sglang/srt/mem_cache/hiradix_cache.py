@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
 from sglang.srt.mem_cache.tree.replicated_state import CacheState, ReplicatedState
 from sglang.srt.mem_cache.tree.tick_sync import Progress, TickSync
 from sglang.srt.mem_cache.tree.tier_use import HostUse, host_use
-from sglang.srt.mem_cache.tree.tree_node import TreeNode
+from sglang.srt.mem_cache.tree.tree_node import TreeNode, tokens_of
 from sglang.srt.messages.cache_report import CacheReport
 from sglang.srt.utils.parts import Parts
 
@@ -281,7 +281,7 @@ class HiRadixCache(RadixCache):
             chain.append(above)
             above = above.parent
         chain.reverse()
-        tokens, quota = sum(len(node.key) for node in chain), params.mem_quota
+        tokens, quota = tokens_of(chain), params.mem_quota
         needs_state = params.needs_state
         while chain and not (
             (quota is None or tokens <= quota) and (not needs_state or self.tree.can_end(chain[-1]))

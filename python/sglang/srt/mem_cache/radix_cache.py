@@ -37,6 +37,7 @@ from sglang.srt.mem_cache.tree.session_hints import Session, SessionHints
 from sglang.srt.mem_cache.tree.state_component import StateComponent
 from sglang.srt.mem_cache.tree.tenants import TenantUse
 from sglang.srt.mem_cache.tree.tree_node import TreeNode as TreeNode
+from sglang.srt.mem_cache.tree.tree_node import tokens_of
 from sglang.srt.utils.parts import Parts, do_all
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class RadixCache(BasePrefixCache):
             last_device_node=last_device,
             last_host_node=last,
             best_match_node=last,
-            host_hit_length=sum(len(node.key) for node in path[len(on_device) :]),
+            host_hit_length=tokens_of(path[len(on_device) :]),
         )
         for component in components if finds_states else ():
             match = component.complete_match(match, known, params)
@@ -383,8 +384,7 @@ class RadixCache(BasePrefixCache):
             self.state_metrics.cut.inc(lookup.cut)
         key, by_tier = lookup.key, (lookup.device, lookup.host, lookup.storage)
         self.tree.tenants.count(key.extra_key, lookup.prompt_tokens, by_tier)
-        found = sum(by_tier)
-        known = found + lookup.cut
+        known = sum(by_tier) + lookup.cut
         # The last token is always computed.
         is_whole = known >= len(key) - 1 or self.disable
         reach = known if is_whole else self.tree.departed.reach(key, known)

@@ -18,7 +18,7 @@ import torch
 
 from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.tenants import Evictor
-from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
+from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of, tokens_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class HostBackup:
         """Queue copies of what L2 lacks of `path`, root's child first, whatever the write policy.
         Returns the tokens that stay without a copy, because L2 has no room."""
         written = self._write_path(path, lambda node: True)
-        return sum(len(node.key) for node in path[written:])
+        return tokens_of(path[written:])
 
     def _write_path(self, path: list[TreeNode], is_due: Callable[[TreeNode], bool]) -> int:
         """Queue copies of the nodes of `path` that are due, top down, up to the first node that is
@@ -325,26 +325,28 @@ class HostLoad:
             return NoLoad.NO_STATE_MEMORY
         for node in pinned:
             self._tree.host.pin(node)
-        reserved = self._reserve(sum(len(node.key) for node in chain), above, missing, params)
+        reserved = self._reserve(tokens_of(chain), above, missing, params)
         if reserved is None:
             for node in pinned:
                 self._tree.host.unpin(node)
             return NoLoad.NO_DEVICE_MEMORY
         slots, states = reserved
-        none = torch.empty(0, dtype=torch.int64)
         values = [node.host_value for node in chain if node.host_value is not None]
-        host_indices = torch.cat([none, *values])
+        host_indices = torch.cat(values) if values else torch.empty(0, dtype=torch.int64)
         extra = [component.transfer(slot, states[component]) for component, slot in missing.items()]
         operation = self._controller.load(host_indices, slots, extra)
         done = 0
         for node in chain:
-            self._tree.device.put(node, slots[done : done + len(node.key)].clone())
-            done += len(node.key)
+            end = done + len(node.key.ids)
+            own = slots[done:end]
+            # A view would keep the other nodes' slots alive.
+            self._tree.device.put(node, own.clone() if len(chain) > 1 else own)
+            done = end
         self._tree.lock(last)
         for component, slot in states.items():
             component.device.put(last, slot)
             component.device.lock(last)
-        length = sum(len(node.key) for node in pinned)
+        length = tokens_of(pinned)
         number, report = operation.operation_id, params.report
         self.loading[number] = DeviceCopy(number, last, length, host_indices, missing, report)
         self._metrics.load_back.inc(done)

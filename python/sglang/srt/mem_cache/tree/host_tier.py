@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.kv_events import StorageMedium
 from sglang.srt.mem_cache.tree.pool_tier import PoolTier, SlotPool, TieredTree
-from sglang.srt.mem_cache.tree.tree_node import PoolSlots, TreeNode
+from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree.tenants import Evictor
@@ -34,9 +34,9 @@ class HostTier(PoolTier):
         name: str,
         pool: SlotPool,
         *,
-        slots_of: Callable[[TreeNode], PoolSlots] | None = None,
+        state: int | None = None,
     ) -> None:
-        super().__init__(tree, name, pool, slots_of=slots_of)
+        super().__init__(tree, name, pool, state=state)
         self.is_owed: Callable[[TreeNode], bool] = lambda node: False
         self._ends: dict[int, TreeNode] = {}
         """In a buffer, nodes with slots by id; the last one of nodes that a split has made."""
@@ -48,7 +48,7 @@ class HostTier(PoolTier):
         return self.slots_of(node).kept_on_host
 
     def may_leave(self, node: TreeNode) -> bool:
-        is_inner = self._of is None and node.host_children > 0
+        is_inner = self._state is None and node.host_children > 0
         has_slots = self.slots_of(node).host_value is not None
         is_free = node.host_ref_counter == 0 and not node.is_condemned
         return has_slots and is_free and not is_inner

@@ -108,9 +108,9 @@ class PoolTier(ABC):
 
     Args:
         tree: Tree of the nodes, which keeps this tier up to date.
-        slots_of: The pool's slots of a node. Each stands for a whole prefix, and leaves by its own
-            time of use. None: the pool has the node's pages, which leave after those of its
-            children.
+        state: Index in `TreeNode.states` of the pool's slots. Each stands for a whole prefix, and
+            leaves by its own time of use. None: the pool has the node's pages, which leave after
+            those of its children.
         free: Gives int64 slots back to the pool; None: `pool.free`.
 
     Attributes:
@@ -134,7 +134,7 @@ class PoolTier(ABC):
         name: str,
         pool: SlotPool,
         *,
-        slots_of: Callable[[TreeNode], PoolSlots] | None = None,
+        state: int | None = None,
         free: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         self.pool = pool
@@ -145,19 +145,19 @@ class PoolTier(ABC):
         self.victims: dict[str | None, int] | None = None
         strategy = get_eviction_strategy(
             tree.eviction_policy,
-            None if slots_of is None else lambda node: self.slots_of(node).last_access_time,
+            None if state is None else lambda node: node.states[state].last_access_time,
             self.kept,
         )
         self.heap = EvictionHeap(strategy, self.may_leave)
         self._tree = tree
         self.name = name
-        self._of = slots_of
+        self._state = state
         tree.tiers.append(self)
         tree.keepers.append(self)
 
     def slots_of(self, node: TreeNode) -> PoolSlots:
         """The slots of the pool that `node` has, on both tiers."""
-        return node if self._of is None else self._of(node)
+        return node if self._state is None else node.states[self._state]
 
     @abstractmethod
     def get(self, node: TreeNode) -> torch.Tensor | None:
@@ -182,18 +182,18 @@ class PoolTier(ABC):
             for one in self.listeners:
                 one.removed(node, self.medium)
         self._clear(node)
-        if self._of is None:
-            self._hold(node, -len(slots))
+        if self._state is None:
+            self._hold(node, -slots.numel())
         self.heap.discard(node)
         self.heap.offer(node.parent)
         if self.evicted is not None and not node.is_condemned:
-            self.evicted.inc(len(slots))
+            self.evicted.inc(slots.numel())
         return slots
 
     def _offer_new(self, node: TreeNode) -> None:
         """`node` has got its slots."""
-        if self._of is None:
-            self._hold(node, len(node.key))
+        if self._state is None:
+            self._hold(node, len(node.key.ids))
             if node.parent is not None:
                 self.heap.discard(node.parent)
         self.heap.offer(node)
@@ -231,11 +231,12 @@ class PoolTier(ABC):
         """
         self._tree.note_uses()
         node = self.heap.pop()
-        if node is not None and self._of is None:
+        if node is not None and self._state is None:
             page_size = self._tree.page_size
             leaving = -(-max(num, LEAST_LEAVING) // page_size) * page_size
-            if len(node.key) >= leaving + LEAST_LEAVING:
-                self._tree.split(node, len(node.key) - leaving)
+            rest = len(node.key.ids) - leaving
+            if rest >= LEAST_LEAVING:
+                self._tree.split(node, rest)
         return node
 
     def evict(self, num: int) -> int:
@@ -261,7 +262,7 @@ class PoolTier(ABC):
             nodes: All nodes of the tree but the root, and those that are condemned.
             owned: Slots that are not the tree's: owner, and int64 slots.
         """
-        page_size = self._tree.page_size if self._of is None else 1
+        page_size = self._tree.page_size if self._state is None else 1
         audit = OwnershipAudit(self.name, self.pool.size, page_size, self.first_page)
         for pages in self.pool.free_page_ids():
             yield from audit.own_pages("the free list", pages)
@@ -282,7 +283,7 @@ class PoolTier(ABC):
         assert candidates == len(self.heap), (
             f"{self.name}: {len(self.heap) - candidates} candidates have left the tree"
         )
-        if self._of is None:
+        if self._state is None:
             yield from self._check_held(nodes)
 
     def _check_held(self, nodes: Iterable[TreeNode]) -> Parts:
@@ -319,7 +320,7 @@ class DeviceTier(PoolTier):
 
     def may_leave(self, node: TreeNode) -> bool:
         at = self.slots_of(node)
-        is_inner = self._of is None and node.device_children > 0
+        is_inner = self._state is None and node.device_children > 0
         is_free = at.lock_ref == 0 and not node.is_condemned
         return at.value is not None and is_free and not is_inner
 
@@ -349,7 +350,7 @@ class DeviceTier(PoolTier):
     def lock(self, *nodes: TreeNode) -> None:
         """Keep the slots that `nodes` have or get until the matching `unlock`."""
         for node in nodes:
-            at = node if self._of is None else self._of(node)
+            at = node if self._state is None else node.states[self._state]
             if at.lock_ref == 0 and at.value is not None:
                 self.evictable -= at.value.numel()
                 self.protected += at.value.numel()
@@ -360,13 +361,13 @@ class DeviceTier(PoolTier):
     def unlock(self, *nodes: TreeNode) -> None:
         """Undo one `lock`."""
         for node in nodes:
-            at = node if self._of is None else self._of(node)
+            at = node if self._state is None else node.states[self._state]
             assert at.lock_ref > 0, f"{node} is unlocked twice"
             at.lock_ref -= 1
             if at.lock_ref == 0 and at.value is not None:
                 self.evictable += at.value.numel()
                 self.protected -= at.value.numel()
-                if self._of is not None or not node.device_children:
+                if self._state is not None or not node.device_children:
                     self.heap.offer(node)
 
     def on_reset(self, nodes: Sequence[TreeNode]) -> None:

@@ -14,7 +14,6 @@ Threads: the scheduler's only.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -34,7 +33,7 @@ from sglang.srt.mem_cache.tree.digest import hash_of
 from sglang.srt.mem_cache.tree.hicache_metrics import StateMetrics
 from sglang.srt.mem_cache.tree.host_tier import HostTier
 from sglang.srt.mem_cache.tree.pool_tier import DeviceTier, SlotPool, TieredTree
-from sglang.srt.mem_cache.tree.tree_node import StateSlots, StateWeights, TreeNode
+from sglang.srt.mem_cache.tree.tree_node import StateSlots, StateWeights, TreeNode, tokens_of
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.device.state_pool import StatePool
@@ -94,14 +93,14 @@ class StateComponent:
         self._tree = tree
         self._index = index
         name = f"{self.pool.spec.name} states on the device"
-        self.device = DeviceTier(tree, name, self.pool, slots_of=self.of)
+        self.device = DeviceTier(tree, name, self.pool, state=index)
         self.device.evicted = self.metrics.evicted.labels("device")
         tree.device.dependents.append(self.device)
 
     def add_host(self, pool: SlotPool) -> None:
         """Let nodes have slots of `pool` on the host too."""
         name = f"{self.pool.spec.name} states on the host"
-        self.host = HostTier(self._tree, name, pool, slots_of=self.of)
+        self.host = HostTier(self._tree, name, pool, state=self._index)
         if not self._tree.host_is_buffer:
             self.host.evicted = self.metrics.evicted.labels("host")
         self._tree.host.dependents.append(self.host)
@@ -115,10 +114,15 @@ class StateComponent:
     def usable(self, path: Sequence[TreeNode], key_len: int) -> int:
         """Number of nodes at the front of `path` that a match of a key of `key_len` may use. `path`
         begins with the root's child."""
-        longest = self.longest_match(key_len)
-        ends = itertools.accumulate(len(node.key) for node in path)
-        fits = sum(1 for _ in itertools.takewhile(lambda end: end <= longest, ends))
-        return next((count for count in range(fits, 0, -1) if self.can_end(path[count - 1])), 0)
+        fits, left = 0, self.longest_match(key_len)
+        for node in path:
+            left -= len(node.key.ids)
+            if left < 0:
+                break
+            fits += 1
+        while fits and not self.can_end(path[fits - 1]):
+            fits -= 1
+        return fits
 
     def longest_match(self, key_len: int) -> int:
         """Most tokens of a key of `key_len` whose state serves a request for it. The last token is
@@ -139,8 +143,8 @@ class StateComponent:
             if self._is_ready(end):
                 self.copy_to(end, slot)
         self.of(end).last_access_time = end.last_access_time
-        matched = len(match.device_indices) + match.host_hit_length
-        known = min(sum(len(node.key) for node in path), self.longest_match(len(params.key)))
+        matched = match.device_indices.numel() + match.host_hit_length
+        known = min(tokens_of(path), self.longest_match(len(params.key)))
         branching = known // self.alignment * self.alignment
         return match._replace(
             mamba_host_hit_length=int(end.parent is not None and not self._is_ready(end)),

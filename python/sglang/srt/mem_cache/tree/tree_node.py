@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -351,7 +351,7 @@ class TreeNode(PoolSlots):
     @property
     def depth(self) -> int:
         """Tokens from the root to the end of this node."""
-        return sum(len(node.key) for node in self.path_up())
+        return tokens_of(self.path_up())
 
     def get_last_hash_value(self) -> PageHash | None:
         """Hash of the last page. The root and a node without computed hashes return None."""
@@ -383,6 +383,11 @@ class TreeNode(PoolSlots):
             f"TreeNode({self.id}: {len(self.key)} tokens, {_tiers_of(self)}{states}, "
             f"locks {self.lock_ref}/{self.host_ref_counter})"
         )
+
+
+def tokens_of(nodes: Iterable[TreeNode]) -> int:
+    """The tokens of all `nodes`."""
+    return sum([len(node.key.ids) for node in nodes])
 
 
 def _tiers_of(slots: PoolSlots) -> str:
