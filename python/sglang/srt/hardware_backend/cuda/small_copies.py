@@ -24,7 +24,7 @@ from sglang.srt.hardware_backend.cuda.bound_kernel import BoundKernel, unspecial
 
 _WORD: Final = 4
 _BLOCK_WORDS: Final = 1024
-_MAX_BYTES: Final = 256 * KIB
+_MAX_BYTES: Final = 512 * KIB
 """Longest copy, in bytes. Longer ones are worth a copy engine."""
 _HALF_BYTES: Final = 4 * MIB
 _ALIGNMENT: Final = 16

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,6 @@ from sglang.srt.layers.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
     StateBatch,
-    compute_extend_positions,
 )
 from sglang.srt.managers.scheduler.requests.req import NO_SLOTS, Req
 from sglang.srt.managers.scheduler.verification import (
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.snapshots import Snapshots
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
     from sglang.srt.mem_cache.device.memory_pool import KVCache, ReqToTokenPool
-
-
-_PADDING: Final = np.zeros(1, dtype=np.int64)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,11 +51,14 @@ class BatchPools:
         Each begins at a multiple of 16 bytes, as a new tensor does: Triton would compile kernels
         anew for other addresses.
         """
-        ids = [np.asarray(column, dtype=np.int64) for column in columns]
-        parts = [part for one in ids for part in (one, _PADDING[: len(one) % 2])]
-        flat = torch.from_numpy(np.concatenate(parts))
-        staged = device_runtime(self.device).stage_to_device(flat)
-        return tuple(staged.split_with_sizes([len(part) for part in parts])[::2])
+        sizes = [len(column) for column in columns]
+        parts = [part for size in sizes for part in (size, size % 2)]
+        flat, begin = np.zeros(sum(parts), dtype=np.int64), 0
+        for column, size in zip(columns, sizes, strict=True):
+            flat[begin : begin + size] = column
+            begin += size + size % 2
+        staged = device_runtime(self.device).stage_to_device(torch.from_numpy(flat))
+        return tuple(staged.split_with_sizes(parts)[::2])
 
 
 @dataclass(slots=True)
@@ -184,8 +184,8 @@ def make_prefill_batch(
         seq_lens,
         [req.spec.seed for req in reqs],
         [len(req.progress.output_ids) for req in reqs],
-        prefix_lens,
-        np.cumsum(extend_lens) - 1,
+        np.concatenate(list(map(np.arange, prefix_lens, seq_lens))),
+        [end - 1 for end in itertools.accumulate(extend_lens)],
         *state_slots,
     )
     last_rows, *states = rest
@@ -193,11 +193,7 @@ def make_prefill_batch(
         forward=ForwardBatch(
             forward_mode=ForwardMode.DECODE if is_decode else ForwardMode.EXTEND,
             input_ids=input_ids,
-            positions=(
-                positions  # of the one token of each request
-                if is_decode
-                else compute_extend_positions(prefix_lens, extend_lens, pools.device)
-            ),
+            positions=positions,
             req_pool_indices=rows_on_device,
             req_pool_indices_cpu=rows,
             seq_lens=seq_lens_on_device,
@@ -248,10 +244,10 @@ def _states_of(uploaded: Sequence[torch.Tensor], track_lens: list[int]) -> State
     running, read, tracks, sources, targets = uploaded
     return StateBatch(
         slots=running,
-        first_slots=read if len(read) else None,
-        copied=(sources, targets) if len(sources) else None,
-        track_slots=tracks if len(tracks) else None,
-        track_lens_cpu=track_lens if len(tracks) else None,
+        first_slots=read if read.numel() else None,
+        copied=(sources, targets) if sources.numel() else None,
+        track_slots=tracks if tracks.numel() else None,
+        track_lens_cpu=track_lens if tracks.numel() else None,
     )
 
 

@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Final
 
 from sglang.srt.managers.scheduler.requests.req import Req
@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.tree.digest import MODULUS, hash_of
 from sglang.srt.messages.io_struct import FinishReason
 
 
-class RequestState(Enum):
+class RequestState(StrEnum):
     """State of a request. All but those that wait or have ended hold slots."""
 
     WAITING = "waiting"

@@ -88,8 +88,9 @@ def test_all_numbers_of_a_prefill_come_in_one_upload(
     longer = [*tokens, *prompt(2, 9)]
     rig.run(rig.request("known", longer, greedy(1)), rig.request("new", prompt(3, 5), greedy(1)))
     ((seen, batch),) = batches
-    # 12 and 5 tokens and padding, 6 numbers and 3 slots of each request.
-    assert seen == [17 + 1 + 2 * 9]
+    # 12 and 5 tokens and padding, their positions, 5 numbers and 3 slots of each request.
+    assert seen == [2 * (17 + 1) + 2 * 8]
+    assert batch.positions.tolist() == [*range(40, 52), *range(5)]
     assert batch.last_rows_in is not None and batch.last_rows_in.tolist() == [11, 16]
     states = batch.states
     assert states is not None and states.track_slots is not None and states.copied is None
