@@ -180,6 +180,8 @@ class Scheduler:
         """The self check under way."""
         self._is_verified = False
         self._log = RateLimitedLogger(logger)
+        self._send: Callable[[SchedulerOutput], None] | None = None
+        """Sends the outputs of a step at once; None: they leave with the tick."""
         self.is_stopped = False
 
     def step(self, tick: Tick) -> list[SchedulerOutput]:
@@ -218,6 +220,7 @@ class Scheduler:
     def run(self, channel: Channel) -> None:
         """Rank 0's loop: make ticks, send them to the other ranks and step, until a shutdown is
         complete."""
+        self._send = channel.send
         while not self.is_stopped:
             timeout = self.poll_timeout_ms()
             messages = channel.receive(timeout)
@@ -339,6 +342,10 @@ class Scheduler:
         going_on = sum(req.progress.finish_reason is None for req in step.reqs)
         with explaining_out_of_memory():
             self._results.process(step)
+        if self._send is not None:
+            # Issuing copies to L2, which comes next, takes up to a millisecond.
+            for output in self._outputs.take():
+                self._send(output)
         if step.width > 1:
             given = self.state.counters.decode_tokens - before
             self._draft_policy.on_verified(step, given, going_on)

@@ -200,16 +200,17 @@ class TenantUse:
             freed = evict()
         finally:
             tier.victims = None
-        mine = None if by is None else self._known(tenant_of(by.key))
-        if by is not None and mine is not None:
-            own = victims.get(tenant_of(by.key), 0)
+        tenant = None if by is None else tenant_of(by.key)
+        mine = None if by is None else self._known(tenant)
+        if mine is not None:
+            own = victims.get(tenant, 0)
             mine.evicted_own += own
             mine.evicted_others += sum(victims.values()) - own
         lost: dict[str, int] = {}
-        for tenant, tokens in victims.items():
-            use = self._known(tenant)
+        for victim, tokens in victims.items():
+            use = self._known(victim)
             lost[use.label] = lost.get(use.label, 0) + tokens
-            if by is not None and tenant != tenant_of(by.key):
+            if by is not None and victim != tenant:
                 use.lost += tokens
         if self.decisions is not None:
             most = sorted(lost, key=lambda label: -lost[label])[:_SHOWN_VICTIMS]

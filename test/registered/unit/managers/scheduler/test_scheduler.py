@@ -131,6 +131,26 @@ class _Lines:
                 self.reasons[one.rid] = one.finish_reason.type
 
 
+def test_tokens_leave_before_copies_to_l2_are_issued(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = SchedulerRig(model, enable_hierarchical_cache=True, overlap=True)
+    done: list[str] = []
+    channel = _Lines(rig.request("runs", PROMPTS[0], greedy(1)), ShutdownReq(timeout=60.0))
+    send = channel.send
+
+    def noting(output: SchedulerOutput) -> None:
+        done.append("send")
+        send(output)
+
+    monkeypatch.setattr(channel, "send", noting)
+    monkeypatch.setattr(rig.tree, "start_writing_host_cache", lambda: done.append("copy"))
+    rig.scheduler.run(channel)
+    # The tick of the launch, and that of its result.
+    assert done[:3] == ["copy", "send", "copy"]
+    assert channel.reasons == {"runs": "length"}
+
+
 def test_a_clock_that_is_set_neither_shortens_a_shutdown_nor_a_flush(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
