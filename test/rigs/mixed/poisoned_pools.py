@@ -34,16 +34,18 @@ def poison_free(pools: Iterable[BaseDevicePool], owner: _Owner) -> None:
     free_states = () if rows.mamba_pool is None else rows.mamba_pool.free_page_ids()
     for pool in pools:
         if isinstance(pool, PagedDevicePool):
-            _fill(pool, pages, pool.page_items)
+            fill_with_nan(pool, pages, pool.page_items)
         elif isinstance(pool, RequestPool):
-            _fill(pool, torch.tensor(rows._free_rows, dtype=torch.int64), 1)
+            fill_with_nan(pool, torch.tensor(rows._free_rows, dtype=torch.int64), 1)
         else:
             for states in free_states:
-                _fill(pool, states, 1)  # All pools of states share their slots.
+                fill_with_nan(pool, states, 1)  # All pools of states share their slots.
 
 
-def _fill(pool: BaseDevicePool, ids: torch.Tensor, items: int) -> None:
-    """Args:
+def fill_with_nan(pool: BaseDevicePool, ids: torch.Tensor, items: int) -> None:
+    """Fill pages, states or rows with NaN.
+
+    Args:
     ids: int64 `[n]`: pages of `items` items.
     """
     for layer in itertools.chain(*pool.parts):

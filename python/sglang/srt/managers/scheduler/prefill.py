@@ -269,7 +269,9 @@ class PrefillScheduler:
                 )
                 if tokens != plan.extend_tokens:
                     plan = AddPlan(AddOutcome.CHUNKED, tokens)
-            slots = self._alloc(req, plan.extend_tokens, prefix.slots)
+            slots = self._alloc(
+                req, plan.extend_tokens, prefix.slots, zeroes_state=not first_state
+            )
             if slots is not None:
                 self._commit(req, prefix)
                 rest = progress.uncommitted_tokens - plan.extend_tokens
@@ -352,10 +354,16 @@ class PrefillScheduler:
         return prefix, adder.plan(rest, 0, new_tokens, state.free_tokens())
 
     def _alloc(
-        self, req: Req, extend_tokens: int, prefix: torch.Tensor | None = None
+        self,
+        req: Req,
+        extend_tokens: int,
+        prefix: torch.Tensor | None = None,
+        *,
+        zeroes_state: bool = True,
     ) -> torch.Tensor | None:
         """Slots for the keys and values of the next tokens, written to the request's row; None: too
         few slots are free, or no recurrent state is. A request without a row brings its `prefix`.
+        `zeroes_state`: see `ReqToTokenPool.alloc`.
 
         A cached token that is computed again gets no slot: the step stores it as padding, and reads
         it from the cached page.
@@ -379,7 +387,7 @@ class PrefillScheduler:
                 return None
             new = pages[: end - begin]
             slots = new if begin == committed else torch.cat([slots, new])
-        rows = pools.req_to_token_pool.alloc([req.slots])
+        rows = pools.req_to_token_pool.alloc([req.slots], zeroes_states=zeroes_state)
         assert rows is not None, "there is a row for it"
         if prefix is not None:
             pools.req_to_token_pool.write((rows[0], slice(0, begin)), prefix)

@@ -79,8 +79,14 @@ class ReqToTokenPool:
         """Rows that no request holds."""
         return len(self._free_rows)
 
-    def alloc(self, reqs: Sequence[HasReqPoolIdx]) -> list[int] | None:
+    def alloc(
+        self, reqs: Sequence[HasReqPoolIdx], *, zeroes_states: bool = True
+    ) -> list[int] | None:
         """Give each request a row (`req_pool_idx`); a request that has a row keeps it.
+
+        Args:
+            zeroes_states: False: the first step of each request reads another recurrent state, and
+                writes all of its own.
 
         Returns:
             The rows in the order of `reqs`. If too few are free: None, and nothing has changed.
@@ -138,7 +144,7 @@ class ReqToTokenPool:
 
 
 class HybridReqToTokenPool(ReqToTokenPool):
-    """Gives each request a row and a running state, zeroed, and takes both back together.
+    """Gives each request a row and a running state, and takes both back together.
 
     Attributes:
         mamba_pool: Pool of the states. The tree may own slots of it as well.
@@ -166,7 +172,9 @@ class HybridReqToTokenPool(ReqToTokenPool):
         """Requests for which a row and a state are free."""
         return min(super().available_size(), self.mamba_pool.available_size())
 
-    def alloc(self, reqs: Sequence[HasReqPoolIdx]) -> list[int] | None:
+    def alloc(
+        self, reqs: Sequence[HasReqPoolIdx], *, zeroes_states: bool = True
+    ) -> list[int] | None:
         """Like `ReqToTokenPool.alloc`; the answer is None also if too few states are free."""
         new = [req for req in reqs if req.req_pool_idx is None]
         if len(new) > self.available_size():
@@ -181,7 +189,9 @@ class HybridReqToTokenPool(ReqToTokenPool):
         for row, state in zip(new_rows, states, strict=True):
             self._state_of[row] = state
             # A fill needs no upload, and nearly always there is one request.
-            self.mamba_pool.zero(self._states[row : row + 1].fill_(state))
+            slot = self._states[row : row + 1].fill_(state)
+            if zeroes_states:
+                self.mamba_pool.zero(slot)
         return rows
 
     def free(self, req: HasReqPoolIdx) -> None:

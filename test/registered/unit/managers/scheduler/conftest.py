@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rigs.mixed.poisoned_pools import fill_with_nan
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.device.state_pool import StatePool
 from sglang.srt.mem_cache.l3 import prefetch_cost, store_calls
 
 
@@ -39,6 +42,22 @@ def overlap(request: pytest.FixtureRequest) -> Iterator[None]:
 def no_call_looks_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for seconds does not make L3 unavailable."""
     monkeypatch.setattr(store_calls, "_STUCK_AFTER_S", 60.0)
+
+
+@pytest.fixture(autouse=True)
+def new_states_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recurrent states of slots that are handed out are undefined. Not on a GPU, which may still
+    use them."""
+    take = StatePool.take
+
+    def taking(pool: StatePool, n: int) -> list[int] | None:
+        taken = take(pool, n)
+        if taken and pool.device.type == "cpu":
+            for one in (pool, *pool._sharers):
+                fill_with_nan(one, torch.tensor(taken), 1)
+        return taken
+
+    monkeypatch.setattr(StatePool, "take", taking)
 
 
 @pytest.fixture

@@ -333,8 +333,8 @@ def test_a_load_is_waited_for_though_its_request_was_refused(
         refusals = [True]
         waited_for: list[bool] = []
 
-        def refuse_once(*args: Any) -> Any:
-            return None if refusals and refusals.pop() else alloc(*args)
+        def refuse_once(*args: Any, **kwargs: Any) -> Any:
+            return None if refusals and refusals.pop() else alloc(*args, **kwargs)
 
         def forward_that_waits(batch: ModelWorkerBatch) -> Any:
             waited_for.append(batch.hicache_consumer_index != -1)
