@@ -479,8 +479,8 @@ class InputHandler:
         needs_state = not req.is_computed_elsewhere
         match = tree.match_prefix(MatchPrefixParams(key, req=req.slots, needs_state=needs_state))
         ended = time.monotonic()
-        self._state.metrics.observe_stage("match", ended - began)
-        known = len(match.device_indices) + match.host_hit_length
+        req.report.match_s = ended - began
+        known = match.device_indices.numel() + match.host_hit_length
         req.progress.cached_on_arrival = known
         if req.spec.return_cache_report or req.spec.is_traced:
             report = CacheReport(on_arrival=known, spans=[] if req.spec.is_traced else None)

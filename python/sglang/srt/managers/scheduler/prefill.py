@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.state import SchedulerState
     from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
     from sglang.srt.mem_cache.tree.tree_node import TreeNode
+    from sglang.srt.observability.engine_metrics import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -269,9 +270,7 @@ class PrefillScheduler:
                 )
                 if tokens != plan.extend_tokens:
                     plan = AddPlan(AddOutcome.CHUNKED, tokens)
-            slots = self._alloc(
-                req, plan.extend_tokens, prefix.slots, zeroes_state=not first_state
-            )
+            slots = self._alloc(req, plan.extend_tokens, prefix.slots, zeroes_state=not first_state)
             if slots is not None:
                 self._commit(req, prefix)
                 rest = progress.uncommitted_tokens - plan.extend_tokens
@@ -451,8 +450,11 @@ class PrefillScheduler:
         num_prompt = len(req.spec.input_ids)
         details = report.cached_tokens_details
         self._state.metrics.on_scheduled(num_prompt, details, report.queue_time)
-        if report.stages.l3_wait is not None:
-            self._state.metrics.observe_stage("l3_wait", report.stages.l3_wait)
+        waits = report.stages.l3_wait
+        stages: dict[Stage, float | None] = {"match": report.match_s, "l3_wait": waits}
+        for stage, seconds in stages.items():
+            if seconds is not None:
+                self._state.metrics.observe_stage(stage, seconds)
         tree.count_lookup(Lookup(req.match_key(), num_prompt, device, host, storage, prefix.cut))
 
     def _give_up(self, req: Req) -> None:

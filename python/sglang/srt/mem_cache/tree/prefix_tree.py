@@ -75,6 +75,7 @@ class PrefixTree:
     ) -> None:
         self.page_size = page_size
         self.allocator = allocator
+        self._no_slots = torch.empty(0, dtype=torch.int64, device=allocator.device)
         self.look_ahead = LookAhead()
         self.sessions = SessionHints() if sessions is None else sessions
         self.eviction_policy = eviction_policy
@@ -348,7 +349,7 @@ class PrefixTree:
         """int64: the device slots of `nodes` that are on the device, in their order."""
         values = [node.value for node in nodes if node.value is not None]
         if not values:
-            return torch.empty(0, dtype=torch.int64, device=self.allocator.device)
+            return self._no_slots
         return torch.cat(values) if len(values) > 1 else values[0]
 
     # ---- locks -----------------------------------------------------------------------------

@@ -153,7 +153,7 @@ class RadixKey:
 
     def match(self, other: RadixKey, page_size: int = 1, begin: int = 0) -> int:
         """Tokens of the common front with `other` from its token `begin` on, in whole pages."""
-        if self.extra_key != other.extra_key or self.is_bigram != other.is_bigram:
+        if self.extra_key != other.extra_key or self.ids.dtype != other.ids.dtype:
             return 0
         theirs = other.ids[begin : begin + len(self.ids)]
         common = len(theirs)

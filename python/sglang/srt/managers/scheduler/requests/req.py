@@ -164,6 +164,8 @@ _NOTHING_CACHED = CachedTokensDetails()
 class RequestReport:
     """Figures of a request for the client and the metrics. Times are seconds."""
 
+    match_s: float | None = None
+    """Seconds of looking its prompt up on arrival; None: it was not."""
     queue_time: float = 0.0
     """Seconds from its arrival to its first prefill."""
     was_scheduled: bool = False
