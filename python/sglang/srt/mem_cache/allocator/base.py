@@ -114,7 +114,7 @@ class BaseTokenToKVPoolAllocator(ABC):
     def sort_free(self) -> None:
         """Sort the free list, if pages were put behind the others: six launches on a device, so
         call it when no step waits to be launched."""
-        if self.need_sort and not self._is_sorted:
+        if self.need_sort and not self._is_sorted and self._free.numel():
             self._free, self._is_sorted = self._free.sort().values, True
             if self._is_free is None:  # This check does not wait for the device.
                 torch._assert_async((self._free[1:] > self._free[:-1]).all())

@@ -325,7 +325,8 @@ class HostLoad:
             return NoLoad.NO_STATE_MEMORY
         for node in pinned:
             self._tree.host.pin(node)
-        reserved = self._reserve(tokens_of(chain), above, missing, params)
+        tokens = tokens_of(chain)
+        reserved = self._reserve(tokens, above, missing, params)
         if reserved is None:
             for node in pinned:
                 self._tree.host.unpin(node)
@@ -339,8 +340,8 @@ class HostLoad:
         for node in chain:
             end = done + len(node.key.ids)
             own = slots[done:end]
-            # A view would keep the other nodes' slots alive.
-            self._tree.device.put(node, own.clone() if len(chain) > 1 else own)
+            # A view keeps all slots alive, and a copy is a launch before the load sets out.
+            self._tree.device.put(node, own if 2 * (end - done) >= tokens else own.clone())
             done = end
         self._tree.lock(last)
         for component, slot in states.items():

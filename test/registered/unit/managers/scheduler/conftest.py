@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rigs.mixed.poisoned_pools import fill_with_nan
 from rigs.schedulers.scheduler_rig import PROMPTS, SchedulerRig
@@ -53,8 +54,9 @@ def new_states_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     def taking(pool: StatePool, n: int) -> list[int] | None:
         taken = take(pool, n)
         if taken and pool.device.type == "cpu":
-            for one in (pool, *pool._sharers):
-                fill_with_nan(one, torch.tensor(taken), 1)
+            with _disable_current_modes():
+                for one in (pool, *pool._sharers):
+                    fill_with_nan(one, torch.tensor(taken), 1)
         return taken
 
     monkeypatch.setattr(StatePool, "take", taking)

@@ -12,6 +12,8 @@ import pytest
 
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt, stored_in_files
 from rigs.stores.losing_store import LosingStore
+from rigs.torch_launches import TorchLaunches
+from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.messages.io_struct import FlushCacheReqInput
@@ -288,3 +290,35 @@ def test_whole_pages_replayed_hit_up_to_the_last_position_for_a_snapshot(
             assert words[0] == words[1]
     finally:
         rig.close()
+
+
+def test_few_launches_come_before_a_repeat_from_l2(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device each takes the CPU 10 to 20 us, while the request waits. L1 is full."""
+    rig = SchedulerRig(
+        models["qwen3_next"], pool_tokens=128, num_states=8, page_size=PAGE, hicache_ratio=4.0,
+        enable_hierarchical_cache=True,
+    )  # fmt: skip
+    rig.worker.token_to_kv_pool_allocator._is_free = None  # As on a device.
+    for _ in range(2):
+        for seed in (1, 2):
+            rig.generate([prompt(seed, 100)], 1)
+            rig.settle()
+    seen: list[str] = []
+    forward = TpModelWorker.forward_batch_generation
+
+    def noting(worker: TpModelWorker, batch: Any) -> Any:
+        seen.extend(() if seen else launches.names)
+        return forward(worker, batch)
+
+    monkeypatch.setattr(TpModelWorker, "forward_batch_generation", noting)
+    again = rig.request("again", prompt(1, 100), greedy(1))
+    with TorchLaunches() as launches:
+        rig.run(again)
+    assert rig.results["again"].cached == (0, 96, 0)
+    # The free list and slots of it; on the CPU the slots in L2 and the state's number; slots of the
+    # new page, the request's state and its row of slots.
+    assert seen == [
+        "cat", "add", "cat", "_local_scalar_dense", "add", "fill_", "copy_", "copy_",
+    ]  # fmt: skip
