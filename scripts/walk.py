@@ -58,7 +58,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 from sglang.srt.environ import envs
 from sglang.srt.managers.scheduler.results import OutputCollector
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.l2.host_flows import HostLoad
+from sglang.srt.mem_cache.l2.host_load import HostLoad
 from sglang.srt.mem_cache.l3.storage_backup import StorageBackup
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree

@@ -13,7 +13,7 @@ from rigs.caches.cache_rig import CacheRig
 from rigs.caches.storage_rigs import StorageRigs
 from rigs.schedulers.random_setup import impatient
 from rigs.stores.object_store import STORE_KEY, ObjectStore
-from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
+from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
 
 _MOODS: Final = ("well", "quick", "slow", "failing", "refusing", "rotten", "forgetful", "full")
 _PROMPTS: Final = 120

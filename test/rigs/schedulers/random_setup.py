@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.host.host_layout import AUTO, HostLayout
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.host.page_copier import PageLoad
 from sglang.srt.mem_cache.l2 import cache_controller
-from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
+from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.l3 import (
     circuit_breaker,
     prefetch_cost,

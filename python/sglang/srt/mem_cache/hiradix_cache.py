@@ -21,7 +21,8 @@ from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheArgs, make_controller
 from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
-from sglang.srt.mem_cache.l2.host_flows import HostBackup, HostLoad, NoLoad
+from sglang.srt.mem_cache.l2.host_backup import HostBackup
+from sglang.srt.mem_cache.l2.host_load import HostLoad, NoLoad
 from sglang.srt.mem_cache.l3.buffered_backup import BufferedBackup
 from sglang.srt.mem_cache.l3.hicache_administration import ChangeResult, StorageAdministration
 from sglang.srt.mem_cache.l3.request_reads import RequestReads

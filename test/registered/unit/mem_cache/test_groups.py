@@ -18,7 +18,7 @@ from rigs.caches.tiers_machine import StateTiers
 from rigs.stores.object_store import IN_PLACE, PLAIN
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.host.host_layout import HostLayout
-from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
+from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")

@@ -13,7 +13,7 @@ import torch
 from rigs.caches.cache_rig import HeldStream, HiCacheSettings, Reused
 from rigs.caches.state_rig import StateRig, depth
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams
-from sglang.srt.mem_cache.l2.host_flows import WRITE_POLICIES
+from sglang.srt.mem_cache.l2.host_backup import WRITE_POLICIES
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci
 

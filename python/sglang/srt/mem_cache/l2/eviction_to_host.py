@@ -16,7 +16,7 @@ from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.l2.cache_controller import HiCacheController
-    from sglang.srt.mem_cache.l2.host_flows import HostBackup
+    from sglang.srt.mem_cache.l2.host_backup import HostBackup
     from sglang.srt.mem_cache.tree.hicache_metrics import HiCacheMetrics
     from sglang.srt.mem_cache.tree.pool_tier import DeviceTier
     from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree

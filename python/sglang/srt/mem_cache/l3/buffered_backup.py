@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from sglang.srt.mem_cache.l2.host_flows import HostBackup
+from sglang.srt.mem_cache.l2.host_backup import HostBackup
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from sglang.srt.constants import LONGEST_STORAGE_CHANGE_S
 from sglang.srt.distributed.device_communicators.mooncake_library import log_exposed_ports
 from sglang.srt.distributed.rank_group import RankGroup, gather_texts
-from sglang.srt.mem_cache.l2.host_flows import HostBackup
+from sglang.srt.mem_cache.l2.host_backup import HostBackup
 from sglang.srt.mem_cache.l3.store_connection import PreparedChange, StoreConnection
 from sglang.srt.mem_cache.storage.types import StorageUnavailable
 from sglang.srt.mem_cache.tree.on_all_ranks import MOST_REASON_BYTES, reasons
