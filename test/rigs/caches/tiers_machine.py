@@ -124,6 +124,20 @@ class Tiers(RuleBasedStateMachine):
         rid = sorted(self.waiting)[which % len(self.waiting)]
         ids = self.waiting.pop(rid)
         self.rig.until(lambda: self.rig is not None and self.rig.hi.check_prefetch_progress(rid))
+        self._admit(rid, ids)
+        if finish:
+            self.finish(inserted=True)
+
+    @precondition(lambda self: not self.running)
+    @rule(shape=shapes, tail=st.integers(0, 3))
+    def compute(self, shape: list[int], tail: int) -> None:
+        """A request runs while copies of others fill L2: nothing lands if L1 has room."""
+        assert self.rig is not None
+        self._admit("computes", self.tokens(shape, tail))
+        self.finish(inserted=True)
+
+    def _admit(self, rid: str, ids: list[int]) -> None:
+        assert self.rig is not None
         request, reused = self.rig.admit(rid, ids)
         pages = RadixKey(ids).page_hashes(self.page)
         assert set(pages[: reused.total // self.page]) <= self.known, (
@@ -132,8 +146,6 @@ class Tiers(RuleBasedStateMachine):
         assert reused.total < len(ids)
         self.known.update(pages)
         self.running.append(request)
-        if finish:
-            self.finish(inserted=True)
 
     @precondition(lambda self: self.running)
     @rule(inserted=st.booleans())

@@ -177,7 +177,7 @@ class Setup:
             page_size=page,
             l1_pages=l1_pages,
             tiers=rng.choice((1, 2, 3, 3, 3, 3)),
-            l2_ratio=rng.choice((0.5, 1.5, 3.0, 8.0)),
+            l2_ratio=rng.choice((0.5, 0.15, 1.5, 8.0)),
             max_requests=rng.choice((1, 2, 4, 8)),
             max_queued=rng.choice((8, *(1000,) * 7)),
             chunk_tokens=chunk,
@@ -259,7 +259,8 @@ class Setup:
         if self.tiers > 1:
             args |= {
                 "enable_hierarchical_cache": True,
-                "hicache_ratio": self.l2_ratio,
+                # L2 has room for a state, if there are states.
+                "hicache_ratio": max(self.l2_ratio, 1.01 / (self.num_states or 100)),
                 "hicache_host_memory_mode": "buffer_only" if self.is_buffer else "cache",
                 "hicache_write_policy": self.write_policy,
                 "hicache_mem_layout": self.layout,

@@ -43,6 +43,12 @@ class EvictionStrategy(ABC):
             return 2, (-node.wanted_by[0],)
         return int(self.kept(node) > 0), self.get_priority(node)
 
+    def is_spared(self, node: TreeNode, taker: TreeNode, arrival: int | None) -> bool:
+        """True if `node` must not leave for pages of `taker`, or after it: a waiting request that
+        came before `arrival` will use it. None: any waiting request."""
+        wanted = node.wanted_by
+        return bool(wanted) and (arrival is None or wanted[0] < arrival)
+
 
 class LRUStrategy(EvictionStrategy):
     """Least recently used first."""
@@ -89,6 +95,9 @@ class PriorityStrategy(EvictionStrategy):
         # The priority that the user gave weighs more than the queue.
         group, order = super().eviction_order(node)
         return node.priority, (group, *order)
+
+    def is_spared(self, node: TreeNode, taker: TreeNode, arrival: int | None) -> bool:
+        return node.priority >= taker.priority and super().is_spared(node, taker, arrival)
 
 
 class SLRUStrategy(EvictionStrategy):
@@ -146,7 +155,7 @@ class EvictionHeap:
 
     The heap knows the place of each node's entry: adding, moving and removing a node costs
     O(log n). No eviction pays for nodes that were used since the last one. An entry has the order
-    that its node had when it was added or refreshed. Use alone moves a node backward, so `pop`
+    that its node had when it was added or refreshed. Use alone moves a node backward, so `first`
     compares the first entry with its node.
 
     Source: Sedgewick and Wayne, "Algorithms", 4th ed., section 2.4: indexed priority queue.
@@ -158,7 +167,7 @@ class EvictionHeap:
     def __init__(
         self, strategy: EvictionStrategy, is_candidate: Callable[[TreeNode], bool]
     ) -> None:
-        self._strategy = strategy
+        self.strategy = strategy
         self._is_candidate = is_candidate
         self._heap: list[_Entry] = []
         self.places: dict[int, int] = {}
@@ -173,7 +182,7 @@ class EvictionHeap:
     def offer(self, node: TreeNode) -> None:
         """Add `node` if it is a candidate. Call it whenever the node may have become one."""
         if node.id not in self.places and self._is_candidate(node):
-            entry = self._strategy.eviction_order(node), node.id, node
+            entry = self.strategy.eviction_order(node), node.id, node
             self._heap.append(entry)
             self._rise(len(self._heap) - 1, entry)
 
@@ -181,7 +190,7 @@ class EvictionHeap:
         """Update the place of `node`, if it is a candidate."""
         place = self.places.get(node.id)
         if place is not None:
-            entry = self._strategy.eviction_order(node), node.id, node
+            entry = self.strategy.eviction_order(node), node.id, node
             if entry[0] != self._heap[place][0]:
                 self._put(place, entry)
 
@@ -191,17 +200,23 @@ class EvictionHeap:
         if place is not None:
             self._remove(place)
 
-    def pop(self) -> TreeNode | None:
-        """Remove and return the node to evict next; None if there is no candidate."""
+    def first(self) -> TreeNode | None:
+        """The node to evict next; None if there is no candidate."""
         while self._heap:
             known, _, node = self._heap[0]
             assert self._is_candidate(node), f"{node} is in use, and offered"
-            order = self._strategy.eviction_order(node)
+            order = self.strategy.eviction_order(node)
             if order <= known:
-                self.discard(node)
                 return node
             self._put(0, (order, node.id, node))
         return None
+
+    def pop(self) -> TreeNode | None:
+        """Remove and return the node to evict next; None if there is no candidate."""
+        node = self.first()
+        if node is not None:
+            self.discard(node)
+        return node
 
     def clear(self) -> None:
         """Forget all candidates."""
@@ -310,6 +325,10 @@ class LookAhead:
         for at in path:
             del at.wanted_by[bisect.bisect_left(at.wanted_by, arrival)]
         return path
+
+    def arrival_of(self, rid: str) -> int | None:
+        """Arrival number of request `rid`; None: it does not wait."""
+        return self._arrivals.get(rid)
 
     def on_delete(self, node: TreeNode) -> None:
         """See `NodeKeeper`: its marks end at its parent."""

@@ -18,7 +18,6 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, Lookup, Workload
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.device.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.host.host_pool_group import HostPoolGroup
 from sglang.srt.mem_cache.l2.cache_controller import HiCacheArgs, make_controller
 from sglang.srt.mem_cache.l2.eviction_to_host import EvictionToHost
 from sglang.srt.mem_cache.l2.host_backup import HostBackup
@@ -34,7 +33,6 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, make_tree
 from sglang.srt.mem_cache.tree.hicache_metrics import QUEUES, HiCacheMetrics
 from sglang.srt.mem_cache.tree.on_all_ranks import on_all_ranks
 from sglang.srt.mem_cache.tree.pool_tier import PoolTier
-from sglang.srt.mem_cache.tree.prefix_tree import PrefixTree
 from sglang.srt.mem_cache.tree.radix_key import PageHash, TokenArray
 from sglang.srt.mem_cache.tree.replicated_state import CacheState, ReplicatedState
 from sglang.srt.mem_cache.tree.tick_sync import Progress, TickSync
@@ -97,7 +95,8 @@ class HiRadixCache(RadixCache):
             events=tree.events,
         )
         is_buffer = server_args.hicache_host_memory_mode == "buffer_only"
-        _add_host(tree, controller.mem_pool_host, is_buffer=is_buffer)
+        pools = {name: one.host_pool for name, one in controller.mem_pool_host.entries.items()}
+        tree.add_host(self.host_pool, pools, is_buffer=is_buffer)
         if not is_buffer:
             tree.host.evicted = metrics.evicted.labels("host")
         self.storage_prefetch = StoragePrefetch(tree, store, metrics)
@@ -167,7 +166,8 @@ class HiRadixCache(RadixCache):
             "checks": int(writes.check is not None),
             "backups": len(writes.under_way) + len(writes.postponed),
         }
-        counts["backups"] += len(owed) if (owed := self.host_backup.owed) else 0
+        if self.tree.host_is_buffer:  # Else they wait for the end of others.
+            counts["backups"] += len(self.host_backup.owed.nodes)
         return {kind: count for kind, count in counts.items() if count}
 
     # ---- one tick --------------------------------------------------------------------------
@@ -228,6 +228,8 @@ class HiRadixCache(RadixCache):
             self.storage_backup.act_on(agreed)
         if self.tree.host_is_buffer:
             self._pass_on()
+        elif self.host_backup.owed.nodes and agreed.may_free_host:
+            self.host_backup.resume()
 
     def _pass_on(self) -> None:
         """Free a buffer's pages that need not stay, and begin copies that wait for their room."""
@@ -485,15 +487,8 @@ class HiRadixCache(RadixCache):
     ) -> Parts:
         yield from super().integrity_parts(request_slots, request_states)
         self.storage_prefetch.table.check()
+        self.host_backup.owed.check()
         yield from self.cache_controller.mem_pool_host.integrity_parts()
 
     def _owned_by_operations(self) -> Iterable[tuple[PoolTier, str, torch.Tensor]]:
         return [*self.storage_prefetch.owned_slots(), *self.host_backup.owned_slots()]
-
-
-def _add_host(tree: PrefixTree, group: HostPoolGroup, *, is_buffer: bool) -> None:
-    """Let nodes of `tree` have slots in the pools of L2, which evict to make room."""
-    pools = {name: entry.host_pool for name, entry in group.entries.items()}
-    tree.add_host(group.primary, pools, is_buffer=is_buffer)
-    for component in tree.components:
-        group.entries[component.pool.spec.name].host_evict_fn = component.host.evict

@@ -357,12 +357,50 @@ def test_what_l1_evicts_before_its_turn_is_lost_and_counted() -> None:
     rig.tick()
     rig.writes.run()
     rig.tick()
-    assert rig.hi.host_backup.owed
+    assert rig.hi.host_backup.owed.nodes
     empty_l1(rig)
-    assert not rig.hi.host_backup.owed
+    assert not rig.hi.host_backup.owed.nodes
     rig.settle()
     assert rig.hi.metrics.dropped.labels("unwritten")._value.get() >= 4 * PAGE
     assert used_host_pages(rig) == 0
+
+
+def test_copies_begin_in_the_order_of_their_prompts() -> None:
+    rig = make_rig(l2_pages=8)
+    for family in (0, 1):
+        request, _ = rig.admit("r", [1000 * family + one for one in pages_of(6)])
+        rig.finish(request)
+    rig.tick()
+    copied = [one.node.key.ids[0] for one in rig.hi.host_backup.writing.values()]
+    assert copied == [0], "half of the buffer has room for four pages of the first"
+    rig.settle()
+    assert stored_pages(rig) == 12
+
+
+def test_a_state_without_room_waits_also_if_pages_have_none() -> None:
+    """Four pages of a prompt are written to L3, and half of the buffer has no room for more. Then
+    another prompt branches off behind the second."""
+    rig = SteppedStateRig(l1_pages=32, page_size=PAGE, settings=settings(32, 8), num_states=32)
+    ids = pages_of(4)
+    request, _ = rig.admit("a", ids)
+    rig.finish(request)
+    rig.tick()
+    rig.writes.run()
+    rig.tick()
+    states = rig.states.host.pool
+    taken = states.alloc(states.available_size())
+    assert taken is not None
+    rig.states.host.evict(states.size)
+    request, _ = rig.admit("b", [*ids[: 2 * PAGE], 97, 98, 99])
+    rig.finish(request)
+    upper = rig.hi.tree.walk(RadixKey(ids[: 2 * PAGE]))[-1]
+    assert upper.backuped and upper.has_unsaved_state and upper.host_ref_counter
+    assert upper.id in rig.hi.host_backup.owed.nodes
+    states.free(taken)
+    rig.tick()
+    assert [one.node for one in rig.hi.host_backup.writing.values()] == [upper]
+    rig.settle()
+    assert used_host_pages(rig) == 0 and states.available_size() == states.size
 
 
 def test_a_backup_of_a_retracted_request_goes_to_the_store() -> None:

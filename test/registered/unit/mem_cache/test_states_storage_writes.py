@@ -55,8 +55,8 @@ def test_a_full_l2_says_what_it_is_full_of(
         rig.settle()
     said = [line.getMessage() for line in caplog.records if "full" in line.getMessage()]
     assert said == [
-        "L2 is full of states in use; 8 tokens stay without a copy",
-        "L2 is full of pages in use or of the same prompt; 8 tokens stay without a copy",
+        "L2 is full of states in use; 8 tokens wait in L1 for room",
+        "L2 is full of pages in use or of the same prompt; 8 tokens wait in L1 for room",
     ]
 
 

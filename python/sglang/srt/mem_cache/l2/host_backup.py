@@ -5,14 +5,16 @@ Threads: the scheduler's only.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
+from sglang.srt.mem_cache.l2.owed_copies import OwedCopies
 from sglang.srt.mem_cache.tree.tenants import Evictor
 from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
@@ -63,7 +65,7 @@ class HostBackup:
         POLICIES: Write policies that this one can have.
         write_policy: The write policy; an operator may change it.
         writing: The copies under way, by operation. Read only.
-        owed: Nodes whose copies wait for room, by id, parents first. Read only.
+        owed: Copies that wait for room. Read only.
     """
 
     POLICIES: ClassVar[tuple[str, ...]] = WRITE_POLICIES
@@ -79,7 +81,7 @@ class HostBackup:
     ) -> None:
         self.write_policy = write_policy
         self.writing: dict[int, DeviceCopy] = {}
-        self.owed: dict[int, TreeNode] = {}
+        self.owed = OwedCopies(tree)
         self.on_landed = on_landed
         self._tree = tree
         self._controller = controller
@@ -109,38 +111,74 @@ class HostBackup:
         return node.backuped
 
     def resume(self) -> None:
-        """Begin the copies that wait for room: none does here."""
+        """Begin copies that wait for room, the newest first: where it finds none, older ones find
+        none either. Call it when room may have come."""
+        self.owed.resume(
+            self._first_due, lambda node: node if self._begin(node) else None, newest_first=True
+        )
+
+    def _first_due(self, node: TreeNode) -> TreeNode | None:
+        """See `OwedCopies.resume`."""
+        first = node if self._lacks_state_alone(node) else None
+        while node.parent is not None and not self._is_on_its_way(node):
+            first, node = node, node.parent
+        return first
+
+    def _is_on_its_way(self, node: TreeNode) -> bool:
+        return self.is_saved(node) or node.write_id is not None
 
     def back_up(self, path: list[TreeNode]) -> int:
         """Queue copies of what L2 lacks of `path`, root's child first, whatever the write policy.
-        Returns the tokens that stay without a copy, because L2 has no room."""
+        Returns the tokens that L2 has no room for yet."""
         written = self._write_path(path, lambda node: True)
         return sum(len(node.key) for node in path[written:])
 
     def _write_path(self, path: list[TreeNode], is_due: Callable[[TreeNode], bool]) -> int:
         """Queue copies of the nodes of `path` that are due, top down, up to the first node that is
-        not written: a written node has written ancestors. Returns the number of nodes before it."""
+        not written: a written node has written ancestors. The rest of those that are due is owed.
+        Returns the number of nodes before it."""
         for nth, node in enumerate(path):
             if node.backuped:
                 if node.states and is_due(node):
                     self._save_states(node)
-            elif node.write_id is None and not (is_due(node) and self.write(node)):
-                return nth
+            elif node.write_id is None:
+                if not is_due(node):
+                    return nth
+                if not self.write(node):
+                    *_, last = itertools.takewhile(is_due, path[nth:])
+                    self.owed.add(last)
+                    return nth
         return len(path)
 
     def write(self, node: TreeNode) -> bool:
+        """As `_begin`; tells the log if L2 has no room."""
+        if self._begin(node):
+            return True
+        lacks_pages = not node.backuped and self._tree.host.pool.available_size() < len(node.key)
+        what = f"{len(node.key)} tokens wait"
+        if node.backuped:
+            what = f"the state behind {node.depth} tokens waits"
+        self._log.warning(
+            "l2-full" if lacks_pages else "l2-states-full",
+            "L2 is full of %s; %s in L1 for room",
+            "pages in use or of the same prompt" if lacks_pages else "states in use",
+            what,
+        )
+        return False
+
+    def _begin(self, node: TreeNode) -> bool:
         """Queue the copy of the pages and states of `node` that are on the device alone. If L2 has
         room for some pages alone, a node without states is split: they are a new parent. False: L2
         has no room for what is `node` now."""
         has_pages = not node.backuped
         if not has_pages:
             self._tree.host.pin(node)
-        part, copy = node, self.queue_copy(node)
+        part, copy = node, self.queue_copy(node, only_older=True)
         if copy is None and has_pages and not node.states:
             room = self._tree.host.pool.available_size() // self._tree.page_size
             if room:
                 part = self._tree.split(node, room * self._tree.page_size)
-                copy = self.queue_copy(part)
+                copy = self.queue_copy(part, only_older=True)
         if copy is not None:
             if has_pages:
                 part.write_id = copy.operation_id
@@ -150,28 +188,30 @@ class HostBackup:
             self.writing[copy.operation_id] = copy
             if part is node:
                 return True
-        lacks_pages = has_pages and self._tree.host.pool.available_size() < len(node.key)
-        what = f"{len(node.key)} tokens stay"
         if not has_pages:
-            what = f"the state behind {node.depth} tokens stays"
             self._tree.host.unpin(node)
-        self._log.warning(
-            "l2-full" if lacks_pages else "l2-states-full",
-            "L2 is full of %s; %s without a copy",
-            "pages in use or of the same prompt" if lacks_pages else "states in use",
-            what,
-        )
         return False
 
     def _save_states(self, node: TreeNode) -> None:
-        """Queue the copy of states whose pages are on the host already, if L2 has room for them."""
-        is_wanted = node.has_unsaved_state and not node.is_condemned
-        if is_wanted and not any(state.lock_ref for state in node.states):
-            self.write(node)
+        """Queue the copy of states whose pages are on the host already."""
+        if self._lacks_state_alone(node) and not self.write(node):
+            self.owed.add(node)
 
-    def queue_copy(self, node: TreeNode, *, with_states: bool = True) -> DeviceCopy | None:
+    @staticmethod
+    def _lacks_state_alone(node: TreeNode) -> bool:
+        """True if the pages of `node` are on the host, and the copy of a state has to begin."""
+        is_wanted = node.backuped and node.has_unsaved_state and not node.is_condemned
+        return is_wanted and not any(state.lock_ref for state in node.states)
+
+    def queue_copy(
+        self, node: TreeNode, *, with_states: bool = True, only_older: bool = False
+    ) -> DeviceCopy | None:
         """Queue the copy of the pages and the states of `node` that are not on the host: all or
-        none. The caller keeps them on the device."""
+        none. The caller keeps them on the device.
+
+        Args:
+            only_older: Evict nothing that was used after `node`.
+        """
         assert node.value is not None
         pages = node.value[:0] if node.backuped else node.value
         states = {
@@ -179,10 +219,8 @@ class HostBackup:
             for component in self._tree.components
             if with_states and component.of(node).is_on_device_only
         }
+        self._make_room(node, len(pages), states, only_older=only_older)
         operation = self._controller.write(pages, list(states.values()))
-        if operation is None and len(pages):
-            self._make_room(node)
-            operation = self._controller.write(pages, list(states.values()))
         if operation is None:
             return None
         self._metrics.host_written.inc(len(pages))
@@ -194,16 +232,27 @@ class HostBackup:
         number, host = operation.operation_id, operation.host_indices
         return DeviceCopy(number, node, len(node.key), host, slots)
 
-    def _make_room(self, node: TreeNode) -> None:
-        """Make room for the pages of `node`. Pages before them stay: without these, L2 could not
-        use the copy."""
-        above = node.parent
-        assert above is not None, "the root has no pages"
-        while above.parent is not None and not above.backuped:
-            above = above.parent
-        self._tree.host.pin(above)
-        self._tree.host.make_room(len(node.key), Evictor(None, node.key.extra_key))
-        self._tree.host.release(above)
+    def _make_room(
+        self, node: TreeNode, pages: int, states: Iterable[StateComponent], *, only_older: bool
+    ) -> None:
+        """Make room for `pages` of `node` and for its `states`. Pages before them stay: without
+        these, L2 could not use the copy."""
+        host = self._tree.host
+        if pages:
+            above = node.parent
+            assert above is not None, "the root has no pages"
+            while above.parent is not None and not above.backuped:
+                above = above.parent
+            host.pin(above)
+            by = Evictor(None, node.key.extra_key)
+            arrival = node.wanted_by[0] if node.wanted_by else None
+            host.make_room(pages, by, node, arrival=arrival, only_older=only_older)
+            host.release(above)
+        if host.pool.available_size() < pages:
+            return
+        for kind in states:
+            if not kind.host.pool.available_size():
+                kind.host.evict(1, kind.host.used_before(node) if only_older else None)
 
     def settle(self, num_ended: int) -> None:
         """Act on the end of the first `num_ended` copies, on which the ranks have agreed."""

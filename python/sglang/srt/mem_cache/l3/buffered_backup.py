@@ -9,7 +9,7 @@ Threads: the scheduler's only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from sglang.srt.mem_cache.l2.host_backup import HostBackup
@@ -48,15 +48,6 @@ class BufferedBackup(HostBackup):
             tree, controller, write_policy=write_policy, metrics=metrics, on_landed=landed
         )
         self._storage = storage
-        tree.keepers.append(self)
-
-    def on_delete(self, node: TreeNode) -> None:
-        """See `NodeKeeper`."""
-        self.owed.pop(node.id, None)
-
-    def on_reset(self, nodes: Sequence[TreeNode]) -> None:
-        """See `NodeKeeper`."""
-        self.owed.clear()
 
     def is_saved(self, node: TreeNode) -> bool:
         return node.backuped or self._storage.has_stored(node)
@@ -77,37 +68,23 @@ class BufferedBackup(HostBackup):
             elif node.write_id is None:
                 # Its copy begins with the next tick: now the caller has the path, and no split may
                 # change it.
-                self.owed[node.id] = node
+                self.owed.add(node)
         return len(path)
 
     def resume(self) -> None:
-        """Begin the copies of owed pages, in their order, while there is room."""
-        while self.owed:
-            node = next(iter(self.owed.values()))
-            part = self._first_unsaved(node)
-            if part is None or not self._storage.may_take(part):
-                del self.owed[node.id]
-                continue
-            room = self._room()
-            if not room or not self._has_room_for_states(part):
-                return
-            if len(part.key) > room:
-                part = self._tree.split(part, room)
-            if not self.write(part):
-                return
-            if part is node:
-                del self.owed[node.id]
+        self.owed.resume(self._first_due, self._begin_part, newest_first=False)
 
-    def _is_on_its_way(self, node: TreeNode) -> bool:
-        return self.is_saved(node) or node.write_id is not None
+    def _first_due(self, node: TreeNode) -> TreeNode | None:
+        first = super()._first_due(node)
+        return first if first is not None and self._storage.may_take(first) else None
 
-    def _first_unsaved(self, node: TreeNode) -> TreeNode | None:
-        """The first of the nodes up to `node` that has to be written; None: there is none. Splits
-        since it was owed have moved its first pages to nodes above."""
-        first = None
-        while node.parent is not None and not self._is_on_its_way(node):
-            first, node = node, node.parent
-        return first
+    def _begin_part(self, node: TreeNode) -> TreeNode | None:
+        """See `OwedCopies.resume`."""
+        room = len(node.key) if node.backuped else self._room()
+        if not room or not self._has_room_for_states(node):
+            return None
+        part = node if len(node.key) <= room else self._tree.split(node, room)
+        return part if self.write(part) else None
 
     def _room(self) -> int:
         """Tokens, whole pages, that copies may take now."""

@@ -237,7 +237,8 @@ class StoragePrefetch:
         limit = NoRead.QUEUE_FULL if wanted < asked else NoRead.NO_HOST_MEMORY
         # Evictions must not take the node that the read continues.
         self._host.pin(node)
-        self._host.make_room(wanted, by)
+        arrival = self._tree.look_ahead.arrival_of(req_id)
+        self._host.make_room(wanted, by, node, arrival=arrival)
         there = pool.available_size() // page * page
         if there < wanted:
             wanted, limit = there, NoRead.NO_HOST_MEMORY

@@ -120,14 +120,40 @@ class HostTier(PoolTier):
         super().on_reset(nodes)
         self._ends.clear()
 
-    def make_room(self, num: int, by: Evictor) -> None:
-        """Evict pages until `num` slots are free, or all others are pinned."""
+    def make_room(
+        self,
+        num: int,
+        by: Evictor,
+        taker: TreeNode,
+        *,
+        arrival: int | None = None,
+        only_older: bool = False,
+    ) -> None:
+        """Evict pages until `num` slots are free, or no other page may leave.
+
+        Args:
+            taker: The slots are for its pages, or for pages after it.
+            arrival: Pages stay that will be used by waiting requests which came before this one;
+                None: by any waiting request.
+            only_older: Pages stay that were used since `taker`.
+        """
         missing = num - self.pool.available_size()
-        if missing > 0:
-            why = "room for copies of L1" if by.request is None else "room to read from L3"
-            self._tree.tenants.evict(
-                self, Decision.EVICTED_HOST, why, by, lambda: self.evict(missing)
-            )
+        if missing <= 0:
+            return
+        is_spared, is_older = self.heap.strategy.is_spared, self.used_before(taker)
+
+        def may_take(node: TreeNode) -> bool:
+            return not is_spared(node, taker, arrival) and (not only_older or is_older(node))
+
+        why = "room for copies of L1" if by.request is None else "room to read from L3"
+        self._tree.tenants.evict(
+            self, Decision.EVICTED_HOST, why, by, lambda: self.evict(missing, may_take)
+        )
+
+    def used_before(self, node: TreeNode) -> Callable[[TreeNode], bool]:
+        """Tells of nodes whether their slots were used before those of `node`."""
+        used = self.slots_of(node).last_access_time
+        return lambda one: self.slots_of(one).last_access_time < used
 
     def alloc(self, num: int) -> torch.Tensor | None:
         """Take `num` slots, int64; evicts for them if needed. None: too many are pinned."""

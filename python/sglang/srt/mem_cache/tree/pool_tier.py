@@ -239,12 +239,23 @@ class PoolTier(ABC):
                 self._tree.split(node, rest)
         return node
 
-    def evict(self, num: int) -> int:
+    def evict(self, num: int, may_take: Callable[[TreeNode], bool] | None = None) -> int:
         """Free at least `num` slots if there are enough candidates; return the freed slots. Nodes
-        that become useless leave the tree."""
+        that become useless leave the tree.
+
+        Args:
+            may_take: The eviction ends at the first candidate for which it is False.
+        """
         before = self.pool.available_size()
         freed = 0
-        while freed < num and (node := self.next_to_leave(num - freed)) is not None:
+        while freed < num:
+            if may_take is not None:
+                self._tree.note_uses()
+                first = self.heap.first()
+                if first is not None and not may_take(first):
+                    break
+            if (node := self.next_to_leave(num - freed)) is None:
+                break
             self.drop(node)
             self._tree.prune(node)
             freed = self.pool.available_size() - before

@@ -138,6 +138,12 @@ class Progress:
     """Progress of the reads in the order of the prefetch table: first those that requests wait for,
     then the terminated ones."""
 
+    @property
+    def may_free_host(self) -> bool:
+        """True if something has ended that held or pinned host pages."""
+        has_ended = self.writes or self.loads or self.backups
+        return bool(has_ended or any(one.ended for one in self.prefetches))
+
 
 def to_vector(progress: Progress) -> torch.Tensor:
     """int64 `[fixed]`, so that an element-wise MIN over ranks is the agreement."""
