@@ -16,8 +16,9 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.messages.io_struct import AttachHiCacheStorageReqInput
 
-LOST_S: Final = 3
-"""Seconds for which a server waits for the other server of a request."""
+LOST_S: Final = 10
+"""Seconds, by the clocks of the schedulers, for which a server waits for the other server of a
+request."""
 UNKNOWN_S: Final = 4
 """Seconds for which a prefill server may not know a request."""
 SILENT_S: Final = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ import msgspec
 
 from rigs.disaggregation.pd_pair import NEVER_ASKED
 from rigs.disaggregation.pd_rig import PdRig, RoleRig
-from rigs.disaggregation.random_work.setup import NAMED
-from rigs.mixed.pd_work import PdWork, RealWork
+from rigs.disaggregation.random_work.setup import NAMED, UNKNOWN_S
+from rigs.mixed.pd_work import PdWork
 from rigs.schedulers.random_requests import Sent
 from rigs.schedulers.scheduler_rig import Collected
 from sglang.embedded_mooncake import LOOPBACK
@@ -23,6 +24,8 @@ from sglang.srt.messages.io_struct import AbortReq, Bootstrap, ToScheduler
 AWAY: Final = "away"
 SILENT: Final = "silent"
 """Hosts of prefill servers that do not exist, or do not answer."""
+_LATEST: Final = 20
+"""Most steps by which a message is late."""
 
 
 @dataclass(slots=True)
@@ -63,6 +66,8 @@ class Traffic:
         self.pending: dict[str, Pending] = {}
         self.late: list[tuple[int, RoleRig, ToScheduler]] = []
         """Messages for a group, and the step in which they arrive."""
+        self._came = time.monotonic()
+        """Last time, `time.monotonic()` seconds, at which all messages had arrived."""
         self.places: dict[str, dict[str, RoleRig]] = {}
         """The groups of requests under way, by the side's name."""
         self._num_rooms = 0
@@ -101,9 +106,7 @@ class Traffic:
             bootstrap = Bootstrap(host, NEVER_ASKED, self._num_rooms)
             message = msgspec.structs.replace(sent.message, bootstrap=bootstrap)
             for side in sides:
-                # A tick of a real model takes longer, and the other side waits for seconds.
-                most = 4 if isinstance(self.work, RealWork) else 20
-                delay = rng.choice((0, 0, 0, rng.randint(1, most)))
+                delay = rng.choice((0, 0, 0, rng.randint(1, _LATEST)))
                 self.late.append((step + delay, places[side], message))
             self.pending[rid] = Pending(sent, True, is_odd, set(sides))
 
@@ -119,9 +122,19 @@ class Traffic:
     def take_due(self, step: int) -> dict[RoleRig, list[ToScheduler]]:
         """Take the messages that arrive in a step, for each group. Messages for replaced groups are
         lost."""
+        now = time.monotonic()
+        is_slow = now - self._came > UNKNOWN_S / 4
+        if is_slow:
+            step += _LATEST  # The other side waits for seconds.
+        if is_slow or not self.late:
+            self._came = now
         due = [one for one in self.late if one[0] <= step]
         self.late = [one for one in self.late if one[0] > step]
         return {rig: [m for _, to, m in due if to is rig] for rig in self.pair.rigs}
+
+    def may_all_fail(self) -> bool:
+        """True if no request under way has to give its words."""
+        return all(one.is_odd or one.sent.may_be_aborted for one in self.pending.values())
 
     def lose(self, side: str, before: Sequence[RoleRig]) -> None:
         """A server was replaced: its requests are lost there, and may fail at the other one.
