@@ -31,7 +31,6 @@ from rigs.disaggregation.control_proxy import ControlProxy
 from rigs.disaggregation.nixl_package import NOT_DRAWN, has_nixl
 from rigs.disaggregation.pd_rig import PdRig, RoleRig, one_rank
 from rigs.disaggregation.random_work.faulty_reads import FaultyReads, LocalReads, NixlReads
-from rigs.disaggregation.random_work.operator import Operator
 from rigs.disaggregation.random_work.setup import (
     INJECTED,
     LOST_S,
@@ -44,6 +43,7 @@ from rigs.disaggregation.random_work.setup import (
     small_l1,
 )
 from rigs.disaggregation.random_work.traffic import AWAY, SILENT, Traffic
+from rigs.mixed.operator import Operator
 from rigs.mixed.pd_work import CheckableWork, PdWork, RealWork, draw_family, real_args
 from rigs.mixed.poisoned_pools import poison_free
 from rigs.schedulers import random_seeds

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import random
 import tempfile
 import time
@@ -35,11 +34,15 @@ from unittest.mock import patch
 from rigs.caches.host_damage import flip_any
 from rigs.drafts.guesses import guessed
 from rigs.mixed.cold_engine import ColdEngine
+from rigs.mixed.drawn_settings import attaching, draw_policies, l3_of
 from rigs.mixed.front_door import FrontDoor
+from rigs.mixed.held_copies import HeldCopies
 from rigs.mixed.mirror import Mirror
 from rigs.mixed.mixed_requests import Asked, MixedRequests
+from rigs.mixed.operator import Operator
 from rigs.mixed.plan import DRAFTING, LATENT, LEVELS, STATES, Mix, covering_mixes
 from rigs.mixed.poisoned_pools import poison_free
+from rigs.mixed.still_bytes import StillBytes
 from rigs.models.letters import Letters
 from rigs.models.tiny_models import save_tiny_checkpoint
 from rigs.schedulers import random_seeds
@@ -48,16 +51,14 @@ from rigs.schedulers.random_seeds import Outcome
 from rigs.schedulers.random_setup import impatient, speculation
 from rigs.schedulers.scheduler_rig import Collected, SchedulerRig
 from rigs.schedulers.step_watchdog import log_kept
-from rigs.stores.object_store import FILE, STORE_KEY, ObjectFolder
+from rigs.stores.object_store import ObjectFolder
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.messages.io_struct import (
     AbortReq,
-    ContinueGenerationReqInput,
     FlushCacheReqInput,
-    PauseGenerationReqInput,
     ToScheduler,
 )
 
@@ -165,7 +166,6 @@ class MixedScheduler:
         mixes = covering_mixes()
         self.rng = random.Random(seed)
         # Drawn apart, so that the rest of a run stays that of its seed.
-        self._pausing = random.Random(f"{seed} pauses")
         grouping = random.Random(f"{seed} groups")
         num_groups = 1 if mix is not None else grouping.choice((1, 1, 2))
         self.mix = mix or mixes[seed % len(mixes)]
@@ -186,6 +186,14 @@ class MixedScheduler:
         self._rigs: list[SchedulerRig] = []
         """Those of the groups."""
         self._requests = MixedRequests(self.rng, self.mix.page_size, self._most_tokens)
+        self._operator = Operator(
+            seed, self.outcome.counts, lambda: attaching(self.mix, self._store)
+        )
+        self._apart = random.Random(f"{seed} apart")
+        self._policies = draw_policies(self.mix, self._apart)
+        self._copies = HeldCopies() if self._apart.random() < 0.5 else None
+        """None: threads copy between L1 and L2."""
+        self._still: dict[SchedulerRig, StillBytes] = {}
 
     @property
     def _most_tokens(self) -> int:
@@ -206,6 +214,8 @@ class MixedScheduler:
             stack.enter_context(impatient())
             stack.enter_context(self._store or unhurried())
             stack.enter_context(log_kept(self._log))
+            if self._copies is not None:
+                stack.enter_context(self._copies)
             if self.mix.damages_l2:
                 stack.enter_context(envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0))
             if self.mix.num_drafts:
@@ -247,6 +257,7 @@ class MixedScheduler:
             "keep_session_share": 0.5,
             "tokenizer": Letters(),
             **speculation(1 + mix.num_drafts),
+            **self._policies,
         }
         if mix.family in STATES:
             args["num_states"] = rows + (3 if mix.is_small else rows)
@@ -255,27 +266,22 @@ class MixedScheduler:
         if mix.tiers > 1:
             args |= {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
         if mix.tiers > 2:
-            extra: dict[str, Any] = {"prefetch_threshold": page}
-            backend, waits = "file", "wait_complete"
-            if self._store is not None:
-                extra |= {
-                    "backend_name": FILE,
-                    "module_path": "rigs.stores.chaotic_store",
-                    "class_name": "FileStore",
-                    STORE_KEY: self._store.name,
-                    "prefetch_timeout_base": 0.05,
-                    "prefetch_timeout_max": 0.2,
-                }
-                backend, waits = "dynamic", self._troubles.choice(("wait_complete", "timeout"))
             if mix.is_buffer:
                 args |= {"hicache_host_memory_mode": "buffer_only", "hicache_ratio": 0.2}
+            backend, config = l3_of(mix, self._store)
             args |= {
                 "hicache_storage_backend": backend,
-                "hicache_storage_prefetch_policy": waits,
-                "hicache_storage_backend_extra_config": json.dumps(extra),
+                "hicache_storage_prefetch_policy": "wait_complete"
+                if self._store is None
+                else self._troubles.choice(("wait_complete", "timeout")),
+                "hicache_storage_backend_extra_config": config,
+                "hicache_allow_dynamic_attach": True,
             }
         rig = SchedulerRig(self._cold.path, **args)
         rig.tick_s = 0.01  # type: ignore[misc]
+        if rig.device == "cpu":
+            may_look = not mix.damages_l2
+            self._still[rig] = StillBytes(rig.tree, rig.pools, looks_at_host=may_look)
         policy = rig.scheduler._draft_policy
         policy.first_steps, policy.trial_steps, policy.period_steps = 6, 2, 8
         return rig
@@ -315,15 +321,14 @@ class MixedScheduler:
             if self.mix.damages_l2 and rng.random() < 0.2:
                 for rig in self._rigs:
                     self.outcome.counts["damaged in L2"] += flip_any(rig.tree, rng)
-            if self._pausing.random() < (0.2 if self._is_paused else 0.06):
-                messages.append(self._pause_or_continue())
             self._trouble_store()
             self._step(*messages)
 
-    def _step(self, *messages: ToScheduler) -> None:
+    def _step(self, *messages: ToScheduler, is_resting: bool = False) -> None:
         boxes = self._door.deliver(messages)
         self.outcome.steps += 1
         for rig, box in zip(self._rigs, boxes, strict=True):
+            box += self._operator.messages(rig, is_resting=is_resting)
             if not self._door.may_skip(rig, box):
                 self._step_group(rig, box)
         if sum(len(rig.scheduler.state.queues.alive) for rig in self._rigs) >= _MANY:
@@ -332,6 +337,8 @@ class MixedScheduler:
             for rig, mirror in zip(self._rigs, self._mirrors, strict=True):
                 rig.check()
                 mirror.compare(rig.tree)
+                if rig in self._still:
+                    self._still[rig].look()
         for rig in self._rigs:
             for rid in [rid for rid in self._asked if rid in rig.results]:
                 self._door.on_output(rid, rig.results[rid])
@@ -341,6 +348,8 @@ class MixedScheduler:
     def _step_group(self, rig: SchedulerRig, messages: Sequence[ToScheduler]) -> None:
         counters, control = rig.scheduler.state.counters, rig.scheduler._control
         before, was_paused = (counters.prefill_batches, counters.decode_steps), control.is_paused
+        if self._copies is not None:
+            self._copies.run_some(self._apart)
         poison_free(rig.pools, rig.worker)
         rig.step(*messages)
         self._door.hear(rig)
@@ -350,15 +359,14 @@ class MixedScheduler:
     def _come_to_rest(self) -> None:
         began = time.monotonic()
         self._calm_store()
-        if self._is_paused:
-            self._step(self._pause_or_continue())
         for steps in itertools.count():
-            if not self._asked and all(rig.scheduler.is_idle() for rig in self._rigs):
+            is_idle = not self._asked and all(rig.scheduler.is_idle() for rig in self._rigs)
+            if all(map(self._operator.is_answered, self._rigs)) and is_idle:
                 break
             is_late = steps > _MOST_STEPS_TO_REST and time.monotonic() - began > _REST_S
             busy = [rig.tree.is_busy() for rig in self._rigs]
             assert not is_late, f"no rest: {list(self._asked)}, {busy}"
-            self._step()
+            self._step(is_resting=True)
             if all(rig.scheduler.poll_timeout_ms() for rig in self._rigs):
                 time.sleep(0.0005)
         self._door.check_at_rest(self._rigs)
@@ -366,7 +374,9 @@ class MixedScheduler:
             rig.assert_clean()
             assert_unpinned(rig.tree)
             mirror.compare(rig.tree)
-            mirror.compare_store(self._storage)
+            # One group may have cleared what another one knows.
+            if len(self._rigs) == 1 or not self.outcome.counts["operator: clears"]:
+                mirror.compare_store(self._storage)
             # The next prompts come from the tiers below.
             if self.mix.tiers == 3 and self.rng.random() < 0.5:
                 rig.step(FlushCacheReqInput(req_id="flush"))
@@ -375,15 +385,6 @@ class MixedScheduler:
                 rig.tree.evict(EvictParams(num_tokens=rig.scheduler.state.limits.pool_tokens))
                 # The group's next tick may be late.
                 mirror.hear(rig.tree.take_events())
-
-    @property
-    def _is_paused(self) -> bool:
-        return self.rig.scheduler._control.is_paused
-
-    def _pause_or_continue(self) -> ToScheduler:
-        self.outcome.counts["pauses"] += not self._is_paused
-        kind = ContinueGenerationReqInput if self._is_paused else PauseGenerationReqInput
-        return kind(req_id="pause")
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -439,7 +440,7 @@ class MixedScheduler:
             "damage": outcome.counts["damaged in L2"] > 0,
             "retraction": retractions > 0,
             "parts of prompts": mix.chunk_tokens > 0,
-            "pauses": outcome.counts["pauses"] > 0,
+            "pauses": outcome.counts["operator: pauses"] > 0,
         }
         outcome.run_features |= {name for name, has in happened.items() if has}
         if self._store is not None:

@@ -5,20 +5,24 @@ The night's runs are `test_mixed_scheduler_nightly.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
+from rigs.mixed.held_copies import HeldCopies
 from rigs.mixed.mixed_scheduler import FEATURES, NEVER_TOGETHER, MixedScheduler, run_seed
 from rigs.mixed.plan import Mix, all_mixes, covering_mixes
 from sglang.srt.layers.vocab_parallel_embedding import VocabLogits
+from sglang.srt.mem_cache.l2.layer_done_counter import LayerDoneCounter
 from sglang.srt.mem_cache.tree.kv_events import BlockRemoved, KVEventLog
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=13, suite="base-a-test-cpu")
+register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
 PLAIN = Mix(
     family="deepseek_v3",
@@ -81,3 +85,29 @@ def test_an_event_that_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(KVEventLog, "_note", forgetful)
     with pytest.raises(AssertionError, match=r"stored twice|the mirror has blocks that are gone"):
         MixedScheduler(1, PLAIN).run(200)
+
+
+def test_a_byte_that_changes_in_the_tree_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The byte is the last of a number, so that no word shows it."""
+    run = MixedScheduler(1, PLAIN)
+    forward = ModelRunner.forward
+
+    def spoiling(runner: ModelRunner, batch: Any) -> Any:
+        output = forward(runner, batch)
+        if runner is run.rig.worker._runner:
+            slots = run.rig.tree.all_values_flatten()
+            runner.token_to_kv_pool.parts[0][0].view(torch.uint8)[slots[-1:], ..., 0] ^= 1
+        return output
+
+    monkeypatch.setattr(ModelRunner, "forward", spoiling)
+    with pytest.raises(AssertionError, match=r"bytes of .* changed: kv"):
+        run.run(200)
+
+
+def test_a_step_that_does_not_wait_for_its_load_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads would mostly load in time."""
+    run = MixedScheduler(1, dataclasses.replace(PLAIN, tiers=2))
+    run._copies = HeldCopies()
+    monkeypatch.setattr(LayerDoneCounter, "wait_until", lambda *_: None)
+    with pytest.raises(AssertionError, match="log probability"):
+        run.run(200)

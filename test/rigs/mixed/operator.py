@@ -1,4 +1,4 @@
-"""An operator beside the random work: pauses, flushes, sessions, questions, changes of L3."""
+"""An operator beside random work: pauses, flushes, sessions, questions, changes of L3."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from rigs.disaggregation.pd_rig import RoleRig
 from rigs.schedulers.random_requests import RandomRequests
+from rigs.schedulers.scheduler_rig import SchedulerRig
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.messages.io_struct import (
     AttachHiCacheStorageReqInput,
@@ -32,7 +32,7 @@ _CONTINUES: Final = 0.1
 
 
 class Operator:
-    """Sends control messages to both servers.
+    """Sends control messages to servers, each of which is a rig.
 
     Args:
         seed: Determines the messages.
@@ -50,10 +50,10 @@ class Operator:
         self._counts = counts
         self._requests = RandomRequests(self._rng, 1)
         self._attach = attach
-        self._unanswered: dict[RoleRig, set[str]] = {}
+        self._unanswered: dict[SchedulerRig, set[str]] = {}
         self._num_asked = 0
 
-    def messages(self, rig: RoleRig, *, is_resting: bool) -> list[ToScheduler]:
+    def messages(self, rig: SchedulerRig, *, is_resting: bool) -> list[ToScheduler]:
         """Draw the messages of a server's next tick. A server that comes to rest ends its pause."""
         rng, is_paused = self._rng, rig.scheduler._control.is_paused
         asked: list[ToScheduler] = []
@@ -66,7 +66,7 @@ class Operator:
             asked.append(self._request())
         return [self._note(rig, one) for one in asked]
 
-    def change(self, rig: RoleRig) -> ToScheduler | None:
+    def change(self, rig: SchedulerRig) -> ToScheduler | None:
         """A change of L3 for an idle server, or None."""
         if self._rng.random() < 0.5:
             return None
@@ -74,7 +74,7 @@ class Operator:
         change = DetachHiCacheStorageReqInput() if is_attached else self._attach()
         return None if change is None else self._note(rig, change)
 
-    def is_answered(self, rig: RoleRig) -> bool:
+    def is_answered(self, rig: SchedulerRig) -> bool:
         """True if a server has answered all."""
         open_ones = self._unanswered.get(rig, set())
         for answer in rig.answers:
@@ -84,7 +84,7 @@ class Operator:
         rig.answers.clear()
         return not open_ones
 
-    def _pause_or_continue(self, rig: RoleRig) -> ToScheduler:
+    def _pause_or_continue(self, rig: SchedulerRig) -> ToScheduler:
         is_paused = rig.scheduler._control.is_paused
         self._counts["operator: pauses"] += not is_paused
         kind = ContinueGenerationReqInput if is_paused else PauseGenerationReqInput
@@ -109,9 +109,10 @@ class Operator:
         attach = self._attach() if self._rng.random() < 0.5 else None
         return attach or DetachHiCacheStorageReqInput()
 
-    def _note(self, rig: RoleRig, message: ToScheduler) -> ToScheduler:
+    def _note(self, rig: SchedulerRig, message: ToScheduler) -> ToScheduler:
         assert isinstance(message, ControlReq)
         self._num_asked += 1
         message.req_id = f"o{self._num_asked}"
+        self._counts["operator: clears"] += isinstance(message, ClearHiCacheReqInput)
         self._unanswered.setdefault(rig, set()).add(message.req_id)
         return message
