@@ -1,4 +1,4 @@
-"""Copies between L1 and L2 that run when a driver says so, so that a seed decides their times."""
+"""Copies between L1 and L2, and steps, that run when a driver says so: seeds decide the times."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from sglang.srt.hardware_backend.device_runtime import CopyStream, Event
 
 
 class HeldCopies:
-    """Context manager: streams that are made inside hold their copies. A copy runs in
-    `run_some`, or when something waits for it. All in one thread."""
+    """Context manager: streams and devices that are made inside hold their work. It runs in
+    `run_some`, or when something waits for it. All in one thread.
 
-    def __init__(self) -> None:
-        self._streams: list[_HeldStream] = []
-        self._chance = 1.0
-        held = self
+    Args:
+        lagging: `LaggingRuntime`, if steps are held too.
+    """
 
-        class Runtime(CpuRuntime):
-            def make_event(self) -> Event:
-                return _HeldEvent(held)
-
-            def make_copy_stream(self, name: str, *, is_urgent: bool = True) -> CopyStream:
-                held._streams.append(_HeldStream())
-                return held._streams[-1]
-
-        self._patch = patch.dict(runtimes._REGISTERED, cpu=Runtime)
+    def __init__(self, lagging: type[CpuRuntime] | None = None) -> None:
+        self._streams: list[HeldWork] = []
+        self._devices: list[HeldWork] = []
+        self._chances = [1.0, 1.0]
+        bases = (_HeldRuntime,) if lagging is None else (lagging, _HeldRuntime)
+        runtime = type("HeldRuntime", bases, {"held": self})
+        self._patch = patch.dict(runtimes._REGISTERED, cpu=runtime)
 
     def __enter__(self) -> Self:
         self._patch.start()
@@ -41,35 +38,65 @@ class HeldCopies:
         self._patch.stop()
         runtimes.device_runtime.cache_clear()
 
+    def add(self, *, is_device: bool = False) -> HeldWork:
+        """The work of a new stream, or of a new device."""
+        works = self._devices if is_device else self._streams
+        works.append(HeldWork())
+        return works[-1]
+
     def run_some(self, rng: random.Random) -> None:
-        """Run the first copies of each stream: all or none for a while, or some."""
-        if rng.random() < 0.05:
-            self._chance = rng.choice((0.0, 0.1, 0.5, 1.0))
-        for stream in self._streams:
-            while stream.works and rng.random() < self._chance:
-                stream.run_one()
+        """Run the first works of each device and stream: all or none for a while, or some."""
+        if rng.random() < 0.1:
+            self._chances = [rng.choice((0.0, 0.1, 0.5, 1.0)) for _ in range(2)]
+        for works, chance in zip((self._devices, self._streams), self._chances, strict=True):
+            for one in works:
+                while one.queue and rng.random() < chance:
+                    one.run_one()
 
     def run_until(self, is_reached: Callable[[], bool]) -> None:
-        """Run copies until `is_reached`: loads, for which steps wait, before writes."""
-        for stream in reversed(self._streams):
-            while stream.works and not is_reached():
-                stream.run_one()
+        """Run until `is_reached`: steps, unless one of them waits, loads, and then writes."""
+        for one in (*self._devices, *reversed(self._streams)):
+            while one.queue and not one.is_running and not is_reached():
+                one.run_one()
         assert is_reached(), "nothing will record the event"
 
 
-class _HeldStream(CopyStream):
-    def __init__(self) -> None:
-        self.works: deque[Callable[[], None]] = deque()
+class HeldWork:
+    """Work in order, which one thread runs."""
 
-    def submit(self, work: Callable[[], None], *, follows_caller: bool = True) -> None:
-        self.works.append(work)
+    def __init__(self) -> None:
+        self.queue: deque[Callable[[], None]] = deque()
+        self.is_running = False
 
     def run_one(self) -> None:
-        self.works.popleft()()
+        """Run the first piece."""
+        self.is_running = True
+        try:
+            self.queue.popleft()()
+        finally:
+            self.is_running = False
+
+
+class _HeldRuntime(CpuRuntime):
+    held: HeldCopies
+
+    def make_event(self) -> Event:
+        return _HeldEvent(self.held)
+
+    def make_copy_stream(self, name: str, *, is_urgent: bool = True) -> CopyStream:
+        return _HeldStream(self.held.add())
+
+
+class _HeldStream(CopyStream):
+    def __init__(self, work: HeldWork) -> None:
+        self._work = work
+
+    def submit(self, work: Callable[[], None], *, follows_caller: bool = True) -> None:
+        self._work.queue.append(work)
 
     def close(self) -> None:
-        while self.works:
-            self.run_one()
+        while self._work.queue:
+            self._work.run_one()
 
 
 class _HeldEvent:

@@ -48,7 +48,7 @@ class StillBytes:
 
     def look(self) -> None:
         """Assert that the pages and states that the tree has kept since the last look have their
-        bytes. What is still being loaded is left out."""
+        bytes. Loads under way are left out."""
         found = dict(self._owned())
         for key, raw in found.items():
             if (before := self._seen.get(key)) is not None:

@@ -470,7 +470,7 @@ class CheckableRig(SchedulerRig):
             share = RankShare(RankSplit.HEADS, begin, begin + count, total)
             state = dataclasses.replace(state, heads=share)
         if self._most_lag_s:
-            self._device = LaggingDevice(random.Random(self.group.rank), self._most_lag_s)
+            self._device = LaggingDevice.new(random.Random(self.group.rank), self._most_lag_s)
         worker = CheckableWorker(
             page_size,
             pool_tokens,

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 
+from rigs.mixed.held_copies import HeldCopies, HeldWork
 from sglang.srt.hardware_backend import device_runtime as runtimes
 from sglang.srt.hardware_backend.cpu.runtime import CpuRuntime
 from sglang.srt.hardware_backend.device_runtime import CopyStream, HostCopies
@@ -50,6 +51,14 @@ class LaggingDevice:
         self._thread = threading.Thread(target=self._work, name="lagging-device", daemon=True)
         self._thread.start()
         self.make_current()
+
+    @staticmethod
+    def new(rng: random.Random, most_lag_s: float) -> LaggingDevice:
+        """A lagging device, or a held one within `HeldCopies`."""
+        held: HeldCopies | None = getattr(runtimes.device_runtime("cpu"), "held", None)
+        if held is None:
+            return LaggingDevice(rng, most_lag_s)
+        return _HeldDevice(held.add(is_device=True))
 
     def make_current(self) -> None:
         """Let it be the device of the calling thread, which may have several."""
@@ -87,6 +96,36 @@ class LaggingDevice:
             with self._changed:
                 self._num_done += 1
                 self._changed.notify_all()
+
+
+class _HeldDevice(LaggingDevice):
+    """A device whose work runs when a driver says so."""
+
+    def __init__(self, work: HeldWork) -> None:
+        self._held = work
+        self._num_done = self.position = 0
+        self.error = None
+        self.make_current()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            self._num_done += 1
+            if self.error is None:
+                try:
+                    work()
+                except BaseException as error:  # noqa: BLE001 - raised where results are awaited
+                    self.error = error
+
+        self.position += 1
+        self._held.queue.append(run)
+
+    def wait(self, position: int) -> None:
+        while not self.has_reached(position):
+            self._held.run_one()
+
+    def close(self) -> None:
+        self.wait(self.position)
+        _CURRENT.device = None
 
 
 class LaggingStates(MambaPool):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import random
 import shlex
 import sys
@@ -179,6 +180,7 @@ class RandomRanks(RandomScheduler):
         has_referee: bool = True,
     ) -> None:
         super().__init__(seed, setup, num_groups=1)
+        self.setup = dataclasses.replace(self.setup, is_held=False)  # Ranks are threads.
         self._seed = seed
         self._num_ranks = ranks
         self._wrap_group = wrap_group

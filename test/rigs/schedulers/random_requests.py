@@ -15,10 +15,11 @@ from rigs.schedulers.scheduler_rig import greedy
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.scheduler.policy import BatchLimits
 from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.messages.cache_key import combine_extra_key
 from sglang.srt.messages.io_struct import SessionReqInput, TokenizedGenerateReqInput
 
 _MOST_CONVERSATIONS: Final = 20
-_KEYS: Final = (None, None, None, None, "a", "b")
+_KEYS: Final = (*[None] * 4, combine_extra_key("a", None), combine_extra_key(None, "salt"))
 _SHARE_OF_EXTRAS: Final = 0.25
 _SHARE_OF_PAIRS: Final = 0.3
 """Share of two demands among requests with any."""

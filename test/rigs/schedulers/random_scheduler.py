@@ -12,7 +12,7 @@ model's arithmetic, the store, and the engine's timers, which are too long for t
 Some seeds have several DP groups: schedulers with pools and a tree of their own over one store, at
 unlike speeds, behind the server process's choice of a group.
 
-A run is a function of its seed, except for the progress of copies and transfers in other threads.
+Only the progress of other threads is not decided by the seed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Final
 from rigs.caches.host_damage import flip_any
 from rigs.groups.hung_store import work_beside_a_hang
 from rigs.mixed.front_door import FrontDoor
+from rigs.mixed.held_copies import HeldCopies
 from rigs.schedulers import random_seeds
 from rigs.schedulers.checkable_worker import CheckableRig
 from rigs.schedulers.random_checks import (
@@ -55,6 +56,7 @@ from sglang.srt.messages.io_struct import (
     ContinueGenerationReqInput,
     DetachHiCacheStorageReqInput,
     FlushCacheReqInput,
+    GetCacheViewReq,
     GetHiCacheStorageReqInput,
     GetInternalStateReq,
     GetMetricsReq,
@@ -114,6 +116,7 @@ class RandomScheduler:
         self._pausing = random.Random(f"{seed} pauses")
         grouping = random.Random(f"{seed} groups")
         self._hanging = random.Random(f"{seed} hangs")
+        self._timing = random.Random(f"{seed} times")
         self.setup = setup or Setup.draw(self.rng)
         drawn = grouping.choice((1, 1, 2, 2, 3))
         self._door = FrontDoor(grouping, num_groups or drawn, self.setup.page_size)
@@ -135,12 +138,12 @@ class RandomScheduler:
         )
         self._working_steps = 0
         self._num_controls = 0
+        self._held: HeldCopies | None = None
         self._is_draining = False
         self._epochs: dict[CheckableRig, tuple[int, float]] = {}
         """The epoch of each tree, and the start of the tick in which it began (`time.monotonic()`
         seconds)."""
         self.rigs: list[CheckableRig] = []
-        """Those of the groups."""
 
     @property
     def rig(self) -> CheckableRig:
@@ -152,7 +155,7 @@ class RandomScheduler:
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
             stack.enter_context(impatient())
-            stack.enter_context(self.setup.in_use())
+            self._held = stack.enter_context(self.setup.in_use())
             stack.enter_context(log_kept(self._log))
             stack.enter_context(self._watchdog)
             stack.enter_context(self.store)
@@ -238,6 +241,8 @@ class RandomScheduler:
             time.sleep(_IDLE_S)
 
     def _step_group(self, rig: CheckableRig, messages: Sequence[ToScheduler]) -> None:
+        if self._held is not None:
+            self._held.run_some(self._timing)
         before, began = num_forwards(rig), time.monotonic()
         with self._watchdog.within(_HANG_S), resting_in_pauses(rig):
             rig.step(*messages)
@@ -332,8 +337,7 @@ class RandomScheduler:
             for sent in self._sent.values():
                 sent.may_be_aborted = True
             return [AbortReq(abort_all=True)]
-        rids = [*self._sent, self._requests.last_rid, "nobody"]
-        rid = rng.choice(rids)
+        rid = rng.choice([*self._sent, self._requests.last_rid, "nobody"])
         if rid in self._sent:
             self._sent[rid].may_be_aborted = True
         return [AbortReq(rid=rid)]
@@ -422,7 +426,7 @@ class RandomScheduler:
         kinds: list[Callable[[str], ToScheduler]] = [
             lambda rid: FlushCacheReqInput(req_id=rid, timeout=self.rng.choice((0.0, 5.0))),
             lambda rid: GetInternalStateReq(req_id=rid),
-            lambda rid: GetMetricsReq(req_id=rid),
+            lambda rid: self._pausing.choice((GetMetricsReq, GetCacheViewReq))(req_id=rid),
             lambda rid: GetHiCacheStorageReqInput(req_id=rid),
             lambda rid: DetachHiCacheStorageReqInput(req_id=rid),
         ]
@@ -447,16 +451,12 @@ class RandomScheduler:
             case 1 | 2:
                 self.store.rot(rng)
             case 3 | 4:
-                self._restart_store_in_prefetch()
+                if any(rig.tree.is_busy().get("prefetches") for rig in self.rigs):
+                    self.store.restart()
             case at if at < 11:
                 self.store.release()
             case _:
                 self.store.set_mood(rng.choice(_MOODS))
-
-    def _restart_store_in_prefetch(self) -> None:
-        """Restart the store while requests that read from it wait."""
-        if any(rig.tree.is_busy().get("prefetches") for rig in self.rigs):
-            self.store.restart()
 
     # ---- reports -------------------------------------------------------------------------------
 

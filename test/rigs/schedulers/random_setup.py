@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
 
+from rigs.mixed.held_copies import HeldCopies
 from rigs.models.grammar_rig import HandBackend
 from rigs.models.letters import Letters
 from rigs.schedulers.checkable_model import VOCAB_SIZE
@@ -118,6 +119,9 @@ class Setup:
     """True if L2 is a buffer before L3, which the driver attaches and detaches."""
     is_repeatable: bool = field(default=False, repr=False)
     """See `CheckableState`."""
+    max_states_per_path: int = field(default=-1, repr=False)
+    is_held: bool = field(default=False, repr=False)
+    """True if copies, and steps that lag, run when the seed says so."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setup:
@@ -163,6 +167,8 @@ class Setup:
             is_buffer=is_buffer,
             write_policy=rng.choice(BufferedBackup.POLICIES) if is_buffer else self.write_policy,
             is_repeatable=bool(self.num_states) and drafts == 1 and rng.random() < 0.5,
+            max_states_per_path=rng.choice((-1, 1, 2)) if self.num_states else -1,
+            is_held=rng.random() < 0.4,
         )
 
     @classmethod
@@ -248,6 +254,7 @@ class Setup:
             "radix_eviction_policy": self.eviction,
             "stream_interval": self.stream_interval,
             "target_inter_token_latency": latency and latency * self.tick_s,
+            "mamba_max_states_per_path": self.max_states_per_path,
             "keep_session_share": 0.5,
             "keep_session_seconds": _SESSION_TICKS * self.tick_s,
         }
@@ -289,9 +296,11 @@ class Setup:
         return json.dumps(config)
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Let the engine write to L2 as this setup says, in all rigs of this process."""
+    def in_use(self) -> Iterator[HeldCopies | None]:
+        """Let the engine write to L2 as this setup says, in all rigs of this process. Yields the
+        work that it holds; None: it holds none."""
         with contextlib.ExitStack() as stack:
+            held = None
             if self.writes_like_gpu:
                 stack.enter_context(
                     patch.object(HostPoolGroup, "prefers_cpu_slots", lambda *_: True)
@@ -301,13 +310,16 @@ class Setup:
                 stack.enter_context(buffers_without_store())
             if self.damages_l2:
                 stack.enter_context(envs.SGLANG_HICACHE_CHECKED_SHARE.override(1.0))
-            if self.most_lag_s:
+            if self.is_held:
+                lagging = LaggingRuntime if self.most_lag_s else None
+                held = stack.enter_context(HeldCopies(lagging))
+            elif self.most_lag_s:
                 stack.enter_context(LaggingRuntime.as_cpu())
             # Some batches of most runs are too large to verify.
             largest = max(1, self.max_requests * 3 // 4)
             most_tokens = largest * self.num_draft_tokens
             stack.enter_context(patch.object(verify_graphs, "MAX_TOKENS", most_tokens))
-            yield
+            yield held
 
 
 def buffers_without_store() -> AbstractContextManager[object]:

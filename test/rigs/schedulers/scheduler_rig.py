@@ -184,6 +184,7 @@ class SchedulerRig:
                     metrics_registry=metrics.registry,
                     model_pools=self.model_pools,
                     mamba_snapshot_alignment=snapshot_alignment,
+                    mamba_max_states_per_path=self.server_args.mamba_max_states_per_path,
                     pages_alone=self.server_args.keeps_pages_alone,
                     session_share=self.server_args.keep_session_share,
                     session_ttl=self.server_args.keep_session_seconds,

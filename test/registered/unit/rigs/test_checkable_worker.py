@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rigs.mixed.held_copies import HeldCopies
 from rigs.schedulers.checkable_model import WrongContext, words
 from rigs.schedulers.checkable_pools import CheckableState
 from rigs.schedulers.checkable_worker import CheckableRig, CheckableWorker
@@ -241,3 +242,19 @@ def test_what_fails_on_the_device_is_raised_where_results_are_awaited() -> None:
             device_runtime("cpu").copy_to_host([]).wait()
         device.close()
         assert not ran
+
+
+def test_held_steps_and_copies_run_when_something_waits_for_them() -> None:
+    ran: list[str] = []
+    with HeldCopies(LaggingRuntime):
+        runtime, device = device_runtime("cpu"), LaggingDevice.new(random.Random(0), 0.0)
+        stream, landed = runtime.make_copy_stream("held"), runtime.make_event()
+        device.submit(lambda: ran.append("step"))
+        stream.submit(lambda: ran.append("copy"))
+        stream.submit(landed.record)
+        device.submit(lambda: ran.append("next step"))
+        assert not ran and not landed.query()
+        landed.synchronize()
+        assert "copy" in ran and ran[0] == "step"
+        device.close()
+    assert sorted(ran) == ["copy", "next step", "step"]
