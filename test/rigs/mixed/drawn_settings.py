@@ -8,7 +8,7 @@ from typing import Any
 
 from rigs.mixed.plan import STATES, Mix
 from rigs.stores.object_store import FILE, STORE_KEY, ObjectStore
-from sglang.srt.mem_cache.l2.host_flows import HostBackup
+from sglang.srt.mem_cache.l2.host_backup import HostBackup
 from sglang.srt.mem_cache.l3.buffered_backup import BufferedBackup
 from sglang.srt.messages.io_struct import AttachHiCacheStorageReqInput
 
