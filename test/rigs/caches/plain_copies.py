@@ -38,6 +38,8 @@ def parts_of(host: HostKVCache, device: BaseDevicePool) -> list[PartRows]:
 
 
 def do(runs: CopyRuns) -> None:
+    for numbers in (runs.destinations, runs.sources, runs.sizes):
+        assert numbers.flags.c_contiguous, "the driver reads one number after the other"
     for to, source, size in zip(
         runs.destinations.tolist(), runs.sources.tolist(), runs.sizes.tolist(), strict=True
     ):

@@ -57,7 +57,8 @@ class BufferRuns:
 
 
 def _flat(values: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    return values.reshape(-1).view(np.uint64)
+    # `reshape` alone may give a view of one number that stands for several.
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint64)
 
 
 @dataclass(frozen=True, slots=True)

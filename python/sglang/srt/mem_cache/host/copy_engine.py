@@ -136,6 +136,7 @@ class CopyEngine:
 
 
 def _address(array: npt.NDArray[np.uint64]) -> int:
+    assert array.flags.c_contiguous, "the driver would read other numbers"
     address: int = array.__array_interface__["data"][0]  # Faster than `array.ctypes`.
     return address
 
