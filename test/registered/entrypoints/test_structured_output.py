@@ -276,7 +276,7 @@ def test_structural_tags_in_every_place_they_may_be_in(
         {"text": "a", "sampling_params": {"structural_tag": json.dumps(TAG), "max_new_tokens": 80}},
     )
     assert wanted.fullmatch(reply.body["text"]), reply
-    with pytest.raises(openai.BadRequestError, match="structural_tag: give format"):
+    with pytest.raises(openai.BadRequestError, match="response_format: give format"):
         client.chat.completions.create(
             model="x",
             messages=ASK,

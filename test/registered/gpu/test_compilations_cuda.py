@@ -114,6 +114,7 @@ def send_mixed_traffic(server: EngineServer) -> None:
         server.generate(ids, 3, {"ignore_eos": True})
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize(("servers", "name"), GROUPS, indirect=["servers"])
 def test_no_kernel_is_compiled_in_service(servers: dict[str, EngineServer], name: str) -> None:
     server = servers[name]

@@ -86,14 +86,13 @@ class RotaryEmbedding(torch.nn.Module):
         self.register_buffer(
             "inv_freq", inverse_frequencies(rope, head_dim).to(placement.device), persistent=False
         )
-        self._kinds = RotaryKinds([(self, 1)])
+        self._table = angle_kinds([(self, 1)])
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """Angles of int64 `[num_tokens]` positions."""
-        return self._kinds.forward(positions)[0]
-
-    def angles(self, positions: torch.Tensor) -> Rotation:
-        """`forward` by torch."""
+        if self.kernels is not None:
+            cos, sin = self.kernels.rotary_angles(positions, self._table, self.dtype)
+            return Rotation(cos[0], sin[0])
         angles = positions.to(torch.float32).unsqueeze(-1) * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self.scale != 1.0:
@@ -104,6 +103,16 @@ class RotaryEmbedding(torch.nn.Module):
         )
 
 
+def angle_kinds(kinds: Sequence[tuple[RotaryEmbedding, int]]) -> AngleKinds:
+    """The argument of `rotary_angles` for the kinds of `RotaryKinds`."""
+    device = kinds[0][0].inv_freq.device
+    return AngleKinds(
+        torch.stack([rotary.inv_freq for rotary, _ in kinds]),
+        torch.tensor([rotary.scale for rotary, _ in kinds], device=device),
+        torch.tensor([multiple for _, multiple in kinds], device=device),
+    )
+
+
 class RotaryKinds:
     """Several kinds of angles of the same positions, in one launch."""
 
@@ -112,20 +121,15 @@ class RotaryKinds:
         kinds: Embeddings of one rotary dimension; positions are rounded down to multiples of the
             number beside each.
         """
-        self._kinds = kinds
+        self._kinds, self._table = kinds, angle_kinds(kinds)
         first, _ = kinds[0]
-        self._kernels, self._dtype, device = first.kernels, first.dtype, first.inv_freq.device
-        self._table = AngleKinds(
-            torch.stack([rotary.inv_freq for rotary, _ in kinds]),
-            torch.tensor([rotary.scale for rotary, _ in kinds], device=device),
-            torch.tensor([multiple for _, multiple in kinds], device=device),
-        )
+        self._kernels, self._dtype = first.kernels, first.dtype
 
     def forward(self, positions: torch.Tensor) -> list[Rotation]:
         """The angles of each kind, for int64 `[num_tokens]` positions."""
         if self._kernels is None:
             return [
-                rotary.angles(positions // multiple * multiple if multiple > 1 else positions)
+                rotary.forward(positions // multiple * multiple if multiple > 1 else positions)
                 for rotary, multiple in self._kinds
             ]
         found = self._kernels.rotary_angles(positions, self._table, self._dtype)

@@ -37,7 +37,6 @@ from sglang.srt.mem_cache.tree.session_hints import Session, SessionHints
 from sglang.srt.mem_cache.tree.state_component import StateComponent
 from sglang.srt.mem_cache.tree.tenants import TenantUse
 from sglang.srt.mem_cache.tree.tree_node import TreeNode as TreeNode
-from sglang.srt.mem_cache.tree.tree_node import tokens_of
 from sglang.srt.utils.parts import Parts, do_all
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ class RadixCache(BasePrefixCache):
             last_device_node=last_device,
             last_host_node=last,
             best_match_node=last,
-            host_hit_length=tokens_of(path[len(on_device) :]),
+            host_hit_length=sum([len(node.key.ids) for node in path[len(on_device) :]]),
         )
         for component in components if finds_states else ():
             match = component.complete_match(match, known, params)

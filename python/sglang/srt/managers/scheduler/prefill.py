@@ -57,11 +57,6 @@ class _Prefix:
     no_load: str | None = None
     """Reason why less than L2 had is loaded."""
 
-    @property
-    def length(self) -> int:
-        """Tokens of the prefix."""
-        return self.from_device + self.from_host
-
 
 class PrefillScheduler:
     """Admits requests. `PrefillAdder` decides about numbers; this carries it out."""
@@ -134,7 +129,7 @@ class PrefillScheduler:
         if state.hicache is not None:
             self.issue_loads(state.hicache)
         if plan.is_admitted:
-            progress.kv_committed_len = prefix.length
+            progress.kv_committed_len = prefix.slots.numel()
             rest = progress.uncommitted_tokens
             if self._alloc(req, rest, prefix.slots) is not None:
                 self._commit(req, prefix)
@@ -260,7 +255,7 @@ class PrefillScheduler:
             if state.hicache is not None and len(state.queues.waiting) == 1:
                 # No other load can join: its bytes set out before the rest is done.
                 self.issue_loads(state.hicache)
-            plan = self._begin(req, prefix.length, plan)
+            plan = self._begin(req, prefix.slots.numel(), plan)
             first_state = 0
             if state.snapshots is not None:
                 first_state = tree.pin_state(prefix.node)
@@ -349,7 +344,7 @@ class PrefillScheduler:
             prefix.node, prefix.slots = node, slots[:depth]
             prefix.from_device = min(on_device, depth)
             prefix.from_host = depth - prefix.from_device
-        rest = req.progress.num_tokens - prefix.length
+        rest = req.progress.num_tokens - prefix.slots.numel()
         return prefix, adder.plan(rest, 0, new_tokens, state.free_tokens())
 
     def _alloc(
@@ -399,12 +394,14 @@ class PrefillScheduler:
         slots = req.slots
         slots.prefix_indices = prefix.slots
         slots.last_node = prefix.node
-        slots.cache_protected_len = prefix.length
+        slots.cache_protected_len = prefix.slots.numel()
         self._scheduled.append((req, prefix, time.monotonic()))
 
     def _catch_up(self) -> None:
         """Do what can wait for the launch, so that the device does not wait for it."""
-        self._state.pools.allocator.sort_free()
+        allocator = self._state.pools.allocator
+        if not allocator.is_sorted:
+            allocator.sort_free()
         for req, prefix, began in self._scheduled:
             self._report(req, prefix, began)
         self._scheduled.clear()
@@ -439,7 +436,7 @@ class PrefillScheduler:
             ends = PrefixEnds(
                 device=prefix.found[0],
                 host=prefix.found[1],
-                used=prefix.length,
+                used=prefix.slots.numel(),
                 cut=prefix.cut,
                 no_load=prefix.no_load,
             )

@@ -91,8 +91,9 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
     if request.dp_rank is not None and not 0 <= request.dp_rank <= last:
         allowed = f"must be from 0 to {last}" if last else "must be 0, the only group"
         raise InvalidRequest(
-            f"routed_dp_rank={str(request.dp_rank)[:32]} (or data_parallel_rank) {allowed}: the "
-            "server's groups of ranks have these numbers (--attn-dp-size); or leave it out",
+            f"routed_dp_rank={str(request.dp_rank)[:32]} {allowed}: the "
+            "server's groups of ranks have these numbers (--attn-dp-size); or leave it out, and "
+            "data_parallel_rank, its other name",
             field="routed_dp_rank",
         )
     room = request.bootstrap

@@ -74,7 +74,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._free = pages * self.page_size
         self._released: list[torch.Tensor] = []
         """Pages that came back and are not in `_free` yet."""
-        self._is_sorted = True
+        self.is_sorted = True
+        """False: `sort_free` has something to sort."""
         self._num_free = self.num_pages
         self._is_free: torch.Tensor | None = None
         """By page; None: a device's list is checked when it is sorted. A check of each page that
@@ -109,13 +110,13 @@ class BaseTokenToKVPoolAllocator(ABC):
         """Put returned pages behind the others of the free list."""
         if self._released:
             self._free = torch.cat([self._free, *self._released])
-            self._released, self._is_sorted = [], False
+            self._released, self.is_sorted = [], False
 
     def sort_free(self) -> None:
         """Sort the free list, if pages were put behind the others: six launches on a device, so
         call it when no step waits to be launched."""
-        if self.need_sort and not self._is_sorted and self._free.numel():
-            self._free, self._is_sorted = self._free.sort().values, True
+        if self.need_sort and not self.is_sorted and self._free.numel():
+            self._free, self.is_sorted = self._free.sort().values, True
             if self._is_free is None:  # This check does not wait for the device.
                 torch._assert_async((self._free[1:] > self._free[:-1]).all())
 

@@ -351,7 +351,7 @@ class TreeNode(PoolSlots):
     @property
     def depth(self) -> int:
         """Tokens from the root to the end of this node."""
-        return tokens_of(self.path_up())
+        return sum([len(node.key.ids) for node in self.path_up()])
 
     def get_last_hash_value(self) -> PageHash | None:
         """Hash of the last page. The root and a node without computed hashes return None."""
