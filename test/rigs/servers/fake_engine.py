@@ -6,10 +6,11 @@ thread and `FakeScheduler` in another, all in this process.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -361,6 +362,23 @@ def fake_engine(
         for thread in threads:
             thread.join()
         directory.remove()
+
+
+def with_groups(
+    work: Callable[[FakeEngine, TokenizerManager], Awaitable[None]], num_groups: int = 2
+) -> None:
+    """Run `work` on an engine of so many DP groups, and a manager that has been started."""
+
+    async def run() -> None:
+        with fake_engine(num_groups=num_groups) as engine:
+            manager = engine.manager()
+            await manager.start()
+            try:
+                await work(engine, manager)
+            finally:
+                await manager.close()
+
+    asyncio.run(run())
 
 
 @dataclass(frozen=True)

@@ -263,12 +263,9 @@ class DeepseekV4Model(LlamaModel):
         settings = CompressedConfig.from_hf(config.hf_config)
         self.ratios = sorted(settings.ratios)
         self.hyper_head = HyperHead(hyper_options(config), placement.at("hc_head"))
-        self.rows_rotary = RotaryEmbedding(
-            settings.rows_rope, settings.rotary_dim, placement=placement
-        )
-        of_groups = [(self.rows_rotary, ratio) for ratio in self.ratios]
-        kinds = [(self.rotary_emb, 1), (self.rows_rotary, 1), *of_groups]
-        self.rotations = RotaryKinds(kinds)
+        of_rows = RotaryEmbedding(settings.rows_rope, settings.rotary_dim, placement=placement)
+        of_groups = [(of_rows, ratio) for ratio in self.ratios]
+        self.rotations = RotaryKinds([(self.rotary_emb, 1), (of_rows, 1), *of_groups])
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch

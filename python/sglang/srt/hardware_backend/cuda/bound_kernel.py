@@ -1,7 +1,7 @@
 """Triton kernels that are launched without a look at their arguments.
 
 `kernel[grid](...)` finds the binary for its arguments anew at each launch: their types, whether
-they are 1, whether 16 divides them. That takes the calling thread 40 to 70 us. A kernel that is
+they are 1, whether 16 divides them. The look takes the calling thread 40 to 70 us. A kernel that is
 `unspecialized` has one binary for its constants, which `BoundKernel` calls as Triton's tutorial on
 fused softmax does.
 

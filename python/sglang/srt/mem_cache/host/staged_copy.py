@@ -282,7 +282,7 @@ class StagedLoad:
         """
         count = self._tuning.steps_of_short(load_bytes)
         if count is None and self._is_state:
-            # Beside a long load of tokens, steps of a state gain little.
+            # A state is short beside the tokens of such a load: steps would gain little.
             own = self._tuning.steps_of_short(num_pages * self._page_bytes)
             count = own if own == 1 else None
         fits = num_pages <= self._most_whole

@@ -16,7 +16,7 @@ import torch
 
 from sglang.srt.mem_cache.l2.owed_copies import OwedCopies
 from sglang.srt.mem_cache.tree.tenants import Evictor
-from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of
+from sglang.srt.mem_cache.tree.tree_node import TreeNode, parts_of, tokens_of
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class HostBackup:
         """Queue copies of what L2 lacks of `path`, root's child first, whatever the write policy.
         Returns the tokens that L2 has no room for yet."""
         written = self._write_path(path, lambda node: True)
-        return sum(len(node.key) for node in path[written:])
+        return tokens_of(path[written:])
 
     def _write_path(self, path: list[TreeNode], is_due: Callable[[TreeNode], bool]) -> int:
         """Queue copies of the nodes of `path` that are due, top down, up to the first node that is

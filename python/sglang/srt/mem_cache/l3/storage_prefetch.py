@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.tree.hicache_metrics import Decision
 from sglang.srt.mem_cache.tree.radix_key import ChildKey, PageHash, RadixKey
 from sglang.srt.mem_cache.tree.tenants import Evictor
 from sglang.srt.mem_cache.tree.tick_sync import Progress
-from sglang.srt.mem_cache.tree.tree_node import TreeNode
+from sglang.srt.mem_cache.tree.tree_node import TreeNode, tokens_of
 from sglang.srt.messages.cache_report import Tier
 from sglang.srt.utils.logging_utils import RateLimitedLogger
 
@@ -289,7 +289,7 @@ class StoragePrefetch:
         self.cost_model.given_up = 0
         end = operation.start + landed
         path = self._tree.walk(operation.key[:end])
-        known = sum(len(node.key) for node in path)
+        known = tokens_of(path)
         begin = known - operation.start
         if begin < 0:
             return None
@@ -346,7 +346,7 @@ class StoragePrefetch:
         if read.has_states:
             # Requests of the read can use a state at its end.
             path = self._tree.usable(path, len(read.key) + 1)
-        known = sum(len(node.key) for node in path)
+        known = tokens_of(path)
         if known <= read.start:
             return
         for pages in set(read.needs.values()):

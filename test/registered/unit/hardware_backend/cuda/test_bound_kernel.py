@@ -33,7 +33,7 @@ def _add(
     FACTOR: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # Interpreted, a small integer is an int32, whatever its type says.
+    # The interpreter makes a small integer an int32, whatever its annotation says.
     source = source.to(tl.int64).to(tl.pointer_type(tl.int64))
     target = target.to(tl.int64).to(tl.pointer_type(tl.int64))
     words = tl.load(source + at, mask=at < count)

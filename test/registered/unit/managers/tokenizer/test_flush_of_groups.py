@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from unittest import mock
 
-from rigs.servers.fake_engine import FakeEngine, FakeScheduler, fake_engine
+from rigs.servers.fake_engine import FakeEngine, FakeScheduler, with_groups
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.request_state import RequestState
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
@@ -20,19 +20,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
-
-
-def with_groups(work: Callable[[FakeEngine, TokenizerManager], Awaitable[None]]) -> None:
-    async def run() -> None:
-        with fake_engine(num_groups=2) as engine:
-            manager = engine.manager()
-            await manager.start()
-            try:
-                await work(engine, manager)
-            finally:
-                await manager.close()
-
-    asyncio.run(run())
 
 
 def request(dp_rank: int) -> GenerateRequest:

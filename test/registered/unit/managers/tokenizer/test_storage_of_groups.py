@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
-from rigs.servers.fake_engine import FakeEngine, FakeScheduler, fake_engine
+from rigs.servers.fake_engine import FakeEngine, FakeScheduler, with_groups
 from sglang.srt.managers.tokenizer.generate_request import GenerateRequest
 from sglang.srt.managers.tokenizer.tokenizer_manager import TokenizerManager
 from sglang.srt.messages.io_struct import (
@@ -26,21 +25,6 @@ CHANGES: tuple[ControlReq, ...] = (
     DetachHiCacheStorageReqInput(),
     ClearHiCacheReqInput(),
 )
-
-
-def with_groups(
-    work: Callable[[FakeEngine, TokenizerManager], Awaitable[None]], num_groups: int = 2
-) -> None:
-    async def run() -> None:
-        with fake_engine(num_groups=num_groups) as engine:
-            manager = engine.manager()
-            await manager.start()
-            try:
-                await work(engine, manager)
-            finally:
-                await manager.close()
-
-    asyncio.run(run())
 
 
 def got(scheduler: FakeScheduler) -> list[str]:
