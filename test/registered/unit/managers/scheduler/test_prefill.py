@@ -15,6 +15,7 @@ from sglang.srt.managers.scheduler.batch import ModelWorkerBatch
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.policy import LPM_MAX_OVERTAKEN
 from sglang.srt.managers.scheduler.prefill import _reused_tokens
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.tree.tenants import TenantUse
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
@@ -161,3 +162,20 @@ def test_one_eviction_makes_room_for_a_load_and_for_the_tokens_after_it(
                 assert last is not None and last.cached_tokens_details.host == 208
                 assert reasons == ["room to load from L2"]
     rig.close()
+
+
+def test_free_pages_are_sorted_behind_the_launch(model: Path) -> None:
+    """Pages come back in the order in which they are evicted."""
+    rig = SchedulerRig(model, page_size=4, pool_tokens=64)
+    for rid, seed in (("old", 0), ("other", 1), ("again", 0)):
+        rig.run(rig.request(rid, prompt(seed, 28), greedy(1)))
+    rig.tree.evict(EvictParams(num_tokens=52))
+    allocator = rig.scheduler.state.pools.allocator
+    back = [int(page) for pages in allocator.free_page_ids() for page in pages]
+    assert len(back) >= 13 and back != sorted(back)
+    rig.step(rig.request("next", prompt(2, 21), greedy(1)))
+    left = allocator.free_page_ids()
+    assert len(left) == 1, "nothing has come back since"
+    assert left[0].tolist() == sorted(left[0].tolist()) != []
+    assert set(left[0].tolist()) < set(back)
+    rig.run()
