@@ -65,23 +65,27 @@ def _rank(
     tl.store(ranks_ptr + uses, ranks, mask=is_use)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tile_bits"])
 def _lay_out(
     counts_ptr: tl.tensor,
     begins_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
     count_ptr: tl.tensor,
+    tile_bits: tl.tensor,
     EXPERTS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> None:
     """Store where each expert's uses and tiles begin, and the number of tiles. Also a kernel by
-    itself, of grid `(1)`."""
+    itself, of grid `(1)`.
+
+    `tile_bits`, here and below: a tile has at most `1 << tile_bits` uses. It is no constant, so
+    that numbers of tokens do not select a kernel.
+    """
     experts = tl.arange(0, BLOCK_E)
     inside = experts < EXPERTS
     # Counts come from atomics, which leave the L1 cache as it was.
     counts = tl.load(counts_ptr + experts, mask=inside, other=0, cache_modifier=".cg")
-    tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
+    tiles = (counts + (1 << tile_bits) - 1) >> tile_bits
     tl.store(begins_ptr + experts, tl.cumsum(counts, axis=0) - counts, mask=inside)
     tl.store(tiles_ptr + experts, tl.cumsum(tiles, axis=0) - tiles, mask=inside)
     tl.store(count_ptr, tl.sum(tiles, axis=0))
@@ -98,9 +102,9 @@ def _put(
     table_ptr: tl.tensor,
     begin: tl.tensor,
     total: tl.tensor,
+    tile_bits: tl.tensor,
     EXPERTS: tl.constexpr,
     OTHERS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Put BLOCK uses into the order. The first use of each tile enters the tile in the table."""
@@ -112,15 +116,15 @@ def _put(
     ranks = tl.load(ranks_ptr + uses, mask=is_use, other=1)
     count = tl.load(counts_ptr + experts, mask=is_use, other=0, cache_modifier=".cg")
     at = tl.load(begins_ptr + experts, mask=is_use, other=0) + ranks
-    tile = tl.load(tiles_ptr + experts, mask=is_use, other=0) + ranks // TILE_ROWS
+    tile = tl.load(tiles_ptr + experts, mask=is_use, other=0) + (ranks >> tile_bits)
     tl.store(order_ptr + at, uses, mask=is_use)
-    is_first = is_use & (ranks % TILE_ROWS == 0)
+    is_first = is_use & ((ranks >> tile_bits) << tile_bits == ranks)
     tl.store(table_ptr + tile * 3, experts.to(tl.int32), mask=is_first)
     tl.store(table_ptr + tile * 3 + 1, at, mask=is_first)
-    tl.store(table_ptr + tile * 3 + 2, tl.minimum(count - ranks, TILE_ROWS), mask=is_first)
+    tl.store(table_ptr + tile * 3 + 2, tl.minimum(count - ranks, 1 << tile_bits), mask=is_first)
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total", "tile_bits"])
 def _order_few_kernel(
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -131,9 +135,9 @@ def _order_few_kernel(
     table_ptr: tl.tensor,
     count_ptr: tl.tensor,
     total: tl.tensor,
+    tile_bits: tl.tensor,
     EXPERTS: tl.constexpr,
     OTHERS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -144,12 +148,12 @@ def _order_few_kernel(
     for begin in range(0, total, BLOCK):
         _rank(ids_ptr, counts_ptr, ranks_ptr, begin, total, EXPERTS, OTHERS, BLOCK)
     tl.debug_barrier()
-    _lay_out(counts_ptr, begins_ptr, tiles_ptr, count_ptr, EXPERTS, TILE_ROWS, BLOCK_E)
+    _lay_out(counts_ptr, begins_ptr, tiles_ptr, count_ptr, tile_bits, EXPERTS, BLOCK_E)
     tl.debug_barrier()
     for begin in range(0, total, BLOCK):
         _put(
             ids_ptr, counts_ptr, ranks_ptr, begins_ptr, tiles_ptr, order_ptr, table_ptr, begin,
-            total, EXPERTS, OTHERS, TILE_ROWS, BLOCK,
+            total, tile_bits, EXPERTS, OTHERS, BLOCK,
         )  # fmt: skip
 
 
@@ -168,7 +172,7 @@ def _rank_kernel(
     _rank(ids_ptr, counts_ptr, ranks_ptr, begin, total, EXPERTS, OTHERS, BLOCK)
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total", "tile_bits"])
 def _put_kernel(
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -178,16 +182,16 @@ def _put_kernel(
     order_ptr: tl.tensor,
     table_ptr: tl.tensor,
     total: tl.tensor,
+    tile_bits: tl.tensor,
     EXPERTS: tl.constexpr,
     OTHERS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Grid `(uses / BLOCK)`; see `_put`."""
     begin = tl.program_id(0) * BLOCK
     _put(
         ids_ptr, counts_ptr, ranks_ptr, begins_ptr, tiles_ptr, order_ptr, table_ptr, begin, total,
-        EXPERTS, OTHERS, TILE_ROWS, BLOCK,
+        tile_bits, EXPERTS, OTHERS, BLOCK,
     )  # fmt: skip
 
 
@@ -206,11 +210,12 @@ def order_by_expert(
     Args:
         ids: Contiguous `[num_tokens, top_k]`, any integer dtype, from 0.
         num_experts: Experts of this rank.
-        tile_rows: Most uses of a tile.
+        tile_rows: Most uses of a tile, a power of two.
         has_others: True if some ids are `num_experts` or more: their uses are in no tile.
     """
     assert ids.is_contiguous()
-    total = ids.numel()
+    total, tile_bits = ids.numel(), tile_rows.bit_length() - 1
+    assert tile_rows == 1 << tile_bits
     bound = most_tiles(total, num_experts, tile_rows)
     # Separate tensors, because kernels are compiled again for pointers that are not aligned.
     ranks, order, counts, begins, tiles, table, count = (
@@ -220,9 +225,8 @@ def order_by_expert(
     block_e = triton.next_power_of_2(num_experts)
     if total <= _FEW_USES:
         _order_few_kernel[(1,)](
-            ids, counts, ranks, begins, tiles, order, table, count, total,
-            EXPERTS=num_experts, OTHERS=has_others, TILE_ROWS=tile_rows, BLOCK_E=block_e,
-            BLOCK=_BLOCK, num_warps=8,
+            ids, counts, ranks, begins, tiles, order, table, count, total, tile_bits,
+            EXPERTS=num_experts, OTHERS=has_others, BLOCK_E=block_e, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
     else:
         counts.zero_()
@@ -232,12 +236,11 @@ def order_by_expert(
             EXPERTS=num_experts, OTHERS=has_others, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
         _lay_out[(1,)](
-            counts, begins, tiles, count,
-            EXPERTS=num_experts, TILE_ROWS=tile_rows, BLOCK_E=block_e, num_warps=4,
+            counts, begins, tiles, count, tile_bits,
+            EXPERTS=num_experts, BLOCK_E=block_e, num_warps=4,
         )  # fmt: skip
         _put_kernel[grid](
-            ids, counts, ranks, begins, tiles, order, table, total,
-            EXPERTS=num_experts, OTHERS=has_others, TILE_ROWS=tile_rows, BLOCK=_BLOCK,
-            num_warps=4,
+            ids, counts, ranks, begins, tiles, order, table, total, tile_bits,
+            EXPERTS=num_experts, OTHERS=has_others, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
     return ExpertTiles(order=order, table=table, count=count, top_k=ids.shape[1], rows=tile_rows)

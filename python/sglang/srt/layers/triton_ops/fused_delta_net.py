@@ -340,7 +340,7 @@ def attend_linearly(
     num_tokens = len(x)
     conv_weight, a_log, dt_bias = gates
     weight, eps = norm
-    tracks, requests = states.track_slots is not None, len(states.slots)
+    tracks, requests = states.track_lens is not None, len(states.slots)
     each = num_tokens // requests if states.bounds is None else 0
     kept = states.kept
     heads, value_dim = layout.key_heads * layout.repeats, layout.value_dim

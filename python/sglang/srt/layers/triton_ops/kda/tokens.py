@@ -258,7 +258,7 @@ def attend_kda(
     num_tokens = len(columns)
     conv_weight, a_log, dt_bias = gates
     weight, eps = norm
-    tracks, requests = states.track_slots is not None, len(states.slots)
+    tracks, requests = states.track_lens is not None, len(states.slots)
     each = num_tokens // requests if states.bounds is None else 0
     heads, dim = layout.key_heads, layout.key_dim
     assert columns.stride(1) == 1 and conv_weight.is_contiguous()

@@ -124,7 +124,7 @@ def finish(
         eps, GROUPS=layout.groups,
         VALUES=layout.values, CHANNELS=layout.channels, KERNEL=layout.kernel, BLOCK_V=block_v,
         BLOCK_C=_CHANNELS_AT_ONCE, PAST=triton.next_power_of_2(layout.kernel - 1), PARTS=parts,
-        EACH=each, TRACK=states.track_slots is not None, num_warps=max(1, min(8, block_v // 256)),
+        EACH=each, TRACK=states.track_lens is not None, num_warps=max(1, min(8, block_v // 256)),
         **early,
     )  # fmt: skip
     return out

@@ -160,7 +160,7 @@ def scan_tokens(
         `[num_tokens, values]` of the dtype of `x`; zeros after the tokens of all requests.
     """
     num_tokens, requests = len(x), len(states.slots)
-    tracks = states.track_slots is not None
+    tracks = states.track_lens is not None
     each = num_tokens // requests if states.bounds is None else 0
     assert x.stride(1) == 1 and weights.conv.is_contiguous()
     assert states.temporal.is_contiguous() and states.conv.is_contiguous()
