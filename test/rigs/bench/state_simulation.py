@@ -230,12 +230,12 @@ class SimulatedStateCache(SimulatedCache):
         self._take_row(running)
         while rest := progress.uncommitted_tokens:
             extend = min(rest, self._chunk_tokens)
-            slot = length = 0
+            slot = length = end_slot = 0
             if self._snapshots is not None:
                 extend = self._snapshots.shorten(extend, progress.kv_committed_len, branching)
             self._grow(running, progress.kv_committed_len + extend)
             if self._snapshots is not None:
-                slot, length = self._snapshots.in_prefill(req, extend)
+                slot, length, end_slot = self._snapshots.in_prefill(req, extend)
             if first_state:
                 tree.unpin_state(slots.last_node)
                 first_state = 0
@@ -244,6 +244,8 @@ class SimulatedStateCache(SimulatedCache):
             progress.kv_committed_len += extend
             tree.cache_unfinished_req(slots, chunked=extend < rest)
             self.snapshots_kept += bool(slot) and slots.mamba_track_slot is None
+            if self._snapshots is not None and end_slot:
+                self._snapshots.on_counted(req)
 
     def _decode(self, running: Running) -> None:
         """Decode up to the last token of the answer; only snapshots have an effect."""
@@ -256,7 +258,7 @@ class SimulatedStateCache(SimulatedCache):
                 self._grow(running, length)
                 self._snapshots.in_decoding([req], [length])
                 req.progress.kv_committed_len = length
-                self._snapshots.on_decoded(req)
+                self._snapshots.on_counted(req)
         self._grow(running, end - 1)
         req.progress.kv_committed_len = end - 1
 

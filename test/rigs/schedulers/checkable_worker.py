@@ -361,19 +361,21 @@ class CheckableWorker(TpModelWorker):
             if batch.verified.snapshots is not None:
                 snapshots, lens = (part.tolist() for part in batch.verified.snapshots)
         taken = [slot for slot in map(int, snapshots) if slot]
-        decoded, restored = dict[int, int](), dict[int, int]()
+        ended, restored = dict[int, int](), dict[int, int]()
         if states.copied is not None:
-            sources, targets = (slots.tolist() for slots in states.copied)
+            for source, target in zip(*(slots.tolist() for slots in states.copied), strict=True):
+                if source in running:
+                    ended[source] = target
+                else:
+                    expect(not forward.forward_mode.is_decode(), "a decode step restores a state")
+                    expect(pool.spec.is_repeatable, "states take a token twice")
+                    restored[target] = source
             if forward.forward_mode.is_decode():
                 expect(states.track_slots is None, "snapshots of a prefill and of a decode step")
-                decoded = dict(zip(sources, targets, strict=True))
-                taken = targets
-            else:
-                expect(pool.spec.is_repeatable, "states take a token twice")
-                restored = dict(zip(targets, sources, strict=True))
+            taken += ended.values()
         expect(
-            decoded.keys() | restored.keys() <= set(running),
-            f"copies {decoded}, {restored}; running are {running}",
+            restored.keys() <= set(running),
+            f"copies {ended}, {restored}; running are {running}",
         )
         written = [*running, *taken]
         expect(len(set(written)) == len(written), f"states are written twice: {written}")
@@ -396,7 +398,7 @@ class CheckableWorker(TpModelWorker):
                 is_restored=is_restored,
             )  # fmt: skip
             uses.append(use)
-        for slot in decoded:
+        for slot in ended:
             at = forward.seq_lens_cpu[running.index(slot)]
             expect(at % alignment == 0, f"a snapshot behind {at} tokens")
         return uses

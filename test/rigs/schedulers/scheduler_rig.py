@@ -395,11 +395,13 @@ def watch_repeats(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert states.first_slots is None or batch.forward_mode is ForwardMode.EXTEND
         if batch.forward_mode is not ForwardMode.EXTEND or states.copied is None:
             return output
-        sources, running = states.copied
-        for own in running.tolist():
-            place = states.slots.tolist().index(own)
+        slots = states.slots.tolist()
+        for source, own in zip(*(part.tolist() for part in states.copied), strict=True):
+            if source in slots:
+                continue  # The state behind a prompt, for others.
+            place = slots.index(own)
             read = int(states.read_slots[place])
-            assert read in sources.tolist() and own != read
+            assert read == source and own != read
             contexts.append(batch.seq_lens_cpu[place])
             assert states.track_slots is None or not states.track_slots[place]
             assert batch.req_pool_indices_cpu is not None

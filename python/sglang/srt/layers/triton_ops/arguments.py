@@ -112,7 +112,7 @@ class DeltaStates:
     """Verification only, without `bounds`: where it leaves its tokens' inputs, in place of states.
     The tensors may be longer."""
     track_slots: torch.Tensor | None = None
-    """`[bs]`: slots for snapshots after `track_lens` tokens; None: no snapshots, all lengths are 0."""
+    """`[bs]`: slots for snapshots after `track_lens` tokens; None: all are 0."""
     track_lens: torch.Tensor | None = None
     """`[bs]`: new tokens before each snapshot; 0: no snapshot."""
 

@@ -78,6 +78,8 @@ class PrefillWork:
     """The slot that takes a snapshot; 0: no snapshot is taken."""
     track_len: int = 0
     """After how many of the new tokens it is taken."""
+    end_slot: int = 0
+    """The slot that takes the state behind all of them; 0: none."""
     is_last_chunk: bool = field(init=False)
     """True if the step samples this request's next token."""
     end: int = field(init=False)
@@ -228,12 +230,13 @@ def _state_slots(
     if not running:
         return []
     read, copies, tracks = list[int](), list[tuple[int, int]](), [work.track_slot for work in works]
+    of_works = list(zip(works, running, strict=True))
     if any(work.first_state for work in works):
-        of_works = list(zip(works, running, strict=True))
         read = [work.first_state or own for work, own in of_works]
         copies = [(work.first_state, own) for work, own in of_works if work.is_again]
     if is_decode:
         copies = [(own, slot) for own, slot in zip(running, tracks, strict=True) if slot]
+    copies += [(own, work.end_slot) for work, own in of_works if work.end_slot]
     if is_decode or not any(tracks):
         tracks = []
     return [running, read, tracks, [one for one, _ in copies], [other for _, other in copies]]

@@ -145,7 +145,7 @@ class PrefillScheduler:
     def on_launched(self, works: list[PrefillWork]) -> None:
         """The device has the step in its queue. The tree may have its keys and values now, and
         copies of them may be queued: every reader is queued behind the step."""
-        tree = self._state.tree
+        tree, snapshots = self._state.tree, self._state.snapshots
         self._catch_up()
         for work in works:
             req = work.req
@@ -156,6 +156,8 @@ class PrefillScheduler:
             req.progress.kv_committed_len += work.extend_len
             if not req.is_probe:
                 tree.cache_unfinished_req(req.slots, chunked=not work.is_last_chunk)
+            if snapshots is not None and work.end_slot:
+                snapshots.on_counted(req)
 
     def _is_blocked(self) -> bool:
         """True if admission would fail again: nothing has changed since slots were short."""
@@ -184,7 +186,7 @@ class PrefillScheduler:
     ) -> PrefillWork:
         """The next work of `req`, all that is left of its prompt or a part of it, with the snapshot
         that it leaves. The request counts as computing from now on."""
-        snapshots, snapshot = self._state.snapshots, (0, 0)
+        snapshots, snapshot = self._state.snapshots, (0, 0, 0)
         if snapshots is not None:
             snapshot = snapshots.in_prefill(req, plan.extend_tokens)
         work = PrefillWork(req, plan.extend_tokens, slots, first_state, *snapshot)

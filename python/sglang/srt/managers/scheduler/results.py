@@ -177,7 +177,7 @@ class ResultProcessor:
             progress.num_in_flight -= 1
             progress.kv_committed_len += 1
             if snapshots is not None:
-                snapshots.on_decoded(req)
+                snapshots.on_counted(req)
             self._append(req, row, step.result)
             alive.append(req)
         if step.has_joined:
@@ -200,7 +200,7 @@ class ResultProcessor:
                 req.progress.num_in_flight -= 1
                 req.progress.kv_committed_len += 1
                 if snapshots is not None:
-                    snapshots.on_decoded(req)
+                    snapshots.on_counted(req)
                 self._append(req, row * width + nth, result)
                 self._count_verified(req, is_draft=nth > 0)
             if nth == 0 and step.has_joined:

@@ -121,24 +121,35 @@ class Snapshots:
             return extend_len
         return branching - begin
 
-    def in_prefill(self, req: Req, extend_len: int) -> tuple[int, int]:
-        """Slot for the snapshot of a prefill, and the number of its tokens before it; 0 and 0: no
-        snapshot is taken."""
+    def in_prefill(self, req: Req, extend_len: int) -> tuple[int, int, int]:
+        """Slots for the snapshots of a prefill; 0: none is taken.
+
+        Returns:
+            A slot, and the number of the prefill's tokens before this snapshot; and, if one is
+            free, a slot for the state behind them all: prompts that go on where this one ends
+            start from there.
+        """
         if req.is_probe:
-            return 0, 0
+            return 0, 0, 0
         begin, slots = req.progress.kv_committed_len, req.slots
         # A recurrent state after the last token of a prompt is of no use to the same prompt.
         is_last = extend_len == req.progress.uncommitted_tokens
         left = is_last and not self._pool.spec.is_repeatable
         end = (begin + extend_len - left) // self._alignment * self._alignment
-        if end <= max(begin, slots.cache_protected_len):
-            return 0, 0
-        if slots.mamba_track_slot is None:
-            slots.mamba_track_slot = self._take()
-        self._count("prefill", slots.mamba_track_slot)
-        if slots.mamba_track_slot is None:
-            return 0, 0
-        return int(slots.mamba_track_slot), end - begin
+        slot = 0
+        if end > max(begin, slots.cache_protected_len):
+            if slots.mamba_track_slot is None:
+                slots.mamba_track_slot = self._take()
+            self._count("prefill", slots.mamba_track_slot)
+            slot = 0 if slots.mamba_track_slot is None else int(slots.mamba_track_slot)
+        end_slot = 0
+        if left and (begin + extend_len) % self._alignment == 0:
+            # It saves later prompts a page at most: no snapshot of another prefix is evicted.
+            (end_slot,) = self._pool.take(1) or (0,)
+        if end_slot:
+            slots.snapshot_slot = torch.tensor([end_slot])
+            slots.snapshot_in_flight = begin + extend_len
+        return slot, end - begin if slot else 0, end_slot
 
     def in_decoding(
         self, reqs: Sequence[Req], seq_lens: Sequence[int], width: int = 1
@@ -172,11 +183,12 @@ class Snapshots:
         by_row = [taken.get(row, (0, 0)) for row in range(len(reqs))]
         return [slot for slot, _ in by_row], [count for _, count in by_row]
 
-    def on_decoded(self, req: Req) -> None:
-        """A decode step of `req` has ended, and its token is counted. If the step left a snapshot,
-        it replaces the one before, whose slot is free again: the next is taken when it is due. The
-        tree gets only the last one, when the request ends: earlier ones would displace states of
-        other prefixes."""
+    def on_counted(self, req: Req) -> None:
+        """The tokens of a step of `req` are counted: of a decode step that has ended, or of a
+        prefill that is launched, whose tokens the tree has. If the step left a snapshot behind
+        them, it replaces the one before, whose slot is free again: the next is taken when it is
+        due. The tree gets only the last one, when the request ends: earlier ones would displace
+        states of other prefixes."""
         slots = req.slots
         if slots.snapshot_in_flight == req.progress.kv_committed_len:
             last = slots.snapshot_slot

@@ -75,7 +75,7 @@ def slots(rig: SchedulerRig) -> tuple[float, float, float]:
 def test_slots_are_used_evictable_or_free(model: Path) -> None:
     rig = rig_of(model)
     assert slots(rig) == (0, 0, 6)
-    rig.step(rig.request("runs", prompt(1, 20), greedy(8)))
+    rig.step(rig.request("runs", prompt(1, 21), greedy(8)))
     assert slots(rig) == (1, 1, 5 - 1), "the state that it runs on; its snapshot"
     rig.step(GetInternalStateReq(req_id="state"))
     data = rig.answers.pop().data
@@ -137,7 +137,7 @@ def test_states_that_leave_the_device_are_counted_and_those_of_a_flush_are_not(
 ) -> None:
     rig = rig_of(model, num_states=3, max_requests=1)
     for number in range(4):
-        run(rig, str(number), prompt(number, 20))
+        run(rig, str(number), prompt(number, 21))
     # One slot runs, and two have snapshots: the third and the fourth took those of the first two.
     assert samples(rig)["evicted_mamba_slots_total/device"] == 2
     rig.step(FlushCacheReqInput(req_id="flush"))
@@ -153,7 +153,7 @@ def test_the_host_has_slots_of_its_own(model: Path) -> None:
     )
     try:
         for number in range(8):
-            run(rig, str(number), prompt(number, 20))
+            run(rig, str(number), prompt(number, 21))
             rig.settle()
         found = samples(rig)
         assert found["hicache_host_total_mamba_slots"] == 6

@@ -44,7 +44,7 @@ class Decoding:
         for _ in range(WIDTH):
             self.req.progress.num_in_flight -= 1
             self.req.progress.kv_committed_len += 1
-            self.snapshots.on_decoded(self.req)
+            self.snapshots.on_counted(self.req)
 
 
 def test_either_of_two_steps_leaves_the_snapshot_that_both_may_reach() -> None:

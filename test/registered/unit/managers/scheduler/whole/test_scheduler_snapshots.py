@@ -85,13 +85,13 @@ def test_all_numbers_of_a_prefill_come_in_one_upload(
 
     monkeypatch.setattr(CpuRuntime, "stage_to_device", counting)
     monkeypatch.setattr(ModelRunner, "forward", noting)
-    longer = [*tokens, *prompt(2, 9)]
+    longer = [*tokens, *prompt(2, 10)]
     rig.run(rig.request("known", longer, greedy(1)), rig.request("new", prompt(3, 5), greedy(1)))
     ((seen, batch),) = batches
-    # 12 and 5 tokens and padding, their positions, 5 numbers and 3 slots of each request.
-    assert seen == [2 * (17 + 1) + 2 * 8]
-    assert batch.positions.tolist() == [*range(40, 52), *range(5)]
-    assert batch.last_rows_in is not None and batch.last_rows_in.tolist() == [11, 16]
+    # 13 and 5 tokens, their positions, 5 numbers and 3 slots of each request.
+    assert seen == [2 * 18 + 2 * 8]
+    assert batch.positions.tolist() == [*range(40, 53), *range(5)]
+    assert batch.last_rows_in is not None and batch.last_rows_in.tolist() == [12, 17]
     states = batch.states
     assert states is not None and states.track_slots is not None and states.copied is None
     known, new = states.slots.tolist()
@@ -100,9 +100,34 @@ def test_all_numbers_of_a_prefill_come_in_one_upload(
     begin = batch.input_ids.data_ptr()
     for tensor in (batch.last_rows_in, states.slots, states.read_slots, states.track_slots):
         assert (tensor.data_ptr() - begin) % 16 == 0
-    assert states.track_lens_cpu == [8, 4]
+    assert states.track_lens_cpu == [12, 4]
     for rid, ids in (("known", longer), ("new", prompt(3, 5))):
         oracle.assert_words(ids, rig.results[rid].output_ids, 1)
+
+
+def test_a_prompt_that_ends_where_snapshots_may_leaves_its_last_state(oracle: GreedyOracle) -> None:
+    """Its repeat starts a page earlier, a prompt that continues it where it ends."""
+    rig = rig_of(oracle)
+    tokens = prompt(1, 40)
+    assert run(rig, oracle, "cold", tokens, 3) == 0
+    assert run(rig, oracle, "warm", tokens, 3) == 36
+    assert run(rig, oracle, "longer", [*tokens, *prompt(2, 9)], 3) == 40
+    # A snapshot of decoding is behind more tokens, and takes its place.
+    assert run(rig, oracle, "decoded", prompt(3, 40), 12) == 0
+    answer = rig.results["decoded"].output_ids
+    assert run(rig, oracle, "next turn", [*prompt(3, 40), *answer, 7], 3) == 48
+    assert run(rig, oracle, "beside", [*prompt(3, 40), 8, 9], 3) == 36
+    rig.assert_clean()
+
+
+def test_a_state_behind_a_prompt_takes_no_other_states_place(oracle: GreedyOracle) -> None:
+    rig = rig_of(oracle, num_states=3, max_requests=1)
+    known, tokens = prompt(2, 43), prompt(1, 40)
+    assert run(rig, oracle, "known", known, 3) == 0
+    assert run(rig, oracle, "cold", tokens, 3) == 0
+    assert run(rig, oracle, "warm", tokens, 3) == 36
+    assert run(rig, oracle, "known again", known, 3) == 40
+    rig.assert_clean()
 
 
 def test_decoding_leaves_snapshots_for_the_next_turn(oracle: GreedyOracle) -> None:
@@ -118,7 +143,7 @@ def test_decoding_leaves_snapshots_for_the_next_turn(oracle: GreedyOracle) -> No
 def test_the_step_after_an_unforeseen_end_leaves_no_state(oracle: GreedyOracle) -> None:
     """Overlapping steps launch the next step before the CPU learns that the request has stopped.
     The snapshot of that step, and the running state, are then one token too far."""
-    rig = rig_of(oracle)
+    rig = rig_of(oracle, num_states=128)
     ends: set[int] = set()
     for length in range(17, 17 + 8 * PAGE):
         tokens = prompt(100 + length, length)
@@ -130,7 +155,7 @@ def test_the_step_after_an_unforeseen_end_leaves_no_state(oracle: GreedyOracle) 
         # The last token was not computed, except by the step whose result was not awaited.
         end = length + at
         ends.add(end % (4 * PAGE))
-        of_prompt, of_answer = (length - 1) // PAGE * PAGE, end - end % (4 * PAGE)
+        of_prompt, of_answer = length // PAGE * PAGE, end - end % (4 * PAGE)
         turn = [*tokens, *words[: at + 1], *prompt(99, 3)]
         reused = run(rig, oracle, f"next {length}", turn, 4)
         assert reused == (of_answer if of_answer > length else of_prompt)
@@ -229,7 +254,7 @@ def test_slots_for_snapshots_go_to_requests_that_want_to_run(oracle: GreedyOracl
     """Six slots: three requests decode, and hold a snapshot each beside their running states.
     Three more want to run."""
     rig = rig_of(oracle, num_states=6, max_requests=6, mamba_track_interval=PAGE)
-    long, late = [prompt(70 + i, 20) for i in range(3)], [prompt(80 + i, 4) for i in range(3)]
+    long, late = [prompt(70 + i, 21) for i in range(3)], [prompt(80 + i, 4) for i in range(3)]
     rig.step(*[rig.request(f"long {i}", ids, greedy(60)) for i, ids in enumerate(long)])
     pool = rig.scheduler.state.pools.req_to_token_pool.mamba_pool
     assert pool is not None
