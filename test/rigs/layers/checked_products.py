@@ -158,7 +158,11 @@ def _routed(
 
 
 def _experts(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: ExpertWeights
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    experts: ExpertWeights,
+    part: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     top_k = ids.shape[1]
     out = _routed(

@@ -22,7 +22,7 @@ from sglang.srt.layers.triton_ops.hyper import streams
 from sglang.srt.layers.triton_ops.kda import chunks as kda_chunks
 from sglang.srt.layers.triton_ops.kda import tokens as kda_tokens
 from sglang.srt.layers.triton_ops.mamba import chunks, tokens
-from sglang.srt.layers.triton_ops.scaled import experts
+from sglang.srt.layers.triton_ops.scaled import experts, shared_expert
 from sglang.srt.layers.triton_ops.scaled import gemv as scaled_gemvs
 from sglang.srt.layers.triton_ops.scaled.linear import add_and_round_, multiply_scaled, round_rows
 
@@ -63,6 +63,7 @@ class FusedKernels:
     join_and_split = staticmethod(streams.join_and_split)
     join_into_one = staticmethod(streams.join_into_one)
     choose_experts = staticmethod(expert_choice.choose_experts)
+    choose_beside_shared = staticmethod(shared_expert.choose_beside_shared)
     run_experts = staticmethod(experts.run_experts)
     run_routed_experts = staticmethod(experts.run_routed_experts)
     rows_added_in_product = 512

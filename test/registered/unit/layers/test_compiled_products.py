@@ -11,8 +11,15 @@ import torch
 import triton.knobs
 
 from rigs.layers.compiled_kernels import Usage, compile_kernel, usage_of
-from sglang.srt.layers.triton_ops.arguments import ScaledWeight
-from sglang.srt.layers.triton_ops.scaled import few_experts, product, routed_experts
+from sglang.srt.layers.triton_ops.arguments import ClampedGate, ScaledWeight
+from sglang.srt.layers.triton_ops.gemv import plan as plan_plain
+from sglang.srt.layers.triton_ops.scaled import (
+    few_experts,
+    gemv,
+    product,
+    routed_experts,
+    shared_expert,
+)
 from sglang.srt.layers.triton_ops.scaled.tiles import kind_of
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -213,3 +220,46 @@ def test_all_programs_of_a_product_run_at_once_on_hopper() -> None:
     tiles, shared = product.Tiles(64, 64, 8, 4, 1), 228 << 10
     found = [product.depth_of(programs, tiles, shared) for programs in (132, 264, 396, 528, 600)]
     assert found == [(2, 4), (2, 3), (1, 4), (1, 3), (1, 4)]
+
+
+def meta_fp8(outputs: int, inputs: int) -> ScaledWeight:
+    return ScaledWeight(
+        elements=torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn, device="meta"),
+        scales=torch.empty(outputs // 128, inputs // 128, device="meta"),
+    )
+
+
+CHOICE: dict[str, Any] = {
+    "EXPERTS": 256, "TOP_K": 6, "PLACES": 7, "GROUPS": 1, "TOP_GROUPS": 1, "BLOCK_E": 256,
+    "BLOCK_P": 8, "BLOCK_G": 1, "BLOCK_S": 256, "SCORING": "sqrt_softplus", "BIAS": True,
+    "RENORMALIZE": True, "TWO_OF_GROUP": False, "GATE": False, "TAGS": False, "TABLE": False,
+}  # fmt: skip
+_GEMV, _CHOOSE = gemv._scaled_gemv_kernel, shared_expert._choose_and_multiply_kernel
+TOGETHER: dict[str, tuple[Any, ScaledWeight, ClampedGate | None, dict[str, Any]]] = {
+    "shared expert and router": (_GEMV, meta_fp8(4096, 4096), ClampedGate(limit=10.0), {"n": 256}),
+    "latents and compressors": (_GEMV, meta_fp8(1536, 4096), None, {"n": 2560}),
+    "shared expert and choice": (_CHOOSE, meta_fp8(4096, 2048), None, CHOICE),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_launches_of_two_products_of_deepseek_v4_spill_no_registers(name: str) -> None:
+    kernel, weight, activation, others = TOGETHER[name]
+    constants = {**gemv.constants_of(weight, None, activation), "BIAS": False, **others, "EARLY": 1}
+    warps = constants.pop("num_warps")
+    if "n" in others:
+        plan = plan_plain(constants.pop("n"), constants["K"])
+        assert plan is not None
+        rows, cols, _ = plan
+        constants |= {"BESIDE": others["n"] // rows, "PLAIN_N": rows, "PLAIN_K": cols}
+    types = {
+        "weight_ptr": "*fp8e4nv", "zeros_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "factor": "fp32",
+        "ids_ptr": "*i32", "table_ptr": "*i32", "tokens_ptr": "*i32", "weights_ptr": "*fp32",
+    }  # fmt: skip
+    if kernel is _CHOOSE:
+        types["bias_ptr"] = "*fp32"
+    aligned = {arg for arg in kernel.arg_names if arg.endswith("_ptr")}
+    compiled = compile_kernel(
+        kernel, constants, lambda arg: types.get(arg, type_of(arg)), aligned=aligned, warps=warps
+    )
+    assert usage_of(compiled).spilled == 0

@@ -391,11 +391,9 @@ class SparseMoeBlock(torch.nn.Module):
                 shared_weight = self.shared_expert_gate.forward(x).sigmoid_()
         else:
             top_k = self._choice.top_k
-            logits = self.gate.logits(x)
-            weights, ids = self._kernels.choose_experts(logits, self._choice, x, tokens)
             if self._few is not None and self.experts.takes_few(len(x), top_k):
-                out = self._kernels.run_experts(x, weights, ids, self._few)
-                return self._group.sum_later(out), residual
+                return self._group.sum_later(self._run_few(x, tokens, self._few)), residual
+            weights, ids = self._choose(x, tokens)
             if self.shared_expert_gate is not None:
                 shared_weight = weights[:, top_k:].to(x.dtype)
             weights = weights[:, :top_k]
@@ -419,6 +417,28 @@ class SparseMoeBlock(torch.nn.Module):
         rest, residual = self.shared_expert.forward(x, residual)
         assert not isinstance(rest, PendingSum), "one rank has all"
         return (out if rest is None else out.add_(rest)), residual
+
+    def _choose(
+        self, x: torch.Tensor, tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and ids by the kernels; see `FusedKernels.choose_experts`."""
+        assert self._kernels is not None
+        return self._kernels.choose_experts(self.gate.logits(x), self._choice, x, tokens)
+
+    def _run_few(
+        self, x: torch.Tensor, tokens: torch.Tensor | None, experts: ExpertWeights
+    ) -> torch.Tensor:
+        """This rank's part of the sum of all experts by the kernels for few tokens."""
+        assert self._kernels is not None
+        beside = None
+        if self.gate.bias is None:
+            beside = self._kernels.choose_beside_shared(
+                x, self.gate.weight, self._choice, experts, tokens
+            )
+        if beside is None:
+            return self._kernels.run_experts(x, *self._choose(x, tokens), experts)
+        weights, ids, part = beside
+        return self._kernels.run_experts(x, weights, ids, experts, part)
 
 
 def exchange_bytes_of(model: torch.nn.Module) -> int:

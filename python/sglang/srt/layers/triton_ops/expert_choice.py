@@ -5,6 +5,9 @@ The shared expert has one more place, after a token's chosen experts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -108,13 +111,13 @@ def _weigh_shared(
 def _choose_kernel(
     logits_ptr: tl.tensor,
     bias_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    gate_ptr: tl.tensor,
     table_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     factor: tl.tensor,
+    x_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     PLACES: tl.constexpr,
@@ -136,15 +139,52 @@ def _choose_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """Grid `(num_tokens, 1 + GATE)`: one program chooses the experts of a token; another computes
-    the weight of its shared expert. TAGS: only the logits, of 16 bits, decide the choice. TABLE:
-    the token decides it."""
+    the weight of its shared expert."""
     token = tl.program_id(0).to(tl.int64)
-    weights_ptr += token * PLACES
     if GATE:  # noqa: SIM102 - known when this is compiled
         if tl.program_id(1) == 1:
             x_ptr += token * HIDDEN
-            _weigh_shared(x_ptr, gate_ptr, weights_ptr + TOP_K, HIDDEN, BLOCK_H, EARLY)
+            to = weights_ptr + token * PLACES + TOP_K
+            _weigh_shared(x_ptr, gate_ptr, to, HIDDEN, BLOCK_H, EARLY)
             return
+    choose_of_token(
+        logits_ptr, bias_ptr, table_ptr, tokens_ptr, weights_ptr, ids_ptr, factor, token,
+        EXPERTS, TOP_K, PLACES, GROUPS, TOP_GROUPS, BLOCK_E, BLOCK_P, BLOCK_G, BLOCK_S, SCORING,
+        BIAS, RENORMALIZE, TWO_OF_GROUP, GATE, TAGS, TABLE, EARLY,
+    )  # fmt: skip
+
+
+@triton.jit
+def choose_of_token(
+    logits_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    factor: tl.tensor,
+    token: tl.tensor,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SCORING: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    TWO_OF_GROUP: tl.constexpr,
+    GATE: tl.constexpr,
+    TAGS: tl.constexpr,
+    TABLE: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Choose the experts of a token. TAGS: only the logits, of 16 bits, decide the choice. TABLE:
+    the token decides it. GATE: another program stores the weight of the shared expert."""
+    weights_ptr += token * PLACES
     experts = tl.arange(0, BLOCK_E)
     inside = experts < EXPERTS
     places = tl.arange(0, BLOCK_P)
@@ -250,6 +290,58 @@ def _best_of_all(
     return ids
 
 
+@dataclass(frozen=True, slots=True)
+class ChoiceLaunch:
+    """Arguments of kernels that choose experts, and what they write."""
+
+    weights: torch.Tensor
+    """fp32 `[num_tokens, places]`: weights of the chosen experts, then that of the shared one, if
+    any."""
+    ids: torch.Tensor
+    """int32 `[num_tokens, top_k]`."""
+    arguments: tuple[torch.Tensor | float, ...]
+    """The first of `choose_of_token`, in their order."""
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, logits: torch.Tensor, choice: ExpertChoice, tokens: torch.Tensor | None
+    ) -> ChoiceLaunch:
+        """Args: see `choose_experts`."""
+        num_tokens, num_experts = logits.shape
+        places = choice.top_k + choice.has_shared
+        assert logits.is_contiguous()
+        weights = logits.new_empty((num_tokens, places), dtype=torch.float32)
+        ids = logits.new_empty((num_tokens, choice.top_k), dtype=torch.int32)
+        bias, table = choice.correction_bias, choice.table
+        assert table is None or (tokens is not None and table.is_contiguous())
+        is_softmax = choice.scoring == "softmax" and table is None
+        by_logits = is_softmax and bias is None and choice.groups == choice.top_groups
+        arguments = (
+            logits, logits if bias is None else bias, ids if table is None else table,
+            ids if tokens is None else tokens, weights, ids, choice.factor,
+        )  # fmt: skip
+        constants = {
+            "EXPERTS": num_experts,
+            "TOP_K": choice.top_k,
+            "PLACES": places,
+            "GROUPS": choice.groups,
+            "TOP_GROUPS": choice.top_groups,
+            "BLOCK_E": triton.next_power_of_2(num_experts),
+            "BLOCK_P": triton.next_power_of_2(places),
+            "BLOCK_G": triton.next_power_of_2(choice.groups),
+            "BLOCK_S": triton.next_power_of_2(num_experts // choice.groups),
+            "SCORING": choice.scoring,
+            "BIAS": bias is not None,
+            "RENORMALIZE": choice.renormalize,
+            "TWO_OF_GROUP": choice.two_of_group,
+            "GATE": choice.shared_gate is not None,
+            "TAGS": by_logits and logits.element_size() == 2 and num_experts <= _TAG.value,
+            "TABLE": table is not None,
+        }
+        return cls(weights, ids, arguments, constants)
+
+
 def choose_experts(
     logits: torch.Tensor,
     choice: ExpertChoice,
@@ -267,44 +359,16 @@ def choose_experts(
         fp32 `[num_tokens, places]`: weights of the chosen experts, then that of the shared one, if
         any; and int32 `[num_tokens, top_k]`: ids.
     """
-    num_tokens, num_experts = logits.shape
-    places = choice.top_k + choice.has_shared
-    assert logits.is_contiguous() and x.is_contiguous()
-    weights = torch.empty((num_tokens, places), dtype=torch.float32, device=x.device)
-    ids = torch.empty((num_tokens, choice.top_k), dtype=torch.int32, device=x.device)
-    has_gate, table = choice.shared_gate is not None, choice.table
-    assert table is None or (tokens is not None and table.is_contiguous())
-    is_softmax = choice.scoring == "softmax" and table is None
-    by_logits = is_softmax and choice.correction_bias is None and choice.groups == choice.top_groups
-    _choose_kernel[(num_tokens, 1 + has_gate)](
-        logits,
-        logits if choice.correction_bias is None else choice.correction_bias,
+    assert x.is_contiguous()
+    launch, gate = ChoiceLaunch.of(logits, choice, tokens), choice.shared_gate
+    _choose_kernel[(len(x), 1 + (gate is not None))](
+        *launch.arguments,
         x,
-        x if choice.shared_gate is None else choice.shared_gate,
-        ids if table is None else table,
-        ids if tokens is None else tokens,
-        weights,
-        ids,
-        choice.factor,
-        EXPERTS=num_experts,
-        TOP_K=choice.top_k,
-        PLACES=places,
+        x if gate is None else gate,
         HIDDEN=x.shape[1],
-        GROUPS=choice.groups,
-        TOP_GROUPS=choice.top_groups,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_P=triton.next_power_of_2(places),
         BLOCK_H=min(2048, triton.next_power_of_2(x.shape[1])),
-        BLOCK_G=triton.next_power_of_2(choice.groups),
-        BLOCK_S=triton.next_power_of_2(num_experts // choice.groups),
-        SCORING=choice.scoring,
-        BIAS=choice.correction_bias is not None,
-        RENORMALIZE=choice.renormalize,
-        TWO_OF_GROUP=choice.two_of_group,
-        GATE=has_gate,
-        TAGS=by_logits and logits.element_size() == 2 and num_experts <= _TAG.value,
-        TABLE=table is not None,
+        **launch.constants,
         num_warps=1,
         **early_start(x),
     )
-    return weights, ids
+    return launch.weights, launch.ids

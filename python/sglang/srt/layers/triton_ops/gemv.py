@@ -45,6 +45,29 @@ def _products(
 
 
 @triton.jit
+def multiply_rows(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    first: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Store the products of a vector of K and BLOCK_N rows of a weight, from `first` on."""
+    rows = first + tl.arange(0, BLOCK_N)
+    cols = tl.arange(0, BLOCK_K)
+    weights = weight_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
+    total = _products(x_ptr, weights, cols, K, BLOCK_K, EARLY)
+    if BIAS:
+        total += tl.load(bias_ptr + rows).to(tl.float32)
+    tl.store(out_ptr + rows, total.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
 def _gemv_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -61,13 +84,8 @@ def _gemv_kernel(
     which has its own K inputs; 0: all have the same."""
     if OF_GROUP > 0:
         x_ptr += tl.program_id(0) * BLOCK_N // OF_GROUP * K
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    cols = tl.arange(0, BLOCK_K)
-    weights = weight_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :]
-    total = _products(x_ptr, weights, cols, K, BLOCK_K, EARLY)
-    if BIAS:
-        total += tl.load(bias_ptr + rows).to(tl.float32)
-    tl.store(out_ptr + rows, total.to(out_ptr.dtype.element_ty))
+    first = tl.program_id(0) * BLOCK_N
+    multiply_rows(x_ptr, weight_ptr, bias_ptr, out_ptr, first, K, BLOCK_N, BLOCK_K, BIAS, EARLY)
 
 
 @triton.jit

@@ -20,11 +20,15 @@ from sglang.srt.layers.triton_ops.scaled.few_experts import run_scaled_experts
 from sglang.srt.layers.triton_ops.scaled.gemv import scaled_gated_gemv
 from sglang.srt.layers.triton_ops.scaled.linear import multiply_scaled
 from sglang.srt.layers.triton_ops.scaled.routed_experts import run_scaled_routed_experts
-from sglang.srt.layers.triton_ops.scaled.tiles import kind_of
+from sglang.srt.layers.triton_ops.scaled.shared_expert import shared_apart
 
 
 def run_experts(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: ExpertWeights
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    experts: ExpertWeights,
+    part: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts, including the shared one, for few tokens.
 
@@ -33,16 +37,17 @@ def run_experts(
     Args:
         x: Contiguous `[num_tokens, hidden_size]`.
         weights: From `choose_experts`; `ids` likewise, of any integer dtype.
+        part: From `choose_beside_shared`; None: the shared expert is not computed yet.
 
     Returns:
         `[num_tokens, hidden_size]` of the dtype of `x`.
     """
     gate_up, down, shared = experts.gate_up, experts.down, experts.shared
-    is_together = experts.biases is None and all(map(_are_alike, shared or (), (gate_up, down)))
-    part: torch.Tensor | None = None
-    if shared is not None and not is_together:
-        part = _multiply(_gated(x, shared[0], experts.activation), shared[1])
+    apart = shared_apart(experts)
+    if apart is not None:
         shared = None
+        if part is None:
+            part = _multiply(_gated(x, apart[0], experts.activation), apart[1])
     if isinstance(gate_up, ScaledWeight) and isinstance(down, ScaledWeight):
         scaled: tuple[ScaledWeight, ScaledWeight] | None = None
         if shared is not None:
@@ -94,13 +99,6 @@ def run_routed_experts(
         x, weights, ids, gate_up, down,
         activation=activation, biases=biases, num_experts=num_experts,
     )  # fmt: skip
-
-
-def _are_alike(first: Weight, second: Weight) -> bool:
-    """True if one kernel can read both weights."""
-    if isinstance(first, ScaledWeight) and isinstance(second, ScaledWeight):
-        return kind_of(first) == kind_of(second) and first.is_fp4 == second.is_fp4
-    return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
 
 
 def _gated(x: torch.Tensor, weight: Weight, activation: ExpertActivation) -> torch.Tensor:
