@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -113,6 +113,10 @@ class ReferenceKernels:
         product = self._product(x, weight)
         found = (product if bias is None else product + bias.float()).to(out_dtype or x.dtype)
         return found if out is None else out.copy_(found)
+
+    @staticmethod
+    def multiply_together(x: torch.Tensor, weights: Sequence[Weight]) -> None:
+        return None
 
     def run_routed_experts(
         self,

@@ -24,7 +24,12 @@ from sglang.srt.layers.triton_ops.kda import tokens as kda_tokens
 from sglang.srt.layers.triton_ops.mamba import chunks, tokens
 from sglang.srt.layers.triton_ops.scaled import experts, shared_expert
 from sglang.srt.layers.triton_ops.scaled import gemv as scaled_gemvs
-from sglang.srt.layers.triton_ops.scaled.linear import add_and_round_, multiply_scaled, round_rows
+from sglang.srt.layers.triton_ops.scaled.linear import (
+    add_and_round_,
+    multiply_scaled,
+    multiply_together,
+    round_rows,
+)
 
 
 class FusedKernels:
@@ -44,6 +49,7 @@ class FusedKernels:
     gated_gemv = staticmethod(gemvs.gated_gemv)
     round_rows = staticmethod(round_rows)
     multiply_scaled = staticmethod(multiply_scaled)
+    multiply_together = staticmethod(multiply_together)
     scaled_gated_gemv = staticmethod(scaled_gemvs.scaled_gated_gemv)
     rotate = staticmethod(rotation.rotate)
     rotate_heads = staticmethod(rotated_norm.rotate_heads)

@@ -200,7 +200,7 @@ class MergedColumnParallelLinear(WeightedLayer):
 
 class ProjectionsByFormat(torch.nn.Module):
     """Groups of projections of one input: one product for all groups whose weights have the same
-    formats. Every rank has all outputs."""
+    formats. Products of one token may share a launch. Every rank has all outputs."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class ProjectionsByFormat(torch.nn.Module):
             [sum(share.size for _, share in groups[nth]) for nth in members]
             for members in self._members
         ]
-        self.products = torch.nn.ModuleList(
+        self._products = [
             MergedColumnParallelLinear(
                 input_size,
                 [part for nth in members for part in groups[nth]],
@@ -238,13 +238,19 @@ class ProjectionsByFormat(torch.nn.Module):
                 placement=placement,
             )
             for members in self._members
-        )
+        ]
+        self.products = torch.nn.ModuleList(self._products)
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         """`[num_tokens, input_size]` to `[num_tokens, outputs]` of each group, with dense rows."""
+        kernels, found = fused_kernels(x.device), None
+        if kernels is not None:
+            found = kernels.multiply_together(x, [product.weight for product in self._products])
+        if found is None:
+            found = [product.forward(x) for product in self._products]
         outs: dict[int, torch.Tensor] = {}
-        for product, members, sizes in zip(self.products, self._members, self._sizes, strict=True):
-            outs |= zip(members, torch.split(product(x), sizes, dim=1), strict=True)
+        for out, members, sizes in zip(found, self._members, self._sizes, strict=True):
+            outs |= zip(members, torch.split(out, sizes, dim=1), strict=True)
         return [outs[nth] for nth in range(len(outs))]
 
 

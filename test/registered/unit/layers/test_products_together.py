@@ -11,14 +11,16 @@ import torch
 
 from rigs.models.kernel_layers import DEVICE, HALF, randn, relative_error
 from rigs.models.scaled_weights import fp4_weight, fp8_weight, int4_weight
+from sglang.srt.layers import linear
 from sglang.srt.layers.cuda_kernels import KERNELS
+from sglang.srt.layers.linear import MergedColumnParallelLinear, ProjectionsByFormat
 from sglang.srt.layers.moe.sparse_moe import (
     RouterOptions,
     SharedExpertOptions,
     SparseMoeBlock,
     SparseMoeOptions,
 )
-from sglang.srt.layers.placement import TensorPlacement
+from sglang.srt.layers.placement import Share, TensorPlacement
 from sglang.srt.layers.triton_ops.arguments import (
     ClampedGate,
     ExpertActivation,
@@ -26,6 +28,7 @@ from sglang.srt.layers.triton_ops.arguments import (
     ExpertChoice,
     ExpertWeights,
     ScaledWeight,
+    Weight,
 )
 from sglang.srt.layers.triton_ops.scaled import few_experts
 from sglang.srt.layers.triton_ops.scaled.gemv import (
@@ -33,6 +36,7 @@ from sglang.srt.layers.triton_ops.scaled.gemv import (
     scaled_gated_gemv,
     scaled_gemv,
 )
+from sglang.srt.layers.weight_format import WeightFormat, WeightFormats
 from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=20, suite="base-b-test-1-gpu-large")
@@ -87,8 +91,43 @@ def test_a_plain_product_beside_one_with_scales_changes_neither(
     check(got_plain, want_plain)
 
 
+def test_products_of_two_formats_share_a_launch_of_one_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In either order; outputs keep theirs."""
+    quantized = WeightFormat(why_dequantized="the test sets the weight")
+    formats = WeightFormats(of=lambda name: quantized if "scaled" in name else None)
+    sizes = {"plain": 16, "scaled": 32, "plain_too": 8}
+    layer = ProjectionsByFormat(
+        INPUTS,
+        [[(name, Share(0, size, size))] for name, size in sizes.items()],
+        placement=TensorPlacement(dtype=HALF, device=DEVICE, formats=formats),
+    )
+    of_plain, of_scaled = layer._products
+    plain, weight = of_plain.weight, KINDS["fp8"](32, INPUTS)
+    assert isinstance(plain, torch.Tensor)
+    plain.copy_(randn(24, INPUTS, seed=2, dtype=HALF))
+    del of_scaled.weight
+    of_scaled.weight = weight
+    x, together = randn(2, INPUTS, seed=1, dtype=HALF), KERNELS.multiply_together
+    assert together(x, [plain, weight]) is None, "several tokens"
+    others_of: list[list[Weight]] = [[plain], [weight], [plain, weight] * 2, [plain[:12], weight]]
+    for others in others_of:
+        assert together(x[:1], others) is None
+    found = together(x[:1], [weight, plain])
+    assert found is not None
+    monkeypatch.setattr(linear, "fused_kernels", lambda device: KERNELS)
+    want = [of_plain.forward(x[:1]), of_scaled.forward(x[:1])]
+    check(found[1], want[0])
+    check(found[0], want[1])
+    monkeypatch.setattr(MergedColumnParallelLinear, "forward", None)
+    first, second, third = layer.forward(x[:1])
+    check(torch.cat([first, third], dim=1), want[0])
+    check(second, want[1])
+
+
 def choice_of(**changes: Any) -> ExpertChoice:
-    options = {
+    options: dict[str, Any] = {
         "top_k": TOP_K, "scoring": "sqrt_softplus", "renormalize": True, "factor": 1.5, "groups": 1,
         "top_groups": 1, "two_of_group": False, "correction_bias": randn(EXPERTS, seed=3) / 4,
         "has_shared": True, "shared_gate": None,

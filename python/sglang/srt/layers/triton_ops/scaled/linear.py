@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
-from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight
+from sglang.srt.layers.triton_ops.arguments import RoundedRows, ScaledWeight, Weight
+from sglang.srt.layers.triton_ops.gemv import plan
 from sglang.srt.layers.triton_ops.norm import rounded_norm_
 from sglang.srt.layers.triton_ops.rounding import (
     empty_rounded,
     quantize_activations,
     quantize_gated,
 )
-from sglang.srt.layers.triton_ops.scaled.gemv import scaled_gemv
+from sglang.srt.layers.triton_ops.scaled.gemv import PlainProduct, scaled_gemv
 from sglang.srt.layers.triton_ops.scaled.int4 import dequantize_int4
 from sglang.srt.layers.triton_ops.scaled.product import (
     more_rows_of_library,
@@ -109,6 +111,27 @@ def multiply_scaled(
     elif tokens:
         multiply_on_tensor_cores(x, weight, bias, out)
     return out
+
+
+def multiply_together(x: torch.Tensor, weights: Sequence[Weight]) -> list[torch.Tensor] | None:
+    """`x @ weight.T` of one token and each weight, in one launch.
+
+    Args:
+        x: `[num_tokens, inputs]`, dense rows, bf16 or fp16.
+        weights: `[outputs, inputs]` each.
+
+    Returns:
+        `[1, outputs]` of the dtype of `x`; None: there are several tokens, or other weights than
+        one with scales and one plain.
+    """
+    scaled = [weight for weight in weights if isinstance(weight, ScaledWeight)]
+    plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    if len(x) != 1 or len(scaled) != 1 or len(plain) != 1 or plan(*plain[0].shape) is None:
+        return None
+    outs = [x.new_empty((1, weight.shape[0])) for weight in weights]
+    of_scaled, of_plain = outs if weights[0] is scaled[0] else outs[::-1]
+    scaled_gemv(x, scaled[0], None, of_scaled, beside=PlainProduct(plain[0], of_plain))
+    return outs
 
 
 def _more_rows(tokens: int, weight: ScaledWeight) -> int:
