@@ -13,6 +13,8 @@ from sglang.srt.utils.json_files import refuse_lfs_pointer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer.model",
@@ -20,6 +22,9 @@ _TOKENIZER_FILES: Final = (
     "vocab.json",
     "vocab.txt",
 )
+_SAMPLES: Final = (" Hello", " 1234 56", " I'M  here\n\n", " e\u0301")
+"""Texts that tokenizers split by different rules. They begin with a space: a prefix space that
+tokenizer_config.json asks for makes no difference."""
 
 
 def check_tokenizer_files(path: str) -> None:
@@ -48,7 +53,7 @@ def get_tokenizer(
 
     Args:
         trust_remote_code: True if code that comes with the tokenizer may run.
-        is_known: Another process of this server has loaded it too, and logs the library's warnings.
+        is_known: Another process of this server has loaded it too, and logs the warnings.
 
     Raises:
         ValueError: Files are missing or broken, or the tokenizer needs such code. One line with
@@ -66,6 +71,7 @@ def get_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=trust_remote_code
         )
+        text = None if is_known else _text_split_otherwise(tokenizer, path)
     # For damaged files the libraries raise types of their own, some of them bare Exception.
     except Exception as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
@@ -78,7 +84,38 @@ def get_tokenizer(
     finally:
         library.setLevel(level)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    if text is not None:
+        logger.warning(
+            "the tokenizer in %s: the class %s splits text by rules of its own, so %r gets other "
+            "tokens than by tokenizer.json. If the model needs the tokens of that file, give "
+            "--tokenizer-path a copy of the directory without config.json and with "
+            '"tokenizer_class": "TokenizersBackend" in tokenizer_config.json',
+            path,
+            type(tokenizer).__name__,
+            text,
+        )
     return tokenizer
+
+
+def _text_split_otherwise(tokenizer: Any, path: str) -> str | None:
+    """A text that `tokenizer` encodes otherwise than the tokenizer.json in `path` says, if known.
+
+    Some classes of transformers read only the vocabulary and the merges from that file
+    (findings/transformers_splits_by_class.sh).
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    file = Path(path) / "tokenizer.json"
+    if type(tokenizer) is PreTrainedTokenizerFast or not file.exists():  # It reads the whole file.
+        return None
+    own = Tokenizer.from_file(str(file))
+
+    def differs(text: str) -> bool:
+        ids = own.encode(text, add_special_tokens=False).ids
+        return bool(ids != tokenizer.encode(text, add_special_tokens=False))
+
+    return next(filter(differs, _SAMPLES), None)
 
 
 def is_byte_level(tokenizer: object) -> bool:

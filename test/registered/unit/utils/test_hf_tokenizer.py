@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import transformers
+from tokenizers import Tokenizer, pre_tokenizers
 
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.managers.detokenizer import detokenizer_manager
 from sglang.srt.process import build
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.hf_tokenizer import check_tokenizer_files, get_tokenizer
+from sglang.srt.utils.hf_tokenizer import _SAMPLES, check_tokenizer_files, get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="base-a-test-cpu")
@@ -98,3 +99,54 @@ def test_a_vocabulary_of_tiktoken_is_a_tokenizers_file(tmp_path: Path) -> None:
         check_tokenizer_files(str(tmp_path))
     (tmp_path / "tiktoken.model").touch()
     check_tokenizer_files(str(tmp_path))
+
+
+def _with_class(path: Path, name: str, model_type: str | None) -> str:
+    path.mkdir()
+    shutil.copy(BUILTIN_MODEL_DIR / "tokenizer.json", path)
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    if model_type is not None:
+        (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return str(path)
+
+
+def test_a_class_that_ignores_the_rules_of_the_file_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = _with_class(tmp_path / "own", "PreTrainedTokenizerFast", "qwen2")
+    tokenizer = get_tokenizer(own)
+    [warned] = caplog.messages
+    assert own in warned and "Qwen2Tokenizer" in warned and "TokenizersBackend" in warned
+    caplog.clear()
+    get_tokenizer(own, is_known=True)
+    assert caplog.messages == [], "the server process warns"
+
+    file = Tokenizer.from_file(str(BUILTIN_MODEL_DIR / "tokenizer.json"))
+    [text] = [one for one in _SAMPLES if repr(one) in warned]
+    by_file = file.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text, add_special_tokens=False) != by_file
+    remedy = get_tokenizer(_with_class(tmp_path / "remedy", "TokenizersBackend", None))
+    assert remedy.encode(text, add_special_tokens=False) == by_file
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "GPT2Tokenizer"])
+def test_no_warning_where_ids_are_those_of_the_file(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = _with_class(tmp_path / "tokenizer", name, "llama")
+    if name == "GPT2Tokenizer":
+        file = Tokenizer.from_file(f"{path}/tokenizer.json")
+        file.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        file.model.ignore_merges = False
+        file.save(f"{path}/tokenizer.json")
+    assert type(get_tokenizer(path)).__name__ in (name, "TokenizersBackend")
+    assert caplog.messages == []
+
+
+def test_a_vocabulary_in_other_files_has_no_rules_to_compare(tmp_path: Path) -> None:
+    path = Path(_with_class(tmp_path / "tokenizer", "GPT2Tokenizer", "llama"))
+    (path / "tokenizer.json").unlink()
+    (path / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}))
+    (path / "merges.txt").write_text("#version: 0.2\na b\n")
+    assert get_tokenizer(str(path)).encode("ab") == [3]
