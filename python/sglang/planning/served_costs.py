@@ -1,0 +1,102 @@
+"""What a simulated server is given: measured seconds, and sizes."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds of one server, measured while it has no other work."""
+
+    linear: float
+    """Of a new token, without attention to others."""
+    by_pair: float
+    """Of a new token for each token before it."""
+    step: float
+    """Of a decode step."""
+    by_request: float = 0.0
+    """Added to a step for each request."""
+    by_context: float
+    """Added to a step for each token of context."""
+    read: float | None = None
+    """Of a token that is read from L3 to L2; None: there is no L3."""
+    write: float = 0.0
+    """Of a token that is written from L2 to L3."""
+    copied: float = 0.0
+    """The part of `read` and of `write` that one thread does for all servers."""
+    load: float = 0.0
+    """Of a token that is loaded from L2 to L1, while the device computes."""
+    by_prompt_token: float = 0.0
+    """Of the client and the server's CPU for each token of a prompt, before it is queued."""
+
+    def prefill(self, new: int, before: int) -> float:
+        """Seconds to compute `new` tokens after `before` others."""
+        return new * self.linear + new * (before + new / 2) * self.by_pair
+
+    def decode(self, contexts: Sequence[int]) -> float:
+        """Seconds of a step of requests with so many tokens each."""
+        return self.step + len(contexts) * self.by_request + sum(contexts) * self.by_context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSizes:
+    """Sizes and settings of a server. Lengths are tokens."""
+
+    page_size: int
+    l1: int
+    l2: int = 0
+    chunk: int = 8192
+    """`--chunked-prefill-size`."""
+    threshold: int = 256
+    """`prefetch_threshold`."""
+    policy: PrefetchPolicy = PrefetchPolicy.WAIT_COMPLETE
+    timeout: tuple[float, float, float] = (2.0, 0.1, 30.0)
+    """Seconds: `prefetch_timeout_base`, `prefetch_timeout_per_ki_token`, `prefetch_timeout_max`."""
+
+    def wait_s(self, tokens: int) -> float:
+        """The longest that a request waits for a read of `tokens`."""
+        base, per_ki, most = self.timeout
+        if self.policy is PrefetchPolicy.WAIT_COMPLETE:
+            return most
+        return min(most, base + per_ki * tokens / 1024)
+
+
+class Clock:
+    """Simulated time in seconds, and what will happen."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        """Call `act` in `seconds`; what was planned first comes first."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), act))
+
+    def run(self) -> None:
+        """Let all happen."""
+        while self._events:
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+
+
+class CopyThread:
+    """The thread of a store's client that copies for all servers, one call after the other."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._is_free_at = clock, 0.0
+
+    def after(self, own: float, copied: float, act: Callable[[], None]) -> None:
+        """Call `act` after `own` seconds of the caller's thread, and then `copied` of this one."""
+
+        def copy() -> None:
+            self._is_free_at = max(self._is_free_at, self._clock.now) + copied
+            self._clock.after(self._is_free_at - self._clock.now, act)
+
+        self._clock.after(own, copy)
