@@ -26,6 +26,7 @@ COMMANDS: Final[dict[str, tuple[str, ...]]] = {
         "buffer",
         "groups",
         "agents",
+        "agents-runs",
     ),
     "storage": ("backends", "buffer", "keys", "full"),
     "multiturn": (),

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from benchmark.command import Command, Refused
-from benchmark.gpu_hicache.agents_forecast import Costs
 from benchmark.multiturn import add_round
 from benchmark.report import Report
 from benchmark.simulate.talk import Exchange, Talk, replay_talk
@@ -28,6 +27,7 @@ from rigs.bench.cache_simulation import Arrangement, CacheSizes
 from rigs.bench.multiturn import round_figures
 from rigs.bench.state_simulation import SimulatedStateCache, StateSettings
 from sglang.benchmark.api_backends import RequestResult
+from sglang.planning.served_costs import Costs
 
 ALIGNMENT: Final = 64
 """Tokens between possible snapshots: a page, and a chunk of the delta rule."""
@@ -57,10 +57,6 @@ class BatchCosts(Costs):
 
     by_pass: float
     """Of a prefill pass: reading all weights, and its request."""
-    by_request: float
-    """Added to a decode step for each request."""
-    load: float
-    """Each token that is loaded from L2."""
 
 
 def h200_costs(layers: int) -> BatchCosts:
@@ -81,7 +77,6 @@ def h200_costs(layers: int) -> BatchCosts:
         step=0.15e-3 + 0.4e-3 * part,
         by_request=0.19e-3 * part,
         by_context=2e-9 * part,
-        read=None,
     )
 
 
@@ -220,8 +215,7 @@ def _run_round(
                 one.ttft = now - arrived[id(one)]
                 decoding.append(_Decoding(one.prompt_tokens, one.completion_tokens - 1, one))
         else:
-            contexts = sum(one.context for one in decoding)
-            now += costs.step + len(decoding) * costs.by_request + contexts * costs.by_context
+            now += costs.decode([one.context for one in decoding])
             for running in decoding:
                 running.context += 1
                 running.left -= 1
