@@ -191,6 +191,8 @@ class MixedScheduler:
         )
         self._apart = random.Random(f"{seed} apart")
         self._policies = draw_policies(self.mix, self._apart)
+        # Reads find no room at first in the smaller L2.
+        self._l2_ratio = random.Random(f"{seed} L2").choice((2.0, 0.3))
         self._copies = HeldCopies() if self._apart.random() < 0.5 else None
         """None: threads copy between L1 and L2."""
         self._still: dict[SchedulerRig, StillBytes] = {}
@@ -264,7 +266,7 @@ class MixedScheduler:
         if mix.family in ("kimi_linear", "qwen3_next", "nemotron_h", "deepseek_v4", "glm5_next"):
             args["mamba_track_interval"] = 2 * page
         if mix.tiers > 1:
-            args |= {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
+            args |= {"enable_hierarchical_cache": True, "hicache_ratio": self._l2_ratio}
         if mix.tiers > 2:
             if mix.is_buffer:
                 args |= {"hicache_host_memory_mode": "buffer_only", "hicache_ratio": 0.2}

@@ -213,9 +213,9 @@ class Setup:
 
     @property
     def tick_s(self) -> float:
-        """Seconds by which the rig's clock advances in each step. Above a buffer a prompt is read
-        in parts for as long as the clock gives it, so that the clock must not outrun the store."""
-        return 0.001 if self.is_buffer else 1.0
+        """Seconds by which the rig's clock advances in each step. A prompt is read in parts for as
+        long as the clock gives it, so that the clock must not outrun the store."""
+        return 0.001 if self.tiers == 3 else 1.0
 
     @property
     def write_policies(self) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ class HiRadixCache(RadixCache):
             tree, store, self.storage_prefetch, self.match_prefix, self.init_load_back
         )
         if is_buffer:
-            self._clocked.append(self.request_reads.begin_tick)
+            self._on_tick.append(self.request_reads.begin_tick)
         metrics.host_total.set(self.host_pool.size)
         counts = {"epoch of L3": lambda: store.epoch}
         for tier in tree.tiers:
@@ -228,8 +228,10 @@ class HiRadixCache(RadixCache):
             self.storage_backup.act_on(agreed)
         if self.tree.host_is_buffer:
             self._pass_on()
-        elif self.host_backup.owed.nodes and agreed.may_free_host:
-            self.host_backup.resume()
+        elif agreed.may_free_host:
+            self.request_reads.is_full = False
+            if self.host_backup.owed.nodes:
+                self.host_backup.resume()
 
     def _pass_on(self) -> None:
         """Free a buffer's pages that need not stay, and begin copies that wait for their room."""

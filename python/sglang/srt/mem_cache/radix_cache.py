@@ -78,7 +78,7 @@ class RadixCache(BasePrefixCache):
         if self.state_metrics is None and self._mamba_pool is not None:
             self.state_metrics = StateMetrics(params.metrics_registry)
         self._evict_from = evict_from
-        self._clocked: list[Callable[[float], None]] = []  # Get the time of each tick.
+        self._on_tick: list[Callable[[], None]] = []
         self.tree.device.evicted = self.metrics.evicted.labels("device")
         self.tree.tenants.decisions = self.metrics.decisions
 
@@ -269,8 +269,8 @@ class RadixCache(BasePrefixCache):
         if ended := self.tree.sessions.expire(now):
             self.tree.refresh(ended)
         self.tree.note_uses()
-        for note in self._clocked:
-            note(now)
+        for begin in self._on_tick:
+            begin()
 
     def renew_session(self, session: Session) -> None:
         """Keep the prefix of `session` for a whole time to live from now on."""

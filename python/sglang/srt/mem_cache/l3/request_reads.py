@@ -1,4 +1,7 @@
-"""What each waiting request gets from L3: its reads, one after the other where L2 is a buffer.
+"""What each waiting request gets from L3: its reads, one after the other.
+
+A read that found too little room in L2 is followed by others as room comes. A request does not wait
+for room: it is scheduled with what has landed.
 
 A buffer holds a part of a long prompt. While its request waits, each part that has landed is loaded
 to L1, which frees its room for the part after the next; the last part is loaded when the request is
@@ -50,7 +53,7 @@ class _Stream:
     """Seconds of the ticks' time, equal on all ranks; None: not before its turn comes."""
     report: CacheReport | None
     known: int
-    """Tokens that were in L1 and L2 when its last read began."""
+    """Tokens that were in L1 and L2 when its last read began, or found no room."""
     asked: int
     """Tokens at which that read ends."""
     wants_turn: bool = False
@@ -64,6 +67,9 @@ class RequestReads:
         match: Longest known prefix.
         load: Queues the load of a matched prefix to L1, which the next batch waits for.
 
+    Attributes:
+        is_full: True if the last read found no room in L2. No other is tried before that is set to
+            False, because something has ended that held pages there. Always False above a buffer.
     """
 
     def __init__(
@@ -74,8 +80,7 @@ class RequestReads:
         match: Callable[[MatchPrefixParams], MatchResult],
         load: Callable[[InitLoadBackParams], object],
     ) -> None:
-        self._now = 0.0
-        """Seconds of the tick, equal on all ranks."""
+        self.is_full = False
         self._tree = tree
         self._store = store
         self._prefetch = prefetch
@@ -88,9 +93,8 @@ class RequestReads:
         self._asked: set[str] = set()
         """Requests of `_streams` that the scheduler has asked about in this tick."""
 
-    def begin_tick(self, now: float) -> None:
-        """`now`: seconds of the tick, equal on all ranks."""
-        self._now = now
+    def begin_tick(self) -> None:
+        """Let a turn pass on. For buffers."""
         if self._asked and self._turn not in self._asked:
             self._turn = None
         self._asked.clear()
@@ -119,17 +123,20 @@ class RequestReads:
             self._prefetch.explain(req_id, report, refusal)
         if refusal is not None:
             self._prefetch.note_refusal(refusal, len(new))
-        if self._tree.host_is_buffer and refusal in _CONTINUES and not only_join:
+        if refusal not in _CONTINUES or only_join:
+            return
+        known = node.depth
+        end, asked = known + len(new), self._reach(req_id, known)
+        if self._tree.host_is_buffer or asked < end:
             path = node.path_up()[::-1]
             ids = np.concatenate([*(one.key.ids for one in path), RadixKey(tokens).ids])
-            known = node.depth
             self._streams[req_id] = _Stream(
                 key=RadixKey(ids, extra_key),
-                end=known + len(new),
+                end=end,
                 deadline=self._deadline(len(new)),
                 report=report,
                 known=known,
-                asked=self._reach(req_id, known),
+                asked=asked,
             )
 
     def expect(self, req_id: str, key: RadixKey) -> None:
@@ -138,6 +145,11 @@ class RequestReads:
         if self._tree.host_is_buffer:
             end = (len(key) - 1) // self._tree.page_size * self._tree.page_size
             self._streams[req_id] = _Stream(key, end, None, None, known=0, asked=0)
+
+    @property
+    def _now(self) -> float:
+        """Seconds of the tick, equal on all ranks."""
+        return self._tree.sessions.now
 
     def _deadline(self, tokens: int) -> float:
         """When a request that needs `tokens` from L3 waits no longer."""
@@ -170,6 +182,7 @@ class RequestReads:
         """The request is scheduled or aborted: it waits for no read."""
         self._prefetch.release(req_id)
         self._drop(req_id)
+        self.is_full = False  # L2 need not spare its pages any more.
 
     def clear(self) -> None:
         """Forget all requests. No read may be under way."""
@@ -184,14 +197,15 @@ class RequestReads:
         """True if the request has to wait for a further part of its prompt, which is read now or
         when it has the turn."""
         stream = self._streams.get(req_id)
-        if stream is None:
+        if stream is None or self.is_full:
             return False
-        if not self._may_go_on(req_id, stream):
+        waits = self._may_go_on(req_id, stream)
+        if not waits and not self.is_full:
             self._drop(req_id)
-            return False
-        return True
+        return waits
 
     def _may_go_on(self, req_id: str, stream: _Stream) -> bool:
+        """See `_goes_on`. False: it has all that it will get, or `is_full` is True now."""
         attached, tree = self._store.attached, self._tree
         if attached is None or self._store.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
             return False
@@ -213,27 +227,41 @@ class RequestReads:
         is_whole = known > stream.known if tree.components_from_storage else known >= stream.asked
         if not is_whole and stream.asked > stream.known:
             return False
-        if self._turn not in (None, req_id):
-            stream.wants_turn = True
-            return True
-        self._turn = req_id
-        if match.host_hit_length or match.mamba_host_hit_length:
-            free = tree.allocator.available_size() + tree.device.evictable
-            params = InitLoadBackParams(
-                match.best_match_node,
-                match.host_hit_length,
-                mem_quota=free // 2,  # Running requests need room for their output.
-                needs_state=needs_state,
-            )
-            self._load(params)
-            if params.refusal is not None:
+        if tree.host_is_buffer:
+            if self._turn not in (None, req_id):
+                stream.wants_turn = True
+                return True
+            self._turn = req_id
+            if not self._loads_part(match, needs_state=needs_state):
                 return False
-        if (report := stream.report) is not None:
-            # The last part ended for want of room, which there is now.
-            report.cuts = [cut for cut in report.cuts if cut.tier is not Tier.STORAGE]
+        return self._reads_on(req_id, stream, match.best_match_node, known)
+
+    def _loads_part(self, match: MatchResult, *, needs_state: bool) -> bool:
+        """Queue the load of a part that has landed. False: L1 has too little room."""
+        if not (match.host_hit_length or match.mamba_host_hit_length):
+            return True
+        free = self._tree.allocator.available_size() + self._tree.device.evictable
+        params = InitLoadBackParams(
+            match.best_match_node,
+            match.host_hit_length,
+            mem_quota=free // 2,  # Running requests need room for their output.
+            needs_state=needs_state,
+        )
+        self._load(params)
+        return params.refusal is None
+
+    def _reads_on(self, req_id: str, stream: _Stream, node: TreeNode, known: int) -> bool:
+        """Read the prompt on behind its first `known` tokens, which end with `node`. False: not
+        now."""
+        assert stream.deadline is not None
+        table, report = self._prefetch.table, stream.report
+        cuts = [] if report is None else report.cuts
+        if report is not None:
+            # The last part ended for want of room, which there may be now.
+            report.cuts = [cut for cut in cuts if cut.tier is not Tier.STORAGE]
         refusal = self._prefetch.join_or_read(
             req_id,
-            match.best_match_node,
+            node,
             stream.key[known : stream.end],
             None,
             None,
@@ -241,10 +269,16 @@ class RequestReads:
             report=report,
             seconds=stream.deadline - self._now,
         )
+        has_begun = bool(table.reads_of(req_id))
+        if report is not None and has_begun:
+            table.reports[req_id] = report
+        elif report is not None:
+            report.cuts = cuts
         if refusal not in _CONTINUES:
             return False
         stream.known, stream.asked = known, self._reach(req_id, known)
-        return True
+        self.is_full = not (has_begun or self._tree.host_is_buffer)
+        return not self.is_full
 
     def _reach(self, req_id: str, known: int) -> int:
         """Tokens of the prompt that are there when all its reads have landed."""

@@ -278,6 +278,9 @@ class SessionHints:
     Args:
         share: Part of each tier that sessions may keep, from 0 to 1; 0: there are no hints.
         ttl: Seconds for which a session's prefix is kept after its last request.
+
+    Attributes:
+        now: Seconds of the tick, equal on all ranks. Read only.
     """
 
     def __init__(
@@ -285,7 +288,7 @@ class SessionHints:
     ) -> None:
         self._share = share
         self._ttl = ttl
-        self._now = 0.0
+        self.now = 0.0
         self._metrics = SessionMetrics(registry)
         self.tiers: list[TierHints] = []
         """The device's first."""
@@ -304,13 +307,13 @@ class SessionHints:
 
     def keep(self, session: Session, end: TreeNode) -> list[TreeNode]:
         """Mark the prefix of `session` up to `end`. Returns nodes whose marks ended."""
-        until = self._now + self._ttl
+        until = self.now + self._ttl
         return [node for tier in self.tiers for node in tier.keep(session, end, until)]
 
     def renew(self, session: Session) -> None:
         """Begin the time to live of the marks of `session` anew."""
         for tier in self.tiers:
-            tier.renew(session, self._now + self._ttl)
+            tier.renew(session, self.now + self._ttl)
 
     def close(self, session: Session) -> list[TreeNode]:
         """End the marks of `session`. Returns their nodes."""
@@ -318,7 +321,7 @@ class SessionHints:
 
     def expire(self, now: float) -> list[TreeNode]:
         """End the marks whose time is over at `now`, seconds of the tick. Returns their nodes."""
-        self._now = now
+        self.now = now
         return [node for tier in self.tiers for node in tier.expire(now)]
 
     def on_delete(self, node: TreeNode) -> None:

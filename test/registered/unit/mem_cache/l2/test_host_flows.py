@@ -233,7 +233,7 @@ def test_a_copy_does_not_evict_the_pages_before_it() -> None:
     rig.settle()
     assert rig.hi.metrics.host_written._value.get() == copied, "a further use copies nothing"
     rig.flush()
-    assert rig.run(range(65)) == Reused(storage=20), "reads have half of L2"
+    assert rig.run(range(65)) == Reused(storage=40), "two reads, each of half of L2"
     rig.settle()
     assert tokens_of(rig, range(64), "host") == [20, 20, 0]
     rig.close()

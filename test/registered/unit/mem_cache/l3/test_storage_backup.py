@@ -38,7 +38,7 @@ def test_writes_that_find_no_room_wait_for_it_and_are_made() -> None:
     rig.settle()
     assert all(node.storage_epoch == rig.hi.store.epoch for node in rig.hi.nodes())
     rig.flush()
-    assert rig.run(range(48)).storage == 32, "reads have a share of L2 as well"
+    assert rig.run(range(48)).storage == 44, "another read follows the first"
     rig.settle()
 
 
