@@ -85,7 +85,8 @@ def apply_linear(
             return torch.mm(x, weight.t(), out_dtype=out_dtype)
         if out is not None and out.dtype == x.dtype and bias is None:
             return torch.mm(x, weight.t(), out=out)
-    result = _linear_on_cpu(x, weight, bias) if x.is_cpu else F.linear(x, weight, bias)
+    is_padded = x.is_cpu and x.dtype != torch.float32
+    result = _padded_linear(x, weight, bias) if is_padded else F.linear(x, weight, bias)
     if out_dtype is not None:
         result = result.to(out_dtype)
     return result if out is None else out.copy_(result)
@@ -128,7 +129,7 @@ def _multiply_by_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return high + low
 
 
-def _linear_on_cpu(
+def _padded_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """`F.linear`, padded with rows of zeros to fewer different sizes.
@@ -139,7 +140,7 @@ def _linear_on_cpu(
     rows = x.shape[0]
     step = 1 << max(0, (rows - 1).bit_length() - 3)
     missing = -rows % step
-    if rows <= _MAX_UNPADDED_ROWS or not missing or x.dtype == torch.float32:
+    if rows <= _MAX_UNPADDED_ROWS or not missing:
         return F.linear(x, weight, bias)
     return F.linear(F.pad(x, (0, 0, 0, missing)), weight, bias)[:rows]
 

@@ -46,7 +46,8 @@ class Sampler(torch.nn.Module):
         Returns:
             int64 `[bs]` on the logits' device.
         """
-        if sampling_info.is_all_greedy and not (sampling_info.adjusts_logits or return_logprob):
+        is_greedy = sampling_info.temperatures is None
+        if is_greedy and not (sampling_info.adjusts_logits or return_logprob):
             return logits_output.logits.argmax()
         logits = sampling_info.adjusted(logits_output.next_token_logits, steps)
         token_ids = logits.argmax(dim=-1)

@@ -114,11 +114,6 @@ class SamplingBatchInfo:
         )
 
     @property
-    def is_all_greedy(self) -> bool:
-        """True if no row samples at random."""
-        return self.temperatures is None
-
-    @property
     def adjusts_logits(self) -> bool:
         """True if any row has a penalty, a bias, a minimum length or a grammar."""
         return bool(self._adjustments)

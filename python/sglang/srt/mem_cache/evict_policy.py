@@ -197,8 +197,11 @@ class EvictionHeap:
     def discard(self, node: TreeNode) -> None:
         """Forget `node`. Call it whenever the node is no candidate any more."""
         place = self.places.pop(node.id, None)
-        if place is not None:
-            self._remove(place)
+        if place is None:
+            return
+        last = self._heap.pop()
+        if place < len(self._heap):
+            self._put(place, last)
 
     def first(self) -> TreeNode | None:
         """The node to evict next; None if there is no candidate."""
@@ -233,12 +236,6 @@ class EvictionHeap:
         above = self._heap[(place - 1) // 2] if place else self._heap[0]
         is_in_order = above[:2] <= self._heap[place][:2]
         assert is_in_order and self._heap[place][2] is node, f"{node} is in another's place"
-
-    def _remove(self, place: int) -> None:
-        """Remove the entry at `place`, whose node has no place any more."""
-        last = self._heap.pop()
-        if place < len(self._heap):
-            self._put(place, last)
 
     def _put(self, place: int, entry: _Entry) -> None:
         """Put `entry` into the heap, in place of the entry at `place`."""

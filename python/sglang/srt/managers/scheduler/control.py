@@ -159,9 +159,8 @@ class ControlHandler:
         return bool(self._flushes) or self.is_draining
 
     def is_drained(self) -> bool:
-        """True if the process may end: all work is done, or the time for it is up."""
-        if self._drain_deadline is None:
-            return False
+        """While it drains: true if all work is done, or the time for it is up."""
+        assert self._drain_deadline is not None
         return not self.busy() or self._state.now >= self._drain_deadline
 
     def busy(self) -> dict[str, int]:

@@ -198,7 +198,7 @@ class Scheduler:
                 state.hicache.check_hicache_events()
                 if state.queues.computing and self._damaged():
                     self._settle()
-            if self._control.is_drained():
+            if self._control.is_draining and self._control.is_drained():
                 self._input.abort(None, _SHUT_DOWN)
                 self.is_stopped = True
             if tick.grammars:
