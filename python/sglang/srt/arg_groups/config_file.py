@@ -36,8 +36,11 @@ def words_of_config(path: str, fields: Mapping[str, dataclasses.Field[Any]]) -> 
     try:
         with open(path, encoding="utf-8") as file:
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read()
-        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+            loader = yaml.SafeLoader(file.read())
+        node = loader.get_single_node()
+        # The mapping will have only the last of two equal names.
+        names = _names_of(node)
+        content = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise ValueError(f"{where}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -47,10 +50,8 @@ def words_of_config(path: str, fields: Mapping[str, dataclasses.Field[Any]]) -> 
         raise ValueError(f"{where}{at}: is not YAML: give a line NAME: VALUE a flag") from None
     if content is None:
         return []
-    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
+    if not isinstance(content, dict):
         raise ValueError(f"{where}: is not a mapping: give a line NAME: VALUE a flag")
-    # The mapping has only the last of two equal names.
-    names = Counter(_flag(key.value) for key, _ in node.value)
     for flag, times in names.items():
         if times > 1:
             raise ValueError(f"{where}: {flag} is there {times} times: keep one")
@@ -66,6 +67,12 @@ def words_of_config(path: str, fields: Mapping[str, dataclasses.Field[Any]]) -> 
     if secrets and stat.S_IMODE(mode) & 0o077:
         logger.warning("%s: others may read %s: chmod 600", where, ", ".join(secrets))
     return list(words.values())
+
+
+def _names_of(node: yaml.Node | None) -> Counter[str]:
+    """The flags that the keys of a mapping name, with their numbers."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    return Counter(_flag(key.value) for key, _ in pairs)
 
 
 def _flag(name: object) -> str:

@@ -65,6 +65,11 @@ def test_mappings_become_json(file: Path) -> None:
     assert args.extra_config() == {"prefetch_threshold": 64}
 
 
+def test_a_flag_may_differ_from_the_mapping_that_is_merged(file: Path) -> None:
+    args = parsed(file, "page-size: 4\n<<: {page-size: 8, max-total-tokens: 4096}\n")
+    assert (args.page_size, args.max_total_tokens) == (4, 4096)
+
+
 def test_an_empty_file_changes_nothing(file: Path) -> None:
     assert parsed(file, "# nothing\n") == prepare_server_args(["--device", "cpu"])
 
