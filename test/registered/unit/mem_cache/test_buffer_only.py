@@ -334,6 +334,22 @@ def test_a_store_that_is_gone_leaves_pages_in_l1() -> None:
     assert rig.run([*range(700, 700 + 3 * PAGE), 7]) == Reused(device=3 * PAGE)
 
 
+def test_a_long_prompt_that_the_store_refuses_waits_for_its_next_use() -> None:
+    rig = make_rig(l2_pages=8)
+    store = rig.hi.store.attached
+    assert store is not None
+    store.breaker.trip()
+    rig.run(pages_of(10))
+    rig.settle()
+    assert (used_host_pages(rig), stored_pages(rig)) == (0, 0)
+    assert rig.hi.metrics.host_written._value.get() == 4 * PAGE, "the first part, once"
+    assert rig.hi.metrics.backup_outcomes.labels("short")._value.get() == 1
+    store.breaker.reset()
+    rig.run(pages_of(10))
+    rig.settle()
+    assert (used_host_pages(rig), stored_pages(rig)) == (0, 10)
+
+
 def test_write_back_is_refused_while_running() -> None:
     rig = make_rig()
     answer = rig.hi.attach_storage_backend("file", hicache_write_policy="write_back")

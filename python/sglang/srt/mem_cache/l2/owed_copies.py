@@ -20,7 +20,7 @@ class OwedCopies:
     longer than the tree.
 
     Attributes:
-        nodes: The nodes by id. Read only.
+        nodes: The nodes by id. Those that are given up leave.
     """
 
     def __init__(self, tree: PrefixTree) -> None:

@@ -48,6 +48,7 @@ class BufferedBackup(HostBackup):
             tree, controller, write_policy=write_policy, metrics=metrics, on_landed=landed
         )
         self._storage = storage
+        storage.owed = self.owed.nodes  # Else the parts that L3 refuses would be copied forever.
 
     def is_saved(self, node: TreeNode) -> bool:
         return node.backuped or self._storage.has_stored(node)

@@ -63,6 +63,8 @@ class StorageBackup:
     Attributes:
         under_way: The writes in flight, in their order. Read only.
         postponed: Nodes that wait until writes in flight end, by id, parents first. Read only.
+        owed: Nodes by id whose copies to a buffer wait, to be written after them. One that is given
+            up leaves.
         check: The check in flight. Read only.
     """
 
@@ -74,6 +76,7 @@ class StorageBackup:
         self._tokens = 0
         """Tokens of the writes in flight."""
         self.postponed: dict[int, TreeNode] = {}
+        self.owed: dict[int, TreeNode] = {}
         self.check: CheckOperation | None = None
         self._uses = 0
         """Uses of stored prompts since the start."""
@@ -284,14 +287,12 @@ class StorageBackup:
         return nodes
 
     def _give_up_below(self, refused: set[TreeNode]) -> None:
-        """Drop the postponed writes of descendants of refused nodes."""
-        for node in list(self.postponed.values()):
-            above: TreeNode | None = node
-            while above is not None and above not in refused:
-                above = above.parent
-            if above is not None:
-                del self.postponed[node.id]
-                self._count(NoWrite.SHORT, node)
+        """Drop the writes of refused nodes and their descendants that are still to begin."""
+        for waiting in (self.postponed, self.owed):
+            for node in list(waiting.values()):
+                if not refused.isdisjoint(node.path_up()):
+                    del waiting[node.id]
+                    self._count(NoWrite.SHORT, node)
 
     def _resume_postponed(self) -> None:
         """Queue the postponed writes, in their order, while there is room."""
