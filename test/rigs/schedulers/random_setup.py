@@ -122,6 +122,8 @@ class Setup:
     max_states_per_path: int = field(default=-1, repr=False)
     is_held: bool = field(default=False, repr=False)
     """True if copies, and steps that lag, run when the seed says so."""
+    retries: int = field(default=0, repr=False)
+    """Repetitions of a look-up in L3 that missed."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setup:
@@ -169,6 +171,7 @@ class Setup:
             is_repeatable=bool(self.num_states) and drafts == 1 and rng.random() < 0.5,
             max_states_per_path=rng.choice((-1, 1, 2)) if self.num_states else -1,
             is_held=rng.random() < 0.4,
+            retries=rng.choice((0, 0, 1, 3)),
         )
 
     @classmethod
@@ -272,6 +275,8 @@ class Setup:
                 "hicache_write_policy": self.write_policy,
                 "hicache_mem_layout": self.layout,
                 "hicache_storage_prefetch_policy": self.prefetch_policy,
+                "hicache_storage_prefetch_retry_max_attempts": self.retries,
+                "hicache_storage_prefetch_retry_poll_interval": 1,
             }
         return args
 
