@@ -101,17 +101,18 @@ class StorageReads:
             self._end(operation, CacheOutcome.MISS, 0.0)
 
     def _next_work(self) -> Sequence[PrefetchOperation] | CheckOperation | None:
-        """The next work of the queue, or reads whose look-up is to be repeated now."""
+        """The next work of the queue, else reads whose look-up is to be repeated now."""
         while True:
-            now = time.monotonic()
+            pause = self._missed[0][0] - time.monotonic() if self._missed else None
+            try:
+                # First what is new: the store may have it.
+                return self.queue.get(timeout=None if pause is None else max(0.0, pause))
+            except queue.Empty:
+                now = time.monotonic()
             due = [read for at, read in self._missed if at <= now]
             if due:
                 self._missed = self._missed[len(due) :]
                 return due
-            try:
-                return self.queue.get(timeout=self._missed[0][0] - now if self._missed else None)
-            except queue.Empty:
-                continue
 
     def _prefetch_group(self, group: Sequence[PrefetchOperation]) -> None:
         """Ask about several prompts, end those with nothing to read, and read the others."""

@@ -116,6 +116,20 @@ def test_new_prompts_are_asked_about_while_a_look_up_is_to_be_repeated(
     assert absent.outcome == "miss", "every operation ends"
 
 
+def test_new_prompts_go_before_look_ups_that_are_always_due(bench: HangingBench) -> None:
+    """A look-up is always due if a question takes longer than the pause before the next one."""
+    bench.io.reads._retries = LookUpRetries(attempts=10**9, pause_s=0.0)
+    bench.store.absent = {"b"}
+    absent, here = bench.operation("b"), bench.operation("a")
+    bench.io.reads.queue.put([absent])
+    wait_for(lambda: absent.misses > 0)
+    bench.io.reads.queue.put([here])
+    wait_for(lambda: here.outcome is not None)
+    assert (here.outcome, absent.outcome) == ("landed", None)
+    assert bench.io.close(), "its thread ends"
+    assert absent.outcome == "miss"
+
+
 def test_a_request_that_left_ends_its_look_up(bench: HangingBench) -> None:
     bench.io.reads._retries = LookUpRetries(attempts=1000, pause_s=0.001)
     bench.store.absent = {"b"}
