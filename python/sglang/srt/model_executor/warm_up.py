@@ -57,7 +57,8 @@ def warm_up_batches(
     has_states = StateBatch.running(pool, torch.zeros(1, dtype=torch.int64, device=device))
     lengths = warm_up_lengths(pool.max_context_len, longest_pass, has_states is not None)
     steps = [([prefix], [new]) for prefix, new in lengths]
-    steps += [([0] * count, [1] * count) for count in REQUESTS]
+    for prefix in sorted({0, _short_prefix(pool.max_context_len)}):
+        steps += [([prefix] * count, [1] * count) for count in REQUESTS]
     for prefixes, news in steps:
         count, new = len(news), sum(news)
         zeros = torch.zeros(new, dtype=torch.int64, device=device)
@@ -116,12 +117,18 @@ def warm_up_lengths(
     context: int, longest_pass: int, has_states: bool = False
 ) -> list[tuple[int, int]]:
     """Lengths of prefix and new tokens of each step that fits into `context` tokens."""
-    short = min(PREFIX_TOKENS, max(0, context - max(NEW_TOKENS)))
+    short = _short_prefix(context)
     new_long = min(longest_pass, context)
-    prefixes = (0, min(longest_pass + UNEVEN_TOKENS, context - new_long))
+    uneven = min(longest_pass + UNEVEN_TOKENS, context - new_long)
     lengths = {(prefix, new) for prefix in (0, short) for new in NEW_TOKENS}
-    lengths |= {(prefix, new_long) for prefix in prefixes}
+    # A cached token that is computed again may be one more than the longest pass.
+    lengths |= {(0, new_long), (uneven, min(new_long + 1, context - uneven))}
     lengths |= {(0, new) for new in BETWEEN if new < new_long}
     if has_states:
         lengths |= {(prefix, IN_CHUNKS) for prefix in (0, min(short, context - IN_CHUNKS))}
     return sorted((prefix, new) for prefix, new in lengths if new and 0 <= prefix <= context - new)
+
+
+def _short_prefix(context: int) -> int:
+    """Prefix of short steps, for kernels that long contexts use."""
+    return min(PREFIX_TOKENS, max(0, context - max(NEW_TOKENS)))

@@ -30,7 +30,7 @@ def test_long_passes_come_first_in_the_context_and_after_an_uneven_prefix() -> N
     lengths = warm_up_lengths(40_960, 8192)
     after_prefix = [(4096, new) for new in (1, 4, 8, 16, 32, 64)]
     between = [(0, new) for power in range(6) for new in (128 << power, 192 << power)]
-    assert lengths == [*SHORT, *between, (0, 8192), *after_prefix, (8288, 8192)]
+    assert lengths == [*SHORT, *between, (0, 8192), *after_prefix, (8288, 8193)]
 
 
 def test_no_step_is_longer_than_the_context() -> None:
@@ -67,7 +67,7 @@ def test_the_steps_run_and_write_into_the_padding_page_alone(tmp_path: Path) -> 
         assert torch.isfinite(runner.forward(batch).next_token_logits).all()
         sizes.append((batch.batch_size, len(batch.input_ids)))
     alone = [(1, new) for _, new in warm_up_lengths(config.context_len, 48)]
-    assert sizes == alone + [(count, count) for count in (2, 4, 8, 16, 32, 64, 128)]
+    assert sizes == alone + [(count, count) for count in (2, 4, 8, 16, 32, 64, 128)] * 2
     after = [pool.get_kv_buffer(0)[part][4:] for part in (0, 1)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

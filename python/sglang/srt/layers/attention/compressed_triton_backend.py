@@ -240,8 +240,9 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
     def _rows_of(
         self, inputs: AttentionInputs, layer: CompressedAttention, batch: ForwardBatch
     ) -> RowLists | None:
-        """The rows that the tokens of a step read; None: none sees any."""
-        if layer.rows_pool is None or batch.longest_context < layer.ratio:
+        """The rows that the tokens of a step read; None: the layer has none. A context that is too
+        short for a row has a list too, so that lengths select no kernel."""
+        if layer.rows_pool is None:
             return None
         rows, keys = row_buffers(layer, batch)
         if inputs.index_query is None:

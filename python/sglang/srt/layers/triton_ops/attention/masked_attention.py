@@ -25,7 +25,7 @@ _WORDS: Final = 64
 """Words that a program packs."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])
 def _pack_kernel(
     bytes_ptr: tl.tensor,
     mask_ptr: tl.tensor,
@@ -52,7 +52,7 @@ def _word_of(
     return word >> (start % WORD)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "first_position"])
+@triton.jit(do_not_specialize=["num_tokens", "first_position", "mask_stride"])
 def _masked_kernel(
     nope: tl.tensor,
     rope: tl.tensor,
