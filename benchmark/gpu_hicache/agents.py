@@ -128,6 +128,8 @@ def measure(
         server.flush(timeout=120)
     if l3:
         clear_store(servers[0], report)
+        for server in servers:
+            _set_policy(server, policy)
     sizes = ServerSizes(page_size=size.page_size, l1=size.l1, l2=size.l1, chunk=size.chunk,
                         policy=PrefetchPolicy(policy))  # fmt: skip
     expected = forecast(size.talk, rates.costs(), sizes, servers=len(servers))
@@ -192,7 +194,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
         *("--enable-hierarchical-cache", "--hicache-size", f"{size.l2_gb:f}", "--enable-metrics"),
     )
     layouts: dict[str, tuple[str, ...]] = {
-        "with L3": (*L3, "--hicache-storage-prefetch-policy", args.policy)
+        # Rates are measured by reads that end, whatever the policy.
+        "with L3": (*L3, "--hicache-storage-prefetch-policy", "wait_complete")
     }
     if not args.l3_only:
         layouts["without"] = ()
@@ -212,6 +215,13 @@ def run(args: argparse.Namespace, report: Report) -> None:
             }
             with started(servers, report):
                 measure(name, list(servers.values()), size, args.policy, report)
+
+
+def _set_policy(server: EngineServer, policy: str) -> None:
+    """`policy`: of reads from L3."""
+    body = {"hicache_storage_backend": "mooncake", "hicache_storage_prefetch_policy": policy}
+    reply = server.request("PUT", "/hicache/storage-backend", body, admin=True)
+    assert reply.status == 200, reply
 
 
 def _gpus(device: str) -> list[tuple[str, ...]]:

@@ -46,7 +46,7 @@ from rigs.schedulers.random_seeds import Outcome
 from rigs.schedulers.random_setup import Setup, impatient
 from rigs.schedulers.scheduler_rig import Collected
 from rigs.schedulers.step_watchdog import Watchdog, log_kept
-from rigs.stores.object_store import FILE, MOODS, ObjectFolder, ObjectStore
+from rigs.stores.object_store import FILE, MOODS, MOODS_AT_REST, ObjectFolder, ObjectStore
 from sglang.srt.constants import BUILTIN_MODEL_DIR
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.messages.io_struct import (
@@ -74,8 +74,6 @@ _MOST_STEPS_TO_REST: Final = 4000
 _MOST_WORKING_STEPS: Final = 2500
 """Most forwards between the arrival of a request and its end."""
 _MOODS: Final = (*MOODS, *("quick", "well") * 4, *("crawling",) * 3)
-_MOODS_AT_REST: Final = (*("quick",) * 5, "dead", "full", "refusing")
-"""A store that takes nothing lets a scheduler come to rest, too."""
 _IDLE_S: Final = 0.0005
 
 
@@ -115,8 +113,7 @@ class RandomScheduler:
     ) -> None:
         self.rng = random.Random(seed)
         # Drawn apart, so that the rest of a run stays that of its seed.
-        self._resting = random.Random(f"{seed} rests")
-        self._pausing = random.Random(f"{seed} pauses")
+        self._resting, self._pausing = (random.Random(f"{seed} {of}") for of in ("rests", "pauses"))
         grouping = random.Random(f"{seed} groups")
         self._hanging = random.Random(f"{seed} hangs")
         self._timing = random.Random(f"{seed} times")
@@ -268,7 +265,7 @@ class RandomScheduler:
     def _come_to_rest(self) -> None:
         """Run until idle, and check that nothing is left over."""
         if self.rng.random() < 0.7:
-            self.store.set_mood(self._resting.choice(_MOODS_AT_REST))
+            self.store.set_mood(self._resting.choice(MOODS_AT_REST))
         began, steps = time.monotonic(), 0
         if self._is_paused:
             self._step(self._pause_or_continue())

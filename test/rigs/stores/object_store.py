@@ -79,6 +79,8 @@ MOODS: Final = {
     "mad": Mood(slow=0.3, crawl=0.1, hang=0.05, fail=0.1, refuse=0.1, damage=0.1, lose=0.05),
 }
 """Moods by name."""
+MOODS_AT_REST: Final = (*("quick",) * 5, "dead", "full", "refusing")
+"""Names of moods beside which a scheduler comes to rest: some stores take nothing."""
 
 
 class StoreBroke(Exception):
