@@ -47,10 +47,10 @@ def test_servers_find_what_the_simulation_says(
     found = {(one["metric"], *one["case"].values()): one for one in lines}
     assert found["failed", "GPU only", "all"]["value"] == 0
     # Prompts of 128, 320 and 512 tokens. The last token of an answer of 64 is not computed, so the
-    # last snapshot is that of the prompt, 64 tokens before its end.
+    # last snapshot is that behind the prompt.
     cached = [found["cached_tokens", "+ L2", number] for number in (1, 2, 3)]
-    assert [one["value"] for one in cached] == [0, 4 * 64, 4 * 256]
-    assert [one["expected"] for one in cached] == [0, 4 * 64, 4 * 256]
+    assert [one["value"] for one in cached] == [0, 4 * 128, 4 * 320]
+    assert [one["expected"] for one in cached] == [0, 4 * 128, 4 * 320]
     assert found["cached_from_host", "+ L2", 3]["value"] > 0
     for number in (1, 2):
         hits = found["hit_rate", "GPU only", number]

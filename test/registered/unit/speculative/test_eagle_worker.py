@@ -42,7 +42,7 @@ def test_position_0_has_an_entry_of_zeros(model: Path) -> None:
     ]
     for part in parts:
         part.fill_(1)
-    rig.generate([prompt(1, 3 * PAGE), prompt(2, 2 * PAGE + 1)], 2)
+    rig.generate([prompt(1, 3 * PAGE + 2), prompt(2, 2 * PAGE + 1)], 2)
     slots = [node.value.tolist() for node in rig.tree.nodes() if node.value is not None]
     assert len(slots) == 2
     for part in parts:
