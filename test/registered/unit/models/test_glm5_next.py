@@ -35,7 +35,7 @@ from sglang.srt.model_loader.loader import build_model
 from sglang.srt.model_loader.weight_source import LoadConfig
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="base-a-test-cpu")
+register_cpu_ci(est_time=34, suite="base-a-test-cpu")
 
 LINEAR, INDEXED = "linear_attention", "indexed_attention"
 
@@ -50,7 +50,14 @@ def test_logits_of_batches_equal_transformers(model: tuple[Path, PreTrainedModel
     assert_logits_of_batches(model[1], StepDriver(model[0], page_size=16))
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 63, 64, 65, 255, 513, 1024, nightly(4097)])
+@pytest.mark.parametrize(
+    "length",
+    [
+        *(1, 3, 4, 15, 16, 17, 31, 63, 64, 65),
+        *(127, 128, 129, 255, 256, 511, 513, 1024),
+        nightly(4097),
+    ],
+)
 def test_logits_around_groups_equal_transformers(
     model: tuple[Path, PreTrainedModel], length: int
 ) -> None:
