@@ -69,6 +69,7 @@ _MODULE: Final = "rigs.disaggregation.random_pd"
 STEPS_PER_SEED: Final = 300
 _HANG_S: Final = 60.0
 _REST_S: Final = 60.0
+_SEARCH_S: Final = 60.0
 _STEPS_TO_REST: Final = 3000
 """Steps to rest that a busy machine gets, however long they take."""
 _MOODS: Final = ("well", "quick", "slow", "hanging", "failing", "rotten", "forgetful", "mad")
@@ -153,8 +154,8 @@ class RandomPd:
         return self._pair
 
     def run(self, steps: int = STEPS_PER_SEED, least_right: int = 0) -> Outcome:
-        """Run about `steps` ticks, or up to ten times as many until `least_right` requests have
-        ended right: on a busy machine most ticks wait. Raises for any wrong result."""
+        """Run about `steps` ticks, then on until `least_right` requests have ended right, for up to
+        a minute: on a busy machine most ticks wait. Raises for any wrong result."""
         began = time.monotonic()
         prob = self.rng.choice((0.0, 0.0, 0.1))
         with contextlib.ExitStack() as stack:
@@ -188,7 +189,7 @@ class RandomPd:
             try:
                 while self.outcome.steps < steps or (
                     self.outcome.counts["decode: right"] < least_right
-                    and self.outcome.steps < 10 * steps
+                    and time.monotonic() - began < _SEARCH_S
                 ):
                     self._round(injects=prob > 0)
             except BaseException as error:
