@@ -15,25 +15,25 @@ class Costs:
     """Seconds of one server, measured while it has no other work."""
 
     linear: float
-    """Of a new token, without attention to others."""
+    """A new token, without attention to others."""
     by_pair: float
-    """Of a new token for each token before it."""
+    """Attention of a new token to one token before it."""
     step: float
-    """Of a decode step."""
+    """A decode step."""
     by_request: float = 0.0
     """Added to a step for each request."""
     by_context: float
     """Added to a step for each token of context."""
     read: float | None = None
-    """Of a token that is read from L3 to L2; None: there is no L3."""
+    """Reading a token from L3 to L2; None: there is no L3."""
     write: float = 0.0
-    """Of a token that is written from L2 to L3."""
+    """Writing a token from L2 to L3."""
     copied: float = 0.0
     """The part of `read` and of `write` that one thread does for all servers."""
     load: float = 0.0
-    """Of a token that is loaded from L2 to L1, while the device computes."""
+    """Loading a token from L2 to L1, while the device computes."""
     by_prompt_token: float = 0.0
-    """Of the client and the server's CPU for each token of a prompt, before it is queued."""
+    """Work of client and server on a token of a prompt, before the prompt is queued."""
 
     def prefill(self, new: int, before: int) -> float:
         """Seconds to compute `new` tokens after `before` others."""

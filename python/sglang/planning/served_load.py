@@ -66,7 +66,7 @@ class _Job:
     request: ServedRequest
     arrival_number: int
     tokens: int
-    """Of the prompt and of the answer so far."""
+    """Tokens of the prompt and of the answer so far."""
     left: int
     """Tokens of the answer to come."""
     committed: int = 0

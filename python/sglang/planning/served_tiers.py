@@ -36,7 +36,7 @@ class Read:
     """The read of a prompt's pages from L3."""
 
     pages: Sequence[Page]
-    """Of the prompt."""
+    """Pages of the prompt."""
     begin: int
     """Pages that L1 and L2 had when it began."""
     held: int

@@ -91,7 +91,7 @@ class _Graph:
 
 
 class _Capture:
-    """In place of `GraphCapture`. What is captured is run, and so recorded, once."""
+    """In place of `GraphCapture`. It runs once what it captures, and so records the launches."""
 
     def __init__(self, *, show_progress: bool = False) -> None:
         del show_progress
