@@ -61,6 +61,7 @@ from sglang.srt.disaggregation.decode import DecodeRole
 from sglang.srt.disaggregation.prefill import PrefillRole
 from sglang.srt.distributed.device_communicators.transfer_types import Block, PeerUnreachable
 from sglang.srt.environ import envs
+from sglang.srt.managers.scheduler.requests.req import Req
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.messages.io_struct import AttachHiCacheStorageReqInput
 from sglang.srt.utils.metrics import counts_by_label
@@ -70,6 +71,8 @@ STEPS_PER_SEED: Final = 300
 _HANG_S: Final = 60.0
 _REST_S: Final = 60.0
 _SEARCH_S: Final = 60.0
+_READ_S: Final = 1.0
+"""Time in which a read begins that is to be aborted."""
 _STEPS_TO_REST: Final = 3000
 """Steps to rest that a busy machine gets, however long they take."""
 _MOODS: Final = ("well", "quick", "slow", "hanging", "failing", "rotten", "forgetful", "mad")
@@ -308,6 +311,8 @@ class RandomPd:
             if self._restarts is not None and self._restarts.random() < _RESTARTS:
                 self._restart(DisaggregationMode.PREFILL)
             self._step(may_fail)
+        if hangs:
+            self._abort_a_read()
         self._come_to_rest(may_fail)
         self.outcome.counts["rounds with faults" if may_fail else "rounds without"] += 1
 
@@ -333,21 +338,51 @@ class RandomPd:
             for rig in self.pair.rigs:
                 rig.check()
 
+    def _abort_a_read(self) -> None:
+        """Abort a request while its read hangs, which steps alone seldom do on a busy machine."""
+        self._mover.hold = True
+        self._traffic.arrive(0.0, self.outcome.steps)
+        began = time.monotonic()
+        while time.monotonic() - began < _READ_S:
+            self._step(may_fail=True)
+            for rid in map(self._request_under_way, self.pair.sides["decode"]):
+                if rid in self._traffic.pending:
+                    self._traffic.abort_one(rid, ["decode"], self.outcome.steps)
+                    self.outcome.counts["aborts of reads"] += 1
+                    self._step(may_fail=True)
+                    return
+            self._mover.release()  # Metadata is read before the pages.
+            self._mover.hold = True
+
+    def _request_under_way(self, decode: RoleRig) -> str | None:
+        """A request that a read in flight writes to."""
+        written = self._pages_under_way(decode)
+        reqs = decode.scheduler.state.queues.held
+        return next((req.rid for req in reqs if written & self._pages(req, decode)), None)
+
     def _check_reads(self, decode: RoleRig) -> None:
         """Pages that reads in flight write to belong to requests that are held, or linger."""
-        state, infos = decode.scheduler.state, decode.pools[0].get_contiguous_buf_infos()
-        (address, *_), (size, *_), (page_bytes, *_) = infos
+        queues = decode.scheduler.state.queues
+        owned = {
+            page for req in (*queues.held, *queues.lingering) for page in self._pages(req, decode)
+        }
+        written = self._pages_under_way(decode)
+        assert written <= owned, f"pages {written - owned} are read into, and have no owner"
+
+    def _pages_under_way(self, decode: RoleRig) -> set[int]:
+        """Pages of the first pool that reads in flight write to."""
+        (address, *_), (size, *_), (page_bytes, *_) = decode.pools[0].get_contiguous_buf_infos()
         written: set[int] = set()
         for transfer in list(self._mover.begun):
             for block in () if transfer.is_settled else transfer.blocks:
                 if address <= block.local < address + size:
                     first = (block.local - address) // page_bytes
                     written |= set(range(first, first + block.length // page_bytes))
-        owned: set[int] = set()
-        for req in [*state.queues.held, *state.queues.lingering]:
-            slots = req.slots.own_slots(state.pools.req_to_token_pool)
-            owned |= set((slots // self.page_size).tolist())
-        assert written <= owned, f"pages {written - owned} are read into, and have no owner"
+        return written
+
+    def _pages(self, req: Req, rig: RoleRig) -> set[int]:
+        slots = req.slots.own_slots(rig.scheduler.state.pools.req_to_token_pool)
+        return set((slots // self.page_size).tolist())
 
     def _come_to_rest(self, may_fail: bool) -> None:
         pair, traffic = self.pair, self._traffic

@@ -111,11 +111,14 @@ class Traffic:
             self.pending[rid] = Pending(sent, True, is_odd, set(sides))
 
     def abort(self, step: int) -> None:
-        rng = self.rng
-        rid = rng.choice([*self.pending, "nobody"])
+        rid = self.rng.choice([*self.pending, "nobody"])
+        sides = self.rng.choice((["prefill"], ["decode"], ["prefill", "decode"]))
+        self.abort_one(rid, sides, step)
+
+    def abort_one(self, rid: str, sides: Sequence[str], step: int) -> None:
         if rid in self.pending:
             self.pending[rid].sent.may_be_aborted = True
-        for side in rng.choice((["prefill"], ["decode"], ["prefill", "decode"])):
+        for side in sides:
             rig = self.places.get(rid, {side: self.pair.sides[side][0]})[side]
             self.late.append((step, rig, AbortReq(rid=rid)))
 

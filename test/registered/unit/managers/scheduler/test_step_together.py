@@ -219,9 +219,10 @@ def test_prefills_beside_decoding(model: Path) -> None:
         for number, words in enumerate(expected):
             rig = (second, third)[number % 2]
             assert rig.results[f"r{number}"].output_ids == words
-        steps = had_work(first.agreement.steps)
-        assert any(one[0] == 1 and max(one[1:]) > 1 for one in steps), "unlike steps came together"
-        assert all(rig.agreement.steps == first.agreement.steps for rig in groups.rigs)
+    # While the loops run, one group may have taken a step that another is still to take.
+    steps = had_work(first.agreement.steps)
+    assert any(one[0] == 1 and max(one[1:]) > 1 for one in steps), "unlike steps came together"
+    assert all(rig.agreement.steps == first.agreement.steps for rig in groups.rigs)
 
 
 def test_logprobs_of_prompts_need_all_rows_of_one_group(model: Path) -> None:
