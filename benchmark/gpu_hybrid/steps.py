@@ -195,7 +195,9 @@ def measure_replays(
     add_kernels(report, {**case, "of": f"{length} tokens"}, lambda: forward(long))
 
 
-def measure_steps(family: str, model: str, weights: str, report: Report) -> None:
+def measure_steps(
+    family: str, model: str, weights: str, attention_backend: str | None, report: Report
+) -> None:
     shape, length = SHAPES[family][2], length_of(family)
     for disable_graphs in (False, True):
         driver = StepDriver(
@@ -207,6 +209,7 @@ def measure_steps(family: str, model: str, weights: str, report: Report) -> None
             load_format="dummy",
             disable_cuda_graph=disable_graphs,
             cuda_graph_max_bs=2,
+            attention_backend=attention_backend,
         )
         wait = device_runtime("cuda").synchronize
         seconds = []
@@ -245,12 +248,13 @@ def measure_steps(family: str, model: str, weights: str, report: Report) -> None
 def run(args: argparse.Namespace, report: Report) -> None:
     for family in args.families:
         with model_of(family, weights=args.weights) as model:
-            measure_steps(family, model, args.weights, report)
+            measure_steps(family, model, args.weights, args.attention_backend, report)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_families(parser)
     parser.add_argument("--weights", choices=("bf16", "fp8"), default="bf16", help="format")
+    parser.add_argument("--attention-backend")
 
 
 COMMAND: Final = Command(run=run, add_options=add_options, devices=("cuda",))

@@ -33,13 +33,18 @@ def poison(driver: StepDriver) -> None:
 
 
 def pooled_driver(
-    path: Path, *, by_kernels: bool, replays: pytest.MonkeyPatch | None = None
+    path: Path,
+    *,
+    by_kernels: bool,
+    replays: pytest.MonkeyPatch | None = None,
+    backend: type[LatentTritonBackend] = LatentTritonBackend,
 ) -> StepDriver:
     """A driver with pages of 16 tokens and poisoned pools.
 
     Args:
         by_kernels: By the kernels of GPUs; else in torch.
         replays: If given, short steps are replayed.
+        backend: Its attention by kernels.
     """
     driver = StepDriver(path, page_size=PAGE, pool_tokens=1024, max_requests=4)
     poison(driver)
@@ -50,7 +55,7 @@ def pooled_driver(
         if isinstance(module, _BY_KERNELS):
             module._kernels = KERNELS
     (layer, *_) = runner.model.attention_layers()
-    runner.attn_backends[POOLED_DSA] = LatentTritonBackend(
+    runner.attn_backends[POOLED_DSA] = backend(
         AttentionConfig(
             num_heads=layer.num_heads,
             specs={spec.name: spec for spec in runner.state_specs},

@@ -210,7 +210,7 @@ class ServerFlags(
     attention_backend: str | None = flag(
         None,
         "Attention kernels; absent: torch_native on a CPU, triton on a GPU. flashinfer needs the "
-        "package flashinfer-python; flashmla, for sparse attention (DSA), "
+        "package flashinfer-python; flashmla, for sparse attention (DSA) and compressed rows, "
         "sglang-kernel or sgl-flash-mla.",
         choices=("torch_native", "triton", "flashinfer", "flashmla", "ascend"),
     )

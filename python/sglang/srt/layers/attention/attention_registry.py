@@ -33,6 +33,7 @@ from sglang.srt.layers.attention_kind import (
 from sglang.srt.mem_cache.device.fp8_rows import FP8
 from sglang.srt.mem_cache.device.mla_pool import MLASpec
 from sglang.srt.mem_cache.device.nsa_pool import IndexerSpec
+from sglang.srt.mem_cache.device.state_spec import PoolName
 
 logger = logging.getLogger(__name__)
 
@@ -209,10 +210,10 @@ def _make_flashmla(config: AttentionConfig) -> AttentionBackend:
     """Raise ValueError if the package is not installed or its kernel does not take this model."""
     mla = config.mla
     assert mla is not None, "its layers have latent attention"
-    if (mla.kv_lora_rank, mla.qk_rope_head_dim) != (512, 64):
+    if mla.kv_lora_rank != 512 or mla.qk_rope_head_dim not in (0, 64):
         raise ValueError(
             "attention backend 'flashmla' takes a kv_lora_rank of 512 and a qk_rope_head_dim of "
-            f"64, not {mla.kv_lora_rank} and {mla.qk_rope_head_dim}: use triton"
+            f"64 or 0, not {mla.kv_lora_rank} and {mla.qk_rope_head_dim}: use triton"
         )
     stored = {spec.dtype for spec in config.specs.values() if isinstance(spec, MLASpec)}
     if {config.dtype, *stored} != {torch.bfloat16}:
@@ -221,6 +222,21 @@ def _make_flashmla(config: AttentionConfig) -> AttentionBackend:
             f"{config.dtype} with rows in {', '.join(map(str, stored))}: use triton"
         )
     return _imported("flashmla_backend.FlashMLABackend")(config)
+
+
+def _make_compressed_flashmla(config: AttentionConfig) -> AttentionBackend:
+    """Raise ValueError if the package is not installed or its kernel does not take this model."""
+    (ring,) = config.specs[PoolName.SWA].buffers
+    if config.num_heads % 64 or ring.shape[-1] != 512:
+        raise ValueError(
+            "attention backend 'flashmla' takes a head_dim of 512 and a multiple of 64 heads on "
+            f"each rank, not {ring.shape[-1]} and {config.num_heads}: use triton"
+        )
+    if config.dtype != torch.bfloat16:
+        raise ValueError(
+            f"attention backend 'flashmla' takes --dtype bfloat16, not {config.dtype}: use triton"
+        )
+    return _imported("compressed_flashmla_backend.CompressedFlashMLABackend")(config)
 
 
 _LATENT_TRITON: Final = _imported("latent_triton_backend.LatentTritonBackend")
@@ -251,6 +267,10 @@ for _kind in DEVICE_KINDS.values():
             register_attention_backend(_of, "triton", _kind.name, _make, takes_sinks=True)
     if "flashmla" in _kind.attention_backends:
         register_attention_backend(DSA, "flashmla", _kind.name, _make_flashmla)
+        register_attention_backend(POOLED_DSA, "flashmla", _kind.name, _make_flashmla)
+        register_attention_backend(
+            COMPRESSED, "flashmla", _kind.name, _make_compressed_flashmla, takes_sinks=True
+        )
     register_attention_backend(MLA, "torch_native", _kind.name, MLATorchNativeBackend)
     register_attention_backend(DSA, "torch_native", _kind.name, DSATorchNativeBackend)
     register_attention_backend(POOLED_DSA, "torch_native", _kind.name, PooledDSABackend)

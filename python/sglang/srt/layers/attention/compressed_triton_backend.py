@@ -195,7 +195,6 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         assert isinstance(layer, CompressedAttention), f"{layer} has no rows"
-        assert inputs.rotation is not None, "outputs are rotated back"
         ring, _ = ring_buffers(layer, forward_batch)
         states, batch = states_of(forward_batch), forward_batch
         is_decode, prefill = batch.forward_mode.is_decode(), self._prefill
@@ -211,7 +210,24 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
                 prefixes=prefixes,
                 tokens=inputs.rows,
             )
-        out = compressed_attention(
+        out = self._attend(inputs, ring, queries, layer, batch)
+        if prefill is not None and not is_decode:
+            k = inputs.k
+            rings = RingStep(k=ring, v=ring, slots=states.slots, first_slots=states.first_slots)
+            store_in_rings(k, k, rings, prefill.rings, states.track_slots)
+        return out
+
+    def _attend(
+        self,
+        inputs: AttentionInputs,
+        ring: torch.Tensor,
+        queries: QueryTokens,
+        layer: CompressedAttention,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """See `compressed_attention`."""
+        assert inputs.rotation is not None, "outputs are rotated back"
+        return compressed_attention(
             inputs.q,
             inputs.k,
             ring,
@@ -221,11 +237,6 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
             layer.scaling,
             layer.sinks,
         )
-        if prefill is not None and not is_decode:
-            k = inputs.k
-            rings = RingStep(k=ring, v=ring, slots=states.slots, first_slots=states.first_slots)
-            store_in_rings(k, k, rings, prefill.rings, states.track_slots)
-        return out
 
     def forward_extend(
         self, inputs: AttentionInputs, layer: AttentionLayer, forward_batch: ForwardBatch
@@ -259,6 +270,7 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
         ratio: int,
         batch: ForwardBatch,
         only: torch.Tensor | None,
+        numbers: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The items of the rows that tokens choose, int32 `[n, topk]`.
 
@@ -266,6 +278,7 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
             index: Queries of all tokens of the step.
             keys: The indexer's keys of all items.
             only: Tokens that choose, one of each request; None: all.
+            numbers: Used in the place of slots, for a prefill: int32 `[bs, longest context]`.
         """
         lens, lists = self._lens, batch.req_pool_indices
         runs = [_Run(slice(0, len(lists)), batch.longest_context, one_list=False)]
@@ -275,6 +288,10 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
             assert self._prefill is not None, "the step was planned"
             runs, lists = self._prefill.runs, lists[self._prefill.owners[0]]
         table = batch.req_to_token_pool.req_to_token
+        named = table, lists
+        if numbers is not None:
+            assert self._prefill is not None, "the step was planned"
+            named = numbers, self._prefill.owners[0]
         shape = (len(lens), index.topk)
         chosen = torch.empty(shape, dtype=torch.int32, device=keys.device)
         for run in runs:
@@ -290,7 +307,12 @@ class CompressedTritonBackend(AttentionBackend, StoresRows):
                     one_list=run.one_list,
                     stride=ratio,
                 )
-                choose_slots(scores, *of_own, index.topk, out=chosen[own], stride=ratio)
+                names, rows = named
+                choose_slots(
+                    *(scores, names, rows[own], lens[own], index.topk),
+                    out=chosen[own],
+                    stride=ratio,
+                )
         return chosen
 
 

@@ -15,8 +15,8 @@ from sglang.srt.layers.attention.flashmla_library import SparsePrefill, load_ker
 from sglang.srt.layers.attention.latent_triton_backend import LatentTritonBackend, SlotLists
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 
-RANK, ROPE = 512, 64
-"""The only rows that the kernel reads, in elements of bf16: latent vector, rotated part."""
+RANK: Final = 512
+"""Elements of a latent vector, the only size that the kernel reads."""
 _HEADS: Final = 64
 """Heads come in multiples of this; others are padded with zeros."""
 _CHOSEN: Final = 128
@@ -44,8 +44,10 @@ class FlashMLABackend(LatentTritonBackend):
         ValueError: The GPU does not run the kernel.
         """
         super().warm_up()
-        device, dtype = self._config.device, self._config.dtype
-        query = torch.zeros((_FEWEST_BLOCKS, _HEADS, RANK + ROPE), dtype=dtype, device=device)
+        device, dtype, mla = self._config.device, self._config.dtype, self._config.mla
+        assert mla is not None, "its layers have latent attention"
+        width = RANK + mla.qk_rope_head_dim
+        query = torch.zeros((_FEWEST_BLOCKS, _HEADS, width), dtype=dtype, device=device)
         chosen = torch.zeros((len(query), _CHOSEN), dtype=torch.int32, device=device)
         try:
             sparse_attention(self._kernel, query, query[:1, :1], chosen, 1.0)
@@ -63,18 +65,39 @@ class FlashMLABackend(LatentTritonBackend):
         lists: SlotLists,
         table: torch.Tensor,
     ) -> torch.Tensor:
-        topk = chosen.shape[1]
-        if len(q) * -(-layer.num_heads // _HEADS) < _FEWEST_BLOCKS or topk % _CHOSEN:
+        if len(q) * -(-layer.num_heads // _HEADS) < _FEWEST_BLOCKS:
             return super()._attend_chosen(q, layer, pool, chosen, lists, table)
         heads, nope = layer.num_heads, layer.mla.qk_nope_head_dim
-        query = q.new_empty((len(q), heads + -heads % _HEADS, RANK + ROPE))
+        query = q.new_empty((len(q), heads + -heads % _HEADS, pool.shape[-1]))
         absorbed = query[:, :heads, :RANK].transpose(0, 1)
         layer.up_projection.absorb(q[..., :nope].transpose(0, 1), out=absorbed)
         query[:, :heads, RANK:] = q[..., nope:]
         if heads < query.shape[1]:
             query[:, heads:] = 0
+        if self._group > 1:
+            chosen = _slots_of_groups(chosen, lists, table, self._group)
+        if missing := -chosen.shape[1] % _CHOSEN:
+            chosen = torch.cat((chosen, chosen.new_full((len(chosen), missing), -1)), dim=1)
         found = sparse_attention(self._kernel, query, pool, chosen, layer.scaling)
         return found[:, :heads]
+
+
+def _slots_of_groups(
+    chosen: torch.Tensor, lists: SlotLists, table: torch.Tensor, size: int
+) -> torch.Tensor:
+    """The slots of chosen groups and of open groups, int32; -1 is none.
+
+    Args:
+        chosen: int32 `[n, k]`: items of groups of `size` tokens; -1 is none.
+        lists: Lists of the tokens in `table`, an open group at the end of each.
+    """
+    places = torch.arange(size, dtype=torch.int32, device=chosen.device)
+    items = chosen.unsqueeze(-1)
+    slots = torch.where(items < 0, -1, items * size + places).flatten(1)
+    lens = lists.lens.unsqueeze(1)
+    at = lens // size * size + places[:-1]
+    open_slots = table[lists.rows.unsqueeze(1), at.clamp(max=table.shape[1] - 1)]
+    return torch.cat((slots, torch.where(at < lens, open_slots, -1)), dim=1)
 
 
 def sparse_attention(
@@ -89,7 +112,8 @@ def sparse_attention(
     Args:
         kernel: Result of `load_kernel`.
         query: bf16 `[num_tokens, num_heads, 576]`: absorbed, then rotated; a multiple of 64 heads.
-        pool: bf16 `[slots, 1, 576]`.
+            512 elements if nothing is rotated.
+        pool: bf16 `[slots, 1, 576]`, or 512.
         chosen: int32 `[num_tokens, topk]`; `topk` is a multiple of 128. -1 is no row.
         scaling: Factor of the scores.
 

@@ -4,6 +4,7 @@ against transformers. Without a GPU the backend calls the definition."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -52,7 +53,7 @@ def defined(
     *none: None,
 ) -> list[torch.Tensor]:
     """The kernel's result by definition, token by token."""
-    assert q.shape[1] % 64 == 0 and q.shape[2] == pool.shape[2] == 576 and rank == 512
+    assert q.shape[1] % 64 == 0 and q.shape[2] == pool.shape[2] in (512, 576) and rank == 512
     assert none == (None, None)
     assert chosen.shape[1] == 1 and chosen.shape[2] % 128 == 0 and chosen.dtype == torch.int32
     found = []
@@ -82,15 +83,16 @@ class Kernel:
 
 
 @needs_kernel
+@pytest.mark.parametrize("width", [576, 512])
 @pytest.mark.parametrize(("heads", "topk"), [(128, 2048), (64, 256), (64, 128)])
-def test_the_kernel_equals_the_definition(heads: int, topk: int) -> None:
+def test_the_kernel_equals_the_definition(heads: int, topk: int, width: int) -> None:
     kernel = flashmla_library.load_kernel()
     generator = torch.Generator().manual_seed(1)
 
     def values(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16)
 
-    query, pool = values(70, heads, 576), values(4000, 1, 576)
+    query, pool = values(70, heads, width), values(4000, 1, width)
     chosen = torch.randint(0, 4000, (70, topk), generator=generator).int().to(DEVICE)
     chosen[3, 100:], chosen[5, 1:] = -1, -1
     (want,) = defined(query, pool, chosen.unsqueeze(1), 0.07, 512, None, None)
@@ -154,6 +156,40 @@ def test_steps_of_many_requests_equal_transformers(
         torch.testing.assert_close(found.next_token_logits.float(), want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.skipif(ON_GPU, reason="`test_glm5_next_cuda.py` runs the whole model")
+def test_chosen_groups_and_open_ones_equal_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GLM-5.3-Flash: chunks that end at the edges of groups beside another request, then steps."""
+    from rigs.layers.pooled_driver import pooled_driver
+    from rigs.layers.quick_interpreter import quicken_interpreter
+
+    quicken_interpreter()
+    hf = save_tiny_checkpoint(tmp_path, "glm5_next", max_position_embeddings=512, kv_lora_rank=512)
+    monkeypatch.setattr(flashmla_backend, "_FEWEST_BLOCKS", 10)
+    kernel = Kernel(None)
+    monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: kernel)
+    driver = pooled_driver(tmp_path, by_kernels=True, backend=FlashMLABackend)
+    tokens, other = prompt(100, 1), prompt(50, 2)
+    want, want_other = reference(hf, tokens), reference(hf, other)
+    edges = [0, 15, 16, 31, 63, 64, 81, 97]
+    for nth, (begin, end) in enumerate(itertools.pairwise(edges)):
+        rows, wanted = [(1, tokens[begin:end])], [want[end - 1]]
+        if nth < 4:
+            rows.insert(0, (0, other[10 * nth : 10 * nth + 10]))
+            wanted.insert(0, want_other[10 * nth + 9])
+        got = driver.extend(rows).next_token_logits
+        torch.testing.assert_close(got, torch.stack(wanted), rtol=1e-3, atol=1e-3)
+    assert kernel.tokens and max(kernel.tokens) > 20
+    monkeypatch.setattr(flashmla_backend, "_FEWEST_BLOCKS", 2)
+    kernel.tokens.clear()
+    for step in range(2):
+        got = driver.decode([(1, tokens[97 + step]), (0, other[40 + step])]).next_token_logits
+        wanted = [want[97 + step], want_other[40 + step]]
+        torch.testing.assert_close(got, torch.stack(wanted), rtol=1e-3, atol=1e-3)
+    assert set(kernel.tokens) == {2}
+
+
 def logits(driver: StepDriver, long: list[int], short: list[int]) -> torch.Tensor:
     """Logits of prefills and a decode step, fp32 on the CPU."""
     found = [driver.extend([(0, short[:140]), (1, long[:160])]).next_token_logits.clone()]
@@ -174,7 +210,7 @@ def test_a_gpu_that_does_not_run_the_kernel_is_named_at_the_start(
     monkeypatch.setattr(flashmla_backend, "load_kernel", lambda: refuse)
     monkeypatch.setattr(backend, "warm_up_projected", lambda *_: None)
     monkeypatch.setattr(backend, "warm_up_latent_joins", lambda *_: None)
-    mla = SimpleNamespace(qk_head_dim=192, v_head_dim=128, kv_lora_rank=512)
+    mla = SimpleNamespace(qk_head_dim=192, v_head_dim=128, kv_lora_rank=512, qk_rope_head_dim=64)
     config = AttentionConfig(
         num_heads=6, specs={}, page_size=16, dtype=torch.bfloat16, device="cpu",
         mla=mla,  # type: ignore[arg-type]

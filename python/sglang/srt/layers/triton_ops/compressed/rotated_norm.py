@@ -81,8 +81,10 @@ def _heads_kernel(
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     x_stride: tl.tensor,
+    out_stride: tl.tensor,
     eps: tl.tensor,
     NUM_HEADS: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     ROTARY: tl.constexpr,
     ROWS: tl.constexpr,
@@ -96,11 +98,13 @@ def _heads_kernel(
     dims = tl.arange(0, BLOCK_D)
     is_head = heads < NUM_HEADS
     await_kernels_before(EARLY)
-    at = x_ptr + token * x_stride + heads[:, None] * DIM + dims[None, :]
+    at = x_ptr + token * x_stride + heads[:, None] * HEAD_STRIDE + dims[None, :]
     x = tl.load(at, mask=is_head[:, None] & (dims < DIM)[None, :], other=0.0)
     cos, sin = cos_ptr + token * ROTARY, sin_ptr + token * ROTARY
-    to = out_ptr + token * (NUM_HEADS * DIM)
-    _finish(x, to, heads, DIM, is_head, None, cos, sin, eps, DIM, ROTARY, ROWS, BLOCK_D, NORM)
+    to = out_ptr + token * out_stride
+    _finish(
+        x, to, heads, HEAD_STRIDE, is_head, None, cos, sin, eps, DIM, ROTARY, ROWS, BLOCK_D, NORM
+    )
 
 
 @triton.jit
@@ -147,10 +151,35 @@ def rotate_heads(
     Returns:
         Contiguous, of the shape of `x`.
     """
+    assert x.stride(1) == x.shape[2]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_heads(x, out, angles, eps)
+    return out
+
+
+def rotate_back_(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Undo a rotation of the last elements of heads, in place.
+
+    Args:
+        x: `[num_tokens, num_heads, dim]`, the last dimension dense.
+        angles: As in `rotate_heads`.
+    """
+    cos, sin = angles
+    turned = x[..., -cos.shape[-1] :]
+    _launch_heads(turned, turned, (cos, -sin), None)
+
+
+def _launch_heads(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    eps: float | None,
+) -> None:
+    """Write heads of `x`, normalised and rotated, to those of `out`, which have the same stride."""
     num_tokens, num_heads, dim = x.shape
     cos, sin = angles
-    assert x.stride()[1:] == (dim, 1) and cos.is_contiguous() and sin.is_contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    assert x.stride()[1:] == out.stride()[1:] == (x.stride(1), 1)
+    assert cos.is_contiguous() and sin.is_contiguous()
     block_d = int(triton.next_power_of_2(dim))
     rows = min(max(1, _ELEMENTS // block_d), int(triton.next_power_of_2(num_heads)))
     _heads_kernel[(num_tokens, triton.cdiv(num_heads, rows))](
@@ -159,8 +188,10 @@ def rotate_heads(
         cos,
         sin,
         x.stride(0),
+        out.stride(0),
         0.0 if eps is None else eps,
         NUM_HEADS=num_heads,
+        HEAD_STRIDE=x.stride(1),
         DIM=dim,
         ROTARY=cos.shape[-1],
         ROWS=rows,
@@ -169,7 +200,6 @@ def rotate_heads(
         num_warps=4,
         **early_start(x),
     )
-    return out
 
 
 def normalise_latents(
