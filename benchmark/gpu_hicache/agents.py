@@ -121,8 +121,8 @@ def measure(
     l3 = name == "with L3"
     rates = measure_rates(
         servers, lambda seed, length: random_prompt(_SEED + seed, length, 3, size.vocab_size),
-        report, probe=size.probe, page_size=size.page_size, kv_bytes=size.kv_bytes,
-        clients=size.talk.clients, l3=l3,
+        report, probe=size.probe, chunk=size.chunk, page_size=size.page_size,
+        kv_bytes=size.kv_bytes, clients=size.talk.clients, l3=l3,
     )  # fmt: skip
     for server in servers:
         server.flush(timeout=120)
@@ -140,8 +140,8 @@ def measure(
     assert not failed, f"{len(failed)} failed: {failed[0]}"
     assert len(results) == size.talk.clients * size.talk.rounds
     case = {"servers": name}
-    found = {tier: sum(one.cached_details.get(tier, 0) for one in results) for tier in TIERS}
-    report.add_all("tokens", {f"cached_from_{tier}": count for tier, count in found.items()}, case)
+    found = {f"cached_from_{tier}": count for tier, count in _by_tier(results).items()}
+    report.add_all("tokens", found, case)
     add_figures(report, case, rounds, seconds, expected, l3=l3)
 
 
@@ -158,7 +158,9 @@ def add_figures(
     hits, ttfts = expected.hit_rates(), expected.ttfts()
     for turn, results in enumerate(rounds):
         one = {**case, "turn": str(turn + 1)}
-        report.add("hit_rate", _hit_rate(results), "share", one, expected=hits[turn])
+        # A session that comes to another server reads its own prompt from L3.
+        report.add("hit_rate", _hit_rate(results), "share", one, expected=hits[turn],
+                   **_by_tier(results))  # fmt: skip
         report.add("mean_ttft", statistics.mean(result.ttft for result in results), "s", one,
                    expected=ttfts[turn])  # fmt: skip
     results = [one for turn in rounds for one in turn]
@@ -168,6 +170,7 @@ def add_figures(
         ("hit_rate", "share", _hit_rate(results)),
         ("mean_ttft", "s", statistics.mean(ttft)),
         ("median_ttft", "s", statistics.median(ttft)),
+        ("mean_tpot", "s", statistics.mean(one.tpot or 0.0 for one in results)),
         ("output_throughput", "token/s", answers / seconds),
     ):
         said, least, most = expected.of(metric)
@@ -176,6 +179,11 @@ def add_figures(
                    least_expected=least, most_expected=most)  # fmt: skip
         if metric in ("mean_ttft", "output_throughput"):
             report.add(f"forecast_{metric}", said / value, "ratio", case, target="0.9 to 1.1")
+
+
+def _by_tier(results: list[RequestResult]) -> dict[str, int]:
+    """Tokens found in each tier."""
+    return {tier: sum(one.cached_details.get(tier, 0) for one in results) for tier in TIERS}
 
 
 def _hit_rate(results: list[RequestResult]) -> float:

@@ -46,6 +46,14 @@ class Served:
         return statistics.median(one.ttft for one in self.requests)
 
     @property
+    def mean_tpot(self) -> float:
+        """Seconds of a token after the first."""
+        return statistics.mean(
+            ((one.ended or 0.0) - one.sent - one.ttft) / max(1, one.answer - 1)
+            for one in self.requests
+        )
+
+    @property
     def output_throughput(self) -> float:
         """Tokens per second."""
         return sum(one.answer for one in self.requests) / self.seconds

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from benchmark.report import Report
@@ -38,6 +38,8 @@ class Rates:
 
     probe: int
     """Tokens of the prompts by which they were measured."""
+    chunk: int
+    """Most prompt tokens of a pass."""
     prefill: float
     """First token of a new prompt of `probe` tokens."""
     quarter_prefill: float
@@ -51,6 +53,8 @@ class Rates:
     together: int
     joint_step: float
     """A step of so many requests with few tokens."""
+    turn_prefill: float = 0.0
+    """First token of `turn` new tokens behind `probe` that L1 has; 0: not measured."""
     read: float | None = None
     """A token that one server reads from L3; None: there is no L3."""
     both_read: float = 0.0
@@ -60,20 +64,41 @@ class Rates:
     load: float = 0.0
     """A token that is loaded from L2 to L1."""
 
-    def costs(self) -> Costs:
+    @property
+    def turn(self) -> int:
+        return self.probe // 16
+
+    def costs(self, by_before: float = 0.0) -> Costs:
         """The costs that give these times.
 
-        A prefill of n tokens takes n (`by_prompt_token` + `linear`) + n n / 2 `by_pair`.
+        Args:
+            by_before: Seconds; taken if `turn_prefill` was not measured.
         """
         probe, quarter = self.probe, self.probe // 4
         by_prompt_token = max(0.0, self.repeated - self.step) / probe
-        bend = self.prefill - 4 * self.quarter_prefill
-        by_pair = max(0.0, 2 * bend / (probe * probe - 4 * quarter * quarter))
-        linear = self.quarter_prefill / quarter - quarter / 2 * by_pair - by_prompt_token
+
+        def compute(by_before: float) -> Costs:
+            """The costs that give the times of new prompts."""
+            # Tokens before all passes of a prompt.
+            long, short = (
+                sum(range(0, length, self.chunk)) * by_before for length in (probe, quarter)
+            )
+            bend = self.prefill - long - 4 * (self.quarter_prefill - short)
+            by_pair = max(0.0, 2 * bend / (probe * probe - 4 * quarter * quarter))
+            each = (self.quarter_prefill - short) / quarter
+            linear = max(0.0, each - quarter / 2 * by_pair - by_prompt_token)
+            return Costs(
+                linear=linear, by_pair=by_pair, by_before=by_before, step=0.0, by_context=0.0
+            )
+
+        if self.turn_prefill:
+            turn = self.turn_prefill - (probe + self.turn) * by_prompt_token
+            least, more = (compute(one).prefill(self.turn, probe) for one in (0.0, 1e-6))
+            by_before = max(0.0, 1e-6 * (turn - least) / (more - least))
+        found = compute(by_before)
         by_request = max(0.0, self.joint_step - self.step) / (self.together - 1)
-        return Costs(
-            linear=max(0.0, linear),
-            by_pair=by_pair,
+        return replace(
+            found,
             step=max(0.0, self.step - by_request),
             by_request=by_request,
             by_context=max(0.0, self.long_step - self.step) / probe,
@@ -92,6 +117,7 @@ def measure_rates(
     report: Report,
     *,
     probe: int,
+    chunk: int,
     page_size: int,
     kv_bytes: int,
     clients: int,
@@ -102,6 +128,7 @@ def measure_rates(
     Args:
         prompt: A random prompt of a seed and a length.
         probe: Tokens of the prompts by which rates are measured, and of a quarter of them.
+        chunk: Most prompt tokens of a pass.
         kv_bytes: Of a token.
         clients: Requests that run at once.
     """
@@ -138,9 +165,16 @@ def measure_rates(
     short = ttft(
         {server: (60 + 2 * nth, 61 + 2 * nth) for nth, server in enumerate(servers)}, quarter
     )
+    turn = mean(
+        lambda server: statistics.median(
+            _one(server, prompt(seed, probe) + prompt(70 + seed, probe // 16)).ttft
+            for seed in own[server]
+        )
+    )
     together = max(2, clients // len(servers))
     rates = Rates(
-        probe=probe, prefill=long, quarter_prefill=short, repeated=repeated,
+        probe=probe, chunk=chunk, turn_prefill=turn,
+        prefill=long, quarter_prefill=short, repeated=repeated,
         step=step(page_size), long_step=step(probe),
         together=together, joint_step=step(page_size, together),
     )  # fmt: skip
@@ -149,9 +183,13 @@ def measure_rates(
         before = _flows(servers)
         _one(first, prompt(40, probe))
         rates.write = _per_token(_flows(servers, before), "write")
-        before = _flows(servers)
-        _read(last, prompt(own[first][0], probe), page_size)
-        read = _flows(servers, before)
+        start = _flows(servers)
+        for place, (one, other) in enumerate(((first, last), (last, first))):
+            before = _flows(servers)
+            _read(one, prompt(own[other][0], probe), page_size)
+            alone = _per_token(_flows(servers, before), "read")
+            report.add("server_read_rate", kv_bytes / alone / GB, "GB/s", {"server": place})
+        read = _flows(servers, start)
         rates.read, rates.load = _per_token(read, "read"), _per_token(read, "load")
         before = _flows(servers)
         pairs = {last: own[first][1], first: own[last][1]}
@@ -165,6 +203,7 @@ def measure_rates(
         ("prefill", probe, long),
         ("prefill", quarter, short),
         ("repeated", probe, repeated),
+        ("turn_prefill", rates.turn, turn),
         ("step", page_size, rates.step),
         ("step", probe, rates.long_step),
         (f"step_of_{together}", page_size, rates.joint_step),

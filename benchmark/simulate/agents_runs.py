@@ -2,8 +2,10 @@
 
 Lines of 2026-11-30 lack some rates, for which there are options. By default Mooncake's copying
 thread takes 0.67 of a read (benchmark/results/2026-11-30-gpu-agents.md says why), loads from L2 run
-at the rate of PCIe, and client and server take 1 us for a token of a prompt. Writes are taken to be
-as fast as reads. About a minute.
+at the rate of PCIe, client and server take 1 us for a token of a prompt, and attention 1.2 us more
+for a token before new ones: 36 layers of 8,192 tokens after 24,576 (5.943 ms) and of 2,048 after
+30,000 (2.391) in 2026-11-21-gpu-attention-backends.jsonl give that. Writes are taken to be as fast
+as reads. About a minute.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--policy", choices=list(PrefetchPolicy), help="instead of the recorded one")
     add("--copied", type=float, default=0.67, help="share of a read that the copying thread takes")
     add("--load-gb-s", type=float, default=55.0, help="rate of loads from L2 to L1")
+    add("--before-us", type=float, default=1.2, help="of attention, for a token before new ones")
     add("--prompt-token-us", type=float, default=1.0, help="of client and server, for each token")
 
 
@@ -95,6 +98,8 @@ def rates_of(run: Recorded, args: argparse.Namespace) -> Rates:
     together = [name for name, _ in known if name.startswith("step_of_")]
     return Rates(
         probe=probe,
+        chunk=FULL.chunk,
+        turn_prefill=known.get(("turn_prefill", probe // 16), 0.0) * 1e-3,
         prefill=known["prefill", probe] * 1e-3,
         quarter_prefill=known["prefill", quarter] * 1e-3,
         repeated=known.get(("repeated", probe), 1e3 * (step + probe * by_prompt_token)) * 1e-3,
@@ -119,7 +124,9 @@ def run(args: argparse.Namespace, report: Report) -> None:
         sizes = ServerSizes(
             page_size=size.page_size, l1=size.l1, l2=size.l1, chunk=size.chunk, policy=policy
         )
-        said = forecast(size.talk, rates.costs(), sizes, servers=2, orders=args.orders)
+        said = forecast(
+            size.talk, rates.costs(args.before_us * 1e-6), sizes, servers=2, orders=args.orders
+        )
         case = {"run": number, "l3": rates.read is not None, "policy": policy.value}
         for metric, value in one.figures.items():
             mean, least, most = said.of(metric)

@@ -6,8 +6,12 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
+
+WHOLE_UNIT: Final = 1024
+"""`dense_attention.UNIT`: tokens of a prompt whose attention is split between cuDNN and Triton."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +22,9 @@ class Costs:
     """A new token, without attention to others."""
     by_pair: float
     """Attention of a new token to one token before it."""
+    by_before: float = 0.0
+    """Added for each token before those that a pass computes of a prompt: attention reads a prefix
+    in pieces, and few new tokens do not hide that. Grows with these, up to `WHOLE_UNIT`."""
     step: float
     """A decode step."""
     by_request: float = 0.0
@@ -37,7 +44,8 @@ class Costs:
 
     def prefill(self, new: int, before: int) -> float:
         """Seconds to compute `new` tokens after `before` others."""
-        return new * self.linear + new * (before + new / 2) * self.by_pair
+        pairs, pieces = new * (before + new / 2), before * min(1.0, new / WHOLE_UNIT)
+        return new * self.linear + pairs * self.by_pair + pieces * self.by_before
 
     def decode(self, contexts: Sequence[int]) -> float:
         """Seconds of a step of requests with so many tokens each."""
@@ -86,17 +94,60 @@ class Clock:
             act()
 
 
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call that waits for the thread that copies."""
+
+    left: float
+    """Seconds of the thread."""
+    pieces: int
+    act: Callable[[], None]
+
+
 class CopyThread:
-    """The thread of a store's client that copies for all servers, one call after the other."""
+    """The thread of a store's client that copies for all servers.
+
+    A call hands it some pieces at a time, which are copied in the order of their coming: calls
+    share the thread in proportion to their pieces.
+    """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._is_free_at = clock, 0.0
+        self._clock, self._since = clock, 0.0
+        self._calls: list[_Call] = []
+        self._version = 0
 
-    def after(self, own: float, copied: float, act: Callable[[], None]) -> None:
-        """Call `act` after `own` seconds of the caller's thread, and then `copied` of this one."""
+    def after(self, own: float, copied: float, act: Callable[[], None], *, pieces: int = 1) -> None:
+        """Call `act` after `own` seconds of the caller's thread, and then `copied` of this one.
+
+        `pieces`: parts of the call that wait for the thread at once.
+        """
 
         def copy() -> None:
-            self._is_free_at = max(self._is_free_at, self._clock.now) + copied
-            self._clock.after(self._is_free_at - self._clock.now, act)
+            self._pass_time()
+            self._calls.append(_Call(copied, pieces, act))
+            self._plan()
 
         self._clock.after(own, copy)
+
+    def _pass_time(self) -> None:
+        pieces = sum(call.pieces for call in self._calls)
+        for call in self._calls:
+            call.left -= (self._clock.now - self._since) * call.pieces / pieces
+        self._since = self._clock.now
+
+    def _plan(self) -> None:
+        """Plan the end of the next call, which a further call delays."""
+        self._version += 1
+        if self._calls:
+            version, pieces = self._version, sum(call.pieces for call in self._calls)
+            seconds = min(call.left / call.pieces for call in self._calls) * pieces
+            self._clock.after(max(0.0, seconds), lambda: self._end(version))
+
+    def _end(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._pass_time()
+        first = min(self._calls, key=lambda call: call.left / call.pieces)
+        self._calls.remove(first)
+        self._plan()
+        first.act()

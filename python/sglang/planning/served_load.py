@@ -26,6 +26,7 @@ from sglang.srt.managers.scheduler.policy import (
     PrefillAdder,
     ceil_to_page,
 )
+from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
 
 _NO_LIMIT: Final = 1 << 40
 
@@ -78,6 +79,14 @@ class _Job:
     wanted: int = 0
     """Its first pages, which are marked as wanted."""
     read: Read | None = None
+    may_read: bool = True
+    """False if L3 brings no more than `read` does."""
+    known: int = 0
+    """Pages that L1 and L2 had when its last read began, or found no room."""
+    reach: int = 0
+    """The page at which that read ends."""
+    wait_until: float = 0.0
+    """Seconds of the clock at which it waits for reads no longer."""
     brought: int = 0
     """Pages that L3 brought."""
     on_arrival: int = 0
@@ -102,6 +111,7 @@ class SimulatedServer:
         store: set[Page] | None,
     ) -> None:
         self._clock, self._costs, self._page = clock, costs, sizes.page_size
+        self._sizes = sizes
         self._tiers = ServedTiers(clock, costs, sizes, copier, store, self._tick)
         self._l1, self._uses = self._tiers.l1, self._tiers.uses
         self._limits = BatchLimits(
@@ -157,12 +167,28 @@ class SimulatedServer:
         job.on_arrival = front(pages, self._l1, self._tiers.l2)
         self._uses.use(pages[: job.on_arrival])
         self._want(job, job.on_arrival)
-        job.read = self._tiers.begin_read(
-            pages, job.on_arrival, job.arrival_number, self._to_compute()
-        )
-        if job.read is not None:
-            self._clock.after(job.read.deadline - self._clock.now, self._tick)
+        seconds = self._sizes.wait_s((len(pages) - job.on_arrival) * self._page)
+        job.wait_until = self._clock.now + seconds
+        if self._reads_on(job):
+            self._clock.after(seconds, self._tick)
         self._waiting.append(job)
+
+    def _reads_on(self, job: _Job) -> bool:
+        """Begin to read what L1 and L2 lack of a waiting request. False: L3 brings no more of it,
+        or L2 has no room; then it is tried again when there is some."""
+        pages = job.matchable(self._page)
+        known = front(pages, self._l1, self._tiers.l2)
+        if job.known < job.reach > known:
+            job.may_read = False  # L3 has no more of it.
+            return False
+        job.read = self._tiers.begin_read(
+            pages, known, job.arrival_number, self._to_compute(), job.wait_until
+        )
+        job.known = job.reach = known
+        if job.read is not None:
+            job.reach += job.read.held
+        job.may_read = job.reach < len(pages) and (job.read is not None or self._tiers.is_full)
+        return job.read is not None
 
     def _want(self, job: _Job, pages: int) -> None:
         """Mark the first `pages` of a waiting request; 0: it waits no longer."""
@@ -211,18 +237,21 @@ class SimulatedServer:
         return ceil_to_page(self._estimate.reserve(job.left), self._page)
 
     def _awaits_l3(self, job: _Job) -> bool:
-        if job.read is None:
-            return False
-        if self._tiers.awaits(job.read):
-            return True
-        if job.read.has_ended:
+        if job.read is not None:
+            if self._tiers.awaits(job.read):
+                return True
+            if not job.read.has_ended:
+                return False
             self._publish(job, job.read)
-        return False
+        if not job.may_read or self._tiers.is_full or self._clock.now >= job.wait_until:
+            return False
+        return self._sizes.policy is not PrefetchPolicy.BEST_EFFORT and self._reads_on(job)
 
     def _publish(self, job: _Job, read: Read) -> None:
         job.read = None
-        job.brought = self._tiers.publish(read)
-        if job.brought:
+        brought = self._tiers.publish(read)
+        job.brought += brought
+        if brought:
             self._want(job, max(job.wanted, read.begin + read.landed))
 
     def _admit(self, job: _Job, adder: PrefillAdder, works: list[tuple[_Job, int]]) -> AddOutcome:
@@ -250,6 +279,7 @@ class SimulatedServer:
         job.committed, job.locked, job.own = known * page, known, end - known
         job.to_load = (known - device) * page
         self._want(job, 0)
+        self._tiers.is_full = False  # L2 need not spare its pages any more.
         self._waiting.remove(job)
         request = job.request
         if request.scheduled is None:

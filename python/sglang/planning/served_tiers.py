@@ -27,6 +27,9 @@ WRITE_SHARE: Final = 0.5
 GATHER_S: Final = 0.1
 """`storage_writes._GATHER_S`: seconds for which the first write waits for others."""
 
+PIECES_OF_GET: Final = 4
+"""`mooncake_store._CONCURRENT_GETS`: parts of a get under way; a put has one."""
+
 _ALL: Final = 1 << 62
 """Above the numbers of all requests."""
 
@@ -102,7 +105,8 @@ class StoreReads:
             self._call(read)
 
         copied = min(self._costs.copied, self._costs.read)
-        self._copier.after(tokens * (self._costs.read - copied), tokens * copied, land)
+        own = tokens * (self._costs.read - copied)
+        self._copier.after(own, tokens * copied, land, pieces=PIECES_OF_GET)
 
     def _end(self, read: Read) -> None:
         read.has_ended = True
@@ -224,6 +228,8 @@ class ServedTiers:
         self._owed: dict[Page, tuple[Sequence[Page], int]] = {}
         """Prompts whose copy to L2 waits for room, by their last page, with their last use."""
         self._on_end = on_end
+        self.is_full = False
+        """True if the last read found no room in L2, and nothing has ended since."""
         self._held: list[Read] = []
         """Reads that hold pages of L2: under way, or landed and not published yet."""
         self._reads: StoreReads | None = None
@@ -236,24 +242,27 @@ class ServedTiers:
     # ---- reads -----------------------------------------------------------------------------
 
     def begin_read(
-        self, pages: Sequence[Page], known: int, number: int, to_compute: int
+        self, pages: Sequence[Page], known: int, number: int, to_compute: int, until: float
     ) -> Read | None:
         """Begin to read what L1 and L2 lack of a prompt, as far as L2 has room; None: nothing is
-        read, now or later.
+        read now, or later unless `is_full`.
 
         Args:
             pages: Whole pages of the prompt that a match may have.
             known: Pages that L1 and L2 have.
             number: Number of its request, in the order of arrival.
             to_compute: Tokens that wait to be computed already.
+            until: Seconds of the clock at which its request waits no longer.
         """
-        if self._reads is None:
-            return None
+        self.is_full = False
         page = self._sizes.page_size
+        if self._reads is None or (len(pages) - known) * page < self._sizes.threshold:
+            return None
         missing = len(pages) - known
         room = int(PREFETCH_SHARE * self.l2.size) - sum(read.held for read in self._held)
         wanted = min(missing, room)
         if wanted * page < self._sizes.threshold:
+            self.is_full = True
             return None
         ahead = sum(page * (read.hit - read.landed) for read in self._reads.queue if read.hit)
         if self._sizes.policy is not PrefetchPolicy.WAIT_COMPLETE and is_rejected(
@@ -264,10 +273,10 @@ class ServedTiers:
         wanted = min(wanted, self.l2.make_room(wanted, spares=number))
         self.l2.unpin(pages[:known])
         if wanted * page < self._sizes.threshold:
+            self.is_full = True
             return None
         self.l2.held += wanted
-        deadline = self._clock.now + self._sizes.wait_s(missing * page)
-        read = Read(pages, known, wanted, deadline, missing * page)
+        read = Read(pages, known, wanted, until, missing * page)
         self._held.append(read)
         self._reads.begin(read)
         return read
@@ -342,7 +351,9 @@ class ServedTiers:
         return room >= len(missing)
 
     def _resume(self) -> None:
-        """Begin copies that wait for room, the newest first."""
+        """Something has ended that held pages of L2: begin copies that wait for room, the newest
+        first."""
+        self.is_full = False
         while self._owed:
             last = next(reversed(self._owed))
             if last in self.l1.pages and not self._copy(*self._owed[last]):

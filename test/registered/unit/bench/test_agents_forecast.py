@@ -64,12 +64,14 @@ def test_sessions_have_their_own_pages_behind_the_shared_ones() -> None:
 
 def test_costs_give_the_times_that_were_measured() -> None:
     costs = Costs(
-        linear=2e-5, by_pair=1e-9, step=0.01, by_request=0.002, by_context=1e-7,
+        linear=2e-5, by_pair=1e-9, by_before=3e-6, step=0.01, by_request=0.002, by_context=1e-7,
         read=1e-4, write=2e-4, copied=8e-5, load=1e-6, by_prompt_token=1e-6,
     )  # fmt: skip
     rates = Rates(
         probe=4000,
-        prefill=4000e-6 + costs.prefill(4000, 0),
+        chunk=2000,
+        prefill=4000e-6 + costs.prefill(2000, 0) + costs.prefill(2000, 2000),
+        turn_prefill=4250e-6 + costs.prefill(250, 4000),
         quarter_prefill=1000e-6 + costs.prefill(1000, 0),
         repeated=4000e-6 + 0.012,
         step=0.012,
@@ -106,7 +108,7 @@ def lines(**rates: float) -> list[str]:
     return [json.dumps({**about, **one}) for one in measured]
 
 
-OPTIONS = argparse.Namespace(copied=0.75, load_gb_s=147.456, prompt_token_us=1.0)
+OPTIONS = argparse.Namespace(copied=0.75, load_gb_s=147.456, before_us=1.2, prompt_token_us=1.0)
 
 
 def test_lines_without_rates_of_flows_get_them_from_options() -> None:
@@ -134,6 +136,6 @@ def test_a_recorded_run_without_a_store_is_as_forecast() -> None:
     assert rates.read is None
     size = agents_runs.size_of(run)
     sizes = ServerSizes(page_size=size.page_size, l1=size.l1, l2=size.l1, chunk=size.chunk)
-    said = forecast(size.talk, rates.costs(), sizes, servers=2, orders=3)
+    said = forecast(size.talk, rates.costs(1.2e-6), sizes, servers=2, orders=3)
     for metric in ("hit_rate", "mean_ttft", "output_throughput"):
         assert said.of(metric)[0] == pytest.approx(run.figures[metric], rel=0.1), metric

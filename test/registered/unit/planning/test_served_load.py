@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from sglang.planning.page_tiers import Page
-from sglang.planning.served_costs import Clock, CopyThread, Costs, ServerSizes
+from sglang.planning.served_costs import WHOLE_UNIT, Clock, CopyThread, Costs, ServerSizes
 from sglang.planning.served_load import ServedRequest, SimulatedServer
-from sglang.planning.served_tiers import GATHER_S, WRITE_SHARE, Read, ServedTiers
-from sglang.srt.mem_cache.l3 import storage_backup, storage_writes
+from sglang.planning.served_tiers import GATHER_S
 from sglang.srt.mem_cache.l3.prefetch_table import PrefetchPolicy
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -66,6 +65,13 @@ def test_a_prefill_costs_tokens_and_pairs() -> None:
     assert first.ttft == pytest.approx(100 + 0.01 * 100 * 50)
     assert again.device == 100
     assert again.ttft == pytest.approx(50 + 0.01 * 50 * (100 + 25))
+
+
+def test_each_pass_of_a_prompt_costs_what_it_reads_of_the_tokens_before() -> None:
+    costs = Costs(linear=1.0, by_pair=0.0, by_before=0.5, step=0.0, by_context=0.0)
+    assert costs.prefill(WHOLE_UNIT, 100) == WHOLE_UNIT + 50
+    assert costs.prefill(2 * WHOLE_UNIT, 100) == 2 * WHOLE_UNIT + 50
+    assert costs.prefill(WHOLE_UNIT // 2, 100) == WHOLE_UNIT // 2 + 25
 
 
 def test_a_step_costs_its_contexts_and_brings_each_request_a_token() -> None:
@@ -249,14 +255,26 @@ def test_a_server_reads_one_prompt_after_the_other_while_it_computes() -> None:
     assert (one.scheduled, two.scheduled) == (515.0, 525.0)
 
 
-def test_reads_hold_half_of_l2_and_others_are_computed() -> None:
+def test_reads_hold_half_of_l2_and_others_follow_when_there_is_room() -> None:
     world = World(WITH_L3, replace(TIERS, l2=300), servers=2)
     for place, name in enumerate("ab"):
         world.send(name, 100, at=500.0 * place)
     one = world.send("a", 110, at=2000.0, server=1)
     two = world.send("b", 110, at=2000.0, server=1)
     world.run()
-    assert (one.storage, two.storage) == (100, 50)
+    assert (one.storage, two.storage) == (100, 100)
+    # The rest of `two` is read behind the step that computes `one`.
+    assert (one.ttft, two.ttft) == pytest.approx((20, 20 + 5 + 10))
+
+
+def test_a_request_without_room_for_its_read_is_computed() -> None:
+    # Writes of `b` pin the pages of L2 that a read needs.
+    world = World(replace(WITH_L3, write=100.0), replace(TIERS, l2=100), servers=2)
+    world.store.update(("a", place) for place in range(10))
+    world.send("b", 100, server=1)
+    read = world.send("a", 110, at=200.0, server=1)
+    world.run()
+    assert read.storage == 0 and read.ttft == 110.0
 
 
 def test_a_read_shorter_than_the_threshold_is_not_made() -> None:
@@ -287,8 +305,32 @@ def _two_readers(copied: float) -> list[ServedRequest]:
 
 def test_one_thread_copies_for_all_servers() -> None:
     assert [round(read.ttft) for read in _two_readers(0.0)] == [20, 20]
-    assert [round(read.ttft) for read in _two_readers(0.1)] == [20, 30]
-    assert [round(read.ttft) for read in _two_readers(0.06)] == [20, 26]
+    assert [round(read.ttft) for read in _two_readers(0.1)] == [30, 30]
+    assert [round(read.ttft) for read in _two_readers(0.06)] == [26, 26]
+
+
+def test_calls_share_the_copying_thread_by_their_pieces() -> None:
+    clock, ends = Clock(), dict[str, float]()
+    copier = CopyThread(clock)
+
+    def end(name: str) -> None:
+        ends[name] = clock.now
+
+    copier.after(0.0, 10.0, lambda: end("put"))
+    copier.after(5.0, 8.0, lambda: end("get"), pieces=4)
+    clock.run()
+    # The put is half done when the get comes, and gets a fifth of the thread until that has ended.
+    assert ends == {"get": 15.0, "put": 18.0}
+
+
+def test_a_get_has_more_pieces_under_way_than_a_put() -> None:
+    world = World(replace(WITH_L3, copied=0.2), TIERS, servers=2)
+    world.send("a", 100)
+    world.send("b", 300, at=400.0)
+    # `b` is written from 700.1 on.
+    read = world.send("a", 110, at=701.0, server=1)
+    world.run()
+    assert read.ttft == pytest.approx(10 * 5 / 4 + 10)
 
 
 @pytest.mark.parametrize(
@@ -349,8 +391,7 @@ def test_a_copy_without_room_in_l2_is_made_when_there_is_some() -> None:
     world.send("b", 100, at=10.0)
     read = world.send("b", 110, at=1e3, server=1)
     world.run()
-    # Half of L2 bounds the read.
-    assert read.storage == 50
+    assert read.storage == 100
 
 
 def test_what_was_read_for_a_waiting_request_stays_in_l2() -> None:
@@ -361,105 +402,3 @@ def test_what_was_read_for_a_waiting_request_stays_in_l2() -> None:
     world.run()
     # The answer's three pages find no room in L2.
     assert read.storage == 100
-
-
-def tiers_with_a_read() -> tuple[Clock, ServedTiers, Read]:
-    """L3 has the pages "abcdefgh", L1 the first of them, and the others are read."""
-    clock = Clock()
-    store: set[Page] = set("abcdefgh")
-    tiers = ServedTiers(clock, WITH_L3, TIERS, CopyThread(clock), store, lambda: None)
-    tiers.l1.pages.add("a")
-    tiers.uses.use("a")
-    read = tiers.begin_read("abcdefgh", 1, 0, 0)
-    assert read is not None
-    return clock, tiers, read
-
-
-@pytest.mark.parametrize("is_in_l1", [True, False])
-def test_what_left_l1_is_not_copied_when_l2_has_room(is_in_l1: bool) -> None:
-    clock = Clock()
-    copier, store = CopyThread(clock), set[Page]("abcd")
-    tiers = ServedTiers(clock, WITH_L3, replace(TIERS, l2=140), copier, store, lambda: None)
-    tiers.l2.pages.update("1234567")
-    tiers.l2.pin("1234567")
-    assert tiers.begin_read("abcdefgh", 0, 0, 0) is not None
-    tiers.l1.pages.update("xy")
-    tiers.uses.use("xy")
-    tiers.copy("xy")
-    assert "x" not in tiers.l2.pages  # The read holds the other seven, and needs four.
-    if not is_in_l1:
-        tiers.l1.pages.clear()
-    clock.run()
-    assert ("y" in tiers.l2.pages) is is_in_l1
-
-
-def test_read_pages_need_those_before_them() -> None:
-    clock, tiers, read = tiers_with_a_read()
-    clock.run()
-    assert tiers.publish(read) == 7 and tiers.l2.pages == set("bcdefgh")
-    clock, tiers, read = tiers_with_a_read()
-    tiers.l1.pages.clear()
-    clock.run()
-    assert tiers.publish(read) == 0 and not tiers.l2.pages
-
-
-def test_a_read_holds_nothing_after_its_end() -> None:
-    for ends_first in (True, False):
-        clock, tiers, read = tiers_with_a_read()
-        assert tiers.l2.held == 7
-        if ends_first:
-            clock.run()
-        tiers.publish(read)
-        clock.run()
-        assert tiers.l2.held == 0
-
-
-def test_what_was_read_is_not_written() -> None:
-    clock, tiers, read = tiers_with_a_read()
-    clock.run()
-    tiers.publish(read)
-    tiers.copy("abcdefgh")
-    assert (len(tiers.l2.pages), tiers.l2.evictable) == (8, 7)  # "a" is being written.
-    tiers.uses.use("abcdefghi")
-    tiers.copy("abcdefghi")
-    # The pages before one that is written stay.
-    assert (len(tiers.l2.pages), tiers.l2.evictable) == (9, 0)
-
-
-def test_nothing_is_written_after_a_page_that_l2_lacks() -> None:
-    clock, store = Clock(), set[Page]()
-    tiers = ServedTiers(
-        clock, WITH_L3, replace(TIERS, l2=40), CopyThread(clock), store, lambda: None
-    )
-    tiers.l2.pages.update("123b")
-    tiers.l2.pin("123b")
-    tiers.uses.use("ab")
-    tiers.copy("ab")
-    clock.run()
-    assert not store
-
-
-def test_a_read_does_not_evict_the_pages_that_it_continues() -> None:
-    clock = Clock()
-    sizes = replace(TIERS, l2=40)
-    tiers = ServedTiers(clock, WITH_L3, sizes, CopyThread(clock), set("abcd"), lambda: None)
-    tiers.l2.pages.update("abyz")
-    tiers.uses.use("ab")
-    tiers.uses.use("yz")
-    assert tiers.begin_read("abcd", 2, 0, 0) is not None
-    assert tiers.l2.pages == set("ab")
-
-
-def test_a_read_too_short_to_make_evicts_nothing() -> None:
-    sizes = replace(TIERS, l2=40, threshold=30)
-    clock = Clock()
-    tiers = ServedTiers(clock, WITH_L3, sizes, CopyThread(clock), set("abc"), lambda: None)
-    tiers.l2.pages.update("wxyz")
-    tiers.uses.use("wxyz")
-    assert tiers.begin_read("abc", 0, 0, 0) is None
-    assert tiers.l2.pages == set("wxyz")
-
-
-def test_numbers_are_those_of_the_engine() -> None:
-    assert WRITE_SHARE == storage_backup._BACKUP_SHARE
-    assert GATHER_S == storage_writes._GATHER_S
