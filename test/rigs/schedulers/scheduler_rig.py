@@ -27,17 +27,19 @@ from sglang.srt.managers.detokenizer.detokenizer_manager import make_decoder_fac
 from sglang.srt.managers.scheduler.launched_step import TpModelWorker
 from sglang.srt.managers.scheduler.role_switch import MakeRole, RemakeRole
 from sglang.srt.managers.scheduler.scheduler import Scheduler, SchedulerResources
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import CacheableRequest, EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.device.base_device_pool import BaseDevicePool
 from sglang.srt.mem_cache.device.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.device.pool_registry import ModelPools
 from sglang.srt.mem_cache.device.request_pool import RequestPool
 from sglang.srt.mem_cache.device.state_pool import StatePool
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.mem_cache.tree.held_pages import HeldPages
 from sglang.srt.mem_cache.tree.kv_events import KVCacheEvent
 from sglang.srt.mem_cache.tree.radix_key import token_array
+from sglang.srt.mem_cache.tree.state_component import StateComponent
 from sglang.srt.messages.io_struct import (
     AbortReq,
     ControlReqOutput,
@@ -105,6 +107,23 @@ class Collected:
         assert self.last is not None
         details = self.last.cached_tokens_details
         return details.device, details.host, details.storage
+
+
+def offer_all_snapshots(tree: RadixCache) -> None:
+    """Let `tree` fail if a request ends with a snapshot that the tree was not offered."""
+
+    def checking(component: StateComponent) -> Callable[[CacheableRequest], None]:
+        release = component.release
+
+        def checked(req: CacheableRequest) -> None:
+            if not req.last_node.is_condemned:
+                assert component.snapshot_end(req) is None, f"{req.rid}: its snapshot is dropped"
+            release(req)
+
+        return checked
+
+    for component in tree.tree.components:
+        component.release = checking(component)  # type: ignore[assignment, method-assign]
 
 
 class SchedulerRig:
@@ -194,6 +213,7 @@ class SchedulerRig:
                 enable_hierarchical_cache=self.server_args.enable_hierarchical_cache,
             )
         )
+        offer_all_snapshots(self.tree)
         resources = SchedulerResources(
             worker=self.worker,
             tree=self.tree,

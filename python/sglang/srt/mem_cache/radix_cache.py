@@ -178,6 +178,8 @@ class RadixCache(BasePrefixCache):
                 kept = whole
             else:
                 path = self.tree.path_to(req.last_node)
+                for component in self.tree.components:
+                    component.take_behind(req)
             for node in path:
                 node.hit_count += 1
             if req.session is not None and path:
@@ -209,8 +211,7 @@ class RadixCache(BasePrefixCache):
             if self.tree.components:
                 req.prefix_indices = self._slots_of(req, 0)
                 for component in self.tree.components:
-                    if component.snapshot_end(req) == begin:
-                        component.take_from(req, req.last_node)
+                    component.take_behind(req)
             self._on_insert(path)
             return
         slots, known, path = self._insert_committed(req, whole)

@@ -222,6 +222,11 @@ class StateComponent:
             holder.mamba_track_slot = None
         holder.mamba_last_track_seqlen = None
 
+    def take_behind(self, req: CacheableRequest) -> None:
+        """Take over the snapshot of `req` if it is behind the pages that the tree has of it."""
+        if self.snapshot_end(req) == req.cache_protected_len:
+            self.take_from(req, req.last_node)
+
     def release(self, req: CacheableRequest) -> None:
         """Free the slots that `req`, which has ended, holds for the tree."""
         holder = cast(StatefulRequest, req)

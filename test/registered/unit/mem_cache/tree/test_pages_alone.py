@@ -95,6 +95,17 @@ def test_a_request_without_a_snapshot_leaves_its_pages(has_slot: bool, goes_on: 
     assert rig.mamba.available_size() == rig.num_states
 
 
+def test_a_state_behind_pages_that_the_tree_has_stays_when_its_request_ends() -> None:
+    rig = rig_of()
+    request = start(rig, 24, 16)
+    rig.tree.cache_unfinished_req(request)
+    rig.compute(request, range(26), snapshot=24)
+    rig.finish(request)
+    assert found(rig, range(30)) == (24, 24)
+    rig.settle()
+    rig.check()
+
+
 def test_the_last_token_is_never_part_of_a_match() -> None:
     rig = rig_of()
     rig.run(range(24))
