@@ -24,6 +24,7 @@ from sglang.srt.distributed.rank_group import RankGroup, SingleRank
 from sglang.srt.managers.scheduler.policy import AddOutcome, ceil_to_page
 from sglang.srt.managers.scheduler.role import Role, TransferUpdate
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.tree.radix_key import RadixKey
 from sglang.srt.messages.first_token import fake_metadata, mismatch_of
 from sglang.srt.messages.io_struct import FinishReason
 from sglang.srt.utils.fair_share import is_within_share
@@ -206,16 +207,30 @@ class DecodeRole(Role):
         polls = poll_and_all_reduce(requests, self._group)
         if KVPoll.Failed in polls:
             self._fail_polled(requests, polls)
-        hicache = self._state.hicache
         for one, poll in zip(requests, polls, strict=True):
             if one.num_tokens is None:
                 one.is_known = poll >= KVPoll.WaitingForInput
             elif poll == KVPoll.Success and one.ended is None:
-                if hicache is None or hicache.has_settled(one.newest_load):
+                if self._has_whole_prefix(one):
                     self._receive(one)
             elif poll == KVPoll.Success:
                 self._lingering.remove(one)
                 self._update.released.append(one.req)
+
+    def _has_whole_prefix(self, one: DecodeRequest) -> bool:
+        """True if no load still fills pages that the steps of a request will read: those of its
+        prefix; and pages that another request loads although they were read for this one, because
+        the tree keeps those alone."""
+        hicache, spec = self._state.hicache, one.req.spec
+        if hicache is None:
+            return True
+        if not hicache.has_settled(one.newest_load):
+            return False
+        load = hicache.host_load
+        return not (
+            load.loading
+            and load.is_filling(hicache.tree.walk(RadixKey(spec.input_ids, spec.extra_key)))
+        )
 
     def _fail_polled(self, requests: Sequence[DecodeRequest], polls: Sequence[KVPoll]) -> None:
         """Fail the requests whose status is `Failed`. A collective."""

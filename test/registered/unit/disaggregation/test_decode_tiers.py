@@ -16,6 +16,7 @@ from rigs.disaggregation.decode_rig import PAGE, DecodeRig
 from rigs.schedulers.random_checks import assert_unpinned
 from rigs.schedulers.scheduler_rig import SchedulerRig, greedy, prompt, stored_in_files
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.l3 import store_calls
 from sglang.srt.mem_cache.tree.tree_node import TreeNode
@@ -115,6 +116,30 @@ def test_a_request_decodes_only_once_its_load_has_settled(
         monkeypatch.undo()
         rig.run()
         assert [len(rig.results[rid].output_ids) for rid in ("first", "second")] == [NEW, NEW]
+        rig.settle()
+        rig.assert_idle()
+
+
+def test_a_request_decodes_only_once_others_have_loaded_the_pages_that_it_has_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tree keeps the pages that are being loaded, in place of those that were read."""
+    with rig_of(model, pool_tokens=2 * POOL) as (rig, cache):
+        rig.step(rig.ask("early", [*IDS, 5], 1, greedy(NEW)))
+        rig.run_until_ended(rig.request("seed", IDS, greedy(1)))
+        rig.run_until(lambda: not cache.is_busy())
+        cache.evict(EvictParams(num_tokens=2 * POOL))
+        hold_loads(cache, monkeypatch)
+        rig.step(rig.ask("other", [*IDS, 3], 2, greedy(NEW)))
+        assert [one.first_page for one in rig.servers.begun] == [0, 10]
+        rig.prompt(1).come([*IDS, 5])
+        for _ in range(20):
+            rig.step()
+        assert {req.rid for req in rig.scheduler.state.queues.held} == {"early", "other"}
+        monkeypatch.undo()
+        rig.prompt(2).come([*IDS, 3])
+        rig.run()
+        assert [len(rig.results[rid].output_ids) for rid in ("early", "other")] == [NEW, NEW]
         rig.settle()
         rig.assert_idle()
 

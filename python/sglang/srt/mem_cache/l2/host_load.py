@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -169,6 +169,14 @@ class HostLoad:
             self._evict_from(component.device, 1)
         taken = component.pool.take(1)
         return None if taken is None else torch.tensor(taken)
+
+    def is_filling(self, path: Sequence[TreeNode]) -> bool:
+        """True if pages of some node of `path` are being loaded."""
+        return any(
+            node in path
+            for copy in self.loading.values()
+            for node, _, _ in parts_of(copy.node, copy.length)
+        )
 
     def settle(self, num_ended: int) -> None:
         """Act on the end of the first `num_ended` loads, on which the ranks have agreed. A
