@@ -110,7 +110,8 @@ def test_products_of_two_formats_share_a_launch_of_one_token(
     del of_scaled.weight
     of_scaled.weight = weight
     x, together = randn(2, INPUTS, seed=1, dtype=HALF), KERNELS.multiply_together
-    assert together(x, [plain, weight]) is None, "several tokens"
+    unread: Any = None
+    assert together(x, unread) is None, "several tokens: it looks at no weight"
     others_of: list[list[Weight]] = [[plain], [weight], [plain, weight] * 2, [plain[:12], weight]]
     for others in others_of:
         assert together(x[:1], others) is None

@@ -124,9 +124,11 @@ def multiply_together(x: torch.Tensor, weights: Sequence[Weight]) -> list[torch.
         `[1, outputs]` of the dtype of `x`; None: there are several tokens, or other weights than
         one with scales and one plain.
     """
+    if len(x) != 1:
+        return None
     scaled = [weight for weight in weights if isinstance(weight, ScaledWeight)]
     plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]
-    if len(x) != 1 or len(scaled) != 1 or len(plain) != 1 or plan(*plain[0].shape) is None:
+    if len(scaled) != 1 or len(plain) != 1 or plan(*plain[0].shape) is None:
         return None
     outs = [x.new_empty((1, weight.shape[0])) for weight in weights]
     of_scaled, of_plain = outs if weights[0] is scaled[0] else outs[::-1]
