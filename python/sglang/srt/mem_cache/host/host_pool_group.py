@@ -33,7 +33,8 @@ class PoolEntry:
     """Model layer (0-based in the stack) to this pool's layer, None where it has no such layer."""
     is_primary_index_anchor: bool = False
     host_evict_fn: Callable[[int], Any] | None = None
-    """Frees that many host slots of this pool, if it can. Scheduler's thread."""
+    """Frees that many host slots of this pool, if it can. Scheduler's thread. For other builders of
+    groups: this project's pools have none, since their tree makes room before it writes."""
 
     @classmethod
     def of(
