@@ -8,8 +8,10 @@ Marks tell fields without effect and refused fields; a field without a mark is a
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Final, TypeVar, get_args
@@ -43,10 +45,14 @@ MAX_BATCH: Final = 1024
 MAX_NAME_CHARS: Final = 64
 """An unknown field's name is cut to this length in errors; known ones are shorter."""
 _LARGE_BYTES: Final = MIB
+_MOST_SEARCHED: Final = 1 << 15
+"""Most lists and objects of a body in which a wrong number is searched, which takes up to 0.1 s."""
 _SESSION_FIELD: Final = "session_id"
 _SESSION_HEADER: Final = "x-smg-routing-key"
 
 _MESSAGE: Final = re.compile(r"(?P<problem>.*?)(?: - at `(?P<path>[^`]*)`)?", re.DOTALL)
+_OUT_OF_RANGE: Final = "Number out of range"
+"""Begins msgspec's error for a number that no double holds. Its path ends where types end."""
 _NAMED_FIELD: Final = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 
 
@@ -100,8 +106,11 @@ def decode_body(body: bytes, kind: type[T]) -> T:
         with without_collections():
             return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise describe_mismatch(str(error), kind) from None
+        named = _unfit_number(body) if str(error).startswith(_OUT_OF_RANGE) else None
+        raise named or describe_mismatch(str(error), kind) from None
     except msgspec.DecodeError as error:
+        if (named := _unfit_number(body)) is not None:
+            raise named from None
         problem = f"not valid JSON: {error}" if body.strip() else "empty: send a JSON object"
         raise bad_request(f"the body is {problem}") from None
     except UnicodeDecodeError as error:
@@ -222,6 +231,53 @@ def _check_values(body: bytes) -> None:
         "split it",
         field,
     )
+
+
+class _Unfit(str):
+    """A number, as the client wrote it, that no double holds or that JSON does not have."""
+
+    __slots__ = ()
+
+
+def _unfit_number(body: bytes) -> ApiError | None:
+    """The error that names the first such number in `body`; None: it has none, or has another
+    mistake, or is large, since this takes longer than decoding."""
+    if len(body) >= _LARGE_BYTES or body.count(b"[") + body.count(b"{") > _MOST_SEARCHED:
+        return None
+
+    def number(text: str) -> object:
+        return 0 if math.isfinite(float(text)) else _Unfit(text)
+
+    try:
+        with without_collections():
+            decoded = json.loads(body, parse_float=number, parse_constant=_Unfit)
+    except (ValueError, RecursionError):
+        return None
+    # The last is read next. Each has its parent's entry, and its name or number there.
+    waiting: list[tuple[Any, object, object]] = [(None, None, decoded)]
+    while waiting:
+        entry = waiting.pop()
+        value = entry[2]
+        if isinstance(value, _Unfit):
+            return _refused_number(entry, value)
+        items: Iterable[tuple[object, object]] = ()
+        if isinstance(value, dict | list):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+        found = [(entry, *item) for item in items if isinstance(item[1], dict | list | _Unfit)]
+        waiting += reversed(found)
+    return None
+
+
+def _refused_number(entry: tuple[Any, object, object], number: str) -> ApiError:
+    path = ""
+    while entry[0] is not None:
+        name = entry[1]
+        path = (f".{_shown(name)}" if isinstance(name, str) else f"[{name}]") + path
+        entry = entry[0]
+    field = _shown(path.removeprefix(".")) if path else ""
+    why = "is out of range" if number.lstrip("-")[:1].isdigit() else "is not valid JSON"
+    text = f"{field or 'the body'}: {_shown(number)} {why}: send a finite number, or leave it out"
+    return bad_request(text, field or None)
 
 
 def _shown(name: str) -> str:

@@ -1,5 +1,5 @@
-"""Large bodies: what would hold up all requests is refused before it is decoded. Sessions that a
-header names."""
+"""Large bodies: what would hold up all requests is refused before it is decoded. Numbers that no
+double holds. Sessions that a header names."""
 
 from __future__ import annotations
 
@@ -76,6 +76,51 @@ def test_numbers_are_cheap() -> None:
 def test_what_is_no_body_is_called_that(body: bytes, word: str) -> None:
     with pytest.raises(ApiError, match=word):
         decode_body(body + b" " * MIB, GenerateBody)
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1." + "8" * 99 + "e+308", "NaN", "-Infinity"])
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (ChatBody, '{"messages": [], "top_p": 1, "temperature": @, "n": 2}', "temperature"),
+        (ChatBody, '{"messages": [{"role": "1e400"}, {"content": @}]}', "messages[1].content"),
+        (
+            ChatBody,
+            '{"messages": [], "chat_template_kwargs": {"NaN": [[1], [2, @]]}}',
+            "chat_template_kwargs.NaN[1][1]",
+        ),
+        (ChatBody, '{"messages": [], "logit_bias": {"5": 1, "6": @, "7": @}}', "logit_bias.6"),
+        (GenerateBody, '{"sampling_params": [{}, {"top_p": @}]}', "sampling_params[1].top_p"),
+        (GenerateBody, '{"input_ids": [[9, 1], [@]], "text": ""}', "input_ids[1][0]"),
+    ],
+)
+def test_the_field_of_a_number_that_no_double_holds_is_named(
+    kind: type[msgspec.Struct], body: str, field: str, number: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        decode_body(body.replace("@", number).encode(), kind)
+    assert (refused.value.status, refused.value.param) == (400, field)
+    shown = number if len(number) < 64 else number[:64] + "..."
+    why = "is not valid JSON" if number[-1].isalpha() else "is out of range"
+    message = f"{field}: {shown} {why}: send a finite number, or leave it out"
+    assert refused.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ('{"text": NaN', "the body is not valid JSON"),
+        ('{"unheard_of": NaN}', "unheard_of: unknown field"),
+        ('{"text": NaN, "image_data": ' + "[" * 5000 + "]" * 5000 + "}", "not valid JSON"),
+        ("NaN", "the body: NaN is not valid JSON"),
+        ('{"text": NaN, "rid": "' + "a" * MIB + '"}', "the body is not valid JSON"),
+        ('{"image_data": [' + "[]," * (1 << 15) + "NaN]}", "the body is not valid JSON"),
+        ('{"text": 1e400, "rid": "' + "a" * MIB + '"}', "text: Number out of range"),
+    ],
+)
+def test_other_mistakes_come_first_and_large_bodies_are_read_once(body: str, words: str) -> None:
+    with pytest.raises(ApiError, match=words):
+        decode_body(body.encode(), GenerateBody)
 
 
 HELLO: Final = [{"role": "user", "content": "a"}]
