@@ -35,14 +35,16 @@ class BaseFormatDetector(FormatDetector):
     Strings are mended (see `JsonObjectScanner`), so that the arguments are JSON.
 
     A stream commits to a call as soon as it has the name and the start of the arguments. If the
-    call breaks after that, its pieces have already been sent: the call stays incomplete, `num_cut`
-    counts it, and text follows. `parse_non_stream` returns such a call as text. Apart from cut
-    calls, the pieces of a stream add up to the result of `parse_non_stream`.
+    output ends before the call does, the call has the arguments so far. If the call breaks, its
+    pieces have already been sent: it stays incomplete, `num_cut` counts it, and text follows.
+    `parse_non_stream` returns a call that breaks as text. Apart from these, the pieces of a stream
+    add up to the result of `parse_non_stream`.
 
     Args:
         tool_names: The tools that the request named; None allows any name.
         schemas: Not needed: JSON has types.
-        commits_early: True to send a call before its end. `parse_non_stream` sets it to false.
+        commits_early: True to send a call before it or the output ends. `parse_non_stream` sets it
+            to false.
     """
 
     def __init__(
@@ -61,14 +63,13 @@ class BaseFormatDetector(FormatDetector):
         self._sent = 0
 
     def finish(self, *, is_cut: bool = False) -> StreamingParseResult:
-        """End the output. Returns the text that was held back.
-
-        The rest of a call that was already sent is not text, nor are blanks after the last call.
+        """End the output. Returns the text that was held back, and the call that a whole output
+        ends in. The rest of a call is not text, nor are blanks after the last call.
         """
         if self._state is _State.CALL:
-            if self._sent_head:
-                self.num_cut += 1
-            else:
+            if not self._sent_head:
+                self._commit()
+            if not self._sent_head:
                 self._emit_text(self._opener + self._buffer)
         elif not (is_cut and self._state is _State.AFTER_CALL):  # There it is a cut separator.
             self._finish_text(is_cut=is_cut)
@@ -175,12 +176,16 @@ class BaseFormatDetector(FormatDetector):
     def _emit_whole(self, call: tuple[str, dict[str, Any]]) -> None:
         """Send a call that ended before any part of it was sent."""
         self._note_head()
-        self._try_head()
+        self._commit()
         if not self._sent_head:
             self._emit_call(call[0], json.dumps(call[1], ensure_ascii=False))
-            return
-        self._scanner.feed(self._buffer)
-        self._send_arguments()
+
+    def _commit(self) -> None:
+        """Send the name and the arguments of a call so far, if they can be sent already."""
+        self._try_head()
+        if self._sent_head:
+            self._scanner.feed(self._buffer)
+            self._send_arguments()
 
     def _reject(self) -> bool:
         """Give up a call: its opener becomes text, and the rest is parsed again."""

@@ -3,17 +3,19 @@ whole. It is text where the model ended the output, or where other text follows.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rigs.harmony_text import NEXT, final, gpt_oss, thought
 from rigs.written_calls import ADD, ALL_WRITERS, SAY, TOOLS
 from rigs.written_calls import WRITERS as TAGGED
-from sglang.srt.function_call.format_detector import FormatDetector
+from sglang.srt.function_call.format_detector import FormatDetector, ToolCallItem, merge_calls
 from sglang.srt.function_call.function_call_parser import make_call_parser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=1, suite="base-a-test-cpu")
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
 WRITERS = ALL_WRITERS | {"gpt-oss": gpt_oss}
 FORMATS = pytest.mark.parametrize("name", list(WRITERS))
@@ -24,12 +26,14 @@ def parser_of(name: str) -> FormatDetector:
 
 
 def text_of(name: str, output: str, *, is_cut: bool) -> str:
-    """The normal text, which is the same whole and by characters."""
-    whole, _ = parser_of(name).parse_non_stream(output, is_cut=is_cut)
-    parser = parser_of(name)
-    pieces = [parser.parse_stream_increment(char).normal_text for char in output]
-    assert "".join(pieces) + parser.finish(is_cut=is_cut).normal_text == whole
-    return whole
+    """The normal text. It and the calls are the same whole, by characters, and in one piece."""
+    whole = parser_of(name).parse_non_stream(output, is_cut=is_cut)
+    for pieces in (list(output), [output]):
+        parser = parser_of(name)
+        results = [*map(parser.parse_stream_increment, pieces), parser.finish(is_cut=is_cut)]
+        calls = merge_calls([call for result in results for call in result.calls])
+        assert ("".join(result.normal_text for result in results), calls) == whole
+    return whole[0]
 
 
 def markers_of(name: str) -> tuple[str, ...]:
@@ -45,6 +49,32 @@ def test_a_marker_that_begins_at_a_cut_end_is_no_text(name: str) -> None:
             assert text_of(name, before + begun, is_cut=True) == "so "
             assert text_of(name, before + begun, is_cut=False) == f"so {begun}"
             assert text_of(name, f"{before}{begun}~", is_cut=True) == f"so {begun}~"
+
+
+@FORMATS
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_stream_gives_what_the_whole_output_gives_wherever_it_ends(
+    name: str, is_cut: bool
+) -> None:
+    written = WRITERS[name](("add", ADD))
+    for output in (f"so {written}\n so", WRITERS[name](("add", ADD), ("say", SAY))):
+        for end in range(len(output) + 1):
+            text_of(name, output[:end], is_cut=is_cut)
+
+
+@pytest.mark.parametrize("name", ["qwen25", "llama3"])
+def test_a_call_that_the_end_breaks_off_has_the_arguments_so_far(name: str) -> None:
+    """So that a stream, which has sent them, is no exception."""
+    written = WRITERS[name](("add", ADD))
+    arguments = json.dumps(ADD)
+    begin = written.index(arguments)
+    for end in range(begin + 1, len(written)):
+        for is_cut in (True, False):
+            text, [call] = parser_of(name).parse_non_stream(written[:end], is_cut=is_cut)
+            assert call == ToolCallItem(0, "add", written[begin:end][: len(arguments)])
+            assert not text or not is_cut
+    text, calls = parser_of(name).parse_non_stream(written[:begin])
+    assert (text, calls) == (written[:begin], [])
 
 
 @FORMATS

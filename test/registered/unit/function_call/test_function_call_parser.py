@@ -62,9 +62,12 @@ def test_any_split_of_a_stream_gives_the_same(name: str, text: str, points: list
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS)
 def test_whole_outputs_give_only_calls_that_a_client_can_run(name: str, text: str) -> None:
-    for tool, arguments in parse(name, text)[1]:
-        assert tool in ("add", "say")
-        assert isinstance(arguments, dict)
+    """But for one that the end of the output breaks off."""
+    _, calls = make_call_parser(TOOLS, name).parse_non_stream(text)
+    assert [call.tool_index for call in calls] == list(range(len(calls)))
+    assert {call.name for call in calls} <= {"add", "say"}
+    for call in calls[:-1]:
+        assert isinstance(json.loads(call.parameters), dict)
 
 
 @FORMATS
