@@ -109,7 +109,17 @@ def _text_split_otherwise(tokenizer: Any, path: str) -> str | None:
     file = Path(path) / "tokenizer.json"
     if type(tokenizer) is PreTrainedTokenizerFast or not file.exists():  # It reads the whole file.
         return None
-    own = Tokenizer.from_file(str(file))
+    try:
+        own = Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 (the library raises bare ones)
+        cause = " ".join(str(error).split())[:300]
+        logger.warning(
+            "%s cannot be read (%s): the class %s has not needed it. Copy it again, or remove it",
+            file,
+            cause,
+            type(tokenizer).__name__,
+        )
+        return None
 
     def differs(text: str) -> bool:
         ids = own.encode(text, add_special_tokens=False).ids

@@ -150,3 +150,21 @@ def test_a_vocabulary_in_other_files_has_no_rules_to_compare(tmp_path: Path) -> 
     (path / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}))
     (path / "merges.txt").write_text("#version: 0.2\na b\n")
     assert get_tokenizer(str(path)).encode("ab") == [3]
+
+
+def test_a_broken_file_that_the_class_does_not_read_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(_with_class(tmp_path / "tokenizer", "GPT2Tokenizer", "llama"))
+    loaded = get_tokenizer(str(path))
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda path, **options: loaded
+    )
+    caplog.clear()
+    (path / "tokenizer.json").write_text('{"model": ')
+    assert get_tokenizer(str(path)) is loaded
+    [warned] = caplog.messages
+    assert str(path / "tokenizer.json") in warned and "Copy it again" in warned
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        get_tokenizer(str(path))
