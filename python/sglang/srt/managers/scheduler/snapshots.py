@@ -6,8 +6,9 @@ are chosen before the launch. The tree cannot use the running state itself: step
 be a token too far by the time the CPU knows that its request has ended. The tree takes over a
 snapshot together with the pages before it.
 
-Running states come first. If no slot is free for a request that is about to start, the tree evicts
-its oldest snapshot; if it has none, a decoding request gives up a slot for snapshots.
+Running states come first. If no slot is free for a request that is about to start, a decoding
+request gives up a snapshot that saves a page at most; if none has one, the tree evicts its oldest;
+if it has none, a decoding request gives up any slot for snapshots.
 """
 
 from __future__ import annotations
@@ -73,7 +74,12 @@ class Snapshots:
 
     def make_room(self, decoding: Iterable[Req]) -> None:
         """Free a slot, if none is free, for a request that is about to start. One of the requests
-        that decode may lose its snapshot, or the slot for its next one."""
+        that decode may lose its snapshot, or the slot for its next one: before the tree loses a
+        state if that costs later prompts a page at most."""
+        if self._pool.available_size():
+            return
+        # A state of the tree saves whole prefixes, and any request may hit it now.
+        self._give_up_spare(decoding, most_saved=self._alignment)
         self._evict()
         if not self._pool.available_size():
             self._give_up_spare(decoding)
@@ -97,13 +103,16 @@ class Snapshots:
         if not self._pool.available_size():
             self._tree.evict(EvictParams(mamba_num=1))
 
-    def _give_up_spare(self, decoding: Iterable[Req]) -> None:
-        """Free a slot that one of `decoding` holds beyond its running state, if any does. A write
-        by a step in flight is harmless: it is queued before every later use of the slot."""
+    def _give_up_spare(self, decoding: Iterable[Req], most_saved: int | None = None) -> None:
+        """Free a slot that one of `decoding` holds beyond its running state, if any does; one that
+        saves later prompts at most `most_saved` tokens, if given. A write by a step in flight is
+        harmless: it is queued before every later use of the slot."""
         spares = _spares_of(decoding)
         if not spares:
             return
         spare = first_to_give_up(spares)
+        if most_saved is not None and spare.saved_tokens > most_saved:
+            return
         slots = spare.slots
         if spare.is_next:
             slot, slots.snapshot_slot, slots.snapshot_in_flight = slots.snapshot_slot, None, None

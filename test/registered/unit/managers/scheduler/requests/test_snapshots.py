@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from rigs.caches.state_rig import StateRig
 from sglang.srt.managers.scheduler.requests.req import Req
@@ -22,7 +23,7 @@ class Decoding:
     8, 16, 24 tokens."""
 
     def __init__(self) -> None:
-        rig = StateRig(num_states=2)
+        self.rig = rig = StateRig(num_states=2)
         self.pool = rig.mamba
         self.snapshots = Snapshots(rig.tree, self.pool, interval=8)
         message = TokenizedGenerateReqInput(
@@ -80,3 +81,22 @@ def test_no_step_leaves_a_snapshot_that_the_step_before_it_had_no_slot_for(
     assert decoding.req.slots.mamba_track_slot is None
     assert decoding.req.slots.mamba_last_track_seqlen is None
     assert decoding.pool.available_size() == 2
+
+
+@pytest.mark.parametrize(("saved", "is_kept"), [(1, False), (2, True)])
+def test_a_snapshot_that_saves_a_page_is_given_up_before_a_state_of_the_tree(
+    saved: int, is_kept: bool
+) -> None:
+    decoding = Decoding()
+    rig, slots = decoding.rig, decoding.req.slots
+    rig.run(list(range(100, 101 + rig.page_size)))
+    assert rig.tree.mamba_evictable_size() == 1
+    taken = decoding.pool.take(decoding.pool.available_size())
+    assert taken is not None
+    slots.mamba_track_slot = torch.tensor(taken[:1])
+    slots.cache_protected_len = 8
+    slots.mamba_last_track_seqlen = 8 + saved * rig.alignment
+    decoding.snapshots.make_room([decoding.req])
+    assert decoding.pool.available_size() == 1
+    assert (slots.mamba_track_slot is not None) == is_kept
+    assert rig.tree.mamba_evictable_size() == (not is_kept)
