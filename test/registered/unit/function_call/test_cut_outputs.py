@@ -64,7 +64,7 @@ def test_a_stream_gives_what_the_whole_output_gives_wherever_it_ends(
 
 @pytest.mark.parametrize("name", ["qwen25", "llama3"])
 def test_a_call_that_the_end_breaks_off_has_the_arguments_so_far(name: str) -> None:
-    """So that a stream, which has sent them, is no exception."""
+    """A stream has sent them already."""
     written = WRITERS[name](("add", ADD))
     arguments = json.dumps(ADD)
     begin = written.index(arguments)
