@@ -32,6 +32,7 @@ from sglang.srt.layers.attention.compressed_flashmla_backend import (  # noqa: E
     CompressedFlashMLABackend,
 )
 from sglang.srt.layers.attention_kind import COMPRESSED  # noqa: E402
+from sglang.srt.layers.forward_batch_info import ForwardMode  # noqa: E402
 from sglang.srt.mem_cache.device.state_spec import PoolName  # noqa: E402
 
 IS_INSTALLED: Final = any(
@@ -140,6 +141,20 @@ def test_too_many_rows_are_not_copied(
     layers = make(tmp_path, layer_types=[WINDOW, HEAVY, SPARSE, HEAVY])
     assert layers.extend([Work(1, 50), Work(2, 140)]) < TOLERANCE
     assert len(kernel.steps) == 1, "the layer with a window alone"
+
+
+@pytest.mark.parametrize("way", ["init_forward_metadata", "init_forward_metadata_extend_graph"])
+def test_the_plan_of_a_long_prefill_ends_with_it(
+    tmp_path: Path, kernel: Kernel, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    layers = make(tmp_path)
+    layers.extend([Work(1, 30)])
+    backend: Any = layers.worlds[1].backend
+    assert backend._plan is not None
+    monkeypatch.setattr(CompressedFlashMLABackend.__base__, way, lambda *_: None)
+    decode = SimpleNamespace(forward_mode=ForwardMode.DECODE)
+    getattr(backend, way)(decode, *([16, 1] if "graph" in way else []))
+    assert backend._plan is None
 
 
 @pytest.mark.parametrize("seed", range(2))
