@@ -21,8 +21,8 @@ from sglang.srt.hardware_backend.device_runtime import detect_device
 from sglang.srt.layers.attention.flashmla_library import LIBRARIES
 from sglang.test.ci.ci_register import register_cuda_ci
 
-register_cuda_ci(est_time=350, suite="base-b-test-1-gpu-large")
-register_cuda_ci(est_time=350, suite="base-b-test-2-gpu-large")
+register_cuda_ci(est_time=650, suite="base-b-test-1-gpu-large")
+register_cuda_ci(est_time=650, suite="base-b-test-2-gpu-large")
 
 pytestmark = pytest.mark.skipif(detect_device() != "cuda", reason="needs a GPU")
 
