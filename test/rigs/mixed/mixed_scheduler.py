@@ -37,6 +37,7 @@ from rigs.mixed.cold_engine import ColdEngine
 from rigs.mixed.drawn_settings import attaching, draw_policies, l3_of
 from rigs.mixed.front_door import FrontDoor
 from rigs.mixed.held_copies import HeldCopies
+from rigs.mixed.left_apart import count_states_apart
 from rigs.mixed.mirror import Mirror
 from rigs.mixed.mixed_requests import Asked, MixedRequests
 from rigs.mixed.operator import Operator
@@ -195,6 +196,8 @@ class MixedScheduler:
         self._l2_ratio = random.Random(f"{seed} L2").choice((2.0, 0.3))
         self._copies = HeldCopies() if self._apart.random() < 0.5 else None
         """None: threads copy between L1 and L2."""
+        self._group_tokens = 1
+        """Tokens of the model's longest group."""
         self._still: dict[SchedulerRig, StillBytes] = {}
 
     @property
@@ -281,6 +284,8 @@ class MixedScheduler:
             }
         rig = SchedulerRig(self._cold.path, **args)
         rig.tick_s = 0.01  # type: ignore[misc]
+        count_states_apart(rig.tree, self.outcome.counts)
+        self._group_tokens = max((one.spec.stride for one in rig.pools), default=1)
         if rig.device == "cpu":
             may_look = not mix.damages_l2
             self._still[rig] = StillBytes(rig.tree, rig.pools, looks_at_host=may_look)
@@ -398,6 +403,7 @@ class MixedScheduler:
             off = self._cold.assert_words(asked.prompt, words, got.logprobs)
             self.outcome.most_off = max(self.outcome.most_off, off)
         features = asked.features()
+        is_open = bool(words) and (len(asked.prompt) + len(words) - 1) % self._group_tokens > 0
         self.outcome.counts[f"ended by {reason.type}"] += 1
         if reason.type == "abort":
             assert asked.is_aborted, f"{message.rid} ended by {reason}"
@@ -419,6 +425,7 @@ class MixedScheduler:
             if tokens := getattr(details, tier):
                 features.add(f"hit in {tier}")
                 self.outcome.counts[f"tokens from {tier}"] += tokens
+                self.outcome.counts[f"open groups behind {tier}"] += is_open
         if last.verifications is not None:
             features.add("drafts")
             self.outcome.counts["drafts accepted"] += last.verifications.accepted

@@ -45,7 +45,7 @@ def test_each_pair_of_settings_that_is_possible_is_in_the_plan() -> None:
     found = Counter(pair for mix in plan for pair in mix.pairs())
     possible = {pair for mix in all_mixes() for pair in mix.pairs()}
     assert found.keys() == possible
-    assert len(plan) <= 27
+    assert len(plan) <= 35
     assert all(mix.is_possible for mix in plan)
 
 
