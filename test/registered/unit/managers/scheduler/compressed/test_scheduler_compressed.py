@@ -150,5 +150,7 @@ def test_pages_of_an_open_group_are_not_published(make_rig: Any) -> None:
     rig = make_rig()
     rig.generate([prompt(9, 47)], 1)
     assert rig.tree.total_size() == 32
+    rig.check()  # No slot of the last page is left behind.
     rig.run(rig.request("again", [*prompt(9, 47), 3], greedy(1)))
     assert rig.results["again"].cached == (32, 0, 0)
+    rig.check()
