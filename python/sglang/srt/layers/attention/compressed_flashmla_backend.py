@@ -1,9 +1,9 @@
 """Attention to a window and to compressed rows on CUDA: FlashMLA's kernel for prefills of many
 tokens.
 
-The kernel reads one tensor of keys, and for each token a list of their indices. So each layer lays
-side by side the windows before the step, the step's own keys, and the rows of its requests. That is
-2 KB of traffic for a key, which hundreds of tokens read. All else is `CompressedTritonBackend`.
+The kernel reads one tensor of keys, and for each token a list of their indices. Each layer makes
+this tensor: windows before the step, keys of the step, rows of its requests. Hundreds of tokens
+read each key, so the copy costs little. All else is `CompressedTritonBackend`.
 """
 
 from __future__ import annotations
