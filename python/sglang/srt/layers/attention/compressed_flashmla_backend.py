@@ -17,7 +17,12 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
 from sglang.srt.layers.attention.compressed_backend import CompressedAttention, row_buffers
 from sglang.srt.layers.attention.compressed_triton_backend import CompressedTritonBackend
-from sglang.srt.layers.attention.flashmla_library import load_kernel
+from sglang.srt.layers.attention.flashmla_library import (
+    MULTIPLE,
+    beside_each_other,
+    load_kernel,
+    refusal_of,
+)
 from sglang.srt.layers.forward_batch_info import (
     AttentionInputs,
     ForwardBatch,
@@ -28,8 +33,6 @@ from sglang.srt.layers.triton_ops.compressed.attention import QueryTokens
 from sglang.srt.layers.triton_ops.compressed.rotated_norm import rotate_back_
 from sglang.srt.mem_cache.device.state_spec import PoolName
 
-_CHOSEN: Final = 128
-"""Indices of a token come in multiples of this."""
 _FEWEST_TOKENS: Final = 512
 """Fewest tokens of a step. Fewer gain less than the launches and the copies cost."""
 _ROWS_PER_TOKEN: Final = 128
@@ -47,7 +50,7 @@ class _Rows(NamedTuple):
     """int32 `[bs, longest context]`: in the place of slots, the indices of rows times their tokens.
     None: tokens see all rows."""
     indices: torch.Tensor | None
-    """int32 `[num_tokens, 1, width]`: window and rows that each token sees; None: it chooses."""
+    """int32 `[num_tokens, width]`: window and rows that each token sees; None: it chooses."""
 
 
 class _Plan:
@@ -91,13 +94,11 @@ class CompressedFlashMLABackend(CompressedTritonBackend):
         super().warm_up()
         device, dtype, dim = self._config.device, self._config.dtype, self._ring.shape[-1]
         query = torch.zeros((1, self._config.num_heads, dim), dtype=dtype, device=device)
-        indices = torch.zeros((1, 1, _CHOSEN), dtype=torch.int32, device=device)
+        indices = torch.zeros((1, 1, MULTIPLE), dtype=torch.int32, device=device)
         try:
             self._kernel(query, query[:, :1].contiguous(), indices, 1.0, dim, None, None)
         except RuntimeError as error:
-            raise ValueError(
-                f"attention backend 'flashmla' does not run on {device!r} ({error}): use triton"
-            ) from error
+            raise refusal_of(device, error) from error
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -149,10 +150,12 @@ class CompressedFlashMLABackend(CompressedTritonBackend):
                 chosen = self._choose(
                     inputs.index_query, keys, layer.ratio, batch, None, known.numbers
                 )
-                indices = _lists(indices, chosen)
+                indices = beside_each_other(indices, chosen)
         else:
-            indices = _lists(indices)
-        out, *_ = self._kernel(inputs.q, kv, indices, layer.scaling, dim, layer.sinks, None)
+            indices = beside_each_other(indices)
+        out, *_ = self._kernel(
+            inputs.q, kv, indices.unsqueeze(1), layer.scaling, dim, layer.sinks, None
+        )
         assert inputs.rotation is not None, "outputs are rotated back"
         rotate_back_(out, inputs.rotation)
         return out.flatten(1)
@@ -209,12 +212,4 @@ class CompressedFlashMLABackend(CompressedTritonBackend):
         each = torch.arange(widest, device=table.device)
         read = torch.where(each < seen, first[queries.requests][:, None] + each, -1)
         windows = self._windows(plan, queries, batch)[1]
-        return _Rows(items, None, _lists(windows, read.int()))
-
-
-def _lists(*parts: torch.Tensor) -> torch.Tensor:
-    """Lists of indices side by side, int32 `[num_tokens, 1, width]`, in the kernel's multiples."""
-    missing = -sum(part.shape[1] for part in parts) % _CHOSEN
-    if missing:
-        parts = (*parts, parts[0].new_full((len(parts[0]), missing), -1))
-    return torch.cat(parts, dim=1).unsqueeze(1)
+        return _Rows(items, None, beside_each_other(windows, read.int()))

@@ -11,7 +11,13 @@ from typing import Final
 import torch
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionConfig
-from sglang.srt.layers.attention.flashmla_library import SparsePrefill, load_kernel
+from sglang.srt.layers.attention.flashmla_library import (
+    MULTIPLE,
+    SparsePrefill,
+    beside_each_other,
+    load_kernel,
+    refusal_of,
+)
 from sglang.srt.layers.attention.latent_triton_backend import LatentTritonBackend, SlotLists
 from sglang.srt.layers.mla.latent_attention import LatentAttention
 
@@ -19,8 +25,6 @@ RANK: Final = 512
 """Elements of a latent vector, the only size that the kernel reads."""
 _HEADS: Final = 64
 """Heads come in multiples of this; others are padded with zeros."""
-_CHOSEN: Final = 128
-"""Chosen rows come in multiples of this."""
 _FEWEST_BLOCKS: Final = 48
 """Fewest tokens times blocks of heads. Fewer do not fill the device: the kernel does not split a
 token's rows over programs."""
@@ -48,13 +52,11 @@ class FlashMLABackend(LatentTritonBackend):
         assert mla is not None, "its layers have latent attention"
         width = RANK + mla.qk_rope_head_dim
         query = torch.zeros((_FEWEST_BLOCKS, _HEADS, width), dtype=dtype, device=device)
-        chosen = torch.zeros((len(query), _CHOSEN), dtype=torch.int32, device=device)
+        chosen = torch.zeros((len(query), MULTIPLE), dtype=torch.int32, device=device)
         try:
             sparse_attention(self._kernel, query, query[:1, :1], chosen, 1.0)
         except RuntimeError as error:
-            raise ValueError(
-                f"attention backend 'flashmla' does not run on {device!r} ({error}): use triton"
-            ) from error
+            raise refusal_of(device, error) from error
 
     def _attend_chosen(
         self,
@@ -76,9 +78,8 @@ class FlashMLABackend(LatentTritonBackend):
             query[:, heads:] = 0
         if self._group > 1:
             chosen = _slots_of_groups(chosen, lists, table, self._group)
-        if missing := -chosen.shape[1] % _CHOSEN:
-            chosen = torch.cat((chosen, chosen.new_full((len(chosen), missing), -1)), dim=1)
-        found = sparse_attention(self._kernel, query, pool, chosen, layer.scaling)
+        rows = beside_each_other(chosen)
+        found = sparse_attention(self._kernel, query, pool, rows, layer.scaling)
         return found[:, :heads]
 
 

@@ -33,6 +33,8 @@ class KernelLibrary:
     namespace: str
 
 
+MULTIPLE: Final = 128
+"""Rows of a token come in multiples of this."""
 LIBRARIES: Final = (
     KernelLibrary("sgl_kernel", "flashmla_ops*.so", "sgl_kernel"),
     # The other library there has kernels for Blackwell GPUs alone.
@@ -85,3 +87,19 @@ def load_kernel() -> SparsePrefill:
             f"({error.__cause__ or error}): {remedy}"
         ) from error
     return kernel
+
+
+def beside_each_other(*lists: torch.Tensor) -> torch.Tensor:
+    """Lists of rows side by side, in the kernel's multiples: int32 `[num_tokens, width]`, -1 is no
+    row."""
+    missing = -sum(one.shape[1] for one in lists) % MULTIPLE
+    if missing:
+        lists = (*lists, lists[0].new_full((len(lists[0]), missing), -1))
+    return torch.cat(lists, dim=1) if len(lists) > 1 else lists[0]
+
+
+def refusal_of(device: str, error: RuntimeError) -> ValueError:
+    """The error for a GPU that does not run the kernel."""
+    return ValueError(
+        f"attention backend 'flashmla' does not run on {device!r} ({error}): use triton"
+    )
