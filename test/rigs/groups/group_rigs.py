@@ -56,7 +56,7 @@ class GroupRig(SchedulerRig):
     def __init__(self, groups: GroupRigs, dp_rank: int, model_path: Path, **args: Any) -> None:
         self._groups, self._dp_rank = groups, dp_rank
         self._inbox: queue.SimpleQueue[ToScheduler] = queue.SimpleQueue()
-        self._then: dict[str, Callable[[], None]] = {}
+        self._then: dict[str, tuple[int, Callable[[], None]]] = {}
         super().__init__(model_path, **args)
 
     def make_runner(self, config: ModelRunnerConfig) -> ModelRunner:
@@ -109,13 +109,16 @@ class GroupRig(SchedulerRig):
         assert isinstance(output, BatchTokenIDOutput)
         for of_request in output.outputs:
             self._collect(of_request)
-            if (then := self._then.pop(of_request.rid, None)) is not None:
+            tokens, then = self._then.get(of_request.rid, (0, None))
+            if then is not None and self.num_tokens(of_request.rid) >= tokens:
+                del self._then[of_request.rid]
                 then()
 
-    def on_first_token(self, rid: str, then: Callable[[], None]) -> None:
-        """Call `then` once the request, which is not sent yet, says something; in the loop's
-        thread."""
-        self._then[rid] = then
+    def on_tokens(self, rid: str, tokens: int, then: Callable[[], None]) -> None:
+        """Call `then` once the request, which is not sent yet, has that many output tokens; in the
+        loop's thread. From the second on, each round until its end has work of the request; behind
+        the first, a round without any may come."""
+        self._then[rid] = tokens, then
 
     def has_ended(self, rid: str) -> bool:
         """True if all of a request's output is there."""

@@ -100,7 +100,7 @@ def test_verifications_beside_prefills_and_beside_nothing(model: Path, captures:
                 message = second.request(f"r{number}", prompts[number], greedy(counts[number]))
                 second.post(message)
 
-        first.on_first_token("r0", send_prompts)
+        first.on_tokens("r0", 4, send_prompts)
         first.post(first.request("r0", prompts[0], greedy(LONG), stream=True))
         groups.wait(lambda: all(second.has_ended(f"r{number}") for number in (1, 2)))
         groups.wait(lambda: first.has_ended("r0"))
@@ -133,7 +133,7 @@ def test_groups_decode_without_drafts_beside_one_that_refuses_them(model: Path) 
         def send_prompt() -> None:
             second.post(second.request("plain", prompts[1], greedy(25)))
 
-        first.on_first_token("drafts", send_prompt)
+        first.on_tokens("drafts", 4, send_prompt)
         first.post(first.request("drafts", prompts[0], greedy(LONG), stream=True))
         groups.wait(lambda: second.has_ended("plain") and first.has_ended("drafts"))
         assert first.results["drafts"].output_ids == expected[0]

@@ -156,7 +156,7 @@ def test_captured_steps_run_for_the_largest_group(model: Path) -> None:
                 *(second.request(f"r{n}", one, greedy(40)) for n, one in enumerate(prompts[:3]))
             )
 
-        first.on_first_token("r", send_prompts)
+        first.on_tokens("r", 1, send_prompts)
         first.post(first.request("r", prompts[3], greedy(40), stream=True))
         groups.wait(lambda: first.has_ended("r"))
         groups.wait(lambda: all(second.has_ended(f"r{n}") for n in range(3)))
@@ -211,7 +211,7 @@ def test_prefills_beside_decoding(model: Path) -> None:
                 rig = (second, third)[number % 2]
                 rig.post(rig.request(f"r{number}", one, greedy(10)))
 
-        first.on_first_token("long", send_prompts)
+        first.on_tokens("long", 4, send_prompts)
         first.post(first.request("long", prompt(9, 30), greedy(LONG), stream=True))
         groups.wait(lambda: all(rig.has_ended(f"r{n}") for n, rig in ((2, second), (3, third))))
         groups.wait(lambda: first.has_ended("long"))
@@ -261,7 +261,7 @@ def test_an_abort_in_one_group_leaves_the_other(model: Path) -> None:
     expected = alone(model, [prompt(1, 30)], LONG)[0]
     with GroupRigs(model, 2) as groups:
         first, second = groups.rigs
-        second.on_first_token("goes", lambda: second.post(AbortReq(rid="goes")))
+        second.on_tokens("goes", 1, lambda: second.post(AbortReq(rid="goes")))
         second.post(second.request("goes", prompt(2, 30), greedy(400), stream=True))
         first.post(first.request("stays", prompt(1, 30), greedy(LONG), stream=True))
         groups.wait(lambda: first.has_ended("stays"))
@@ -290,7 +290,7 @@ def test_a_group_that_has_ended_stays_for_the_others(model: Path) -> None:
     expected = alone(model, [prompt(1, 30)], LONG)[0]
     with GroupRigs(model, 2) as groups:
         first, second = groups.rigs
-        first.on_first_token("long", lambda: groups.stop(timeout=60.0))
+        first.on_tokens("long", 1, lambda: groups.stop(timeout=60.0))
         first.post(first.request("long", prompt(1, 30), greedy(LONG), stream=True))
         groups.wait(lambda: first.has_ended("long"))
         assert first.results["long"].output_ids == expected
