@@ -29,12 +29,17 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
-        """`param` is the field's name; `code` is a word for programs."""
+        """`param` is the field's name; `code` is a word for programs. Surrogates, which a client's
+        JSON may have and no answer can, become escapes."""
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _encodable(message)
+        self.param = _encodable(param) if param else param
         self.code = code
+
+
+def _encodable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

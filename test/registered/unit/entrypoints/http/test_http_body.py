@@ -13,7 +13,7 @@ import pytest
 from rigs.servers.fake_engine import FrontServer
 from sglang.srt.constants import MIB
 from sglang.srt.entrypoints.http.body import MAX_BODY_BYTES, MAX_BODY_VALUES, decode_body
-from sglang.srt.entrypoints.http.errors import ApiError
+from sglang.srt.entrypoints.http.errors import ApiError, error_response
 from sglang.srt.entrypoints.native_protocol import GenerateBody
 from sglang.srt.entrypoints.openai.protocol import ChatBody, DetokenizeBody
 from sglang.srt.messages.io_struct import TokenizedGenerateReqInput
@@ -92,6 +92,7 @@ def test_what_is_no_body_is_called_that(body: bytes, word: str) -> None:
         (ChatBody, '{"messages": [], "logit_bias": {"5": 1, "6": @, "7": @}}', "logit_bias.6"),
         (GenerateBody, '{"sampling_params": [{}, {"top_p": @}]}', "sampling_params[1].top_p"),
         (GenerateBody, '{"input_ids": [[9, 1], [@]], "text": ""}', "input_ids[1][0]"),
+        (GenerateBody, r'{"lora_path": [{"a\ud800b": @}]}', r"lora_path[0].a\ud800b"),
     ],
 )
 def test_the_field_of_a_number_that_no_double_holds_is_named(
@@ -104,6 +105,7 @@ def test_the_field_of_a_number_that_no_double_holds_is_named(
     why = "is not valid JSON" if number[-1].isalpha() else "is out of range"
     message = f"{field}: {shown} {why}: send a finite number, or leave it out"
     assert refused.value.message == message
+    assert json.loads(error_response(refused.value, "/generate").body)["error"]["param"] == field
 
 
 @pytest.mark.parametrize(
